@@ -14,6 +14,7 @@ from chatglm_files import write_chatglm6b
 from hub_standin import StandIn
 from huggingface_hub import constants, file_download
 
+import warpbus
 from warpbus.demo import recipe
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.models import Decoder, read_config
@@ -123,7 +124,9 @@ def ray_cluster() -> Iterator[Any]:
 
     nodes = Cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(str(Path(__file__).parent / room) for room in ("dist", "engine")))
+        here = Path(__file__).parent
+        sources = Path(warpbus.__file__).parents[1]  # those that are tested, wherever another Warpbus is installed
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here / "dist", here / "engine", sources))))
         for _ in range(2):
             nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
     yield nodes

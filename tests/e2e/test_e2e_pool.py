@@ -118,8 +118,10 @@ def test_a_program_moves_and_comes_back(name, connect, away, undisturbed):
 def test_a_program_moves_while_it_computes(connect, home, away, undisturbed):
     gpu = connect("home")
     training = Training("gpt", gpu.device)
-    question = {"do": "migrate", "lease": gpu.lease, "to": "away"}
-    mover = threading.Thread(target=lambda: ControlChannel(address(home.address), None).ask(question), daemon=True)
+    arguments = {"lease": gpu.lease, "to": "away"}
+    mover = threading.Thread(
+        target=lambda: ControlChannel(address(home.address), None).ask("migrate", arguments), daemon=True
+    )
     losses = training.run(5)
     mover.start()
     losses += training.run(STEPS - 5)

@@ -85,7 +85,7 @@ class _StatusClient:
         try:
             if self._control is None:
                 self._control = ControlChannel(self._where, self._token)
-            return self._control.ask({"do": "status"}, timeout=_SECONDS)
+            return self._control.ask("status", timeout=_SECONDS)
         except WarpbusError:
             if self._control is not None:
                 self._control.close()

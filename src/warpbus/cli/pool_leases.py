@@ -40,7 +40,7 @@ def status(
 ) -> None:
     """Show the pool: its GPUs, leases, queue and last events, again each second until Ctrl-C."""
     with _control(address, token_file) as control:
-        now = control.ask({"do": "status"})
+        now = control.ask("status")
         if as_json:
             print(json.dumps(now, ensure_ascii=False, indent=2))
             return
@@ -55,7 +55,7 @@ def status(
             try:
                 while True:
                     time.sleep(1.0)
-                    live.update(pool_table(control.ask({"do": "status"})))
+                    live.update(pool_table(control.ask("status")))
             except KeyboardInterrupt:
                 return
 
@@ -70,7 +70,7 @@ def migrate(
     """Move a lease to another GPU. Its client notices a pause."""
     from warpbus.cuda.memory_size import gigabytes
 
-    done = _do({"do": "migrate", "to": to}, address, token_file, lease=lease)
+    done = _do("migrate", {"to": to}, address, token_file, lease=lease)
     if as_json:
         print(json.dumps(done))
         return
@@ -86,7 +86,7 @@ def drain(
     as_json: _Json = False,
 ) -> None:
     """Move all leases from a machine to others, and let no new ones onto it."""
-    done = _do({"do": "drain", "host": host}, address, token_file)
+    done = _do("drain", {"host": host}, address, token_file)
     if as_json:
         print(json.dumps(done))
     else:
@@ -103,13 +103,13 @@ def undrain(
     token_file: TokenFile = None,
 ) -> None:
     """Let leases onto a machine again."""
-    _do({"do": "undrain", "host": host}, address, token_file)
+    _do("undrain", {"host": host}, address, token_file)
     _say(f"{host} takes leases again")
 
 
 def release(lease: _Lease, address: Address = None, token_file: TokenFile = None) -> None:
     """End a lease and give its part of the GPU back. What it holds is gone."""
-    done = _do({"do": "release"}, address, token_file, lease=lease)
+    done = _do("release", {}, address, token_file, lease=lease)
     _say(f"released {done['released']}")
 
 
@@ -117,7 +117,7 @@ def suspend_lease(lease: _Lease, address: Address = None, token_file: TokenFile 
     """Write what a lease holds to its machine's disk and give the GPU back, until it is resumed."""
     from warpbus.cuda.memory_size import gigabytes
 
-    done = _do({"do": "suspend"}, address, token_file, lease=lease)
+    done = _do("suspend", {}, address, token_file, lease=lease)
     if as_json:
         print(json.dumps(done))
     else:
@@ -131,7 +131,7 @@ def resume_lease(
     token_file: TokenFile = None,
 ) -> None:
     """Let a suspended lease go on; waits until there is room for it."""
-    done = _do({"do": "resume", "on": on}, address, token_file, lease=lease)
+    done = _do("resume", {"on": on}, address, token_file, lease=lease)
     _say(f"resumed {done['lease']} on {done['gpu']}")
 
 
@@ -151,7 +151,12 @@ def _control(address: str | None, token_file: Path | None) -> ControlChannel:
 
 
 def _do(
-    question: dict[str, Any], address: str | None, token_file: Path | None, *, lease: str | None = None
+    operation: str,
+    arguments: dict[str, Any],
+    address: str | None,
+    token_file: Path | None,
+    *,
+    lease: str | None = None,
 ) -> dict[str, Any]:
     """Ask, and show how far it is on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -160,8 +165,8 @@ def _do(
         Progress(*columns, console=Console(stderr=True), transient=True) as bar,
     ):
         if lease is not None:
-            question["lease"] = _whole(lease, control.ask({"do": "status"}))
-        task = bar.add_task(f"{question['do']}", total=None)
+            arguments["lease"] = _whole(lease, control.ask("status"))
+        task = bar.add_task(operation, total=None)
 
         def tell(answer: dict[str, Any]) -> None:
             if "queued" in answer:
@@ -170,7 +175,7 @@ def _do(
                 done, total = answer.get("done"), answer.get("total")
                 bar.update(task, description=escape(str(answer["phase"])), completed=done or 0, total=total)
 
-        return control.ask(question, tell)
+        return control.ask(operation, arguments, tell)
 
 
 def _whole(beginning: str, pool: dict[str, Any]) -> str:

@@ -53,8 +53,8 @@ class FakeDaemon:
         channel.send(Kind.WELCOME, 0, wire.encode(welcome))
         with suppress(ConnectionLostError):
             while (frame := channel.receive(60)) is not None:
-                assert wire.decode(frame.payload) == {"do": "status"}
-                channel.send(Kind.ANSWER, frame.number, wire.encode(STATUS))
+                assert wire.decode(frame.payload) == {"operation": "status", "arguments": {}}
+                channel.send(Kind.ANSWER, frame.number, wire.encode({"result": STATUS}))
 
     def close(self):
         # Who waits in accept notices a socket that is shut down, not one that is closed.

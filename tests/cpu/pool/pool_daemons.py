@@ -13,7 +13,7 @@ from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.control_channel import ControlChannel
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.wire import decode, encode
 
 MEMORY = 10_000_000
@@ -66,18 +66,18 @@ def serving(directory: Path, gpus: int = 1, program: str = "pool_fake_tenant", *
 
 
 def lease(control: ControlChannel, wrong: int = 0, **options) -> dict:
-    return control.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
+    return control.ask("lease", {"memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
 
 
 def say_hello(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
     channel = connect(where, bytes.fromhex(granted["lease"]), granted["key"])
-    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
+    channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "key": granted["key"], **hello}))
     frame = channel.receive(90)
     return channel, frame.kind, decode(frame.payload)
 
 
 def entry(control: ControlChannel, granted: dict) -> dict | None:
-    leases = control.ask({"do": "status"})["leases"]
+    leases = control.ask("status")["leases"]
     return next((each for each in leases if each["id"] == granted["lease"]), None)
 
 

@@ -38,13 +38,14 @@ def main(descriptor: int) -> None:
     from warpbus.pool.protocol.address import address
     from warpbus.pool.protocol.channel import Channel, begin, context_for
     from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.operations import TENANT
     from warpbus.pool.protocol.sockets import Tls
     from warpbus.pool.protocol.wire import decode, encode
 
     end = socket.socket(fileno=descriptor)
     channels: list[Channel] = []
     try:
-        setup, _ = process_messages.receive(end)
+        (_, setup), _ = process_messages.receive(end, TENANT)
     except RuntimeError:  # it was a spare one
         return
     wrong = setup["memory"] % 10
@@ -59,11 +60,11 @@ def main(descriptor: int) -> None:
             assert hello["migration_token"] == setup["migration_token"]
             channel.send(Kind.STATE, 0, b"prepared")
             if channel.receive(90) is not None:
-                process_messages.send(end, {"event": "arrived"})
+                process_messages.send(end, "arrived", {})
             return
         assert hello["key"] == setup["key"]
         connected += 1
-        process_messages.send(end, {"event": "clients", "connected": connected, "memory": 7})
+        process_messages.send(end, "clients", {"connected": connected, "memory": 7})
         facts = {"pid": os.getpid(), "gpu": setup["gpu"], "saved": setup["saved"] is not None}
         channel.send(Kind.WELCOME, 0, encode(facts))
         try:
@@ -74,12 +75,12 @@ def main(descriptor: int) -> None:
         except RuntimeError:  # it has gone
             pass
         connected -= 1
-        process_messages.send(end, {"event": "clients", "connected": connected, "memory": 7})
+        process_messages.send(end, "clients", {"connected": connected, "memory": 7})
 
     def move(order: dict, sock: socket.socket) -> None:
-        process_messages.send(end, {"event": "progress", "phase": "copying", "done": 1, "total": 2})
+        process_messages.send(end, "progress", {"phase": "copying", "done": 1, "total": 2})
         if wrong == REFUSES_TO_MOVE:
-            process_messages.send(end, {"event": "failed", "type": "DeviceError", "message": "it does not want to"})
+            process_messages.send(end, "failed", {"type": "DeviceError", "message": "it does not want to"})
             return
         to, tls = address(order["to"]), order["ca"] and Tls(Path(order["ca"]))
         channel = begin(
@@ -93,25 +94,25 @@ def main(descriptor: int) -> None:
         if wrong == DIES_AFTER:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
-        process_messages.send(end, {"event": "moved", "seconds": 0.5, "pause": 0.01, "bytes": 123})
+        process_messages.send(end, "moved", {"seconds": 0.5, "pause": 0.01, "bytes": 123})
 
     if wrong == NEVER_READY:
-        process_messages.send(end, {"event": "failed", "type": "DeviceError", "message": "the GPU is on fire"})
+        process_messages.send(end, "failed", {"type": "DeviceError", "message": "the GPU is on fire"})
     else:
-        process_messages.send(end, {"event": "ready"})
+        process_messages.send(end, "ready", {})
     while True:
         try:
-            order, sockets = process_messages.receive(end)
+            (operation, order), sockets = process_messages.receive(end, TENANT)
         except RuntimeError:
             os._exit(0)
-        if order["do"] == "client":
+        if operation == "client":
             threading.Thread(target=attend, args=(sockets[0],), daemon=True).start()
-        elif order["do"] == "migrate":
+        elif operation == "migrate":
             threading.Thread(target=move, args=(order, sockets[0]), daemon=True).start()
-        elif order["do"] == "suspend":
+        elif operation == "suspend":
             Path(order["path"]).write_text("state")
-            process_messages.send(end, {"event": "suspended", "seconds": 0.1, "bytes": 5})
-        elif order["do"] == "end":
+            process_messages.send(end, "suspended", {"seconds": 0.1, "bytes": 5})
+        elif operation == "end":
             for channel in channels:
                 channel.close()
             os._exit(0)

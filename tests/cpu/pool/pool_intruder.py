@@ -36,7 +36,7 @@ def _fork() -> None:
 def _control_the_pool(path: str) -> None:
     """Ask the daemon at the socket that this user can open."""
     from warpbus.pool.protocol.channel import Channel
-    from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.frames import PROTOCOL, Kind
     from warpbus.pool.protocol.preamble import CONTROL, MAGIC
     from warpbus.pool.protocol.wire import encode
 
@@ -44,7 +44,7 @@ def _control_the_pool(path: str) -> None:
     sock.connect(path)
     sock.sendall(MAGIC + CONTROL)
     channel = Channel(sock)
-    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "token": None}))
+    channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "token": None}))
     assert channel.receive(90).kind is Kind.WELCOME
     channel.close()
 
@@ -99,6 +99,7 @@ def main(descriptor: int) -> None:
     from warpbus.pool.protocol import process_messages
     from warpbus.pool.protocol.channel import Channel
     from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.operations import TENANT
     from warpbus.pool.protocol.wire import encode
     from warpbus.pool.tenant.sandbox import seal
 
@@ -113,7 +114,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=early, daemon=True).start()
     end = socket.socket(fileno=descriptor)
     try:
-        setup, _ = process_messages.receive(end)
+        (_, setup), _ = process_messages.receive(end, TENANT)
     except RuntimeError:  # it was a spare one
         return
     if setup["sandbox"]:
@@ -127,17 +128,17 @@ def main(descriptor: int) -> None:
     thread.start()
     thread.join()
     os.kill(os.getpid(), 0)
-    process_messages.send(end, {"event": "ready"})
+    process_messages.send(end, "ready", {})
     kept = []
     while True:
         try:
-            order, sockets = process_messages.receive(end)
+            (operation, _), sockets = process_messages.receive(end, TENANT)
         except RuntimeError:
             os._exit(0)
-        if order["do"] == "client":
+        if operation == "client":
             channel = Channel(sockets[0])
             channel.receive(90)
             channel.send(Kind.WELCOME, 0, encode(found))
             kept.append(channel)
-        elif order["do"] == "end":
+        elif operation == "end":
             os._exit(0)

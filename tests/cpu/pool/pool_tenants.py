@@ -11,14 +11,14 @@ import torch
 from warpbus.errors import ConnectionLostError
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.instructions import Writer
+from warpbus.pool.protocol.operations import EVENTS
 from warpbus.pool.protocol.wire import decode, encode
 
 KEY = bytes(range(32))
-HELLO = {"protocol": 1, "torch": str(torch.__version__), "key": KEY, "claim": False}
+HELLO = {"protocol": PROTOCOL, "torch": str(torch.__version__), "key": KEY, "claim": False}
 SETUP = {
-    "do": "setup",
     "lease": "ab" * 16,
     "key": KEY,
     "tenant": "somebody",
@@ -49,24 +49,24 @@ class Daemon:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.end.settimeout(150)
-        process_messages.send(self.end, {**SETUP, **changes})
+        process_messages.send(self.end, "setup", {**SETUP, **changes})
 
-    def tell(self, **what):
-        """Say something to it."""
-        process_messages.send(self.end, what)
+    def tell(self, operation, **arguments):
+        """Send it a request."""
+        process_messages.send(self.end, operation, arguments)
 
     def hear(self, *events):
-        """What it says next that is one of these events."""
+        """The next of these events that it reports."""
         while True:
-            said, _ = process_messages.receive(self.end)
-            if said["event"] in events:
+            said, _ = process_messages.receive(self.end, EVENTS)
+            if said.operation in events:
                 return said
 
     def socket(self):
         """A connection that the process has got."""
         mine, other = socket.socketpair()
         with other:
-            process_messages.send(self.end, {"do": "client"}, other)
+            process_messages.send(self.end, "client", {}, other)
         return mine
 
     def client(self, **changes):

@@ -8,7 +8,7 @@ from pool_random_lease import QUOTA, TOKEN, Lease
 
 from warpbus.errors import LeaseLostError
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant import migration_messages
 from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
@@ -19,7 +19,7 @@ def raw_destination(memory: int = QUOTA) -> tuple[Channel, MigrationDestination]
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
     destination = MigrationDestination(Lease(memory), migration_token=TOKEN, reads=lambda _: None)
     hello: dict[str, Value] = {
-        "protocol": 1,
+        "protocol": PROTOCOL,
         "migration_token": TOKEN,
         "device": "cpu",
         "used": 0,
@@ -38,9 +38,9 @@ def raw_destination(memory: int = QUOTA) -> tuple[Channel, MigrationDestination]
         ({"migration_token": b"x" * 32}, "not the migration token"),
         ({"migration_token": "t" * 32}, "not the migration token"),
         ({}, "not the migration token"),
-        ({"migration_token": TOKEN, "protocol": 2}, "protocol 2"),
-        ({"migration_token": TOKEN, "protocol": 1, "device": "cuda"}, "'cuda'"),
-        ({"migration_token": TOKEN, "protocol": 1, "device": "cpu", "used": QUOTA + 1}, "are reserved"),
+        ({"migration_token": TOKEN, "protocol": 1}, "protocol 1 is not"),
+        ({"migration_token": TOKEN, "protocol": PROTOCOL, "device": "cuda"}, "'cuda'"),
+        ({"migration_token": TOKEN, "protocol": PROTOCOL, "device": "cpu", "used": QUOTA + 1}, "are reserved"),
     ],
 )
 def test_a_source_that_is_not_expected_is_refused_and_changes_nothing(hello: dict[str, Value], message: str) -> None:
@@ -59,7 +59,7 @@ def test_a_source_that_is_not_expected_is_refused_and_changes_nothing(hello: dic
 def test_a_ticket_is_good_for_one_connection() -> None:
     _, destination = raw_destination()
     again, theirs = (Channel(sock) for sock in socket.socketpair())
-    assert not destination.admit(theirs, {"protocol": 1, "migration_token": TOKEN, "device": "cpu", "used": 0})
+    assert not destination.admit(theirs, {"protocol": PROTOCOL, "migration_token": TOKEN, "device": "cpu", "used": 0})
     answer = again.receive(1.0)
     assert answer is not None
     assert "used before" in str(decode(answer.payload))

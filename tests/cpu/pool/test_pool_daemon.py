@@ -26,9 +26,11 @@ from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.tenant_processes import TenantProcess
 from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.channel import connect
 from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.protocol.failures import sent_error
-from warpbus.pool.protocol.frames import MAX_HELLO, Kind, pack_header
+from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind, pack_header
+from warpbus.pool.protocol.messages import decode_dict, encode_request
 from warpbus.pool.protocol.preamble import MAGIC
 from warpbus.pool.protocol.wire import encode
 
@@ -64,7 +66,7 @@ def test_a_client_gets_a_lease_and_reaches_its_process(served, control):
     assert welcome["pid"] != os.getpid()
     found = until(lambda: (e := entry(control, granted)) and e["memory_used"] == 7 and e)
     assert (found["state"], found["gpu"], found["tenant"]) == ("placed", "mill/0", "local")
-    assert control.ask({"do": "release", "lease": granted["lease"]}) == {"released": granted["lease"]}
+    assert control.ask("release", {"lease": granted["lease"]}) == {"released": granted["lease"]}
     with pytest.raises(ConnectionLostError):
         channel.receive(90)
     assert entry(control, granted) is None
@@ -72,7 +74,7 @@ def test_a_client_gets_a_lease_and_reaches_its_process(served, control):
 
 def test_what_became_of_a_lease_is_told_to_who_has_its_key(served, control):
     granted = lease(control)
-    control.ask({"do": "release", "lease": granted["lease"]})
+    control.ask("release", {"lease": granted["lease"]})
     _, kind, said = say_hello(served.address, granted)
     assert (kind, said["type"]) == (Kind.REFUSED, "LeaseLostError")
     assert "it was released" in said["message"]
@@ -95,7 +97,7 @@ def test_a_process_that_dies_takes_its_own_lease_alone(served, control):
     assert isinstance(sent_error(said), LeaseLostError)
     assert "killed by signal 9 (SIGKILL)" in said["message"]
     assert any(line["what"] == "lost" and line["lease"] == first["lease"] for line in served.audit())
-    control.ask({"do": "release", "lease": second["lease"]})
+    control.ask("release", {"lease": second["lease"]})
 
 
 def test_who_comes_while_the_process_ends_hears_how_it_ended(served, control, monkeypatch):
@@ -121,16 +123,16 @@ def test_who_comes_while_the_process_ends_hears_how_it_ended(served, control, mo
 def test_a_process_that_does_not_start_is_an_error_and_no_lease(control):
     with pytest.raises(DeviceError, match="the GPU is on fire"):
         lease(control, fake.NEVER_READY)
-    assert control.ask({"do": "status"})["leases"] == []
+    assert control.ask("status")["leases"] == []
 
 
 def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, control):
-    large = control.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, timeout=60)
+    large = control.ask("lease", {"memory": 900_000_000, "share": 0.5}, timeout=60)
     told, granted = [], []
     with served.control() as other:
 
         def wait() -> None:
-            granted.append(other.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, told.append, timeout=60))
+            granted.append(other.ask("lease", {"memory": 900_000_000, "share": 0.5}, told.append, timeout=60))
 
         thread = threading.Thread(target=wait)
         thread.start()
@@ -140,17 +142,17 @@ def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, control):
         with served.control() as third:  # hangs up, and so gives up its place
             impatient = threading.Thread(target=_ask_in_vain, args=(third,))
             impatient.start()
-            until(lambda: len(control.ask({"do": "status"})["queue"]) == 2)
+            until(lambda: len(control.ask("status")["queue"]) == 2)
         impatient.join()
-        until(lambda: len(control.ask({"do": "status"})["queue"]) == 1)
-        control.ask({"do": "release", "lease": large["lease"]})
+        until(lambda: len(control.ask("status")["queue"]) == 1)
+        control.ask("release", {"lease": large["lease"]})
         thread.join()
-        control.ask({"do": "release", "lease": granted[0]["lease"]})
+        control.ask("release", {"lease": granted[0]["lease"]})
 
 
 def _ask_in_vain(control: ControlChannel) -> None:
     with pytest.raises(ConnectionLostError):
-        control.ask({"do": "lease", "memory": 900_000_000, "share": 0.5})
+        control.ask("lease", {"memory": 900_000_000, "share": 0.5})
 
 
 def test_a_lease_without_its_client_is_reclaimed(tmp_path):
@@ -171,7 +173,7 @@ def test_a_lease_without_its_client_is_reclaimed(tmp_path):
 def test_suspended_and_resumed_after_a_restart(tmp_path):
     with serving(tmp_path) as before, before.control() as control:
         granted, lost = lease(control), lease(control)
-        done = control.ask({"do": "suspend", "lease": granted["lease"]})
+        done = control.ask("suspend", {"lease": granted["lease"]})
         assert done == {"suspended": granted["lease"], "seconds": 0.1, "bytes": 5}
         assert entry(control, granted)["state"] == "suspended"
         _, kind, said = say_hello(before.address, granted)
@@ -179,37 +181,39 @@ def test_suspended_and_resumed_after_a_restart(tmp_path):
         assert "is suspended" in said["message"]
     with serving(tmp_path) as after, after.control() as control:
         assert entry(control, lost) is None
-        again = control.ask({"do": "resume", "lease": granted["lease"], "on": None}, timeout=60)
+        again = control.ask("resume", {"lease": granted["lease"], "on": None}, timeout=60)
         assert again == granted
         assert say_hello(after.address, again)[2]["saved"] is True
         assert list((tmp_path / "suspended").iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "question",
+    ("operation", "arguments", "message"),
     [
-        {},
-        {"do": 5},
-        {"do": "dance"},
-        {"do": "lease"},
-        {"do": "lease", "memory": "8GB", "share": 0.5},
-        {"do": "lease", "memory": True, "share": 0.5},
-        {"do": "lease", "memory": 0, "share": 0.5},
-        {"do": "lease", "memory": 2**62, "share": 0.5},
-        {"do": "lease", "memory": 1000, "share": float("nan")},
-        {"do": "lease", "memory": 1000, "share": 0.5, "on": "nowhere/0"},
-        {"do": "release", "lease": "unknown"},
-        {"do": "migrate", "lease": b"", "to": 3},
-        {"do": "end", "lease": "../../etc", "why": ""},
-        {"do": "receive", "lease": "ff"},
-        {"do": "join", "host": "x", "gpus": 3},
-        {"do": "drain", "host": "nowhere"},
+        (5, {}, "does not understand 5"),
+        ("dance", {}, "does not understand 'dance'"),
+        ("lease", {}, "memory is None: give int"),
+        ("lease", {"memory": "8GB", "share": 0.5}, "memory is '8GB': give int"),
+        ("lease", {"memory": True, "share": 0.5}, "memory is True: give int"),
+        ("lease", {"memory": 1000, "share": None}, r"share is None: give int \| float"),
+        ("lease", {"memory": 0, "share": 0.5}, "memory"),
+        ("lease", {"memory": 2**62, "share": 0.5}, "ask for that at most"),
+        ("lease", {"memory": 1000, "share": float("nan")}, "share"),
+        ("lease", {"memory": 1000, "share": 0.5, "on": "nowhere/0"}, "nowhere"),
+        ("lease", {"memory": 1000, "share": 0.5, "now": 0.0}, "no argument 'now'"),
+        ("release", {"lease": "unknown"}, "unknown"),
+        ("migrate", {"lease": b"", "to": 3}, "lease is b''"),
+        ("end", {"lease": "../../etc", "why": ""}, "32 hexadecimal digits"),
+        ("receive", {"lease": "ff"}, "key is None: give bytes"),
+        ("join", {"host": "x", "gpus": 3}, "gpus is 3: give list|address is None"),
+        ("drain", {"host": "nowhere"}, "nowhere"),
+        ("forward", {"operation": "lease", "arguments": {}, "tenant": "x", "role": "god", "address": ""}, "role is"),
     ],
 )
-def test_nonsense_is_answered_with_an_error(control, question):
-    with pytest.raises((UsageError, DeviceError)):
-        control.ask(question, timeout=90)
-    assert control.ask({"do": "status"})["leases"] == []
+def test_nonsense_is_answered_with_an_error(control, operation, arguments, message):
+    with pytest.raises((UsageError, DeviceError), match=message):
+        control.ask(operation, arguments, timeout=90)
+    assert control.ask("status")["leases"] == []
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC, MAGIC + bytes(16) + b"\xff" * 400])
@@ -220,18 +224,18 @@ def test_preambles_of_garbage(served, control, sent):
         sock.settimeout(90)
         with suppress(ConnectionResetError):
             assert len(sock.recv(1 << 16)) < 1000
-    assert control.ask({"do": "status"})["queue"] == []
+    assert control.ask("status")["queue"] == []
 
 
 def test_mutated_conversations_do_not_stop_it(served, control):
     """Every byte after the preamble may be another one."""
-    questions = [
-        {"do": "status"},
-        {"do": "lease", "memory": 5, "share": 0.5, "on": "no/0"},
-        {"do": "release", "lease": "ab"},
+    frames = [
+        (Kind.HELLO, encode({"protocol": PROTOCOL, "token": None})),
+        (Kind.ASK, encode_request("status", {})),
+        (Kind.ASK, encode_request("lease", {"memory": 5, "share": 0.5, "on": "no/0"})),
+        (Kind.ASK, encode_request("release", {"lease": "ab"})),
     ]
-    frames = [(Kind.HELLO, {"protocol": 1, "token": None}), *((Kind.ASK, question) for question in questions)]
-    good = b"".join(pack_header(kind, 1, len(encode(value))) + encode(value) for kind, value in frames)
+    good = b"".join(pack_header(kind, 1, len(payload)) + payload for kind, payload in frames)
     chance = random.Random(7)
     for _ in range(150):
         bad = bytearray(good)
@@ -243,8 +247,20 @@ def test_mutated_conversations_do_not_stop_it(served, control):
             with suppress(ConnectionResetError):
                 while sock.recv(1 << 16):
                     pass
-    assert control.ask({"do": "status"})["queue"] == []
+    assert control.ask("status")["queue"] == []
     assert served.run(_count(served.daemon)) < 20
+
+
+def test_a_hello_of_another_protocol_is_refused_with_the_version(served):
+    """Protocol 1 had an encoding of its own, in which this is {"protocol": 1}."""
+    first = b"\x0b\x01\x00\x00\x00\x08\x00\x00\x00protocol\x03\x01" + bytes(7)
+    for hello in (first, encode({"protocol": 1, "token": None}), encode(["protocol", PROTOCOL])):
+        channel = connect(served.address, timeout=90)
+        channel.send(Kind.HELLO, 0, hello)
+        answer = channel.receive(90)
+        assert answer.kind is Kind.REFUSED
+        assert "speaks protocol 2: use the same version" in decode_dict(answer.payload)["message"]
+        channel.close()
 
 
 def test_half_open_connections_do_not_keep_others_out(tmp_path):
@@ -253,7 +269,7 @@ def test_half_open_connections_do_not_keep_others_out(tmp_path):
             sock = stack.enter_context(socket.create_connection((small.address.host, small.address.port)))
             sock.sendall(b"WARPB")
         with small.control() as control:
-            assert control.ask({"do": "status"})["leases"] == []
+            assert control.ask("status")["leases"] == []
         assert small.run(_count(small.daemon)) <= 55
 
 
@@ -273,7 +289,7 @@ def test_idle_connections_of_others_do_not_keep_a_client_from_its_lease(served, 
             channel, kind, _ = say_hello(served.address, granted)
             assert kind is Kind.WELCOME
             channel.close()
-    control.ask({"do": "release", "lease": granted["lease"]})
+    control.ask("release", {"lease": granted["lease"]})
 
 
 def test_who_lacks_the_key_never_reaches_the_process(served, control):
@@ -284,13 +300,13 @@ def test_who_lacks_the_key_never_reaches_the_process(served, control):
     connections = [line for line in served.audit() if line["what"] == "connection"]
     assert not any(line.get("lease") == granted["lease"] for line in connections)
     assert say_hello(served.address, granted)[1] is Kind.WELCOME
-    control.ask({"do": "release", "lease": granted["lease"]})
+    control.ask("release", {"lease": granted["lease"]})
 
 
 @pytest.mark.parametrize("lease_id", [bytes(16), bytes(range(16))])
 def test_a_large_hello_is_not_read(served, control, lease_id):
     """Neither that of a control connection, before its token, nor that of whoever asks for a lease without its key."""
-    payload = encode({"protocol": 1, "token": "x" * MAX_HELLO})
+    payload = encode({"protocol": PROTOCOL, "token": "x" * MAX_HELLO})
     with socket.create_connection((served.address.host, served.address.port), timeout=90) as sock:
         sock.sendall(MAGIC + lease_id)
         if any(lease_id):
@@ -304,10 +320,10 @@ def test_a_large_hello_is_not_read(served, control, lease_id):
 def test_who_asks_for_leases_too_often_has_to_wait(tmp_path):
     with serving(tmp_path, max_lease_rate=3.0) as slow, slow.control() as control:
         for _ in range(3):
-            control.ask({"do": "release", "lease": lease(control)["lease"]})
+            control.ask("release", {"lease": lease(control)["lease"]})
         with pytest.raises(UnavailableError, match=r"tenant local asks for leases too often.* try again in 1?\d\.\d s"):
             lease(control)
-        assert control.ask({"do": "status"})["leases"] == []
+        assert control.ask("status")["leases"] == []
 
 
 def test_silent_connections_are_closed(tmp_path):
@@ -341,7 +357,7 @@ def test_tokens_limits_and_tls(tmp_path):
             with pytest.raises(UsageError, match="ann asks for"):
                 lease(ann)
             assert entry(ann, granted)["tenant"] == "ann"
-            seen = bob.ask({"do": "status"})
+            seen = bob.ask("status")
             assert [(each["id"], each["tenant"], each["memory"]) for each in seen["leases"]] == [
                 ("other-1", "(other)", MEMORY)
             ]
@@ -350,15 +366,22 @@ def test_tokens_limits_and_tls(tmp_path):
                 assert entry(eve, granted)["tenant"] == entry(admin, granted)["tenant"] == "ann"
                 with pytest.raises(UsageError, match="a viewer may only ask for the status"):
                     lease(eve)
-            for question in ({"do": "release"}, {"do": "migrate", "to": "mill/0"}, {"do": "suspend"}):
+            for operation, arguments in (("release", {}), ("migrate", {"to": "mill/0"}), ("suspend", {})):
                 with pytest.raises(UsageError, match="another tenant"):
-                    bob.ask({**question, "lease": granted["lease"]})
-            for do in ("drain", "receive", "order", "join"):
-                with pytest.raises(UsageError, match="only an admin"):
-                    bob.ask({"do": do, "host": "mill", "lease": granted["lease"]})
-            with pytest.raises(UsageError, match="only an admin"):
-                bob.ask({"do": "release", "lease": granted["lease"], "for": {"tenant": "ann", "role": "admin"}})
-            admin.ask({"do": "release", "lease": granted["lease"]})
+                    bob.ask(operation, {**arguments, "lease": granted["lease"]})
+            release = {"operation": "release", "arguments": {"lease": granted["lease"]}}
+            for operation, arguments in {
+                "drain": {"host": "mill"},
+                "broker": {},
+                "order": {"lease": granted["lease"]},
+                "end": {"lease": granted["lease"], "why": ""},
+                "forward": {**release, "tenant": "ann", "role": "admin", "address": ""},
+            }.items():
+                with pytest.raises(UsageError, match=f"{operation}: only an admin"):
+                    bob.ask(operation, arguments)
+            with pytest.raises(UsageError, match="another tenant"):
+                admin.ask("forward", {**release, "tenant": "bob", "role": "tenant", "address": ""})
+            admin.ask("release", {"lease": granted["lease"]})
         with pytest.raises(AuthorizationError, match="not trusted"):
             ControlChannel(address(secured.daemon.address), ANN)
         said = (tmp_path / "audit.jsonl").read_text()
@@ -384,7 +407,7 @@ def test_a_lease_moves_to_another_machine(served, peers, control):
     granted = lease(control, on="mill")
     channel, _, before = say_hello(served.address, granted)
     told = []
-    done = control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam/0"}, told.append, timeout=60)
+    done = control.ask("migrate", {"lease": granted["lease"], "to": "dam/0"}, told.append, timeout=60)
     assert (done["moved"], done["pause"], done["bytes"]) == ("dam/0", 0.01, 123)
     assert {"phase": "copying", "done": 1, "total": 2} in told
     assert entry(control, granted)["gpu"] == "dam/0"
@@ -397,33 +420,33 @@ def test_a_lease_moves_to_another_machine(served, peers, control):
     assert after["pid"] != before["pid"]
     moved = [line for line in served.audit() if line["what"] == "migration" and line["lease"] == granted["lease"]]
     assert [(line["source"], line["target"], line["moved"]) for line in moved] == [("mill/0", "dam/0", True)]
-    control.ask({"do": "release", "lease": granted["lease"]})
+    control.ask("release", {"lease": granted["lease"]})
     until(lambda: not Path(f"/proc/{after['pid']}").exists())
 
 
 def test_a_move_that_is_refused_leaves_the_lease_where_it_lives(served, peers, control):
     granted = lease(control, fake.REFUSES_TO_MOVE, on="mill")
     with pytest.raises(DeviceError, match="it does not want to"):
-        control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
+        control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=60)
     assert entry(control, granted)["gpu"] == "mill/0"
     assert say_hello(served.address, granted)[1] is Kind.WELCOME
     assert say_hello(peers.address, granted)[1] is Kind.REFUSED
-    control.ask({"do": "release", "lease": granted["lease"]})
+    control.ask("release", {"lease": granted["lease"]})
 
 
 def test_the_source_dies_when_the_target_lives(served, peers, control):
     granted = lease(control, fake.DIES_AFTER, on="mill")
-    assert control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)["moved"] == "dam/0"
+    assert control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=60)["moved"] == "dam/0"
     assert entry(control, granted)["gpu"] == "dam/0"
     assert say_hello(peers.address, granted)[1] is Kind.WELCOME
-    control.ask({"do": "release", "lease": granted["lease"]})
+    control.ask("release", {"lease": granted["lease"]})
 
 
 def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, control):
     served.run(_patience(served.daemon, 0.5))
     granted = lease(control, fake.DIES_BEFORE, on="mill")
     with pytest.raises(LeaseLostError, match="died while it moved"):
-        control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
+        control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=60)
     assert entry(control, granted) is None
     for where in (served.address, peers.address):
         assert say_hello(where, granted)[1] is Kind.REFUSED
@@ -437,12 +460,12 @@ def test_a_machine_is_drained(served, peers, control):
     granted = [lease(control, on="dam"), lease(control, on="dam")]
     assert all(each["address"] == peers.daemon.address for each in granted)
     with peers.control() as other:  # which hands it on to the one that has the broker
-        done = other.ask({"do": "drain", "host": "dam"}, timeout=60)
+        done = other.ask("drain", {"host": "dam"}, timeout=60)
         assert (done["drained"], done["moves"], done["failed"]) == ("dam", 2, {})
         assert {entry(other, each)["gpu"] for each in granted} == {"mill/0"}
-        other.ask({"do": "undrain", "host": "dam"})
+        other.ask("undrain", {"host": "dam"})
     for each in granted:
-        control.ask({"do": "release", "lease": each["lease"]})
+        control.ask("release", {"lease": each["lease"]})
 
 
 def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, control):
@@ -461,14 +484,14 @@ def test_a_lease_moves_within_a_machine(tmp_path, wrong):
         granted = lease(control, wrong)
         _, _, before = say_hello(two.address, granted)
         target = "mill/1" if granted["gpu"] == "mill/0" else "mill/0"
-        done = control.ask({"do": "migrate", "lease": granted["lease"], "to": target}, timeout=60)
+        done = control.ask("migrate", {"lease": granted["lease"], "to": target}, timeout=60)
         assert done["moved"] == target
         _, kind, after = say_hello(two.address, granted)
         assert (kind, after["gpu"]) == (Kind.WELCOME, target)
         assert after["pid"] != before["pid"]
         until(lambda: not Path(f"/proc/{before['pid']}").exists())
         assert entry(control, granted)["gpu"] == target
-        control.ask({"do": "release", "lease": granted["lease"]})
+        control.ask("release", {"lease": granted["lease"]})
         until(lambda: not Path(f"/proc/{after['pid']}").exists())
 
 
@@ -476,7 +499,7 @@ def test_a_move_within_a_machine_that_is_refused(tmp_path):
     with serving(tmp_path, gpus=2) as two, two.control() as control:
         granted = lease(control, fake.REFUSES_TO_MOVE, on="mill/0")
         with pytest.raises(DeviceError, match="it does not want to"):
-            control.ask({"do": "migrate", "lease": granted["lease"], "to": "mill/1"}, timeout=60)
+            control.ask("migrate", {"lease": granted["lease"], "to": "mill/1"}, timeout=60)
         assert say_hello(two.address, granted)[2]["gpu"] == "mill/0"
         assert len(two.daemon.host.tenancies) == 1
 
@@ -499,7 +522,7 @@ def test_the_broker_is_started_again_and_others_keep_their_leases(tmp_path):
 
 def _try(control: ControlChannel, granted: dict) -> bool:
     with suppress(UnavailableError):  # the other machine has not reported yet
-        return bool(control.ask({"do": "release", "lease": granted["lease"]}, timeout=60))
+        return bool(control.ask("release", {"lease": granted["lease"]}, timeout=60))
     return False
 
 
@@ -527,7 +550,7 @@ def test_daemons_that_know_each_other_find_one_broker(tmp_path):
             thread.join()
         for served in found:
             with served.control() as control:
-                assert {gpu["name"] for gpu in control.ask({"do": "status"})["gpus"]} == {"a/0", "b/0"}
+                assert {gpu["name"] for gpu in control.ask("status")["gpus"]} == {"a/0", "b/0"}
 
 
 def _free_port() -> int:

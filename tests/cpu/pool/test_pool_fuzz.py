@@ -11,7 +11,7 @@ from pool_mutations import mutate, mutate_value, no_hang
 
 from warpbus.errors import ConnectionLostError, DeviceError, PoolError, ProtocolError
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
+from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, PROTOCOL, Kind
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, layout, parse
 from warpbus.pool.protocol.signature import DevicePlaceholder, Input, New, Number, Same, Signature
@@ -23,11 +23,11 @@ MOST_MESSAGE = 5000  # characters of an error: a tensor of 64 axes has as many s
 VALUES = [
     None,
     [True, False, -1, 2**63 - 1, 1.5, 1j, "text", "文", b"\x00\xff", torch.bfloat16, torch.strided],
-    {"protocol": 1, "torch": "2.13.0", "key": bytes(32), "claim": False},
+    {"protocol": PROTOCOL, "torch": "2.13.0", "key": bytes(32), "claim": False},
     {"executed": 7, "device": "cuda", "name": "H100", "memory": 10**10, "share": 0.25, "capability": [9, 0]},
     ["read", 17, 0, 4096],
     ["describe", list(range(20))],
-    {"do": "lease", "memory": 8 * 10**9, "share": 0.5, "priority": 0, "on": None, "movable": True},
+    {"operation": "lease", "arguments": {"memory": 8 * 10**9, "share": 0.5, "on": None, "movable": True}},
     {"a": {"b": {"c": [[[(((),),)]]]}}},
     [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]],
     ["x" * 300, [b"y" * 100] * 3, {str(key): key for key in range(12)}],
@@ -109,7 +109,8 @@ def form(number):
 
 
 def check_wire(data):
-    assert encode(decode(data)) == data
+    found = encode(decode(data))
+    assert encode(decode(found)) == found
 
 
 def check_signature(data):

@@ -27,7 +27,7 @@ MEMORY = 1 << 27
 def session() -> Iterator[Session]:
     register()
     with started(memory=MEMORY) as daemon, pytest.MonkeyPatch.context() as patch:
-        assert daemon.hear("ready", "failed")["event"] == "ready"
+        assert daemon.hear("ready", "failed").operation == "ready"
         patch.setattr(connections, "connect", lambda where, lease, key: Channel(daemon.socket(), "the tenant"))
         connection = Connection(address("warpbus://localhost:1"), bytes(16), KEY)
         session = Session(connection, MEMORY, "cpu", (9, 0))

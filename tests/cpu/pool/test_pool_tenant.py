@@ -10,7 +10,7 @@ import torch
 from pool_tenants import SETUP, Daemon, acknowledged, ask, ended, started, write
 
 from warpbus.pool.protocol import process_messages
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
 from warpbus.pool.protocol.signature import Input, New, Signature
@@ -26,7 +26,7 @@ NEG = Signature("aten::neg", (Input(0),), (), (VECTOR,), (), (New(VECTOR, 16),))
 @pytest.fixture(scope="module")
 def daemon():
     with started() as daemon:
-        assert daemon.hear("ready", "failed")["event"] == "ready"
+        assert daemon.hear("ready", "failed").operation == "ready"
         yield daemon
 
 
@@ -36,7 +36,7 @@ def test_a_session(daemon):
     assert welcome.kind is Kind.WELCOME
     assert said.items() >= {"device": "cpu", "name": "a CPU", "gpu": "mill/0", "memory": 1 << 20}.items()
     start = said["executed"]
-    while not daemon.hear("clients")["connected"]:
+    while not daemon.hear("clients").arguments["connected"]:
         pass
 
     def first(writer):
@@ -56,7 +56,7 @@ def test_a_session(daemon):
     assert ask(channel, "usage")[1]["used"] == 32
 
     channel.close()
-    while daemon.hear("clients")["connected"]:
+    while daemon.hear("clients").arguments["connected"]:
         pass
     channel, welcome = daemon.client()
     assert decode(welcome.payload)["executed"] == start + 49
@@ -66,7 +66,7 @@ def test_a_session(daemon):
     channel.send(Kind.BATCH, start + 50, write(lambda writer: writer.free([1, 2])))
     acknowledged(channel, start + 50)
     channel.send(Kind.BYE)
-    while daemon.hear("clients")["connected"]:
+    while daemon.hear("clients").arguments["connected"]:
         pass
     channel.close()
 
@@ -122,7 +122,7 @@ def test_a_gap_ends_the_connection_but_not_the_lease(daemon):
     [
         ({"key": bytes(32)}, "not the key"),
         ({"key": None}, "not the key"),
-        ({"protocol": 9}, "protocol 1"),
+        ({"protocol": 9}, f"protocol {PROTOCOL}"),
         ({"migration_token": b"x"}, "no lease is to move"),
     ],
 )
@@ -155,7 +155,7 @@ def test_silence_and_nonsense_hold_nobody_up(daemon):
 def test_a_lease_that_cannot_be_set_up():
     with started(saved="/nowhere/state") as daemon:
         said = daemon.hear("failed", "ready")
-        assert (said["event"], said["type"]) == ("failed", "StorageError")
+        assert (said.operation, said.arguments["type"]) == ("failed", "StorageError")
         assert daemon.process.wait(90) == 1
 
 
@@ -171,8 +171,8 @@ def test_suspended_resumed_and_ended(tmp_path):
 
         channel.send(Kind.BATCH, 1, write(first))
         acknowledged(channel, 1)
-        process_messages.send(daemon.end, {"do": "suspend", "path": str(path)})
-        assert daemon.hear("suspended", "failed")["event"] == "suspended"
+        process_messages.send(daemon.end, "suspend", {"path": str(path)})
+        assert daemon.hear("suspended", "failed").operation == "suspended"
         channel.send(Kind.BATCH, 2, write(lambda writer: writer.free([1])))
         channel.close()
         late, answer = daemon.client()
@@ -186,7 +186,7 @@ def test_suspended_resumed_and_ended(tmp_path):
         channel, welcome = daemon.client()
         assert decode(welcome.payload)["executed"] == 1
         assert ask(channel, "read", 1, 0, 16)[1] == b"0123456789abcdef"
-        process_messages.send(daemon.end, {"do": "end", "reason": "it was released"})
+        process_messages.send(daemon.end, "end", {"reason": "it was released"})
         assert channel.receive(90).kind is Kind.BYE
         channel.close()
         assert daemon.process.wait(90) == 0

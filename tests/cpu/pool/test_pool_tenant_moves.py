@@ -50,7 +50,7 @@ def arrival_socket(path, daemon):
                 sock, _ = listener.accept()
                 with sock, suppress(ConnectionLostError):  # it has another migration_token
                     asked.append(read_preamble(sock, TOKEN))
-                    process_messages.send(daemon.end, {"do": "client"}, sock)
+                    process_messages.send(daemon.end, "client", {}, sock)
         except OSError:
             pass
 
@@ -70,7 +70,8 @@ def move(daemon, to, migration_token=TOKEN):
             sock.connect(address(to).path)
         process_messages.send(
             daemon.end,
-            {"do": "migrate", "to": to, "ca": None, "migration_token": migration_token, "lease_id": ARRIVAL_ID},
+            "migrate",
+            {"to": to, "ca": None, "migration_token": migration_token, "lease_id": ARRIVAL_ID},
             sock,
         )
 
@@ -108,8 +109,8 @@ def test_a_lease_moves(in_slices, tmp_path):
         old = stack.enter_context(started(queue_file=str(line), share=0.5))
         new, small = (stack.enter_context(started(**ready, **changes)) for changes in ({}, {"memory": 4096}))
         for each in (old, new, small):
-            assert each.hear("ready", "failed")["event"] == "ready"
-        old.tell(do="neighbours", count=int(in_slices))
+            assert each.hear("ready", "failed").operation == "ready"
+        old.tell("neighbours", count=int(in_slices))
         channel, _ = old.client()
         early, answer = new.client()
         assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLostError")
@@ -123,7 +124,7 @@ def test_a_lease_moves(in_slices, tmp_path):
         with arrival_socket(tmp_path / "small", small) as (to, _):
             for where, migration_token in ((f"{to}-nobody", TOKEN), (to, b"x" * 32), (to, TOKEN)):
                 move(old, where, migration_token)
-                assert old.hear("moved", "failed")["event"] == "failed"
+                assert old.hear("moved", "failed").operation == "failed"
         channel.send(Kind.BATCH, 12, write(count))
         acknowledged(channel, 12)
 
@@ -137,14 +138,14 @@ def test_a_lease_moves(in_slices, tmp_path):
                     channel.send(Kind.BATCH, number, write(count))
                 elif frame.kind is Kind.MOVED:
                     moved.append(decode(frame.payload))
-            assert old.hear("moved", "failed")["event"] == "moved"
+            assert old.hear("moved", "failed").operation == "moved"
         assert moved == [{"address": to, "final": False}, {"address": to, "final": True}]
         assert new.hear("arrived")
         assert asked == [ARRIVAL_ID]
         late, answer = old.client()
         assert (answer.kind, decode(answer.payload)) == (Kind.MOVED, moved[-1])
         late.close()
-        process_messages.send(old.end, {"do": "end", "reason": "it has moved"})
+        process_messages.send(old.end, "end", {"reason": "it has moved"})
         channel.close()
 
         channel, welcome = new.client()

@@ -58,7 +58,6 @@ def connect(
     register()  # takes seconds at first: a lease that is granted waits for its client only so long
     control = ControlChannel(addresses.address(where), token or os.environ.get(TOKEN))
     asked = {
-        "do": "lease",
         "memory": quota.memory,
         "share": quota.share,
         "priority": priority,
@@ -66,7 +65,9 @@ def connect(
         "movable": True,
     }
     try:
-        granted = control.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
+        granted = control.ask(
+            "lease", asked, None if queued is None else lambda said: queued(said["queued"], said["why"])
+        )
         return Gpu(control, granted, quota)
     except BaseException:
         control.close()
@@ -150,10 +151,10 @@ class Gpu:
             WarpbusError: the move failed, and the lease goes on where it was.
         """
         self.session.flush()
-        question = {"do": "migrate", "lease": self.lease, "to": to}
+        arguments = {"lease": self.lease, "to": to}
         try:
             # A client whose source died has to claim its lease at the destination: the pool waits for that.
-            moved = self._control.ask(question, progress, watch=self.session.watch)
+            moved = self._control.ask("migrate", arguments, progress, watch=self.session.watch)
         except LeaseLostError:
             self._control.close()  # its answer may still come; there is nothing more to ask
             raise
@@ -179,7 +180,7 @@ class Gpu:
 
     def _release(self) -> None:
         with self._control, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
-            self._control.ask({"do": "release", "lease": self.lease})
+            self._control.ask("release", {"lease": self.lease})
 
     def __enter__(self) -> Self:
         return self

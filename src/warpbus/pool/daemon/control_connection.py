@@ -9,9 +9,9 @@ import socket
 import ssl
 from contextlib import suppress
 
-from warpbus.errors import ConnectionLostError, FrameError, ProtocolError
-from warpbus.pool.protocol import wire
-from warpbus.pool.protocol.frames import HEADER, Kind, pack_header, parse_header
+from warpbus.errors import ConnectionLostError
+from warpbus.pool.protocol.frames import HEADER, Frame, Kind, pack_header, parse_header
+from warpbus.pool.protocol.wire import Value, encode
 
 MOST = 1 << 20
 """The most bytes of a request."""
@@ -70,13 +70,12 @@ class ControlConnection:
             raise ConnectionLostError(f"{peer} did not begin TLS ({error})") from None
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop), peer)
 
-    async def send(self, kind: Kind, number: int, value: wire.Value) -> None:
-        """Send a value.
+    async def send(self, kind: Kind, number: int, payload: bytes) -> None:
+        """Send a frame.
 
         Raises:
             ConnectionLostError: the other side is gone, or takes nothing in.
         """
-        payload = wire.encode(value)
         try:
             async with asyncio.timeout(self._patience):
                 self._writer.write(pack_header(kind, number, len(payload)) + payload)
@@ -84,8 +83,8 @@ class ControlConnection:
         except (OSError, TimeoutError) as error:
             raise self._lost(error) from None
 
-    async def receive(self, timeout: float | None, most: int = MOST) -> tuple[Kind, int, wire.Value]:
-        """The next frame, with a payload of at most `most` bytes: its kind, number and value.
+    async def receive(self, timeout: float | None, most: int = MOST) -> Frame:
+        """The next frame, with a payload of at most `most` bytes.
 
         Raises:
             ConnectionLostError: the other side is gone, or silent for `timeout` seconds.
@@ -99,10 +98,7 @@ class ControlConnection:
                 payload = await self._reader.readexactly(size)
         except (OSError, EOFError, TimeoutError) as error:
             raise self._lost(error) from None
-        try:
-            return kind, number, wire.decode(payload)
-        except ProtocolError as error:
-            raise FrameError(f"{self.peer} sent nonsense: {error}") from None
+        return Frame(kind, number, memoryview(payload))
 
     async def gone(self) -> None:
         """Return when the other side has gone."""
@@ -117,13 +113,8 @@ class ControlConnection:
         return ConnectionLostError(f"the connection to {self.peer} is lost ({why})")
 
 
-def error_value(error: BaseException) -> dict[str, wire.Value]:
-    """What is sent of an error."""
-    return {"type": type(error).__name__, "message": str(error)}
-
-
-async def hang_up(conversation: ControlConnection, kind: Kind, value: wire.Value) -> None:
-    """Say a last thing, and close; nobody need be there any more."""
+async def hang_up(conversation: ControlConnection, kind: Kind, value: Value) -> None:
+    """Send a last value, and close; the other side may have gone."""
     with suppress(ConnectionLostError):
-        await conversation.send(kind, 0, value)
+        await conversation.send(kind, 0, encode(value))
     conversation.close()

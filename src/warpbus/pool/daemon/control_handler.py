@@ -1,25 +1,12 @@
 """Answers the requests of control connections: asks the broker what to do, and lets the daemons of the machines do it.
 
-    {"do": "lease", "memory": int, "share": float}       also "priority": int, "on": str | None, "movable": bool,
-                                                         "near": the id of a lease | None
-        {"queued": position in the queue, "why": str}... {"lease": id, "key": bytes, "gpu": "host/0", "address": str}
-                                                         an empty address is that of the daemon that was asked
-    {"do": "release", "lease"}                           {"released": id}
-    {"do": "status"}                                     see `warpbus.pool.broker.status`
-    {"do": "migrate", "lease", "to"}
-        {"phase": str, "done": int, "total": int}...     {"moved": gpu, "seconds", "pause", "bytes"}
-    {"do": "drain" | "undrain", "host"}
-        {"phase"...}...                                  {"drained" | "undrained": host, "moves": int, "failed"}
-    {"do": "suspend", "lease"}  {"phase"...}...          {"suspended": id, "seconds", "bytes"}
-    {"do": "resume", "lease", "on": str | None}          as "lease"
-
-A tenant controls its own leases, and sees of other leases only how much room they take. Only admins drain hosts. A
-viewer sees everything and changes nothing.
+`warpbus.pool.protocol.operations` lists the requests. A tenant controls its own leases, and sees of other leases only
+how much room they take. Only admins drain hosts. A viewer sees everything and changes nothing.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -27,13 +14,14 @@ from typing import Any, Protocol
 from warpbus.errors import QueueFullError, TokenError, UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.status import seen_by
+from warpbus.pool.broker.store import BrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import Order, new_key
 from warpbus.pool.daemon.lease_moves import LeaseMover
 from warpbus.pool.daemon.rates import RateLimit
-from warpbus.pool.daemon.tokens import Tenant
-from warpbus.pool.protocol.control_channel import Tell, need
+from warpbus.pool.daemon.tokens import Role, Tenant
+from warpbus.pool.protocol.control_channel import Tell
+from warpbus.pool.protocol.messages import Request
 from warpbus.pool.quota import Quota
 
 _log = logging.getLogger(__name__)
@@ -51,6 +39,13 @@ class Asker:
 
     tenant: Tenant
     address: str
+
+    def check(self, operation: str, role: Role) -> None:
+        """Raises TokenError unless the tenant's role allows an operation that needs `role`."""
+        if role == "admin" and not self.tenant.admin:
+            raise TokenError(f"{operation}: only an admin may do that: use an admin's token")
+        if role == "tenant" and self.tenant.role == "viewer":
+            raise TokenError(f"{operation}: a viewer may only ask for the status: use a tenant's token")
 
 
 class HostDaemon(Protocol):
@@ -101,40 +96,34 @@ class ControlHandler:
         self._left.set()
         self._background: set[asyncio.Task[None]] = set()
 
-    async def answer(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
-        """Carry out a request and return its final answer; progress goes to `tell`.
+    async def answer(self, request: Request, asker: Asker, tell: Tell) -> dict[str, Any]:
+        """Carry out a request of a client and return its result; progress goes to `tell`.
 
         Raises:
             WarpbusError: the request failed; the error is sent to the client.
         """
-        do = question.get("do")
-        if asker.tenant.role == "viewer" and do != "status":
-            raise TokenError(f"{do}: a viewer may only ask for the status: use a tenant's token")
-        if do == "status":
+        operation, arguments = request
+        if operation == "status":
             whole = dict(await self._store.status())
             return whole if asker.tenant.role != "tenant" else seen_by(whole, asker.tenant.name)
-        if do in ("lease", "resume"):
+        if operation in ("lease", "resume"):
             self._tenant_rate.check(f"tenant {asker.tenant.name}")
             self._address_rate.check(asker.address.partition(" port ")[0])
-        if do == "lease":
-            return await self._lease(question, asker, tell)
-        if do in ("drain", "undrain"):
-            if not asker.tenant.admin:
-                raise TokenError(f"{do}: only an admin may do that: use an admin's token")
-            return await self._drain(do, need(question, "host", str), asker, tell)
-        if do not in ("release", "migrate", "suspend", "resume"):
-            raise UsageError(f"the pool does not understand {do!r:.100}: is it older than the client?")
-        lease = await self._store.lease(need(question, "lease", str))
+        if operation == "lease":
+            return await self._lease(arguments, asker, tell)
+        if operation in ("drain", "undrain"):
+            return await self._drain(operation, arguments["host"], asker, tell)
+        lease = await self._store.lease(arguments["lease"])
         if lease.tenant != asker.tenant.name and not asker.tenant.admin:
             raise TokenError(f"lease {lease.id} is of another tenant: use its token, or an admin's")
-        if do == "release":
+        if operation == "release":
             return await self._release(lease, asker)
-        if do == "migrate":
+        if operation == "migrate":
             # Whoever asked for it may go: a move that has begun is brought to its end.
-            return await asyncio.shield(self._spawn(self._migrate(lease, need(question, "to", str), asker, tell)))
-        if do == "suspend":
+            return await asyncio.shield(self._spawn(self._migrate(lease, arguments["to"], asker, tell)))
+        if operation == "suspend":
             return await asyncio.shield(self._spawn(self._suspend(lease, asker, tell)))
-        return await self._resume(lease, need(question, "on", str, type(None)), asker, tell)
+        return await self._resume(lease, arguments["on"], asker, tell)
 
     def lost(self, host: str, lease: str, why: str, *, arriving: bool) -> None:
         """The process of a lease on a host has died, or the process that the lease was moving to."""
@@ -169,12 +158,10 @@ class ControlHandler:
 
     # Leases
 
-    async def _lease(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
+    async def _lease(self, arguments: dict[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
         tenant = asker.tenant.name
-        quota = Quota(need(question, "memory", int), float(need(question, "share", int, float)))
-        options = {"on": (str, type(None)), "near": (str, type(None)), "priority": (int,), "movable": (bool,)}
-        given = {name: need(question, name, *kinds) for name, kinds in options.items() if name in question}
-        lease = await self._store.request(tenant, quota, **given)
+        quota = Quota(arguments.pop("memory"), float(arguments.pop("share")))
+        lease = await self._store.request(tenant, quota, **arguments)
         try:
             gpu = await self._place(lease, tell)
             order = Order(lease.id, new_key(), tenant, gpu, quota.memory, quota.share)

@@ -26,6 +26,7 @@ from warpbus.errors import (
     FrameError,
     LeaseLostError,
     PoolError,
+    ProtocolError,
     StorageError,
     TokenError,
     UnavailableError,
@@ -33,10 +34,10 @@ from warpbus.errors import (
     WarpbusError,
 )
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.membership import RayMembership
+from warpbus.pool.broker.ray_store import RayBrokerStore
+from warpbus.pool.broker.store import BrokerStore, LocalBrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.broker_store import BrokerStore, LocalBrokerStore, RayBrokerStore
-from warpbus.pool.daemon.control_connection import ControlConnection, error_value, hang_up
+from warpbus.pool.daemon.control_connection import ControlConnection, hang_up
 from warpbus.pool.daemon.control_handler import Asker, ControlHandler
 from warpbus.pool.daemon.host import LocalHost
 from warpbus.pool.daemon.options import PoolOptions
@@ -45,15 +46,18 @@ from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tokens import Tenant, Tokens, checked_role
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
-from warpbus.pool.protocol.control_channel import Tell, need
-from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind
+from warpbus.pool.protocol.control_channel import Tell
+from warpbus.pool.protocol.failures import error_value
+from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.messages import Request, checked, decode_dict, decode_request, encode_answer
+from warpbus.pool.protocol.operations import DAEMON, NEWS
 from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAC_BYTES, MAGIC, NONCE_BYTES, Proof
 from warpbus.pool.protocol.sockets import name_of
+from warpbus.pool.protocol.wire import encode
 
 _log = logging.getLogger(__name__)
 
 _TICK = 1.0
-_ADMINS = ("join", "broker", "receive", "end", "call off", "send", "save", "order", "forget")
 
 
 class Daemon:
@@ -158,15 +162,15 @@ class Daemon:
 
     async def _ray_store(self, cluster: str) -> RayBrokerStore:
         limits = self._tokens.limits()
-        membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
-        await asyncio.to_thread(self._stack.enter_context, membership)
-        await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
-        self._stack.callback(self._withdraw, membership)
-        return RayBrokerStore(membership)
+        store = RayBrokerStore(address=cluster, grace=self._options.grace, limits=limits)
+        await asyncio.to_thread(self._stack.enter_context, store)
+        await asyncio.to_thread(store.offer, self._options.name, self._gpus.gpus, self.address)
+        self._stack.callback(self._withdraw, store)
+        return store
 
-    def _withdraw(self, membership: RayMembership) -> None:
+    def _withdraw(self, store: RayBrokerStore) -> None:
         with suppress(WarpbusError):  # the broker may be gone, too
-            membership.withdraw(self._options.name)
+            store.withdraw(self._options.name)
 
     # What happened to leases here
 
@@ -278,14 +282,14 @@ class Daemon:
                 return
             asker = Asker(tenant, peer)
             while True:
-                kind, number, question = await conversation.receive(self._options.idle_timeout)
-                if kind is Kind.BYE:
+                frame = await conversation.receive(self._options.idle_timeout)
+                if frame.kind is Kind.BYE:
                     return
-                if kind is not Kind.ASK or not isinstance(question, dict):
-                    error = UsageError(f"a {kind.name} frame is no question: this is a control connection")
+                if frame.kind is not Kind.ASK:
+                    error = UsageError(f"a {frame.kind.name} frame is no question: this is a control connection")
                     await hang_up(conversation, Kind.ERROR, error_value(error))
                     return
-                await self._answer(conversation, number, question, asker)
+                await self._answer(conversation, frame, asker)
         except asyncio.CancelledError:
             why = UnavailableError(f"the pool's daemon of {self._options.name} ends, or has too much to do")
             with suppress(asyncio.CancelledError):
@@ -296,9 +300,11 @@ class Daemon:
 
     async def _hello(self, conversation: ControlConnection, peer: str) -> Tenant | None:
         """Authenticate a control connection. Returns its tenant, or None if it was refused."""
-        kind, _, hello = await conversation.receive(self._options.handshake_timeout, MAX_HELLO)
-        error, tenant = None, None
-        if kind is not Kind.HELLO or not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
+        frame = await conversation.receive(self._options.handshake_timeout, MAX_HELLO)
+        error, tenant, hello = None, None, {}
+        with suppress(ProtocolError):  # the messages of protocol 1 are encoded in another way
+            hello = decode_dict(frame.payload)
+        if frame.kind is not Kind.HELLO or hello.get("protocol") != PROTOCOL:
             error = UsageError(f"this pool speaks protocol {PROTOCOL}: use the same version of Warpbus on both sides")
         else:
             token = hello.get("token")
@@ -318,86 +324,85 @@ class Daemon:
             "tokens": bool(self._tokens),
             "host": self._options.name,
         }
-        await conversation.send(Kind.WELCOME, 0, welcome)
+        await conversation.send(Kind.WELCOME, 0, encode(welcome))
         return tenant
 
-    async def _answer(
-        self, conversation: ControlConnection, number: int, question: dict[str, Any], asker: Asker
-    ) -> None:
+    async def _answer(self, conversation: ControlConnection, frame: Frame, asker: Asker) -> None:
         """Answer one request; its work is cancelled if the client disconnects."""
         said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        work = asyncio.create_task(self._work(question, asker, said.put_nowait))
+        work = asyncio.create_task(self._work(frame.payload, asker, said.put_nowait))
         work.add_done_callback(lambda _: said.put_nowait(None))
         gone = asyncio.create_task(conversation.gone())
         gone.add_done_callback(lambda _: work.cancel())
         try:
             while (answer := await said.get()) is not None:
-                await conversation.send(Kind.ANSWER, number, answer)
+                await conversation.send(Kind.ANSWER, frame.number, encode_answer(answer, final=False))
             await asyncio.wait([work])
             if work.cancelled():
                 raise ConnectionLostError(f"{asker.address} has hung up")
             error = work.exception()
             if error is None:
-                answer = work.result()
-                asked = question.get("do") in ("lease", "resume") and "for" not in question
-                if asked and answer["address"] == self.address:
-                    answer["address"] = ""  # the one that the client has used, which may be another name for it
-                await conversation.send(Kind.ANSWER, number, answer)
+                await conversation.send(Kind.ANSWER, frame.number, encode_answer(work.result(), final=True))
                 return
             if not isinstance(error, WarpbusError):
                 _log.error("a question was not answered", exc_info=error)
                 error = PoolError("the pool's daemon met an error of its own: see its log")
-            await conversation.send(Kind.ERROR, number, error_value(error))
+            await conversation.send(Kind.ERROR, frame.number, encode(error_value(error)))
         finally:
             gone.cancel()
             work.cancel()
             await asyncio.wait([work])
 
-    # Questions
+    # Requests
 
-    async def _work(self, question: dict[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
-        do = question.get("do")
-        if (do in _ADMINS or "for" in question) and not asker.tenant.admin:
-            raise TokenError(f"{do}: only an admin may ask that: use an admin's token")
-        if do == "broker":
+    async def _work(self, payload: memoryview, asker: Asker, tell: Tell) -> dict[str, Any]:
+        request = decode_request(payload, DAEMON)
+        answer = await self._carry_out(request, asker, tell)
+        if request.operation in ("lease", "resume") and answer["address"] == self.address:
+            answer["address"] = ""  # the one that the client has used, which may be another name for it
+        return answer
+
+    async def _carry_out(self, request: Request, asker: Asker, tell: Tell) -> dict[str, Any]:
+        asker.check(request.operation, DAEMON[request.operation].role)
+        operation, arguments = request
+        if operation == "forward":
+            tenant = Tenant(arguments["tenant"], checked_role(arguments["role"]))
+            inner = checked(arguments["operation"], arguments["arguments"], DAEMON)
+            return await self._carry_out(inner, Asker(tenant, arguments["address"]), tell)
+        if operation == "broker":
             known = self._handler is not None or self._membership is not None
             at = None if self._broker_at is None else str(self._broker_at)
             return {"known": known, "address": at, "host": self._options.name}
-        if (answer := await obey(self.host, question, tell)) is not None:
-            if do == "receive":
-                self._audit.note("received", tenant=need(question, "tenant", str), lease=need(question, "lease", str))
+        if (answer := await obey(self.host, request, tell)) is not None:
+            if operation == "receive":
+                self._audit.note("received", tenant=arguments["tenant"], lease=arguments["lease"])
             return answer
         if self._membership is not None:
-            return await self._membership.answer(question, asker, tell)
+            return await self._membership.answer(request, asker, tell)
         if self._handler is None:
             raise UnavailableError(f"{self._options.name} has not found its pool yet: ask again later")
-        if do == "join":
-            return await self._join(question)
-        if "for" in question:
-            who = need(question, "for", dict)
-            tenant = Tenant(need(who, "tenant", str), checked_role(need(who, "role", str)))
-            asker = Asker(tenant, need(who, "address", str))
-        return await self._handler.answer(question, asker, tell)
+        if operation == "join":
+            return await self._join(arguments)
+        return await self._handler.answer(request, asker, tell)
 
-    async def _join(self, question: dict[str, Any]) -> dict[str, Any]:
+    async def _join(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Handle the report of another machine: its GPUs, leases and events."""
         assert self._handler is not None
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
-        host = need(question, "host", str)
-        measured, gpus, address, leases, news = read_report(question)
-        end = self._own.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
+        host = arguments["host"]
+        measured, gpus, address, leases, news = read_report(arguments)
+        end = self._own.join(host, gpus, address, arguments["life"], {lease for lease, _, _ in leases})
         for gpu, part, used in measured:
             await self._own.measured(gpu, utilization=part, memory=used)
         for lease, connected, memory in leases:
             if connected and lease not in end:
                 await self._handler.seen(lease, memory)
-        for each in news:
-            if "arrived" in each:
-                self._handler.arrived(need(each, "arrived", str))
+        for event, facts in (checked(name, facts, NEWS) for name, facts in news):
+            if event == "arrived":
+                self._handler.arrived(facts["lease"])
             else:
-                why, arriving = need(each, "why", str), need(each, "arriving", bool)
-                self._handler.lost(host, need(each, "lost", str), why, arriving=arriving)
+                self._handler.lost(host, facts["lease"], facts["why"], arriving=facts["arriving"])
         return {"end": end}
 
     async def _machine(self, name: str) -> Any:

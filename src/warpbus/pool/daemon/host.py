@@ -35,13 +35,15 @@ from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
 from warpbus.pool.daemon.tls_relay import relay
-from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
-from warpbus.pool.protocol.control_channel import Tell, need
+from warpbus.pool.protocol.control_channel import Tell
 from warpbus.pool.protocol.failures import sent_error
+from warpbus.pool.protocol.messages import Request, checked
+from warpbus.pool.protocol.operations import DAEMON
 from warpbus.pool.protocol.preamble import Proof
 from warpbus.pool.protocol.sockets import connected
+from warpbus.pool.protocol.wire import decode, encode
 from warpbus.pool.tenant.sandbox import Confinement, missing
 
 # Loading torch and opening a GPU on a busy machine.
@@ -76,31 +78,17 @@ class Order:
     migration_token: bytes | None = field(default=None, repr=False)
     saved: bool = False
 
-    def question(self) -> dict[str, Any]:
-        """As another daemon is asked for it."""
-        return {"do": "receive", **asdict(self)}
-
     @classmethod
-    def read(cls, question: Mapping[str, Any]) -> Self:
-        """What `question` asks for. Raises UsageError if it is malformed."""
-        return cls(
-            lease=cls.checked(question),
-            key=need(question, "key", bytes),
-            tenant=need(question, "tenant", str),
-            gpu=need(question, "gpu", str),
-            memory=need(question, "memory", int),
-            share=float(need(question, "share", int, float)),
-            migration_token=need(question, "migration_token", bytes, type(None)),
-            saved=need(question, "saved", bool),
-        )
+    def read(cls, arguments: Any) -> Self:
+        """From `asdict`. Raises UsageError if it is malformed."""
+        order = cls(**checked("receive", arguments, DAEMON).arguments)
+        return replace(order, share=float(order.share))
 
-    @staticmethod
-    def checked(question: Mapping[str, Any]) -> str:
-        """The lease that a question is about. Raises UsageError if it cannot be one."""
-        lease: str = need(question, "lease", str)
-        if len(lease) != 32 or set(lease) - set("0123456789abcdef"):
-            raise UsageError(f"{question.get('do')}: lease is {lease!r:.100}: give 32 hexadecimal digits")
-        return lease
+
+def check_lease_id(lease: str) -> None:
+    """Raises UsageError if it cannot be the id of a lease."""
+    if len(lease) != 32 or set(lease) - set("0123456789abcdef"):
+        raise UsageError(f"lease is {lease!r:.100}: give 32 hexadecimal digits")
 
 
 class Reports(Protocol):
@@ -130,7 +118,7 @@ class Tenancy:
     ready: asyncio.Future[None]
     clients: int = 0
     memory: int | None = None
-    work: asyncio.Queue[dict[str, Any] | None] | None = None
+    work: asyncio.Queue[Request | None] | None = None
     ending: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -209,7 +197,7 @@ class LocalHost:
         try:
             if order.saved:
                 os.link(self._saved(order.lease) / "state", process.directory / "state")
-            await process.tell(self._setup(order, gpu.model, process.directory))
+            await process.tell("setup", self._setup(order, gpu.model, process.directory))
             async with asyncio.timeout(_SECONDS_TO_START):
                 await asyncio.shield(tenancy.ready)
         except (OSError, WarpbusError, asyncio.CancelledError) as error:
@@ -242,10 +230,9 @@ class LocalHost:
     def saved(self, lease: str) -> Order | None:
         """What a lease that was saved here was started for; None if there is none."""
         try:
-            question = wire.decode((self._saved(lease) / "order").read_bytes())
+            return Order.read(decode((self._saved(lease) / "order").read_bytes()))
         except OSError:
             return None
-        return Order.read(question) if isinstance(question, dict) else None
 
     async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]:
         """Move a lease to the process that waits for it at another address.
@@ -260,8 +247,7 @@ class LocalHost:
         """
         tenancy = self._living(lease)
         authority = self._options.authority
-        question = {
-            "do": "migrate",
+        arguments = {
             "to": to,
             "ca": None if authority is None else str(authority),
             "migration_token": migration_token,
@@ -270,7 +256,7 @@ class LocalHost:
         where = read_address(to)
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
-            done = await self._work(tenancy, question, "moved", tell, sock.fileno())
+            done = await self._work(tenancy, "migrate", arguments, "moved", tell, sock.fileno())
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, EndedLease(time.monotonic(), tenancy.order.key, address=to))
         ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
@@ -293,12 +279,12 @@ class LocalHost:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             with open(os.open(place / "order", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(wire.encode(tenancy.order.question()))
+                file.write(encode(asdict(tenancy.order)))
         except OSError as error:
             raise StorageError(f"{place}: cannot be written ({error}): make room there") from None
         written = tenancy.process.directory / "state"
         try:
-            done = await self._work(tenancy, {"do": "suspend", "path": str(written)}, "suspended", tell)
+            done = await self._work(tenancy, "suspend", {"path": str(written)}, "suspended", tell)
             await asyncio.to_thread(_move_durably, written, place / "state")
         except BaseException:
             await self.forget(lease)
@@ -342,7 +328,7 @@ class LocalHost:
             await asyncio.shield(tenancy.ready)
             if tls:
                 given, inner = socket.socketpair()
-            await tenancy.process.tell({"do": "client"}, given.fileno())
+            await tenancy.process.tell("client", {}, given.fileno())
         except (DeviceError, PoolError):
             if inner is not None:
                 given.close()
@@ -376,7 +362,7 @@ class LocalHost:
         if tenancy.ending is None:
             tenancy.ending = why
             with suppress(PoolError):
-                await tenancy.process.tell({"do": "end", "reason": why})
+                await tenancy.process.tell("end", {"reason": why})
             await tenancy.process.end()
         await tenancy.ended.wait()
 
@@ -402,19 +388,12 @@ class LocalHost:
 
     def _setup(self, order: Order, model: str, directory: Path) -> dict[str, Any]:
         return {
-            "do": "setup",
-            "lease": order.lease,
-            "key": order.key,
-            "tenant": order.tenant,
-            "gpu": order.gpu,
+            **asdict(order),
             "name": model,
             "device": self._gpus.device,
-            "memory": order.memory,
-            "share": order.share,
             "queue_file": self._gpus.queue_file(order.gpu),
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
-            "migration_token": order.migration_token,
             "saved": str(directory / "state") if order.saved else None,
             # Each lease has its own: who knows a hash must not learn that somebody else has these bytes.
             "content": str(directory / "content"),
@@ -424,9 +403,8 @@ class LocalHost:
     async def _listen(self, tenancy: Tenancy) -> None:
         """Take in what a process says until it is gone."""
         while (said := await tenancy.process.said.get()) is not None:
-            with suppress(UsageError):
-                self._heard(tenancy, said)
-            if said.get("event") in ("ready", "arrived"):
+            self._heard(tenancy, said)
+            if said.operation in ("ready", "arrived"):
                 self._spawn(self._tell_neighbours(tenancy.order.gpu))
         how = await tenancy.process.end()
         lease = tenancy.order.lease
@@ -456,25 +434,24 @@ class LocalHost:
         there = [each for each in self.tenancies.values() if each.order.gpu == gpu and each.ending is None]
         for each in there:
             with suppress(PoolError):
-                await each.process.tell({"do": "neighbours", "count": len(there) - 1})
+                await each.process.tell("neighbours", {"count": len(there) - 1})
 
-    def _heard(self, tenancy: Tenancy, said: dict[str, Any]) -> None:
-        event, lease = said.get("event"), tenancy.order.lease
+    def _heard(self, tenancy: Tenancy, said: Request) -> None:
+        (event, facts), lease = said, tenancy.order.lease
         if event == "ready" and not tenancy.ready.done():
             tenancy.ready.set_result(None)
         elif event == "failed" and not tenancy.ready.done():
-            tenancy.ready.set_exception(sent_error(said))
+            tenancy.ready.set_exception(sent_error(facts))
         elif event == "clients":
-            tenancy.clients = need(said, "connected", int)
-            tenancy.memory = need(said, "memory", int)
+            tenancy.clients, tenancy.memory = facts["connected"], facts["memory"]
         elif event == "arrived" and self._arriving.get(lease) is tenancy:
             self.tenancies[lease] = self._arriving.pop(lease)
             self._gone.pop(lease, None)
             tenancy.order = replace(tenancy.order, migration_token=None)
             self._reports.arrived(lease)
         elif event == "failed" and self._arriving.get(lease) is tenancy:
-            self._spawn(self.call_off(lease, str(said.get("message"))))
-            self._reports.lost(lease, str(said.get("message")), arriving=True)
+            self._spawn(self.call_off(lease, facts["message"]))
+            self._reports.lost(lease, facts["message"], arriving=True)
         elif tenancy.work is not None:
             tenancy.work.put_nowait(said)
 
@@ -485,7 +462,7 @@ class LocalHost:
         return tenancy
 
     async def _work(
-        self, tenancy: Tenancy, order: Mapping[str, Any], end: str, tell: Tell, *descriptors: int
+        self, tenancy: Tenancy, operation: str, arguments: Mapping[str, Any], end: str, tell: Tell, *descriptors: int
     ) -> dict[str, Any]:
         """Let a process do something, and return what it says at the end of it."""
         lease = tenancy.order.lease
@@ -494,20 +471,20 @@ class LocalHost:
         tenancy.work = asyncio.Queue()
         told: dict[str, Any] = {}
         try:
-            await tenancy.process.tell(order, *descriptors)
+            await tenancy.process.tell(operation, arguments, *descriptors)
             while True:
                 async with asyncio.timeout(_SECONDS_OF_SILENCE):
                     said = await tenancy.work.get()
                 if said is None:
                     raise LeaseLostError(f"lease {lease} is lost: its process died while it was moved or suspended")
-                if said.get("event") == "failed":
-                    raise sent_error(said)
-                if said.get("event") == end:
-                    return {name: value for name, value in said.items() if name != "event"}
-                news = {name: said.get(name) for name in ("phase", "done", "total")}
-                if news != told:
-                    told = news
-                    tell(news)
+                event, facts = said
+                if event == "failed":
+                    raise sent_error(facts)
+                if event == end:
+                    return facts
+                if event == "progress" and facts != told:
+                    told = facts
+                    tell(facts)
         except TimeoutError:
             raise ConnectionLostError(
                 f"the process of lease {lease} says nothing of its move for {_SECONDS_OF_SILENCE:g} s: see its status"

@@ -14,8 +14,8 @@ from typing import Any
 
 from warpbus.errors import ConnectionLostError, LeaseLostError, UnavailableError, WarpbusError
 from warpbus.pool.broker.leases import Lease
+from warpbus.pool.broker.store import BrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import new_key
 from warpbus.pool.protocol.control_channel import Tell
 

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.daemon.control_handler import Asker
-from warpbus.pool.daemon.host import LocalHost, Order
+from warpbus.pool.daemon.host import LocalHost, Order, check_lease_id
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
-from warpbus.pool.protocol.control_channel import ControlChannel, Tell, need
+from warpbus.pool.protocol.control_channel import ControlChannel, Tell
+from warpbus.pool.protocol.messages import Request, checked
+from warpbus.pool.protocol.operations import GPU
 
 # A process may have to be started for an answer.
 _SECONDS = 240.0
@@ -26,7 +28,9 @@ _PAUSE = 0.5
 _log = logging.getLogger(__name__)
 
 
-async def ask(to: Address, token: str | None, question: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
+async def ask(
+    to: Address, token: str | None, operation: str, arguments: Mapping[str, Any] | None = None, tell: Tell | None = None
+) -> dict[str, Any]:
     """Ask another daemon. If this is cancelled, the connection is closed.
 
     Raises:
@@ -41,7 +45,7 @@ async def ask(to: Address, token: str | None, question: Mapping[str, Any], tell:
             loop.call_soon_threadsafe(tell, answer)
 
     try:
-        return await asyncio.to_thread(control.ask, question, told, timeout=_SECONDS)
+        return await asyncio.to_thread(control.ask, operation, arguments, told, timeout=_SECONDS)
     finally:
         control.close()
 
@@ -55,56 +59,50 @@ class RemoteHost:
         self._token = token
 
     async def receive(self, order: Order) -> str:
-        return str((await self._ask(order.question()))["address"])
+        return str((await self._ask("receive", asdict(order)))["address"])
 
     async def end(self, lease: str, why: str) -> None:
-        await self._ask({"do": "end", "lease": lease, "why": why})
+        await self._ask("end", {"lease": lease, "why": why})
 
     async def call_off(self, lease: str, why: str) -> None:
-        await self._ask({"do": "call off", "lease": lease, "why": why})
+        await self._ask("call_off", {"lease": lease, "why": why})
 
     async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]:
-        return await self._ask({"do": "send", "lease": lease, "to": to, "migration_token": migration_token}, tell)
+        return await self._ask("send", {"lease": lease, "to": to, "migration_token": migration_token}, tell)
 
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]:
-        return await self._ask({"do": "save", "lease": lease}, tell)
+        return await self._ask("save", {"lease": lease}, tell)
 
     async def order(self, lease: str) -> Order | None:
-        found = (await self._ask({"do": "order", "lease": lease}))["order"]
+        found = (await self._ask("order", {"lease": lease}))["order"]
         return None if found is None else Order.read(found)
 
     async def forget(self, lease: str) -> None:
-        await self._ask({"do": "forget", "lease": lease})
+        await self._ask("forget", {"lease": lease})
 
-    async def _ask(self, question: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
-        return await ask(self._to, self._token, question, tell)
+    async def _ask(self, operation: str, arguments: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
+        return await ask(self._to, self._token, operation, arguments, tell)
 
 
-async def obey(host: LocalHost, question: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
-    """What `RemoteHost` asks for, done here; None if it is another kind of question.
+async def obey(host: LocalHost, request: Request, tell: Tell) -> dict[str, Any] | None:
+    """Do on this machine what a `RemoteHost` asks for; None if it is another operation.
 
     Raises:
-        WarpbusError: as `LocalHost`; UsageError also if the question is malformed.
+        WarpbusError: as `LocalHost`; UsageError also if the lease cannot be one.
     """
-    do = question.get("do")
-    if do == "receive":
-        return {"address": await host.receive(Order.read(question))}
-    if do not in ("end", "call off", "send", "save", "order", "forget"):
+    operation, arguments = request
+    if operation not in ("receive", "send", "save", "order", "end", "call_off", "forget"):
         return None
-    lease = Order.checked(question)
-    if do == "end":
-        await host.end(lease, need(question, "why", str))
-    elif do == "call off":
-        await host.call_off(lease, need(question, "why", str))
-    elif do == "send":
-        return await host.send(lease, need(question, "to", str), need(question, "migration_token", bytes), tell)
-    elif do == "save":
-        return await host.save(lease, tell)
-    elif do == "order":
-        order = await host.order(lease)
-        return {"order": None if order is None else order.question()}
-    else:
-        await host.forget(lease)
+    check_lease_id(arguments["lease"])
+    if operation == "receive":
+        return {"address": await host.receive(Order.read(arguments))}
+    if operation == "order":
+        order = await host.order(**arguments)
+        return {"order": None if order is None else asdict(order)}
+    if operation in ("send", "save"):
+        done: dict[str, Any] = await getattr(host, operation)(**arguments, tell=tell)
+        return done
+    await getattr(host, operation)(**arguments)
     return {}
 
 
@@ -123,28 +121,28 @@ class Membership:
         self._token = token
         self._life = life
         self._gpus = gpus
-        self._news: list[dict[str, Any]] = []
+        self._news: list[list[Any]] = []  # pairs as in `operations.NEWS`
         self._control: ControlChannel | None = None
 
-    async def answer(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
-        """What the broker's daemon answers."""
+    async def answer(self, request: Request, asker: Asker, tell: Tell) -> dict[str, Any]:
+        """Forward a request to the broker's daemon, and return its result."""
         who = {"tenant": asker.tenant.name, "role": asker.tenant.role, "address": asker.address}
-        return await ask(self._to, self._token, {**question, "for": who}, tell)
+        return await ask(self._to, self._token, "forward", {**request._asdict(), **who}, tell)
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """To be told with the next report."""
-        self._news.append({"lost": lease, "why": why, "arriving": arriving})
+        self._news.append(["lost", {"lease": lease, "why": why, "arriving": arriving}])
 
     def arrived(self, lease: str) -> None:
         """To be told with the next report."""
-        self._news.append({"arrived": lease})
+        self._news.append(["arrived", {"lease": lease}])
 
-    async def _told(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask over the connection that is kept for reports."""
+    async def _join(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a report over the connection that is kept for reports."""
         if self._control is None:
             self._control = await asyncio.to_thread(ControlChannel, self._to, self._token)
         try:
-            return await asyncio.to_thread(self._control.ask, question, timeout=_SECONDS_FOR_A_REPORT)
+            return await asyncio.to_thread(self._control.ask, "join", report, timeout=_SECONDS_FOR_A_REPORT)
         except BaseException:
             self.close()
             raise
@@ -166,8 +164,7 @@ class Membership:
             WarpbusError: it was not heard, or not understood; the news stay for the next report.
         """
         news = self._news
-        question = {
-            "do": "join",
+        report = {
             "host": host.name,
             "address": host.address,
             "life": self._life,
@@ -176,8 +173,8 @@ class Membership:
             "news": list(news),
             "measured": measured,
         }
-        answer = await self._told(question)
-        del news[: len(question["news"])]
+        answer = await self._join(report)
+        del news[: len(report["news"])]
         for lease in answer["end"]:
             await host.end(str(lease), "it has ended in the pool: it was not heard of for too long")
 
@@ -189,24 +186,22 @@ class HostReport(NamedTuple):
     gpus: list[PoolGpu]
     address: str
     leases: list[tuple[str, bool, int | None]]
-    news: list[dict[str, Any]]
+    news: list[tuple[str, Any]]
 
 
-def read_report(question: Mapping[str, Any]) -> HostReport:
+def read_report(arguments: Mapping[str, Any]) -> HostReport:
     """What another machine reports. Raises UsageError if it is malformed."""
     try:
-        gpus = [PoolGpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in need(question, "gpus", list)]
-        for gpu in gpus:
-            for name, kind in (("name", str), ("host", str), ("index", int), ("model", str), ("memory", int)):
-                need({"do": "join", name: getattr(gpu, name)}, name, kind)
-        leases = [(str(lease), bool(connected), memory) for lease, connected, memory in need(question, "leases", list)]
-        news = [dict(each) for each in need(question, "news", list)]
-        measured = [(str(gpu), part, int(memory)) for gpu, part, memory in need(question, "measured", list)]
-    except (TypeError, KeyError, ValueError) as error:
+        gpus = [checked("gpu", gpu, GPU).arguments for gpu in arguments["gpus"]]
+        leases = [(str(lease), bool(connected), memory) for lease, connected, memory in arguments["leases"]]
+        news = [(str(name), facts) for name, facts in arguments["news"]]
+        measured = [(str(gpu), part, int(memory)) for gpu, part, memory in arguments["measured"]]
+    except (TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"join: the report is malformed ({error}): is the other machine's Warpbus older?") from None
-    return HostReport(measured, gpus, str(read_address(need(question, "address", str))), leases, news)
+    found = [PoolGpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in gpus]
+    return HostReport(measured, found, str(read_address(arguments["address"])), leases, news)
 
 
 async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:
@@ -230,7 +225,7 @@ async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) 
         waiting = []
         for to in peers:
             try:
-                answer = await ask(to, token, {"do": "broker"})
+                answer = await ask(to, token, "broker")
             except ConnectionLostError:
                 continue
             if answer["known"]:

@@ -3,28 +3,8 @@
 Importing torch takes seconds, so spare processes have imported it before there is a lease for them. A process gets
 one end of a socket pair (`warpbus.pool.protocol.process_messages`) and exits when the daemon closes its end; if the
 daemon is killed, the kernel ends the process. Each process has a directory of its own, which is removed with it, and
-little access to the rest of the machine (`warpbus.pool.tenant.sandbox`).
-
-Messages of the daemon:
-
-    {"do": "setup", ...}                                once, see `LocalHost`; "migration_token" if the lease moves
-                                                        here, "saved" if it resumes from a file
-    {"do": "client"}                                    and a socket: preamble and TLS are done
-    {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
-     "migration_token": bytes, "lease_id": 16 bytes for the preamble}    and a socket that is connected to it
-    {"do": "suspend", "path": str}
-    {"do": "neighbours", "count": int}                  other leases on its GPU, where time is shared in slices
-    {"do": "end", "reason": str}                        for the clients; the process is to end
-
-and the process:
-
-    {"event": "ready"}                                  clients may come, or the process that the lease moves from
-    {"event": "arrived"}                                a lease that moved here lives here
-    {"event": "clients", "connected": int, "memory": int}   after each change, and sometimes
-    {"event": "progress", "phase": str, "done": int, "total": int}   of moving or suspending
-    {"event": "moved", "seconds", "pause", "bytes"}     it executes nothing any more
-    {"event": "suspended", "seconds", "bytes"}          all is in the file, it executes nothing any more
-    {"event": "failed", "type", "message"}              what was to be done was not, and it goes on as before
+little access to the rest of the machine (`warpbus.pool.tenant.sandbox`). The requests that it gets and the events that
+it reports are listed in `warpbus.pool.protocol.operations`.
 """
 
 import asyncio
@@ -41,8 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from warpbus.errors import ConnectionLostError, PeerTimeoutError, PoolError
-from warpbus.pool.protocol import process_messages, wire
+from warpbus.errors import ConnectionLostError, PeerTimeoutError, WarpbusError
+from warpbus.pool.protocol import process_messages
+from warpbus.pool.protocol.messages import Request, encode_request
+from warpbus.pool.protocol.operations import EVENTS
 from warpbus.pool.tenant.sandbox import Confinement
 
 Confine: TypeAlias = Callable[[Path], Confinement | None]
@@ -87,7 +69,7 @@ class TenantProcess:
                 env=environment,
                 process_group=0,  # Ctrl-C is for the daemon
             )
-        self.said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.said: asyncio.Queue[Request | None] = asyncio.Queue()
         self._socket: socket.socket | None = mine
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(mine, self._receive)
@@ -102,20 +84,17 @@ class TenantProcess:
         """Whether it can still be talked to."""
         return self._socket is not None
 
-    async def tell(self, what: Mapping[str, Any], *descriptors: int) -> None:
-        """Say something to it, perhaps with sockets, of which it gets copies.
+    async def tell(self, operation: str, arguments: Mapping[str, Any], *descriptors: int) -> None:
+        """Send it a request, perhaps with sockets, of which it gets copies.
 
         Raises:
             PoolError: it is gone, or takes nothing in.
         """
-        packet = wire.encode(dict(what))
+        packet = encode_request(operation, arguments)
         end = self._loop.time() + _SECONDS_TO_TAKE
         while self._socket is not None:
             try:
-                if descriptors:
-                    socket.send_fds(self._socket, [packet], descriptors)
-                else:
-                    self._socket.send(packet)
+                socket.send_fds(self._socket, [packet], descriptors)
                 return
             except BlockingIOError:
                 if self._loop.time() > end:
@@ -155,8 +134,8 @@ class TenantProcess:
     def _receive(self) -> None:
         assert self._socket is not None
         try:
-            said, sockets = process_messages.receive(self._socket)
-        except PoolError:
+            said, sockets = process_messages.receive(self._socket, EVENTS)
+        except WarpbusError:
             self._hang_up()
             return
         for each in sockets:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from warpbus.errors import ConnectionLostError, FrameError, UsageError
-from warpbus.pool.protocol import wire
+from warpbus.errors import ConnectionLostError, FrameError
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import connect
 from warpbus.pool.protocol.failures import sent_error
-from warpbus.pool.protocol.frames import PROTOCOL, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.messages import decode_answer, decode_dict, encode_request
+from warpbus.pool.protocol.wire import encode
 
 _SECONDS = 10.0
 _WATCH_SECONDS = 0.2
@@ -41,20 +42,16 @@ class ControlChannel:
         self._channel = connect(to, timeout=_SECONDS)
         self._number = 0
         try:
-            self._channel.send(Kind.HELLO, 0, wire.encode({"protocol": PROTOCOL, "token": token}))
-            kind, _, said = self._receive(_SECONDS)
-            if kind in (Kind.REFUSED, Kind.ERROR):
-                raise sent_error(said)
-            if kind is not Kind.WELCOME:
-                raise FrameError(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+            self._channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "token": token}))
+            self.welcome = decode_dict(self._receive(Kind.WELCOME, _SECONDS).payload)
         except BaseException:
             self.close()
             raise
-        self.welcome = said
 
     def ask(
         self,
-        question: Mapping[str, Any],
+        operation: str,
+        arguments: Mapping[str, Any] | None = None,
         tell: Tell | None = None,
         *,
         timeout: float | None = None,
@@ -63,7 +60,8 @@ class ControlChannel:
         """Send a request and return its final answer.
 
         Args:
-            question: the request; "do" names the operation.
+            operation: its name in the table `operations.DAEMON`.
+            arguments: of the operation.
             tell: gets the answers that report progress.
             timeout: seconds until the next answer; None waits as long as it takes. With a `watch` it has no effect.
             watch: called several times per second while there is no answer. What it raises ends the wait; the
@@ -75,17 +73,13 @@ class ControlChannel:
             FrameError: the answer is not of the pool's protocol.
         """
         self._number += 1
-        self._channel.send(Kind.ASK, self._number, wire.encode(dict(question)))
+        self._channel.send(Kind.ASK, self._number, encode_request(operation, arguments or {}))
         while True:
-            kind, number, said = self._receive(timeout, watch)
-            if kind is Kind.ERROR:
-                raise sent_error(said)
-            if kind is not Kind.ANSWER or number != self._number:
-                raise FrameError(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
-            if is_final(said):
-                return said
+            answer, final = decode_answer(self._receive(Kind.ANSWER, timeout, watch).payload)
+            if final:
+                return answer
             if tell is not None:
-                tell(said)
+                tell(answer)
 
     def close(self) -> None:
         """Close the connection. A call of `ask` in another thread raises `ConnectionLostError`."""
@@ -103,35 +97,16 @@ class ControlChannel:
     ) -> None:
         self.close()
 
-    def _receive(
-        self, timeout: float | None, watch: Callable[[], None] | None = None
-    ) -> tuple[Kind, int, dict[str, Any]]:
+    def _receive(self, expected: Kind, timeout: float | None, watch: Callable[[], None] | None = None) -> Frame:
+        """The next frame, which has to be of this kind. Raises the error that was sent instead."""
         frame = self._channel.receive(timeout if watch is None else _WATCH_SECONDS)
         while frame is None and watch is not None:
             watch()
             frame = self._channel.receive(_WATCH_SECONDS)
         if frame is None:
             raise ConnectionLostError(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
-        said = wire.decode(frame.payload)
-        if not isinstance(said, dict):
-            raise FrameError(f"{self._channel.peer} sent what is no answer: it speaks another protocol")
-        return frame.kind, frame.number, said
-
-
-def is_final(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer is final: progress reports have "queued" or "phase"."""
-    return "queued" not in answer and "phase" not in answer
-
-
-def need(question: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A field of a request, checked.
-
-    Raises:
-        UsageError: the field is missing or of none of these types.
-    """
-    value = question.get(name)
-    # True is an int to Python, and to nobody else.
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise UsageError(f"{question.get('do')}: {name} is {value!r:.100}: give {wanted}")
-    return value
+        if frame.kind in (Kind.REFUSED, Kind.ERROR):
+            raise sent_error(decode_dict(frame.payload))
+        if frame.kind is not expected or frame.number != self._number:
+            raise FrameError(f"{self._channel.peer} answers with {frame.kind.name}: it speaks another protocol")
+        return frame

@@ -68,8 +68,13 @@ class CallFailure:
         return CallFailure(**value)
 
 
+def error_value(error: BaseException) -> dict[str, Value]:
+    """An error as `sent_error` reads it."""
+    return {"type": type(error).__name__, "message": str(error)}
+
+
 def sent_error(said: Mapping[str, Any]) -> WarpbusError:
-    """The error that a daemon sent; one of an unknown kind becomes a `PoolError`."""
+    """The error of an `error_value`; one of an unknown kind becomes a `PoolError`."""
     return _OWN.get(str(said.get("type")), PoolError)(str(said.get("message")))
 
 

@@ -13,8 +13,8 @@ from struct import Struct
 
 from warpbus.errors import FrameError, ProtocolError
 
-PROTOCOL = 1
-"""What both sides say in their HELLOs; another number is another version of all this."""
+PROTOCOL = 2
+"""The version of the protocol, in every HELLO; a side refuses another version."""
 
 HEADER = Struct("<IBxxxQ")
 MAX_DATA = 4 * 2**20  # bytes of a storage in one frame

@@ -1,14 +1,15 @@
 """Messages between a machine's daemon and the processes of its tenants, over one Unix socket pair per process.
 
-A message is one datagram of a `SOCK_SEQPACKET` socket: a dictionary, encoded by `wire`. It can carry sockets that the
-daemon passes to the process, as file descriptors (unix(7), SCM_RIGHTS).
+A message is one datagram of a `SOCK_SEQPACKET` socket: a request (`messages`). It gets no answer; the process reports
+events by requests in the other direction. It can carry sockets, as file descriptors (unix(7), SCM_RIGHTS).
 """
 
 import socket
+from collections.abc import Mapping
 from typing import Any
 
-from warpbus.errors import ConnectionLostError, PoolError, ProtocolError
-from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.errors import ConnectionLostError, ProtocolError, WarpbusError
+from warpbus.pool.protocol.messages import Operation, Request, decode_request, encode_request
 
 MAX_MESSAGE = 128 << 10  # below what Linux lets a datagram be unless it is told otherwise (net.core.wmem_default)
 _MAX_SOCKETS = 4
@@ -19,14 +20,14 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(end: socket.socket, message: dict[str, Value], *sockets: socket.socket) -> None:
-    """Send a message, and the other end's own descriptors of `sockets`.
+def send(end: socket.socket, operation: str, arguments: Mapping[str, Any], *sockets: socket.socket) -> None:
+    """Send a request, and the other end's own descriptors of `sockets`.
 
     Raises:
         ConnectionLostError: the other end is gone.
         ProtocolError: the message is longer than `MAX_MESSAGE`.
     """
-    data = encode(message)
+    data = encode_request(operation, arguments)
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"a message of {len(data)} bytes to a process of the pool: at most {MAX_MESSAGE}")
     try:
@@ -35,12 +36,13 @@ def send(end: socket.socket, message: dict[str, Value], *sockets: socket.socket)
         raise ConnectionLostError(f"the other process of the pool is gone: {error}") from None
 
 
-def receive(end: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
-    """The next message, and the sockets that came with it.
+def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Request, list[socket.socket]]:
+    """The next request, which is one of `operations`, and the sockets that came with it.
 
     Raises:
         ConnectionLostError: the other end is gone.
         ProtocolError: what came is no message.
+        UsageError: it is none of `operations`, or has other arguments.
     """
     try:
         data, descriptors, flags, _ = socket.recv_fds(end, MAX_MESSAGE, _MAX_SOCKETS)
@@ -52,11 +54,9 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
             raise ConnectionLostError("the other process of the pool has hung up")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(f"a message between processes of the pool is longer than {MAX_MESSAGE} bytes")
-        message = decode(data)
-        if not isinstance(message, dict):
-            raise ProtocolError("a message between processes of the pool is no dictionary")
-    except PoolError:
+        request = decode_request(data, operations)
+    except WarpbusError:
         for each in sockets:
             each.close()
         raise
-    return message, sockets
+    return request, sockets

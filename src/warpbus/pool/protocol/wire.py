@@ -1,25 +1,21 @@
-"""Values as bytes: what questions, answers and definitions of calls are made of between client and pool.
+"""Control messages as bytes: MessagePack with limits, for requests, answers and definitions of calls.
 
-A value is one tag byte and what the tag says; numbers are little endian. Nothing in the bytes names a class or a
-function, so reading them can make plain values only.
+A `Value` is None, a bool, int, float, complex, str or bytes, a dtype, layout or memory format of torch, or a list or a
+dict with str keys of such values. Tuples and `torch.Size` arrive as lists. Two extension types of MessagePack are used:
 
-    0 None    1 False    2 True    3 int i64    4 float f64    5 complex 2 x f64
-    6 str     u32 bytes, UTF-8                  7 bytes u32 bytes, the bytes
-    8 torch   u8 bytes, name in `TORCH_NAMES`: a dtype, layout or memory format
-    9 list    u32 items, values                 10 tuple u32 items, values
-    11 dict   u32 items, then for each its key (u32 bytes, UTF-8) and its value; keys rise strictly
+    1  a complex number: two f64, little endian
+    2  a dtype, layout or memory format: its name in `TORCH_NAMES`, ASCII
 
-Equal values of equal types have equal bytes, because the keys of a dict are sorted: bytes can be compared and hashed in
-place of values, and a dict does not keep its order.
-
-Limits: values nest at most `MAX_DEPTH` deep, hold at most `MAX_ITEMS` items together, strings have at most `MAX_STRING`
-bytes, ints 64 bits. A length is compared with the bytes that are there before anything of its size is made.
+Limits: values nest at most `MAX_DEPTH` deep and hold at most `MAX_ITEMS` items together, strings have at most
+`MAX_STRING` bytes, ints are from -2^63 to 2^63 - 1. `decode` allocates nothing before all announced items are there.
 """
 
+from collections.abc import Collection
 from struct import Struct
 from struct import error as struct_error
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import msgpack
 import torch
 
 from warpbus.errors import ProtocolError
@@ -57,19 +53,15 @@ TORCH_NAMES: dict[str, torch.dtype | torch.layout | torch.memory_format] = {
     )
 }
 
-_NONE, _FALSE, _TRUE, _INT, _FLOAT, _COMPLEX, _STR, _BYTES, _TORCH, _LIST, _TUPLE, _DICT = range(12)
-
-_I64 = Struct("<q")
-_F64 = Struct("<d")
+_COMPLEX, _TORCH = 1, 2
 _C128 = Struct("<dd")
-_U32 = Struct("<I")
-_TAGGED_I64 = Struct("<Bq")
-_TAGGED_F64 = Struct("<Bd")
-_TAGGED_C128 = Struct("<Bdd")
-_TAGGED_U32 = Struct("<BI")
-
-_ENCODED_TORCH = {thing: bytes((_TORCH, len(name))) + name.encode("ascii") for name, thing in TORCH_NAMES.items()}
+_MAX_EXTENSION = 32  # bytes
+_BUFFER = 1024  # bytes to begin with; MessagePack would take 256 KiB for each message
+_ENCODED_TORCH = {thing: msgpack.ExtType(_TORCH, name.encode("ascii")) for name, thing in TORCH_NAMES.items()}
 _DECODED_TORCH = {name.encode("ascii"): thing for name, thing in TORCH_NAMES.items()}
+_PLAIN = frozenset({type(None), bool, float, complex, bytes})
+_TORCH_TYPES = frozenset({torch.dtype, torch.layout, torch.memory_format})
+_CONTAINERS = frozenset({list, tuple, torch.Size, dict})
 
 
 def encode(value: object) -> bytes:
@@ -78,206 +70,132 @@ def encode(value: object) -> bytes:
     Raises:
         ProtocolError: something in it is no `Value`, or beyond a limit.
     """
-    out = bytearray()
-    _ValueEncoder(out).write(value, 0)
-    return bytes(out)
+    try:
+        _check(value)
+        return bytes(msgpack.packb(value, default=_extension, buf_size=_BUFFER))
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"{error.object[:40]!a} cannot be sent to the pool: it is no Unicode text") from None
+    except ValueError as error:
+        raise ProtocolError(f"a value cannot be sent to the pool: {error}") from None
 
 
 def decode(data: bytes | bytearray | memoryview) -> Value:
     """The value of these bytes, all of them; it keeps no reference to `data`.
 
     Raises:
-        ProtocolError: they are not what `encode` makes of a value.
+        ProtocolError: they are not the bytes of a `Value`, or it is beyond a limit.
     """
-    decoder = _ValueDecoder(memoryview(data))
-    value = decoder.read(0)
-    decoder.check_end()
+    containers = 0
+
+    def counted(container: Any) -> Any:
+        nonlocal containers
+        containers += 1
+        if containers > MAX_ITEMS:
+            raise ValueError(f"it has more than {MAX_ITEMS} items")
+        return container
+
+    try:
+        _check_complete(data)
+        value: Value = msgpack.unpackb(
+            data,
+            list_hook=counted,
+            object_pairs_hook=lambda pairs: counted(_dict(pairs)),
+            ext_hook=_extended,
+            max_str_len=MAX_STRING,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=_MAX_EXTENSION,
+        )
+        _check(value)
+    except (ValueError, struct_error) as error:
+        why = str(error) or f"it is no MessagePack ({type(error).__name__})"
+        raise ProtocolError(
+            f"a value of the pool's protocol cannot be read: {why}; it is damaged, or the other side has another "
+            "version of Warpbus"
+        ) from None
     return value
 
 
-class _ValueEncoder:
-    def __init__(self, out: bytearray) -> None:
-        self._out = out
-        self._items = 0
-
-    def write(self, value: object, depth: int) -> None:
-        out = self._out
-        if type(value) is int:
-            try:
-                out += _TAGGED_I64.pack(_INT, value)
-            except struct_error:
-                raise ProtocolError(
-                    f"an int of {value.bit_length()} bits cannot be sent to the pool: give one from -2^63 to 2^63 - 1"
-                ) from None
-        elif type(value) is str:
-            out.append(_STR)
-            self._text(value)
-        elif value is None:
-            out.append(_NONE)
-        elif type(value) is bool:
-            out.append(_TRUE if value else _FALSE)
-        elif type(value) is float:
-            out += _TAGGED_F64.pack(_FLOAT, value)
-        elif type(value) is tuple or type(value) is torch.Size:
-            self._open(_TUPLE, len(value), depth)
-            for item in value:
-                self.write(item, depth + 1)
-        elif type(value) is list:
-            self._open(_LIST, len(value), depth)
-            for item in value:
-                self.write(item, depth + 1)
-        elif type(value) is dict:
-            self._dict(value, depth)
-        elif type(value) is bytes:
-            self._check_u32(len(value))
-            out += _TAGGED_U32.pack(_BYTES, len(value))
-            out += value
-        elif type(value) is complex:
-            out += _TAGGED_C128.pack(_COMPLEX, value.real, value.imag)
-        elif isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            if value not in _ENCODED_TORCH:
-                raise ProtocolError(f"{value} cannot be sent to the pool: it knows {', '.join(TORCH_NAMES)}")
-            out += _ENCODED_TORCH[value]
-        else:
-            kind = type(value)
-            raise ProtocolError(
-                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the pool: give plain values, lists, "
-                "tuples or dicts of them"
-            )
-
-    def _open(self, tag: int, count: int, depth: int) -> None:
-        if depth + 1 > MAX_DEPTH:
-            raise ProtocolError(f"a value cannot be sent to the pool: it nests deeper than {MAX_DEPTH}")
-        self._items += count
-        if self._items > MAX_ITEMS:
-            raise ProtocolError(f"a value cannot be sent to the pool: it has more than {MAX_ITEMS} items")
-        self._out += _TAGGED_U32.pack(tag, count)
-
-    def _dict(self, value: dict[object, object], depth: int) -> None:
-        keys = [key for key in value if type(key) is str]
-        if len(keys) != len(value):
-            raise ProtocolError("a dict cannot be sent to the pool: all of its keys have to be strings")
-        self._open(_DICT, len(keys), depth)
-        for key in sorted(keys):
-            self._text(key)
-            self.write(value[key], depth + 1)
-
-    def _text(self, text: str) -> None:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ProtocolError(f"{text[:40]!a} cannot be sent to the pool: it is no Unicode text") from None
-        if len(data) > MAX_STRING:
-            raise ProtocolError(f"a string of {len(data)} bytes cannot be sent to the pool: at most {MAX_STRING}")
-        self._out += _U32.pack(len(data))
-        self._out += data
-
-    @staticmethod
-    def _check_u32(count: int) -> None:
-        if count >= 2**32:
-            raise ProtocolError(f"{count} bytes cannot be sent to the pool in one value: at most {2**32 - 1}")
+def _check_complete(data: bytes | bytearray | memoryview) -> None:
+    """Raises ValueError unless `data` is one complete value. Without this check, lists that are announced inside lists
+    would be allocated at the announced lengths, before the reader finds that their items are missing."""
+    reader = msgpack.Unpacker(max_buffer_size=max(len(data), 1))  # 0 would be no limit
+    reader.feed(data)
+    try:
+        reader.skip()
+    except msgpack.OutOfData:
+        raise ValueError(f"it is cut off after {len(data)} bytes") from None
+    if reader.tell() < len(data):
+        raise ValueError(f"{len(data) - reader.tell()} bytes follow the value")
 
 
-class _ValueDecoder:
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._size = len(data)
-        self._at = 0
-        self._items = 0
+def _check(value: object) -> None:
+    """Raises ValueError for anything that is no `Value`, and for a value beyond a limit; goes through it by level."""
+    items = 0
+    level: list[Collection[Any]] = [[value]]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Collection[Any]] = []
+        for container in level:
+            for item in container:
+                kind = type(item)
+                if kind is int:
+                    if not -(2**63) <= item < 2**63:
+                        raise ValueError(f"an int of {item.bit_length()} bits is not from -2^63 to 2^63 - 1")
+                elif kind is str:
+                    _check_text(item)
+                elif kind in _CONTAINERS:
+                    items += len(item)
+                    if items > MAX_ITEMS:
+                        raise ValueError(f"it has more than {MAX_ITEMS} items")
+                    if kind is dict:
+                        _check_keys(item)
+                        inner.append(item.values())
+                    else:
+                        inner.append(item)
+                elif kind in _TORCH_TYPES:
+                    if item not in _ENCODED_TORCH:
+                        raise ValueError(f"{item} is none of {', '.join(TORCH_NAMES)}")
+                elif kind not in _PLAIN:
+                    what = f"{kind.__module__}.{kind.__qualname__}"
+                    raise ValueError(f"a {what} is no plain value, list, tuple or dict")
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"it nests deeper than {MAX_DEPTH}")
 
-    def read(self, depth: int) -> Value:
-        at = self._take(1)
-        tag = self._data[at]
-        if tag == _INT:
-            return int(_I64.unpack_from(self._data, self._take(8))[0])
-        if tag == _STR:
-            return self._text()
-        if tag == _NONE:
-            return None
-        if tag == _FALSE:
-            return False
-        if tag == _TRUE:
-            return True
-        if tag == _FLOAT:
-            return float(_F64.unpack_from(self._data, self._take(8))[0])
-        if tag == _TUPLE:
-            return tuple([self.read(depth + 1) for _ in range(self._count(depth))])
-        if tag == _LIST:
-            return [self.read(depth + 1) for _ in range(self._count(depth))]
-        if tag == _DICT:
-            return self._dict(depth)
-        if tag == _BYTES:
-            size = self._u32()
-            start = self._take(size)
-            return bytes(self._data[start : start + size])
-        if tag == _TORCH:
-            return self._torch()
-        if tag == _COMPLEX:
-            return complex(*_C128.unpack_from(self._data, self._take(16)))
-        raise self._damaged(f"no value begins with {tag}", at)
 
-    def check_end(self) -> None:
-        if self._at != self._size:
-            raise self._damaged(f"{self._size - self._at} bytes follow the value", self._at)
+def _check_text(text: str) -> None:
+    nbytes = len(text) if text.isascii() else len(text.encode("utf-8"))
+    if nbytes > MAX_STRING:
+        raise ValueError(f"a string has {nbytes} bytes, at most {MAX_STRING} are allowed")
 
-    def _take(self, size: int) -> int:
-        """Where the next `size` bytes begin."""
-        at = self._at
-        if size > self._size - at:
-            raise self._damaged(f"{size} bytes are announced and {self._size - at} are there", at)
-        self._at = at + size
-        return at
 
-    def _u32(self) -> int:
-        return int(_U32.unpack_from(self._data, self._take(4))[0])
+def _check_keys(container: dict[Any, Any]) -> None:
+    for key in container:
+        if type(key) is not str:
+            raise ValueError("all keys of a dict have to be strings")
+        _check_text(key)
 
-    def _count(self, depth: int) -> int:
-        at = self._at
-        count = self._u32()
-        if depth + 1 > MAX_DEPTH:
-            raise self._damaged(f"it nests deeper than {MAX_DEPTH}", at)
-        if count > self._size - self._at:  # each item has a byte at least
-            raise self._damaged(f"{count} items are announced and {self._size - self._at} bytes are there", at)
-        self._items += count
-        if self._items > MAX_ITEMS:
-            raise self._damaged(f"it has more than {MAX_ITEMS} items", at)
-        return count
 
-    def _text(self) -> str:
-        at = self._at
-        size = self._u32()
-        if size > MAX_STRING:
-            raise self._damaged(f"a string has {size} bytes, at most {MAX_STRING} are allowed", at)
-        start = self._take(size)
-        try:
-            return str(self._data[start : start + size], "utf-8")
-        except UnicodeDecodeError:
-            raise self._damaged("a string is not UTF-8", at) from None
+def _dict(pairs: list[tuple[str, Value]]) -> dict[str, Value]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a dict has one key twice")
+    return found
 
-    def _dict(self, depth: int) -> dict[str, Value]:
-        found: dict[str, Value] = {}
-        last: str | None = None
-        for _ in range(self._count(depth)):
-            at = self._at
-            key = self._text()
-            if last is not None and key <= last:
-                raise self._damaged("the keys of a dict do not rise", at)
-            found[key] = self.read(depth + 1)
-            last = key
-        return found
 
-    def _torch(self) -> Value:
-        at = self._take(1)
-        size = self._data[at]
-        start = self._take(size)
-        name = bytes(self._data[start : start + size])
-        if name not in _DECODED_TORCH:
-            raise self._damaged(f"{name[:40]!r} is no dtype, layout or memory format that the pool knows", at)
-        return _DECODED_TORCH[name]
+def _extension(value: Any) -> msgpack.ExtType:
+    """What MessagePack has no type for, after `_check`."""
+    if type(value) is complex:
+        return msgpack.ExtType(_COMPLEX, _C128.pack(value.real, value.imag))
+    return _ENCODED_TORCH[value]
 
-    @staticmethod
-    def _damaged(why: str, at: int) -> ProtocolError:
-        return ProtocolError(
-            f"a value of the pool's protocol cannot be read: {why} (byte {at}); it is damaged, or the other side has "
-            "another version of Warpbus"
-        )
+
+def _extended(code: int, data: bytes) -> Value:
+    if code == _COMPLEX:
+        return complex(*_C128.unpack(data))
+    if code != _TORCH:
+        raise ValueError(f"there is no extension type {code}")
+    if data not in _DECODED_TORCH:
+        raise ValueError(f"{data!r} is no dtype, layout or memory format that the pool knows")
+    return _DECODED_TORCH[data]

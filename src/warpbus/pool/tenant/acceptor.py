@@ -7,14 +7,15 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from warpbus.errors import FrameError, PoolError, ProtocolError, WarpbusError
+from warpbus.errors import FrameError, PoolError, WarpbusError
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel
+from warpbus.pool.protocol.failures import error_value
 from warpbus.pool.protocol.frames import MAX_HELLO, Kind
-from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.protocol.messages import decode_dict
+from warpbus.pool.protocol.wire import encode
 
 _MOST = 16
 
@@ -64,10 +65,7 @@ class Acceptor:
             frame = channel.receive(self._seconds, most=MAX_HELLO)
             if frame is None or frame.kind is not Kind.HELLO:
                 raise FrameError(f"{channel.peer} does not say HELLO")
-            hello = decode(frame.payload)
-            if not isinstance(hello, dict):
-                raise ProtocolError(f"{channel.peer} says HELLO with something else than a dictionary")
-            self._come.put((channel, hello))
+            self._come.put((channel, decode_dict(frame.payload)))
             os.eventfd_write(self._wake, 1)
         except WarpbusError:
             channel.close()
@@ -78,6 +76,5 @@ class Acceptor:
 def refuse(channel: Channel, error: Exception) -> None:
     """Send REFUSED with the error, and close the connection."""
     with suppress(PoolError):
-        said: Mapping[str, str] = {"type": type(error).__name__, "message": str(error)}
-        channel.send(Kind.REFUSED, 0, encode(said))
+        channel.send(Kind.REFUSED, 0, encode(error_value(error)))
     channel.close()

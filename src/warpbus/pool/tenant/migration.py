@@ -38,9 +38,12 @@ import torch
 
 from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.frames import Frame, Kind
-from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.pool.protocol.failures import error_value, sent_error
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.messages import decode_dict
+from warpbus.pool.protocol.wire import Value, encode
 from warpbus.pool.tenant import migration_messages
+from warpbus.pool.tenant.acceptor import refuse
 from warpbus.pool.tenant.arrival import Arrival
 from warpbus.pool.tenant.migration_messages import ENTRY
 from warpbus.pool.tenant.precopy import LITTLE, MOST_PIECES, Precopy
@@ -56,8 +59,6 @@ from warpbus.pool.tenant.transport import (
 
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
-
-PROTOCOL = 1
 
 ANSWER = 60.0
 """Seconds within which the destination has to answer."""
@@ -207,9 +208,9 @@ class MigrationSource:
             }
             self._channel.send(Kind.HELLO, 0, encode(hello))
             frame = self._frame()
-            answer = decode(frame.payload)
-            if frame.kind is not Kind.WELCOME or not isinstance(answer, dict):
+            if frame.kind is not Kind.WELCOME:
                 raise migration_messages.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
+            answer = decode_dict(frame.payload)
             self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
             self.state = SourceState.COPYING
 
@@ -407,9 +408,7 @@ class MigrationDestination:
         """
         refusal = self._refusal(hello)
         if refusal:
-            with suppress(PoolError, OSError):
-                channel.send(Kind.REFUSED, 0, encode({"type": "DeviceError", "message": refusal}))
-            channel.close()
+            refuse(channel, DeviceError(refusal))
             return False
         self._channel, self._heard = channel, self._clock()
         self.state = DestinationState.RECEIVING
@@ -473,7 +472,7 @@ class MigrationDestination:
         if self.state is not DestinationState.WAITING:
             return "this migration token was used before: ask for another move"
         if hello.get("protocol") != PROTOCOL:
-            return f"migration protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
+            return f"protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
         if hello.get("device") != storages.device.type:
             return f"the lease executes on {hello.get('device')!r}, this is {storages.device.type}: choose another GPU"
         used = hello.get("used")
@@ -537,7 +536,7 @@ class MigrationDestination:
                 return
             with suppress(PoolError, OSError):
                 if self._channel is not None and not isinstance(error, ConnectionLostError):
-                    self._channel.send(Kind.ERROR, 0, encode({"type": "DeviceError", "message": str(error)}))
+                    self._channel.send(Kind.ERROR, 0, encode(error_value(DeviceError(str(error)))))
             self._discard(str(error))
             if not isinstance(error, DeviceError | PoolError | torch.OutOfMemoryError):
                 raise
@@ -551,6 +550,4 @@ class MigrationDestination:
 def _raise_refusal(frame: Frame) -> None:
     """Raise the error that a REFUSED or ERROR frame carries."""
     if frame.kind in (Kind.REFUSED, Kind.ERROR):
-        said = decode(frame.payload)
-        message = said.get("message") if isinstance(said, dict) else None
-        raise DeviceError(f"the destination refuses the lease: {message if type(message) is str else 'no reason'}")
+        raise DeviceError(f"the destination refuses the lease: {sent_error(decode_dict(frame.payload))}")

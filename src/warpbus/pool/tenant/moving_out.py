@@ -9,6 +9,7 @@ from typing import Protocol
 from warpbus.errors import DeviceError, PoolError, StateError, WarpbusError
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, begin, context_for
+from warpbus.pool.protocol.failures import error_value
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
@@ -27,8 +28,8 @@ class MovableTenant(Protocol):
     executor: Executor
     over: DeviceError | PoolError | None
 
-    def tell(self, **what: Value) -> None:
-        """Tell the daemon something."""
+    def tell(self, event: str, **facts: Value) -> None:
+        """Report one of `operations.EVENTS` to the daemon."""
 
     def step_aside(self) -> None:
         """Let other tenants have the GPU."""
@@ -62,13 +63,13 @@ def migrate(
             progress = source.copy_ahead()
             if time.monotonic() - told >= _TOLD_EVERY:
                 told = time.monotonic()
-                tenant.tell(event="progress", phase="copying ahead", done=progress.copied, total=progress.total)
+                tenant.tell("progress", phase="copying ahead", done=progress.copied, total=progress.total)
             if progress.stop_reason:
                 if content is None or not content.awaited:
                     break
                 time.sleep(_NAP)  # the destination may not have it
             yield
-        tenant.tell(event="progress", phase="copying the rest", done=progress.copied, total=progress.total)
+        tenant.tell("progress", phase="copying the rest", done=progress.copied, total=progress.total)
         tenant.warn_client(to, final=False)
         warned = True
         tenant.step_aside()
@@ -79,23 +80,23 @@ def migrate(
             raise  # nobody knows better than the destination and the client
         if warned:  # a client that connects again forgets what it was told
             tenant.hang_up()
-        tenant.tell(event="failed", type=type(error).__name__, message=str(error))
+        tenant.tell("failed", **error_value(error))
         return
     tenant.warn_client(to, final=True)
     copied = report.ahead + report.paused
-    tenant.tell(event="moved", seconds=report.seconds, pause=report.pause, bytes=copied, path=report.path)
+    tenant.tell("moved", seconds=report.seconds, pause=report.pause, bytes=copied, path=report.path)
 
 
 def save(tenant: MovableTenant, path: Path) -> Iterator[None]:
     """Write the lease to a file, and execute nothing more; or tell the daemon why not, and go on."""
     began = time.perf_counter()
-    tenant.tell(event="progress", phase="writing", done=0, total=tenant.executor.storages.used)
+    tenant.tell("progress", phase="writing", done=0, total=tenant.executor.storages.used)
     yield
     tenant.step_aside()
     try:
         nbytes = suspend(tenant.executor, path)
     except WarpbusError as error:
-        tenant.tell(event="failed", type=type(error).__name__, message=str(error))
+        tenant.tell("failed", **error_value(error))
         return
     tenant.over = StateError(SUSPENDED)
-    tenant.tell(event="suspended", seconds=time.perf_counter() - began, bytes=nbytes)
+    tenant.tell("suspended", seconds=time.perf_counter() - began, bytes=nbytes)

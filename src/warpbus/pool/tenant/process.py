@@ -38,6 +38,7 @@ from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.inference import infer
+from warpbus.pool.protocol.operations import TENANT
 from warpbus.pool.protocol.signature import Input, Signature
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, decode, encode
@@ -101,7 +102,7 @@ class TenantServer:
 
     def serve(self) -> None:
         """Serve the lease until the daemon ends it. Raises ConnectionLostError when the daemon is gone."""
-        self.tell(event="ready")
+        self.tell("ready")
         going = True
         while going:
             try:
@@ -123,9 +124,9 @@ class TenantServer:
         self._ends = time.monotonic() + _SECONDS_TO_HEAR
         self.hang_up()
 
-    def tell(self, **what: Value) -> None:
-        """Send a message to the daemon."""
-        process_messages.send(self._end, what)
+    def tell(self, event: str, **facts: Value) -> None:
+        """Report one of `operations.EVENTS` to the daemon."""
+        process_messages.send(self._end, event, facts)
 
     def warn_client(self, address: str, *, final: bool) -> None:
         """Send the client the destination's address: to try if this process vanishes; if `final`, to use now."""
@@ -186,27 +187,22 @@ class TenantServer:
 
     def _obey(self) -> bool:
         """Handle a message of the daemon. Returns False if the process has to end."""
-        message, sockets = process_messages.receive(self._end)
-        match message:
-            case {"do": "client"} if len(sockets) == 1:
+        (operation, arguments), sockets = process_messages.receive(self._end, TENANT)
+        match operation:
+            case "client" if len(sockets) == 1:
                 self._acceptor.accept(sockets[0])
-            case {
-                "do": "migrate",
-                "to": str(to),
-                "ca": ca,
-                "migration_token": bytes(migration_token),
-                "lease_id": bytes(lease_id),
-            } if sockets:
+            case "migrate" if len(sockets) == 1:
+                ca = arguments.pop("ca")
                 tls = None if ca is None else Tls(Path(ca))
-                self._begin(migrate(self, to, sockets[0], tls, migration_token, lease_id))
-            case {"do": "suspend", "path": str(path)}:
-                self._begin(save(self, Path(path)))
-            case {"do": "neighbours", "count": int(count)}:
-                self._share_with(count)
-            case {"do": "end"}:
+                self._begin(migrate(self, sock=sockets[0], tls=tls, **arguments))
+            case "suspend":
+                self._begin(save(self, Path(arguments["path"])))
+            case "neighbours":
+                self._share_with(arguments["count"])
+            case "end":
                 return False
             case _:
-                raise ProtocolError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
+                raise ProtocolError(f"the daemon sent {operation} with {len(sockets)} sockets at the wrong time")
         return True
 
     def _share_with(self, neighbours: int) -> None:
@@ -221,7 +217,7 @@ class TenantServer:
     def _begin(self, work: Iterator[None]) -> None:
         if self._work is not None or self._destination is not None or self.over or self.moved:
             error = "the lease is being moved or suspended, or was: wait until that is done"
-            self.tell(event="failed", type="DeviceError", message=error)
+            self.tell("failed", type="DeviceError", message=error)
         else:
             self._work = work
 
@@ -287,7 +283,7 @@ class TenantServer:
             state = destination.state
         if state is DestinationState.LIVING:
             self._destination = None
-            self.tell(event="arrived")
+            self.tell("arrived")
             for channel, hello in self._claims:
                 self._welcome(channel, hello)
             self._claims.clear()
@@ -298,7 +294,7 @@ class TenantServer:
             for channel, _ in self._claims:
                 refuse(channel, self.over)
             self._claims.clear()
-            self.tell(event="failed", type="DeviceError", message=destination.reason)
+            self.tell("failed", type="DeviceError", message=destination.reason)
 
     def _converse(self) -> None:
         """Handle the client's next frame."""
@@ -403,7 +399,7 @@ class TenantServer:
         now = (int(self.channel is not None), self.executor.storages.used)
         if now != self._told:
             self._told = now
-            self.tell(event="clients", connected=now[0], memory=now[1], busy=self._meter.busy)
+            self.tell("clients", connected=now[0], memory=now[1], busy=self._meter.busy)
 
     def _say_goodbye(self) -> None:
         """Close the client's connection after it has read the last message: closing a socket that has unread input
@@ -433,7 +429,7 @@ def main(descriptor: int) -> NoReturn:
     code = 0
     try:
         _warm()
-        setup, _ = process_messages.receive(end)
+        (_, setup), _ = process_messages.receive(end, {"setup": TENANT["setup"]})
         tenant = _set_up(end, setup)
         if tenant is None:
             code = 1
@@ -461,7 +457,7 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
             _limit_memory(setup["memory"] + allowance(setup["memory"]))
         else:
             _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
-        content = None if setup.get("content") is None else ContentStore(Path(setup["content"]), setup["memory"])
+        content = None if setup["content"] is None else ContentStore(Path(setup["content"]), setup["memory"])
         executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
         if setup["saved"] is not None:
             resume(Path(setup["saved"]), executor)
@@ -470,7 +466,7 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         return TenantServer(end, setup, executor)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
-        process_messages.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
+        process_messages.send(end, "failed", {"type": kind, "message": str(error).partition("\n")[0]})
         return None
 
 

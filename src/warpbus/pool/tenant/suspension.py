@@ -1,8 +1,8 @@
 """A lease as a file: suspended here, resumed later on the same GPU, another one or another host.
 
 The file is of the safetensors format: each storage is a tensor of bytes, `storage.<handle>`. The tensor `lease` is a
-CRC-32 (u32, little endian) and that which it is of: a typed header (`wire`) with the executor's state and a CRC-32 of
-each storage. The file is there complete or not at all, and only its owner can read it: it holds what the tenant
+CRC-32 (u32, little endian) and the header that it is of: the executor's state and the CRC-32s of the storages, encoded
+by `wire`. The file is there complete or not at all, and only its owner can read it: it holds what the tenant
 computed.
 """
 
@@ -28,7 +28,7 @@ from warpbus.pool.tenant.storages import MAX_STORAGES
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
 
-VERSION = 1
+VERSION = 2
 
 _HEADER = "lease"
 _CRC = Struct("<I")
@@ -60,7 +60,7 @@ def suspend(executor: "Executor", path: Path) -> int:
     storages = executor.storages
     sizes = dict(storages.sizes())
     state = encode(executor.state())
-    # Numbers have the same size whatever they are: so the header's place is known before the checksums are.
+    # The checksums have a fixed size: so the header's place is known before they are.
     size = len(_typed_header(executor, state, [0] * len(sizes)))
     described: dict[str, object] = {"__metadata__": {"format": "warpbus-lease"}}
     end = 0
@@ -156,7 +156,7 @@ def _typed_header(executor: "Executor", state: bytes, checksums: list[int]) -> b
             "device": executor.storages.device.type,
             "executed": executor.executed,
             "state": state,
-            "checksums": list[Value](checksums),
+            "checksums": b"".join(map(_CRC.pack, checksums)),
         }
     )
     return _CRC.pack(zlib.crc32(header)) + header
@@ -197,11 +197,11 @@ def _storages(path: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[int, E
         yield int(number), entry
 
 
-def _checksums(path: Path, header: Mapping[str, Value], count: int) -> list[Value]:
+def _checksums(path: Path, header: Mapping[str, Value], count: int) -> list[int]:
     found = header["checksums"]
-    if not isinstance(found, list) or len(found) != count:
+    if not isinstance(found, bytes) or len(found) != count * _CRC.size:
         raise _damaged(path, f"it has no checksums of its {count} storages")
-    return found
+    return [crc for (crc,) in _CRC.iter_unpack(found)]
 
 
 def _number(path: Path, value: Value) -> int:

@@ -1,6 +1,5 @@
-"""How a daemon reaches the broker: in its own process, with a file that survives a restart, or in an actor of Ray."""
+"""The broker of a pool as daemons use it: in this process with a file, or in an actor of Ray (`ray_store`)."""
 
-import asyncio
 import json
 import logging
 import os
@@ -13,7 +12,6 @@ from typing import Any, TypeVar
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Lease, LeaseMove, PoolGpu
-from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.quota import Quota
 
 _log = logging.getLogger(__name__)
@@ -206,20 +204,3 @@ class LocalBrokerStore(BrokerStore):
             beside.replace(self._path)
         except OSError as error:
             _log.warning("the pool's state cannot be written: %s", error)
-
-
-class RayBrokerStore(BrokerStore):
-    """The broker of a cluster, by Ray."""
-
-    def __init__(self, membership: RayMembership) -> None:
-        self._membership = membership
-
-    async def _run(self, operation: Callable[[Broker, float], T], *, repeatable: bool = False) -> T:
-        return await asyncio.to_thread(self._membership.run, operation, repeatable=repeatable)
-
-    async def addresses(self) -> dict[str, str]:
-        return {member.host: member.address for member in await asyncio.to_thread(self._membership.members)}
-
-    async def tick(self) -> list[Lease]:
-        tick = await asyncio.to_thread(self._membership.tick)
-        return [*tick.lost, *tick.expired]

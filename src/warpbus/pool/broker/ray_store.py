@@ -1,4 +1,4 @@
-"""The pool over several machines: who belongs to it, by Ray (extra `cluster`). On one machine none of it is needed.
+"""The broker of a pool whose machines find each other over Ray (extra `cluster`), and the pool's members.
 
 Each host has an agent, an actor of Ray on its node that lives as long as the process that offered the host. There is
 one broker for all, a detached actor: it outlives the process that made it, and Ray starts it again on another node if
@@ -12,11 +12,12 @@ Nothing here listens on a port of its own; Ray's own ports are as open as the cl
 its processes tell each other, so whoever reaches these ports can run code there: they belong into a private network.
 """
 
+import asyncio
 import contextlib
 import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,6 +27,7 @@ from warpbus.errors import UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.admission import checked_gpus
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
+from warpbus.pool.broker.store import BrokerStore
 
 T = TypeVar("T")
 
@@ -62,19 +64,8 @@ class Member:
     node: str
 
 
-@dataclass(frozen=True)
-class Tick:
-    """What changed without anybody asking for it: hosts that came and went, and leases lost, expired and placed."""
-
-    joined: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    lost: list[Lease] = field(default_factory=list)
-    expired: list[Lease] = field(default_factory=list)
-    placed: list[Lease] = field(default_factory=list)
-
-
-class RayMembership:
-    """This process's connection to the pool of a cluster: `with RayMembership() as pool: pool.offer(...)`.
+class RayBrokerStore(BrokerStore):
+    """The broker of a cluster: `with RayBrokerStore() as store: store.offer(...)`.
 
     Args:
         address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
@@ -125,7 +116,7 @@ class RayMembership:
         if self._connected_here:
             self._ray.shutdown()
 
-    def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> Member:
+    def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> None:
         """Let a host join the pool, until `withdraw` or the end of this process.
 
         Args:
@@ -159,8 +150,7 @@ class RayMembership:
                     ) from error
                 time.sleep(0.2)
         self._ask(self._agents[host].member.remote(), f"the agent of host {host}")
-        self._ask(self._repeatable("heard_of").remote(member))
-        return member
+        self._call("heard_of", member)
 
     def withdraw(self, host: str) -> list[Lease]:
         """A host that this process offered leaves.
@@ -175,41 +165,26 @@ class RayMembership:
         if host not in self._agents:
             raise UsageError(f"host {host} is not offered by this process: withdraw it where it is")
         self._ray.kill(self._agents.pop(host))
-        lost: list[Lease] = self._ask(self._repeatable("forget").remote(host))
+        lost: list[Lease] = self._call("forget", host)
         return lost
 
-    def members(self) -> list[Member]:
-        """The hosts of the pool. Raises `UnavailableError` if the broker does not answer."""
-        found: list[Member] = self._ask(self._repeatable("members").remote())
-        return found
-
-    def run(self, operation: Callable[[Broker, float], T], *, repeatable: bool = False) -> T:
-        """Run an operation in the broker's actor. Ray pickles the operation.
-
-        Args:
-            operation: gets the broker and the time of the broker's clock.
-            repeatable: running it twice does no harm: if the broker's actor dies, the next one runs it again.
-
-        Raises:
-            UnavailableError: the broker does not answer.
-            WarpbusError: what the operation raises.
-        """
-        method = self._repeatable("run") if repeatable else self._broker.run
-        result: T = self._ask(method.remote(operation))
+    async def _run(self, operation: Callable[[Broker, float], T], *, repeatable: bool = False) -> T:
+        # Ray pickles the operation.
+        result: T = await asyncio.to_thread(self._call, "run", operation, repeatable=repeatable)
         return result
 
-    def tick(self) -> Tick:
-        """Look who is there, and what follows of it. Some process of the pool calls it about once a second.
+    async def addresses(self) -> dict[str, str]:
+        found: dict[str, str] = await asyncio.to_thread(self._call, "addresses")
+        return found
 
-        Raises:
-            UnavailableError: the broker does not answer.
-        """
-        changes: Tick = self._ask(self._repeatable("tick").remote())
-        return changes
+    async def tick(self) -> list[Lease]:
+        ended: list[Lease] = await asyncio.to_thread(self._call, "tick")
+        return ended
 
-    def _repeatable(self, method: str) -> Any:
-        """A method of the broker, called again by Ray where the broker dies meanwhile."""
-        return getattr(self._broker, method).options(max_task_retries=_REPEATED)
+    def _call(self, method: str, *arguments: Any, repeatable: bool = True) -> Any:
+        """Call a method of the broker's actor. Ray repeats a `repeatable` call if the actor dies meanwhile."""
+        options = {"max_task_retries": _REPEATED} if repeatable else {}
+        return self._ask(getattr(self._broker, method).options(**options).remote(*arguments))
 
     def _ask(self, asked: Any, whom: str = "the broker") -> Any:
         try:
@@ -264,8 +239,8 @@ class _BrokerActor:
         self._write()
         return answer
 
-    def members(self) -> list[Member]:
-        return list(self._members.values())
+    def addresses(self) -> dict[str, str]:
+        return {host: member.address for host, member in self._members.items()}
 
     def heard_of(self, member: Member) -> list[Lease] | JobFailure:
         """A host is offered; it may have been here before."""
@@ -287,8 +262,9 @@ class _BrokerActor:
         self._write()
         return lost
 
-    def tick(self) -> Tick:
-        tick, now = Tick(), time.time()
+    def tick(self) -> list[Lease]:
+        """Let hosts join that have come, and leave that are gone. Returns the leases that are lost or expired."""
+        ended, now = list[Lease](), time.time()
         nodes = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         there = self._answers({host: agent.member.remote() for host, agent in self._found().items()})
         for host, member in there.items():
@@ -296,17 +272,14 @@ class _BrokerActor:
                 lost = self.heard_of(member)
                 if isinstance(lost, JobFailure):
                     continue
-                tick.joined.append(host)
-                tick.lost.extend(lost)
+                ended += lost
             self._broker.alive(host, now)
         dead = {host for host, member in self._members.items() if member.node not in nodes}
         for host in sorted(dead.union(self._broker.silent(now))):
-            tick.lost.extend(self.forget(host))
-            tick.left.append(host)
-        tick.expired.extend(self._broker.expire(now))
-        tick.placed.extend(self._broker.place(now))
+            ended += self.forget(host)
+        ended += self._broker.expire(now)
         self._write()
-        return tick
+        return ended
 
     def _found(self) -> dict[str, Any]:
         """The agents that are registered, by host."""

@@ -10,10 +10,9 @@ import pytest
 import ray
 
 from warpbus.errors import UnavailableError, UsageError
-from warpbus.pool.broker import membership
-from warpbus.pool.broker.leases import Limits, PoolGpu
-from warpbus.pool.broker.membership import RayMembership
-from warpbus.pool.daemon.broker_store import RayBrokerStore
+from warpbus.pool.broker import ray_store
+from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
+from warpbus.pool.broker.ray_store import RayBrokerStore
 from warpbus.pool.quota import Quota
 
 SPACE = "pool-test"
@@ -31,9 +30,9 @@ def until(true: Callable[[], bool], seconds: float = 90) -> None:
 
 
 @pytest.fixture
-def pool(two_nodes: str) -> Iterator[RayMembership]:
+def pool(two_nodes: str) -> Iterator[RayBrokerStore]:
     ray.shutdown()
-    with RayMembership(address=two_nodes, namespace=SPACE, grace=5.0, limits={"bob": Limits(leases=0)}) as joined:
+    with RayBrokerStore(address=two_nodes, namespace=SPACE, grace=5.0, limits={"bob": Limits(leases=0)}) as joined:
         yield joined
         ray.kill(ray.get_actor("broker", namespace=SPACE))
     assert not ray.is_initialized()
@@ -43,89 +42,93 @@ def nodes() -> list[str]:
     return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
 
 
-def test_two_hosts_one_broker(pool: RayMembership) -> None:
+def test_two_hosts_one_broker(pool: RayBrokerStore) -> None:
     one, other = nodes()
     pool.offer("a", gpus("a"), "warpbus://10.0.0.1:7700", node=one)
-    member = pool.offer("b", gpus("b", 200), "warpbus://10.0.0.2:7700", node=other)
-    assert [each.host for each in pool.members()] == ["a", "b"]
-    assert pool.members()[1] == member
-    assert pool.tick() == membership.Tick()  # nothing has changed
+    pool.offer("b", gpus("b", 200), "warpbus://10.0.0.2:7700", node=other)
+    addresses = {"a": "warpbus://10.0.0.1:7700", "b": "warpbus://10.0.0.2:7700"}
+    assert asyncio.run(pool.addresses()) == addresses
+    assert asyncio.run(pool.tick()) == []
+    assert asyncio.run(pool.addresses()) == addresses  # nothing has changed
 
-    lease = asyncio.run(RayBrokerStore(pool).request("ann", Quota(150, 0.5)))
+    lease = asyncio.run(pool.request("ann", Quota(150, 0.5)))
     assert (lease.state, lease.gpu) == ("placed", "b/0")
     assert abs(lease.created - time.time()) < 60
-    waits = asyncio.run(RayBrokerStore(pool).request("ann", Quota(80, 0.5), on="b"))
+    waits = asyncio.run(pool.request("ann", Quota(80, 0.5), on="b"))
     assert waits.state == "queued"
     with pytest.raises(UsageError, match=r"tenant bob asks .* may have 0 leases"):
-        asyncio.run(RayBrokerStore(pool).request("bob", Quota(1, 0.1)))
+        asyncio.run(pool.request("bob", Quota(1, 0.1)))
     with pytest.raises(UsageError, match="host c offers GPU b/0"):
         pool.offer("c", gpus("b"), "")
 
     # The broker dies, and goes on elsewhere or here with what the agents kept.
-    before = asyncio.run(RayBrokerStore(pool).status())
+    before = asyncio.run(pool.status())
     ray.kill(ray.get_actor("broker", namespace=SPACE), no_restart=False)
 
     def back() -> bool:
         try:
-            return bool(asyncio.run(RayBrokerStore(pool).status())["gpus"])
+            return bool(asyncio.run(pool.status())["gpus"])
         except UnavailableError:
             return False
 
     until(back)
-    after = asyncio.run(RayBrokerStore(pool).status())
+    after = asyncio.run(pool.status())
     assert {**after, "now": 0, "leases": 0, "queue": 0} == {**before, "now": 0, "leases": 0, "queue": 0}
     assert [each["id"] for each in after["leases"]] == [lease.id, waits.id]
-    joined: list[str] = []
 
     def both() -> bool:
-        joined.extend(pool.tick().joined)  # who does not answer in time is asked again
-        return len(joined) >= 2
+        assert asyncio.run(pool.tick()) == []  # who does not answer in time is asked again
+        return asyncio.run(pool.addresses()) == addresses
 
     until(both)
-    assert sorted(joined) == ["a", "b"]
-    assert asyncio.run(RayBrokerStore(pool).lease(lease.id)) == lease
+    assert asyncio.run(pool.lease(lease.id)) == lease
 
-    asyncio.run(RayBrokerStore(pool).release(lease.id))
-    assert [each.id for each in pool.tick().placed] == [waits.id]
+    asyncio.run(pool.release(lease.id))
+    assert [each.id for each in asyncio.run(pool.place())] == [waits.id]
     assert [each.id for each in pool.withdraw("b")] == [waits.id]
     with pytest.raises(UsageError, match="host b is not offered by this process"):
         pool.withdraw("b")
-    assert [gpu["state"] for gpu in asyncio.run(RayBrokerStore(pool).status())["gpus"]] == ["open", "lost"]
+    assert [gpu["state"] for gpu in asyncio.run(pool.status())["gpus"]] == ["open", "lost"]
 
 
-def test_hosts_that_fail(pool: RayMembership, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_fail(pool: RayBrokerStore, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(nodes())
     added = ray_cluster.add_node(num_cpus=0, object_store_memory=80 * 2**20, include_dashboard=False)
     until(lambda: len(nodes()) == 3)
     (third,) = set(nodes()) - before
     pool.offer("a", gpus("a"), "", node=sorted(before)[0])
     pool.offer("c", gpus("c", 200), "", node=third)
-    lost = asyncio.run(RayBrokerStore(pool).request("ann", Quota(200, 0.5)))
-    stays = asyncio.run(RayBrokerStore(pool).request("ann", Quota(100, 0.5)))
+    lost = asyncio.run(pool.request("ann", Quota(200, 0.5)))
+    stays = asyncio.run(pool.request("ann", Quota(100, 0.5)))
     assert (lost.gpu, stays.gpu) == ("c/0", "a/0")
 
-    monkeypatch.setattr(membership, "_SECONDS_FOR_THE_NAME", 0.5)
+    monkeypatch.setattr(ray_store, "_SECONDS_FOR_THE_NAME", 0.5)
     with (
-        RayMembership(namespace=SPACE) as other,
+        RayBrokerStore(namespace=SPACE) as other,
         pytest.raises(UsageError, match="host a is offered by another process of the cluster: give this machine"),
     ):
         other.offer("a", gpus("a"), "")
 
     ray_cluster.remove_node(added)  # its node dies: at once
-    ticks: list[membership.Tick] = []
-    until(lambda: (ticks.append(pool.tick()), ticks[-1].left == ["c"])[1])
-    assert [each.id for each in ticks[-1].lost] == [lost.id]
-    assert asyncio.run(RayBrokerStore(pool).lease(stays.id)).gpu == "a/0"
+    ended: list[Lease] = []
+
+    def left(host: str) -> bool:
+        ended.extend(asyncio.run(pool.tick()))
+        return host not in asyncio.run(pool.addresses())
+
+    until(lambda: left("c"))
+    assert [each.id for each in ended] == [lost.id]
+    assert asyncio.run(pool.lease(stays.id)).gpu == "a/0"
 
     ray.kill(ray.get_actor("agent:a", namespace=SPACE))  # its agent dies: after the grace time
-    assert pool.tick().left == []
-    until(lambda: (ticks.append(pool.tick()), ticks[-1].left == ["a"])[1])
+    assert not left("a")
+    until(lambda: left("a"))
     # Its client was silent for as long, and may have been given up for that first.
-    assert {each.id for tick in ticks for each in tick.lost + tick.expired} >= {stays.id}
-    assert pool.members() == []
+    assert stays.id in {each.id for each in ended}
+    assert asyncio.run(pool.addresses()) == {}
 
 
 def test_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"a cluster needs Ray: pip install 'warpbus\[cluster\]'"):
-        RayMembership()
+        RayBrokerStore()

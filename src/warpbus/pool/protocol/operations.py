@@ -1,0 +1,110 @@
+"""The operations of each endpoint: what requests (`messages`) a daemon and a tenant's process accept.
+
+Results of the daemon's operations; progress is {"queued": position, "why": str} for "lease" and "resume", and {"phase":
+str, "done": int, "total": int} for what moves leases:
+
+    status                     see `warpbus.pool.broker.status`
+    lease, resume              {"lease": id, "key": bytes, "gpu": "host/0", "address": str}
+                               an empty address is that of the daemon that was asked
+    release, suspend           {"released": id}; {"suspended": id, "seconds", "bytes"}
+    migrate                    {"moved": gpu, "seconds", "pause", "bytes"}
+    drain, undrain             {"drained" | "undrained": host, "moves": int, "failed": {lease: why}}
+
+    broker                     {"known": bool, "address": of the broker's daemon | None, "host": name}
+    join                       {"end": [ids of leases that have ended in the pool]}
+    forward                    the result of the operation that a client of another daemon asked for
+    receive, order             {"address": str}; {"order": arguments of "receive" | None}
+    send, save                 {"seconds", "pause", "bytes"}; {"seconds", "bytes"}
+    end, call_off, forget      {}
+"""
+
+from warpbus.pool.protocol.messages import Operation
+
+_LEASE = {"lease": str}
+_ORDER = {
+    "lease": str,
+    "key": bytes,
+    "tenant": str,
+    "gpu": str,
+    "memory": int,
+    "share": int | float,
+    "migration_token": bytes | None,
+    "saved": bool,
+}
+
+DAEMON = {
+    # Of clients. A tenant controls its own leases, an admin all of them; a viewer changes nothing.
+    "status": Operation(role="viewer"),
+    "lease": Operation(
+        {"memory": int, "share": int | float},
+        {"on": str | None, "near": str | None, "priority": int, "movable": bool},
+    ),
+    "release": Operation(_LEASE),
+    "migrate": Operation({**_LEASE, "to": str}),
+    "suspend": Operation(_LEASE),
+    "resume": Operation({**_LEASE, "on": str | None}),
+    "drain": Operation({"host": str}, role="admin"),
+    "undrain": Operation({"host": str}, role="admin"),
+    # Of other daemons, to the one with the broker.
+    "broker": Operation(role="admin"),
+    "join": Operation(
+        {"host": str, "address": str, "life": str, "gpus": list, "leases": list, "news": list, "measured": list},
+        role="admin",
+    ),
+    "forward": Operation(
+        {"operation": str, "arguments": dict, "tenant": str, "role": str, "address": str}, role="admin"
+    ),
+    # Of the one with the broker, to the others.
+    "receive": Operation(_ORDER, role="admin"),
+    "end": Operation({**_LEASE, "why": str}, role="admin"),
+    "call_off": Operation({**_LEASE, "why": str}, role="admin"),
+    "send": Operation({**_LEASE, "to": str, "migration_token": bytes}, role="admin"),
+    "save": Operation(_LEASE, role="admin"),
+    "order": Operation(_LEASE, role="admin"),
+    "forget": Operation(_LEASE, role="admin"),
+}
+
+NEWS = {
+    "lost": Operation({**_LEASE, "why": str, "arriving": bool}),
+    "arrived": Operation(_LEASE),
+}
+"""What a daemon reports of its leases in "join"."""
+
+GPU = {"gpu": Operation({"name": str, "host": str, "index": int, "model": str, "memory": int, "links": list})}
+"""A GPU that a daemon reports in "join"."""
+
+TENANT = {
+    # The first one.
+    "setup": Operation(
+        {
+            **_ORDER,
+            "name": str,
+            "device": str,
+            "queue_file": str | None,
+            "threads": int,
+            "environment": dict,
+            "saved": str | None,  # the file to resume from
+            "content": str | None,
+            "sandbox": bool,
+        }
+    ),
+    # With a socket: a client, whose preamble and TLS are done; or a connection to the process to migrate to.
+    "client": Operation(),
+    "migrate": Operation({"to": str, "ca": str | None, "migration_token": bytes, "lease_id": bytes}),
+    "suspend": Operation({"path": str}),
+    "neighbours": Operation({"count": int}),  # other leases on its GPU, where time is shared in slices
+    "end": Operation({"reason": str}),
+}
+"""What a daemon asks of the process of a tenant; the answers are `EVENTS`."""
+
+EVENTS = {
+    "ready": Operation(),  # for clients, or for the process that the lease moves from
+    "arrived": Operation(),  # the lease that moved here runs here
+    "clients": Operation({"connected": int, "memory": int}, {"busy": int | float}),  # after changes, and each second
+    "progress": Operation({"phase": str, "done": int, "total": int}),  # of a migration or suspension
+    # The lease is executed here no more.
+    "moved": Operation({"seconds": int | float, "pause": int | float, "bytes": int}, {"path": str}),
+    "suspended": Operation({"seconds": int | float, "bytes": int}),
+    "failed": Operation({"type": str, "message": str}),  # the lease goes on as before
+}
+"""What the process of a tenant reports to its daemon."""
