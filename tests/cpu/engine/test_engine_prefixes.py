@@ -25,7 +25,7 @@ from warpbus.models import random_model
 from warpbus.models.adapters import Prefix
 
 CPU = torch.device("cpu")
-SEEDED = SamplingParams(seed=5, top_p=0.9, temperature=0.8)
+SEEDED = SamplingParams(seed=6, top_p=0.9, temperature=0.8)  # with 5 a draw falls within a rounding of a bound
 GREEDY = SamplingParams(temperature=0, logprobs=1)
 KINDS = pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["plain", "graphs"])
 LENGTHS = {"short": 3, "block": BLOCK, "long": 2 * BLOCK + 7}
