@@ -7,7 +7,12 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
+
+# As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine. libgomp reads it when
+# torch is imported; with threads that spin, the tests take ten times as long beside others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -16,9 +21,6 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
-
-# As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
