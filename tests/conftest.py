@@ -8,11 +8,11 @@ from typing import Any
 import hypothesis
 import pytest
 
-# As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine. libgomp reads it when
-# torch is imported; with threads that spin, the tests take ten times as long beside others.
+# As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine. libgomp reads this
+# when torch is imported. With threads that spin, tests take ten times as long beside other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
 
 CHROMIUM = Path("/usr/bin/chromium")
 
