@@ -139,7 +139,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     dense = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
     sizes = {mlp.ffn_size for mlp in dense}
     before = max(sizes, default=0)
-    if config.has_experts and pad_ffn not in (0, "0"):
+    if config.has_experts and pad_ffn != "none":
         raise UsageError(f"--pad-ffn {pad_ffn}: {model} is a mixture of experts, which are not padded: drop it")
     ffn = before if config.has_experts else padded_size(before, pad_ffn, _widest_group(config, schemes))
     if ffn != before and len(sizes) > 1:

@@ -205,9 +205,9 @@ def test_a_gpu_beyond_those_there_are(chosen: Callable[..., list[str]]) -> None:
 def test_models_that_cannot_be_quantized(tmp_path: Path, model: Path) -> None:
     refused(CheckpointError, tmp_path, tmp_path / "none", "none", algorithm="rtn")
     refused(UsageError, tmp_path, model, "is the model itself", algorithm="rtn", output=model)
-    odd = write_model(tmp_path / "odd", **SMALL | {"intermediate_size": 160})
-    found = refused(SchemeError, tmp_path, odd, "160 columns", algorithm="rtn", scheme="w4a16-g64")
-    assert "model.layers.0.mlp.down_proj.weight: 160 columns" in found
+    odd = write_model(tmp_path / "odd", **SMALL | {"intermediate_size": 144})
+    found = refused(SchemeError, tmp_path, odd, "144 columns", algorithm="rtn", scheme="w4a16-g64")
+    assert "model.layers.0.mlp.down_proj.weight: 144 columns" in found
     quantize(model, tmp_path / "done", algorithm="rtn", scheme="w8a16")
     refused(CheckpointError, tmp_path, tmp_path / "done", "quantized already", algorithm="rtn")
 
