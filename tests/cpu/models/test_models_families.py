@@ -391,5 +391,5 @@ def test_tensor_map_covers_the_decoder(model: str, tied: bool) -> None:
 
 def test_names_are_distinct() -> None:
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    assert MODEL_TYPES == ("chatglm", "glm", "glm4", "llama", "qwen2", "qwen3")
+    assert MODEL_TYPES == ("chatglm", "glm", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
     assert family_of({"model_type": ["chatglm"]}) is family_of({}) is None

@@ -189,7 +189,7 @@ def test_too_many_processes(tmp_path: Path) -> None:
         Part(SHAPES["glm-4-9b"], 0, 33)
     small = GLM | {"head_dim": 16, "partial_rotary_factor": 0.5}
     directory, _ = write_quantized(tmp_path / "model", small, "compressed-tensors", "w4a16-g32")
-    with pytest.raises(UsageError, match=r"o_proj.weight: groups of 32 .* the columns 32 to 79, expected"):
+    with pytest.raises(UsageError, match=r"o_proj.weight: groups of 32 .* a GPU has columns 32 to 79, expected"):
         load(directory, Group(1, 3, CPU))
 
 

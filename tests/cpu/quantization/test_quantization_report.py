@@ -19,6 +19,7 @@ def test_json_holds_everything():
         "error": 0.02,
         "seconds": 0.5,
         "algorithm": None,
+        "routed_tokens": None,
     }
     assert found["bytes_after"] == 12_000_000
     assert found["settings"] == {"samples": 128}
