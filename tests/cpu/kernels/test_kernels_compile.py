@@ -50,8 +50,21 @@ def test_hopper_units_are_for_hopper_alone():
     assert all(unit.runs_on("sm_90a") and not unit.runs_on("sm_100a") and not unit.runs_on("sm_89") for unit in hopper)
 
 
-@pytest.mark.parametrize("macro", ["STAGE_BYTES", "OTHER_BYTES"])
-@pytest.mark.parametrize("source", ["attention/decode.cu", "wna16/decode.cu"])
+@pytest.mark.parametrize(
+    ("source", "macro"),
+    [
+        ("attention/decode.cu", "STAGE_BYTES"),
+        ("attention/decode.cu", "OTHER_BYTES"),
+        ("wna16/decode.cu", "STAGE_BYTES"),
+        ("wna16/decode.cu", "OTHER_BYTES"),
+        ("wna16/sm80_wna16.cu", "SHARED_BYTES"),
+        ("wna16/sm90_wna16.cu", "SHARED_BYTES"),
+        ("gemm/sm80_hgemm.cu", "SHARED_BYTES"),
+        ("gemm/sm90_hgemm.cu", "SHARED_BYTES"),
+        ("w8a8/sm80_w8a8.cu", "SHARED_BYTES"),
+        ("w8a8/sm90_w8a8.cu", "SHARED_BYTES"),
+    ],
+)
 def test_another_layout_of_shared_memory_does_not_compile(source, macro):
     unit = next(unit for unit in all_units() if unit.source == CSRC / source)
     other = tuple((name, str(int(text) + 16) if name == macro else text) for name, text in unit.macros)

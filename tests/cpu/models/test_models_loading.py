@@ -389,7 +389,9 @@ def test_reordered_columns_are_explained(tmp_path: Path) -> None:
 def test_unknown_architecture_lists_what_is_supported(tmp_path: Path, model_type: object) -> None:
     values, tensors = model_of("glm")
     checkpoint = write(tmp_path, {**values, "model_type": model_type}, tensors)
-    with pytest.raises(UnknownArchitectureError, match=r"is not supported: expected one of chatglm, glm, glm4, glm4_moe, llama"):
+    with pytest.raises(
+        UnknownArchitectureError, match=r"is not supported: expected one of chatglm, glm, glm4, glm4_moe,"
+    ):
         read_config(checkpoint)
 
 

@@ -79,6 +79,7 @@ class GemmSm80Tiling:
             ALIGN=self.align,
             A_LAYOUT=layout_a,
             B_LAYOUT=layout_b,
+            SHARED_BYTES=self.shared,
         ).kernel("sm80_hgemm", _PARAMETERS)
 
 

@@ -191,6 +191,7 @@ def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: i
         A_MAJOR=a_major,
         B_MAJOR=b_major,
         ACTIVATION=activation,
+        SHARED_BYTES=tiling.shared,
     )
     return declared.kernel("sm90_hgemm", _PARAMETERS)
 

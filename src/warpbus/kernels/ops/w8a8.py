@@ -294,6 +294,7 @@ _HOPPER_KERNELS = {
         TILE_N=tiling.n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
+        SHARED_BYTES=tiling.shared,
     ).kernel("sm90_w8a8", _SM90_PARAMETERS)
     for codes, tilings in HOPPER.items()
     for tiling in tilings
@@ -309,6 +310,7 @@ _AMPERE_KERNELS = {
         TILE_N=tiling.n,
         TILE_K=tiling.k,
         STAGES=tiling.stages,
+        SHARED_BYTES=tiling.shared,
     ).kernel("sm80_w8a8", _SM80_PARAMETERS)
     for tiling in AMPERE
     for codes in CODES

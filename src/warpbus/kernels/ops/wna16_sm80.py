@@ -77,6 +77,7 @@ class Wna16Sm80Tiling:
             WARP_M=self.warp_m,
             WARP_N=self.warp_n,
             RESIDENT=self.resident,
+            SHARED_BYTES=self.shared(bits),
         ).kernel("sm80_wna16", _PARAMETERS)
 
 

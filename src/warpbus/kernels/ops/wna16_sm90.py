@@ -62,7 +62,7 @@ class Wna16Sm90Tiling:
 
     def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
         """The kernel with these tiles."""
-        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits])
+        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits], self.shared(bits))
 
 
 # From the smallest tile to the largest.
@@ -222,7 +222,7 @@ def _words(scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int) -> Kernel:
+def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int, shared: int) -> Kernel:
     declared = unit(
         "wna16/sm90_wna16.cu",
         needs="sm_90a",
@@ -231,6 +231,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         TOKENS=tokens,
         CONSUMERS=consumers,
         STAGES=stages,
+        SHARED_BYTES=shared,
     )
     return declared.kernel("sm90_wna16", _PARAMETERS)
 

@@ -48,6 +48,7 @@ constexpr int kBlocksPerMultiprocessor = kThreads <= 128 ? 2 : 1;
 static_assert(ALIGN == 8 || ALIGN == 1, "16-byte copies or single elements");
 static_assert(kStages >= 2 && kSteps % 2 == 0, "two sets of fragments take turns, also from stage to stage");
 static_assert(kWarpM % 16 == 0 && (kWarpN == 32 || kWarpN == 64), "the epilogue gives a row of a warp to 4 or 8 lanes");
+static_assert(kStages * (kSizeA + kSizeB) * 2 == SHARED_BYTES, "the host asks for other shared memory");
 static_assert(kStages * (kSizeA + kSizeB) * 2 <= 99 * 1024, "sm_86 and sm_89 give 99 KB to a block");
 
 // How an operand lies in shared memory: as in global memory, its contiguous direction along the rows. That is k for a

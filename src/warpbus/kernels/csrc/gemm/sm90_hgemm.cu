@@ -151,6 +151,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const ptx::uint32 full = staging + kConsumers * BUFFERS * kBlock64;
     const ptx::uint32 empty = full + 8 * STAGES;
     const ptx::uint32 shifts = empty + 8 * STAGES;  // the bias of the tile, once for each consumer
+    static_assert(1024 + STAGES * (kBytesA + kBytesB + 16) + kConsumers * (BUFFERS * kBlock64 + TILE_N * 2) ==
+                      SHARED_BYTES,
+                  "the host asks for other shared memory");
 
     const int rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
     const int warpgroup = threadIdx.x / 128;

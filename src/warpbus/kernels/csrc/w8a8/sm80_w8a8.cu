@@ -32,6 +32,7 @@ constexpr int kSizeA = TILE_M * kPairs, kSizeB = TILE_N * kPairs;
 constexpr unsigned kGroup = 8;  // rows of tiles that blocks go down before they go on to the next column
 constexpr bool kRounds = static_cast<SUM>(0.5f) != 0;  // float: sums are carried over
 
+static_assert(STAGES * (kSizeA + kSizeB) * sizeof(Pair) == SHARED_BYTES, "the host asks for other shared memory");
 static_assert(kWarpM % 16 == 0 && TILE_N % kWarpN == 0, "a warp has fragments of 16 rows, and 32 columns");
 
 using Sums = SUM[kBlocksM][kBlocksN][4];

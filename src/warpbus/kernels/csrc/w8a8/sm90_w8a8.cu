@@ -134,6 +134,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const ptx::uint32 scales = staging + kConsumers * BUFFERS * kBox;  // and bias of the tile, once for each consumer
     const ptx::uint32 full = scales + kConsumers * TILE_N * 8;
     const ptx::uint32 empty = full + 8 * STAGES;
+    static_assert(1024 + STAGES * (kBytesA + kBytesB + 16) + kConsumers * (BUFFERS * kBox + TILE_N * 8) == SHARED_BYTES,
+                  "the host asks for other shared memory");
 
     // From one lane, so that the assembler knows that a warp agrees on it.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);

@@ -57,6 +57,7 @@ constexpr int kStageBytes = kZerosAt + kScaleChunks * 16;
 static_assert(kSteps % 2 == 0 && kBlocksN % 2 == 0, "two sets of fragments take turns");
 static_assert(kWarpM % 16 == 0 && (kWarpN == 32 || kWarpN == 64), "the epilogue gives a row of out to 4 or 8 lanes");
 static_assert(2 * kScaleChunks <= kThreads, "a thread copies one chunk of scales or of zero points");
+static_assert(kStages * kStageBytes == SHARED_BYTES, "the host asks for other shared memory");
 static_assert(kStages * kStageBytes <= 99 * 1024, "sm_86 and sm_89 give 99 KB to a block");
 
 struct Weight {

@@ -107,6 +107,9 @@ __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
 
 extern __shared__ unsigned char memory[];
 
+static_assert(1024 + STAGES * (kXBytes + kCodeBytes + 2 * kScaleBytes + 16) + kConsumers * kStagingBytes == SHARED_BYTES,
+              "the host asks for other shared memory");
+
 // Addresses in it.
 struct Buffers {
     ptx::uint32 x, codes, scales, zeros, staging, full, empty;
