@@ -38,6 +38,13 @@ def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
         raise UsageError("the model has adapters of another engine: load it once more for these")
     selection, like = Selection(loras), model.final_norm.weight
     for name in sorted({name for lora in loras for name in lora.parts}):
+        matrix = model.config.matrix(f"{name}.weight")
+        if matrix is not None and matrix.expert is not None:
+            owner = next(lora for lora in loras if name in lora.parts)
+            raise CheckpointError(
+                f"{owner.name}: {name}: LoRAs of routed experts are not supported here: merge it with warpbus merge, "
+                "or use one for attention and the shared expert"
+            )
         parent, attribute, linear = _linear(model, name, loras)
         pairs = [_pair(lora, name, linear, like.dtype) for lora in loras]
         parent.add_module(attribute, Adapted(linear, pairs, selection, dtype=like.dtype, device=like.device))

@@ -13,6 +13,7 @@ from warpbus.engine import Engine, request
 from warpbus.errors import CheckpointError, TensorError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model, read_config
+from warpbus.models.adapters import Lora, LowRank
 from warpbus.models.cost import forward_flop
 from warpbus.models.families import family_of
 from warpbus.models.layer_spec import RouterSpec
@@ -237,3 +238,44 @@ def test_experts_of_qwen_under_both_names(tmp_path: Path) -> None:
     directory = write_files(tmp_path / "model", values, plain_tensors(values))
     assert read_config(Checkpoint(directory)).layers[0].mlp.router.experts == 5
     assert json.loads((directory / "config.json").read_text())["num_local_experts"] == 5
+
+
+def lora(*names: str) -> Lora:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {matrix.name: matrix.shape for matrix in parsed(AIR).layers[1].matrices}
+
+    def drawn(name: str) -> LowRank:
+        rows, columns = shapes[name]
+        a, b = (0.3 * torch.randn(shape, generator=generator) for shape in ((2, columns), (rows, 2)))
+        return LowRank(a, b)
+
+    return Lora("style", {f"layers.1.{name}": drawn(name) for name in names})
+
+
+def test_loras_of_attention_and_the_shared_expert(air: Path) -> None:
+    """Each request with its own adapter or none, in one batch, as the merged and the plain model by themselves."""
+    adapter, prompts = lora("attention.qkv", "mlp.shared.gate_up", "mlp.shared.down"), [[5, 6, 7, 8], [9, 10, 11]]
+    sequences = [request(prompt, tokens=12) for prompt in (*prompts, *prompts)]
+    for sequence in sequences[2:]:
+        sequence.adapter = "style"
+    engine = Engine(loaded(air), adapters=[adapter], max_model_len=64)
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    merged = loaded(air)
+    with torch.no_grad():
+        for name, part in adapter.parts.items():
+            merged.get_parameter(f"{name}.weight").add_(part.b @ part.a)
+    for sequence in sequences:
+        model = loaded(air) if sequence.adapter is None else merged
+        with torch.no_grad():
+            expected = model(torch.tensor([[*sequence.prompt, *sequence.token_ids]]))[0, len(sequence.prompt) - 1 : -1]
+        assert list(sequence.token_ids) == expected.argmax(-1).tolist()
+    assert sequences[0].token_ids != sequences[2].token_ids
+
+
+def test_loras_of_experts_are_refused(air: Path) -> None:
+    message = r"^style: layers\.1\.mlp\.experts\.3\.down: LoRAs of routed experts are not supported here: merge it"
+    with pytest.raises(CheckpointError, match=message):
+        Engine(loaded(air), adapters=[lora("attention.o", "mlp.experts.3.down")])
