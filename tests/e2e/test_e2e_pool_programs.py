@@ -17,7 +17,7 @@ from pool_tied_gpt import TiedGpt, train
 from pool_training import assert_equal_weights
 
 import warpbus
-from warpbus.errors import DeviceError, LeaseLostError
+from warpbus.errors import LeaseLostError, PoolError
 from warpbus.pool import Gpu
 
 
@@ -91,7 +91,7 @@ def test_a_forked_child_does_not_disturb_its_parent(gpu: Gpu) -> None:
         for use in (lambda: (x + 1).sum().item(), gpu.synchronize, gpu.usage, lambda: gpu.migrate("away")):
             try:
                 use()
-            except DeviceError as error:
+            except PoolError as error:
                 errors.append(str(error))
         gpu.close()  # as at the end of a `with`: the lease is the parent's
         return "\n".join(errors)

@@ -37,9 +37,9 @@ def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
     if there.source:
         raise UsageError("the model has adapters of another engine: load it once more for these")
     selection, like = Selection(loras), model.final_norm.weight
+    routed = {f"layers.{index}.{matrix.name}" for index, matrix in model.config.matrices if matrix.expert is not None}
     for name in sorted({name for lora in loras for name in lora.parts}):
-        matrix = model.config.matrix(f"{name}.weight")
-        if matrix is not None and matrix.expert is not None:
+        if name in routed:
             owner = next(lora for lora in loras if name in lora.parts)
             raise CheckpointError(
                 f"{owner.name}: {name}: LoRAs of routed experts are not supported here: merge it with warpbus merge, "
