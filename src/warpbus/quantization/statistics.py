@@ -106,7 +106,9 @@ class Collector:
         tokens, compared = counts.tolist()
         if tokens == 0:
             raise NumericError(f"{self._name}: no token entered it: give calibration data")
-        found = {key: total.total().div_(compared if key == DRIFT else tokens) for key, total in self._sums.items()}
+        # An expert may be reached only by tokens that are not compared: nothing is known of its drift.
+        counted = {DRIFT: max(compared, 1)}
+        found = {key: total.total().div_(counted.get(key, tokens)) for key, total in self._sums.items()}
         if MAX_ABS in self._needed:
             found[MAX_ABS] = self._group.gather(self._largest[None]).amax(0)
         sums = [value.sum() for value in found.values()]

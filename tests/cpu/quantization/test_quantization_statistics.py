@@ -168,3 +168,13 @@ def test_an_original_that_is_no_number_is_refused() -> None:
     collector.add(torch.ones(5, 4), torch.full((5, 4), float("inf")))
     with pytest.raises(NumericError, match=r"^layers\.1\.attention\.o: NaN or infinity"):
         collector.total()
+
+
+def test_no_drift_where_no_token_is_compared() -> None:
+    """As of an expert that only tokens reach that the unquantized model does not see."""
+    collector = Collector(4, frozenset({MOMENTS, DRIFT}))
+    collector.add(torch.randn(6, 4))
+    found = collector.total()
+    assert found.drift is not None
+    assert torch.equal(found.drift, torch.zeros(4, 4))
+    assert found.tokens == 6
