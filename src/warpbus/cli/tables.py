@@ -99,11 +99,12 @@ def report_tables(report: Report) -> RenderableType:
     """The error of each matrix, layer by layer, and where the time went."""
     title = f"{report.scheme}, {report.algorithm}: {report.error_kind}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    table.add_column("layer", justify="right")
-    narrow = len(report.linears) > _WIDE_COLUMNS
+    if narrow := len(report.linears) > _WIDE_COLUMNS:
+        table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    table.add_column("layer", justify="right", no_wrap=True)
     for linear in report.linears:
-        table.add_column(linear.replace(".", ".\n") if narrow else linear, justify="right", no_wrap=True)
-    table.add_column("seconds", justify="right")
+        table.add_column(linear.replace(".", "\n") if narrow else linear, justify="right", overflow="fold")
+    table.add_column("s" if narrow else "seconds", justify="right", no_wrap=True)
     for layer in sorted({row.layer for row in report.rows}):
         rows = {row.linear: row for row in report.rows if row.layer == layer}
         cells = [report.cell(rows[linear]) if linear in rows else "-" for linear in report.linears]

@@ -102,9 +102,9 @@ class LayerQuantization:
     def visit(self, solve: Solve) -> None:
         """Call `solve` for each matrix in the order of the computation, then move the states past the layer.
 
-        Each sublayer is computed once, but for its norm: `solve` sees the inputs of a stage's matrices, and the last
-        stage's inputs are kept until its matrix is quantized. They are computed again where factors were folded into
-        what precedes it, or where there is no room for them.
+        Each sublayer without experts is computed once, but for its norm: `solve` sees the inputs of a stage's matrices,
+        and the last stage's inputs are kept until its matrix is quantized. They are computed again where factors were
+        folded into what precedes it, or where there is no room for them.
         """
         for sublayer, branches in self.layer.spec.branches.items():
             if sublayer == "mlp" and isinstance(self.layer.mlp, MoE):
@@ -201,13 +201,13 @@ class LayerQuantization:
         return solved.folded
 
     def _visit_experts(self, branches: Sequence[Sequence[str]], solve: Solve) -> None:
-        """The same for a mixture of experts, expert by expert; then the states are moved past the sublayer.
+        """The same for a mixture of experts, expert by expert; the sublayer is then computed again to move the states.
 
         An expert is calibrated on the tokens that the router sends to it, in the unquantized layer too. One that has
         fewer than `LEAST_TOKENS` of them is calibrated on all tokens, each weighted by the router's score.
         """
-        experts = sum(matrix.expert is not None for matrix in self.layer.spec.matrices) // 2
-        counts = torch.zeros(experts, dtype=torch.int64, device=self.group.device)
+        assert isinstance(self.layer.mlp, MoE)
+        counts = torch.zeros(len(self.layer.mlp.experts), dtype=torch.int64, device=self.group.device)
         for state in self._states:
             state.routing = self.layer.route(state.x)
             counts += state.counts()

@@ -4,13 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpbus.models.config import ModelConfig
-from warpbus.models.families import moe, native
+from warpbus.models.families import glm, moe, native
 from warpbus.models.families.family import Family, TensorMap
 from warpbus.models.families.fields import MAX_LAYERS, Fields
 from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
-
-# <|endoftext|>, <|user|>, <|observation|>
-STOP_IDS = (151329, 151336, 151338)
 
 
 def sigmoid_router(fields: Fields) -> RouterSpec:
@@ -50,7 +47,7 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         values,
         "glm4_moe",
         rotary_part=0.5,
-        stop_ids=STOP_IDS,
+        stop_ids=glm.STOP_IDS,
         mlps=layer_mlps(fields),
         qk_norm=fields.flag("use_qk_norm", default=False),
         qkv_bias=fields.flag("attention_bias", default=False),
