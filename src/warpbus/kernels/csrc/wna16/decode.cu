@@ -6,9 +6,10 @@
 //   GROUPS     1: a scale for 64 columns or more; 2: one for 32
 //   TOKENS     8 or 16: the most rows of x
 //   WARPS      that multiply
-//   FINISHERS  warps that add up their sums; with the one that loads, five warps for each part of a multiprocessor have 96
-//              registers a thread, a sixth would leave 80
+//   FINISHERS  warps that add up their sums; with the one that loads and 16 that multiply, five warps for each part of a
+//              multiprocessor have 96 registers a thread, a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage without x; of sums, barriers and squares
+//   EXPERTS    0: one product; 1: the products of a mixture of experts, by the rules of wna16/experts.cuh
 //
 // Values are finite: the product separates x * code from x * zero point, so that an infinite x gives NaN where the reference
 // may give infinity.
@@ -24,9 +25,13 @@
 // memory, where it comes in parts, so that the first chunks are multiplied while the others are on their way; or, where a block
 // needs it only once or it is too large, along with the weights. One copy brings all rows of WARPS chunks: with one for each
 // row, the thread that asks would be what everything waits for. A grid has one block for each multiprocessor.
+//
+// The products of experts are small: a block may multiply with half the warps, and two blocks share a multiprocessor. Blocks
+// of the next kernel then ask for weights while the last blocks of this one end.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "wna16/dequantize.cuh"
+#include "wna16/experts.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kThreads = 32 * WARPS;  // that multiply
@@ -37,9 +42,10 @@ constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 6
 constexpr int kChunk = 64;
 constexpr int kLine = 2 * kChunk;  // bytes of a token in a chunk
 constexpr int kParts = 8;          // that x comes in, at most: the chunks of a step each, and the last one all others
+constexpr int kMostSharers = 8;    // blocks of a cluster that share an item
 
 struct Problem {
-    int m, n, k;
+    int m, n, k;     // m: with experts, the rows of x that one copy brings
     int chunks;      // of 64 columns in a row
     int groups;      // scales of a row
     int shift;       // a group has 2^shift chunks
@@ -63,12 +69,15 @@ struct alignas(128) Stage {
 };
 
 struct Barriers {
-    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished;
+    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished, shares;
 };
+
+// With experts the sums that other blocks of the cluster send; else the squares of x, [WARPS][TOKENS].
+constexpr int kLastFloats = EXPERTS ? (kMostSharers - 1) * 32 : WARPS * TOKENS;
 
 constexpr int kSums = WARPS * 2 * kTokenTiles * 32;  // of four numbers each
 static_assert(sizeof(Stage) == STAGE_BYTES, "the host asks for stages of another size");
-static_assert(kSums * sizeof(float4) + sizeof(Barriers) + WARPS * TOKENS * sizeof(float) == OTHER_BYTES,
+static_assert(kSums * sizeof(float4) + sizeof(Barriers) + kLastFloats * sizeof(float) == OTHER_BYTES,
               "the host asks for other room for sums, barriers and squares");
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -85,24 +94,51 @@ __device__ __forceinline__ int group_of(int chunk, const Problem& p) {
     return GROUPS == 2 ? 2 * chunk : chunk >> p.shift;
 }
 
-// A stage's place in the work of a block: a pair of tiles, and the first of up to WARPS chunks.
-struct Step {
-    int pair, chunk;
+// A pair of tiles that a block computes, of one item where there are experts.
+struct Work {
+    int index, stride;
 
-    __device__ __forceinline__ bool there(const Problem& p) const { return pair < pairs_of(p); }
-    __device__ __forceinline__ void advance(const Problem& p) {
+    __device__ __forceinline__ explicit Work(const Items& items)
+        : index(EXPERTS ? blockIdx.x / items.parts : blockIdx.x), stride(EXPERTS ? gridDim.x / items.parts : gridDim.x) {}
+
+    __device__ __forceinline__ bool there(const Items& items, const Problem& p) const {
+        return index < items.count * pairs_of(p);
+    }
+    __device__ __forceinline__ void advance() { index += stride; }
+    __device__ __forceinline__ int item(const Problem& p) const { return EXPERTS ? index / pairs_of(p) : 0; }
+    __device__ __forceinline__ int pair(const Problem& p) const { return EXPERTS ? index % pairs_of(p) : index; }
+};
+
+// A stage's place in the work of a block: a pair of tiles, which of the experts whose products are added, and the first of up
+// to WARPS chunks.
+struct Step {
+    Work work;
+    Slots slots;  // of the item, that this block multiplies
+    int pair, slot, chunk = 0;
+    Source source;
+
+    __device__ __forceinline__ Step(const Items& items, const Problem& p)
+        : work(items), slots(items.own_slots()), pair(work.pair(p)), slot(slots.begin) {}
+    __device__ __forceinline__ bool there(const Items& items, const Problem& p) const { return work.there(items, p); }
+    // The rows of x and the expert of this step: only where it is `there`, and its expert is known.
+    __device__ __forceinline__ void find(const Items& items, const Problem& p) {
+        if (EXPERTS && chunk == 0) source = items.source(work.item(p), slot);
+    }
+    __device__ __forceinline__ void advance(const Items& items, const Problem& p) {
         chunk += WARPS;
-        if (chunk >= p.chunks) {
-            chunk = 0;
-            pair += gridDim.x;
-        }
+        if (chunk < p.chunks) return;
+        chunk = 0;
+        if (EXPERTS && ++slot < slots.end) return;
+        slot = slots.begin;
+        work.advance();
+        pair = work.pair(p);
     }
 };
 
 // What of x goes with a step: WARPS chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
 __device__ __forceinline__ int step_bytes(const Problem& p) { return WARPS * p.m * kLine; }
 
-__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, Step step,
+__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, const Step& step,
                                              const Problem& p) {
     const int chunks = min(WARPS, p.chunks - step.chunk);
     const int group = group_of(step.chunk, p);
@@ -113,7 +149,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)) + x_bytes);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int tile = tile_of(step.pair, r, p);
+        const int tile = (EXPERTS ? step.source.expert * ((p.n + 15) / 16) : 0) + tile_of(step.pair, r, p);
         const uint4* codes = weight.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
         const int at = (tile * p.groups + group) * 8;
         ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
@@ -137,7 +173,7 @@ __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barri
 
 // Where the barriers lie.
 struct Addresses {
-    ptx::uint32 full, empty, x, finished;
+    ptx::uint32 full, empty, x, finished, shares;
 };
 
 // A position in the ring: a stage, and the parity of the phase its barriers are in.
@@ -153,26 +189,30 @@ struct Ring {
 };
 
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
-// them before the kernel ahead has ended.
+// them before the kernel ahead has ended, as far as it is known whose they are.
 __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
-                                        const ptx::TensorMap& x, bool in_parts, const Problem& p) {
-    const Step begin = {static_cast<int>(blockIdx.x), 0};
-    Step ahead = begin;
-    for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
-        load_weights(stages[i], at.full + 8 * i, weight, ahead, p);
+                                        const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
+    Step ahead(items, p);
+    int asked = 0;
+    for (; asked < p.stages && ahead.there(items, p) && items.knows(ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
+        ahead.find(items, p);
+        load_weights(stages[asked], at.full + 8 * asked, weight, ahead, p);
     }
     ptx::griddepcontrol_wait();
-    if (in_parts && begin.there(p)) load_parts(staged, at.x, x, p);
+    items.begin();
+    Step behind(items, p);
+    if (in_parts && behind.there(items, p)) load_parts(staged, at.x, x, p);
     Ring ring;
-    Step behind = begin;
-    for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
-        if (p.streamed) ptx::tma_load(staged + i * step_bytes(p), &x, at.full + 8 * i, 0, 0, behind.chunk);
+    for (int i = 0; i < asked; ++i, behind.advance(items, p), ring.advance(p)) {
+        behind.find(items, p);
+        if (p.streamed) ptx::tma_load(staged + i * step_bytes(p), &x, at.full + 8 * i, 0, behind.source.row, behind.chunk);
     }
-    for (; ahead.there(p); ahead.advance(p), ring.advance(p)) {
+    for (; ahead.there(items, p); ahead.advance(items, p), ring.advance(p)) {
         const ptx::uint32 full = at.full + 8 * ring.slot;
+        ahead.find(items, p);
         ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
         load_weights(stages[ring.slot], full, weight, ahead, p);
-        if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, 0, ahead.chunk);
+        if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, ahead.source.row, ahead.chunk);
     }
 }
 
@@ -348,12 +388,16 @@ __device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const EL
 }
 
 // Called by all threads of a warp: the lower half has the first tile's rows, which where there is a gate are the gate's.
-__device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* out, int row, int token, const Problem& p) {
+__device__ __forceinline__ void store(float total, const Epilogue& e, float factor, ELEMENT* out, int row, int token,
+                                      const Problem& p) {
     const float value = total + to_float(e.bias);
     if (p.gate_tiles > 0) {
         const float up = __shfl_down_sync(0xffffffff, value, 16);
         ELEMENT* target = out + static_cast<long long>(token) * (p.n / 2);
-        if (threadIdx.x % 32 < 16) target[row] = from_float<ELEMENT>(activate(kSilu, value) * up + to_float(e.residual));
+        const float inner = activate(kSilu, value) * up;
+        if (threadIdx.x % 32 < 16) {
+            target[row] = from_float<ELEMENT>(EXPERTS ? factor * inner : inner + to_float(e.residual));
+        }
         return;
     }
     if (row < p.n) out[static_cast<long long>(token) * p.n + row] = from_float<ELEMENT>(value + to_float(e.residual));
@@ -361,19 +405,23 @@ __device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* o
 
 // What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
 // FINISHERS-th token's, a thread for each row of the two tiles.
-__device__ __forceinline__ void finish(const float* sums, const Addresses& at, const ELEMENT* bias,
-                                       const ELEMENT* residual, ELEMENT* out, const Problem& p) {
+__device__ __forceinline__ void finish(const float* sums, const float* sent, const Addresses& at, const ELEMENT* bias,
+                                       const ELEMENT* residual, ELEMENT* out, const Items& items, const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
-    for (int pair = blockIdx.x; pair < pairs_of(p); pair += gridDim.x) {
-        const int row = row_of(pair, which, within, p);
+    for (Work work(items); work.there(items, p); work.advance()) {
+        const int row = row_of(work.pair(p), which, within, p);
+        const Rows rows = EXPERTS ? items.rows(work.item(p)) : Rows{0, p.m};
         Epilogue next;
-        if (first < p.m) next = fetch_epilogue(bias, residual, row, first, p);
+        if (first < rows.count) next = fetch_epilogue(bias, residual, row, rows.first + first, p);
         ptx::named_barrier(kSummed, kThreads + FINISHERS * 32);
 #pragma unroll 1
-        for (int token = first; token < p.m; token += FINISHERS) {
+        for (int token = first; token < rows.count; token += FINISHERS) {
             const Epilogue epilogue = next;
-            if (token + FINISHERS < p.m) next = fetch_epilogue(bias, residual, row, token + FINISHERS, p);
+            if (token + FINISHERS < rows.count) {
+                next = fetch_epilogue(bias, residual, row, rows.first + token + FINISHERS, p);
+            }
+            const float factor = EXPERTS ? items.factor(rows.first + token) : 1.0f;
             // Where the fragments of the product have this row and column.
             const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
             const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
@@ -381,17 +429,26 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
             float total = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) total += mine[w * 2 * kTokenTiles * 128];
-            store(total, epilogue, out, row, token, p);
+            if (EXPERTS && items.parts > 1) {
+                const int rank = blockIdx.x % items.parts;
+                if (rank > 0) {
+                    ptx::store_async_at(ptx::shared_address(sent + (rank - 1) * 32 + lane), at.shares, 0, total);
+                    continue;
+                }
+                ptx::mbarrier_wait(at.shares, 0);
+                for (int other = 0; other < items.parts - 1; ++other) total += sent[other * 32 + lane];
+            }
+            store(total, epilogue, factor, out, row, rows.first + token, p);
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(at.finished);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
-    wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
-                 const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
-                 const ELEMENT* residual, ELEMENT* out, const Problem p) {
+__device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* codes, const ptx::uint32* scales,
+                                        const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm,
+                                        const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, Items items,
+                                        const Problem& p) {
     // x of all steps, or of those in flight; the stages; sums [WARPS][2][kTokenTiles][32]; the rest as it is declared here.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
@@ -399,15 +456,15 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
     Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
-    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [WARPS][TOKENS]
+    float* const squares = reinterpret_cast<float*>(barriers + 1);  // kLastFloats
     const Addresses at = {ptx::shared_address(barriers->full), ptx::shared_address(barriers->empty),
-                          ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};
+                          ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished),
+                          ptx::shared_address(&barriers->shares)};
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int pairs = pairs_of(p);
     const bool in_parts = norm == nullptr && !p.streamed;
 
-    ptx::griddepcontrol_launch_dependents();
+    if (!EXPERTS) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
         if (norm == nullptr) ptx::prefetch_tensor_map(&map);
         for (int i = 0; i < p.stages; ++i) {
@@ -416,22 +473,29 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
         }
         for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(at.x + 8 * i, 1);
         ptx::mbarrier_init(at.finished, FINISHERS);
+        ptx::mbarrier_init(at.shares, 1);
         ptx::mbarrier_fence_init();
+        if (EXPERTS && items.parts > 1) ptx::mbarrier_expect(at.shares, (items.parts - 1) * 32 * sizeof(float));
     }
-    __syncthreads();
+    if (EXPERTS && items.parts > 1) ptx::cluster_sync();
+    else __syncthreads();
 
     if (warp == WARPS) {
-        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, p);
+        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, items, p);
         return;
     }
     const Vector norm_weight =
         load_vector(norm + 8 * threadIdx.x, norm != nullptr && warp < WARPS && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
+    // Behind the wait: who begins after all blocks of this grid have come here may read what is older than this grid.
+    if (EXPERTS) ptx::griddepcontrol_launch_dependents();
+    items.begin();
     if (warp > WARPS) {
-        finish(reinterpret_cast<const float*>(sums), at, bias, residual, out, p);
+        finish(reinterpret_cast<const float*>(sums), squares, at, bias, residual, out, items, p);
         return;
     }
-    if (blockIdx.x >= pairs) return;
+    Work work(items);
+    if (!work.there(items, p)) return;
     if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
@@ -445,18 +509,23 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
     const int group = group_of(warp, p);  // in every stage: WARPS is a power of two
     Ring ring;
     int parity = 0;  // of the phase of the pair
-    for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
+    for (; work.there(items, p); work.advance(), parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
-        for (int first = 0; first < p.chunks; first += WARPS) {
-            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
-            ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-            if (first + warp < p.chunks) {
-                const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
-                multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, p.middle);
+        const Slots slots = items.own_slots();
+        for (int slot = slots.begin; slot < (EXPERTS ? slots.end : slots.begin + 1); ++slot) {
+            for (int first = 0; first < p.chunks; first += WARPS) {
+                if (in_parts && work.index == blockIdx.x) {
+                    ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
+                }
+                ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
+                if (first + warp < p.chunks) {
+                    const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
+                    multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, p.middle);
+                }
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
+                ring.advance(p);
             }
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
-            ring.advance(p);
         }
 
         ptx::mbarrier_wait(at.finished, parity ^ 1);
@@ -474,3 +543,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
         ptx::named_barrier_arrive(kSummed, kThreads + FINISHERS * 32);
     }
 }
+
+#if EXPERTS
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 2)
+    wna16_decode_experts(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
+                         const ptx::uint32* zeros, const ELEMENT* residual, ELEMENT* out, const Items items,
+                         const Problem p) {
+    compute(map, codes, scales, zeros, nullptr, nullptr, nullptr, residual, out, items, p);
+}
+#else
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
+    wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
+                 const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
+                 const ELEMENT* residual, ELEMENT* out, const Problem p) {
+    compute(map, codes, scales, zeros, x, norm, bias, residual, out, Items::one(), p);
+}
+#endif
