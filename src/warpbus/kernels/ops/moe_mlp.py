@@ -2,8 +2,8 @@
 
 How it is computed depends on the rows that an expert has:
 
-- A few tokens, on GPUs from Hopper on: each slot of each token is a product of its own (`wna16/decode.cu`, by slot). The
-  products back to the hidden features are summed over a token's experts on the way (by token).
+- One token, on GPUs from Hopper on: each slot is a product of its own (`wna16/decode.cu`, by slot). The products back
+  to the hidden features are summed over the token's experts on the way (by token).
 - More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by the kernel for few rows
   (`wna16/decode.cu`, by tile), by wgmma (`wna16/sm90_wna16.cu`) or by mma.sync (`wna16/sm80_wna16.cu`), and combined.
 
@@ -22,7 +22,7 @@ from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
-from warpbus.kernels.ops.arguments import HALVES, blocks, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
 from warpbus.qtensor import QTensor, Scheme
@@ -44,7 +44,7 @@ _COMBINE = per_dtype(
     HALVES,
 )
 _MOST_EXPERTS = 1023  # of moe_sort
-_FEW_TOKENS = 4  # up to which slots are products of their own
+_FEW_TOKENS = 1  # up to which slots are products of their own: of two tokens, some share experts
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def moe_mlp(
     (wide, hidden), (back, ffn) = gate_up.weights.shape, down.weights.shape
     if gate_up.count != down.count or wide != 2 * ffn or back != hidden or hidden % 8 or ffn % 8:
         raise TensorError(
-            f"moe_mlp: gate_up of {gate_up.count} experts {[wide, hidden]}, down of {down.count} {[back, ffn]}: expected "
-            "as many experts, [2 * ffn, hidden] and [hidden, ffn], multiples of 8"
+            f"moe_mlp: gate_up of {gate_up.count} experts {[wide, hidden]}, down of {down.count} {[back, ffn]}: "
+            "expected as many experts, [2 * ffn, hidden] and [hidden, ffn], multiples of 8"
         )
     there = {} if residual is None else {"residual": residual}
     scales = {"gate_up": gate_up.weights.scales, "down": down.weights.scales}
@@ -136,7 +136,8 @@ def moe_mlp(
     check_shape("moe_mlp", expected, f"{tokens} tokens, experts of {hidden} features", x=x, weights=weights, **there)
     if experts.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TensorError(
-            f"moe_mlp: experts are {experts.dtype} and weights {weights.dtype}, expected int32 and float32: see moe_route"
+            f"moe_mlp: experts are {experts.dtype} and weights {weights.dtype}, expected int32 and float32: give what "
+            "moe_route gives"
         )
     return _moe_mlp(
         *(x, experts, weights, *_parts(gate_up), *_parts(down)),
@@ -228,7 +229,7 @@ def _by_tile(
 ) -> Tensor:
     (tokens, per_token), hidden, ffn = experts.shape, x.shape[1], down.weights.shape[1]
     rows, count = tokens * per_token, gate_up.count
-    height = _rows_of_tile(rows / count, able, ffn)
+    height, by_decode = _rows_of_tile(rows / count, able, ffn)
     most = (rows + (height - 1) * min(rows, count)) // height
     order, place = (torch.empty(rows, dtype=torch.int32, device=x.device) for _ in range(2))
     tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=x.device)
@@ -247,15 +248,11 @@ def _by_tile(
     )
     # A copy of a tile brings as many rows as it has at most, also where there are fewer.
     sorted_x = x.new_empty(max(rows, height), hidden)
-    _PERMUTE[x.dtype](
-        rows, 256, x=x, order=order, out=sorted_x, width=hidden, per_token=per_token, dependent=True
-    )
+    _PERMUTE[x.dtype](rows, 256, x=x, order=order, out=sorted_x, width=hidden, per_token=per_token, dependent=True)
     y = x.new_empty(rows, hidden)
-    if height <= wna16_decode.MOST_TOKENS:
+    if by_decode:
         inner = x.new_empty(max(rows, height), ffn)
-        wna16_decode.multiply_experts(
-            sorted_x, gate_up.weights, height, inner, gated=True, count=most, tiles=tiles
-        )
+        wna16_decode.multiply_experts(sorted_x, gate_up.weights, height, inner, gated=True, count=most, tiles=tiles)
         wna16_decode.multiply_experts(inner, down.weights, height, y, gated=False, count=most, tiles=tiles)
     else:
         both = x.new_empty(max(rows, height), 2 * ffn)
@@ -288,13 +285,16 @@ def _multiply(
         wna16_sm80.multiply_experts(x, stacked.weights, tiles, most, smaller, out)
 
 
-def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> int:
-    """The rows of a tile, where experts have so many on average."""
-    if able.tma and ffn % TILE_ROWS == 0 and rows <= 24:
-        return 8 if rows <= 4 else 16
+def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]:
+    """The rows of a tile, where experts have so many on average; and whether the kernel for few rows multiplies it."""
+    # Measured on an H200 with the shapes of GLM-4.7-Flash, GLM-4.5-Air and GLM-5.
+    if able.tma and ffn % TILE_ROWS == 0 and rows <= 2.4:
+        return 8, True
     if able.wgmma:
-        return 64 if rows <= 96 else 128
-    return next((height for height in (32, 64) if rows <= height), 128)
+        return next((height for height, most in ((16, 3.5), (32, 7), (64, 32)) if rows <= most), 128), False
+    if able.tma and ffn % TILE_ROWS == 0 and rows <= 4:
+        return 16, True
+    return next((height for height in (32, 64) if rows <= height), 128), False
 
 
 def _reference(

@@ -30,7 +30,7 @@ _ROUTES = {dtype: declared.kernel("moe_route", _ROUTE) for dtype, declared in _U
 _CHOOSES = {dtype: declared.kernel("moe_choose", _CHOOSE) for dtype, declared in _UNITS.items()}
 
 _SCORINGS = ("sigmoid", "softmax")
-_FEW_TOKENS = 64  # up to which each token's cluster reads the router's weight again
+_FEW_TOKENS = 16  # up to which each token's cluster reads the router's weight again
 _THREADS, _RANKS = 512, 8  # kThreads in moe/router.cu; the largest cluster that every GPU with clusters can run
 _WARPS_THAT_CHOOSE = 4
 
@@ -162,8 +162,10 @@ def _launch(
 
 def _fake(x: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
     slots = int(others[4]) + int(others[-1])  # type: ignore[call-overload]
-    return torch.empty_like(x), x.new_empty(x.shape[0], slots, dtype=torch.int32), x.new_empty(
-        x.shape[0], slots, dtype=torch.float32
+    return (
+        torch.empty_like(x),
+        x.new_empty(x.shape[0], slots, dtype=torch.int32),
+        x.new_empty(x.shape[0], slots, dtype=torch.float32),
     )
 
 

@@ -30,14 +30,13 @@ _EXPERTS = Parameters(
     "TensorMap map, const uint4* codes, const uint32* scales, const uint32* zeros, const ELEMENT* residual, "
     "ELEMENT* out, Items items, Problem p",
     Items="const int* experts, const int4* tiles, const float* factors, int count, int per_token, int slots, "
-    "int shared_expert, int parts, int early",
+    "int shared_expert, int early",
     Problem=_PROBLEM,
 )
 MOST_TOKENS = 16
 _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
 _WARPS_OF_EXPERTS, _FINISHERS_OF_EXPERTS = 8, 1
 _BLOCKS_OF_EXPERTS = 2  # of a multiprocessor
-_MOST_SHARERS = 8  # kMostSharers in csrc/wna16/decode.cu
 _MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
 _NO_MAP = bytes(128)
 
@@ -133,9 +132,8 @@ def multiply_experts(
         x = _padded(x)
     works = blocks((weights.shape[0], 2 * TILE_ROWS)) * count
     resident = multiprocessors(x.device) * _BLOCKS_OF_EXPERTS
-    parts = max(1, min(resident // works, slots, _MOST_SHARERS))
     _kernel(x.dtype, weights.bits, weights.scheme.group_size == 32, _tokens(rows), experts=True)(
-        min(resident, works * parts),
+        min(resident, works),
         32 * (_WARPS_OF_EXPERTS + 1 + _FINISHERS_OF_EXPERTS),
         map=tensor_map(x, rows, TILE_COLUMNS, panels=_WARPS_OF_EXPERTS),
         residual=residual,
@@ -147,11 +145,9 @@ def multiply_experts(
         per_token=per_token,
         slots=slots,
         shared_expert=-1 if shared_expert is None else shared_expert,
-        parts=parts,
         early=early,
         eps=0.0,
         **_problem(rows, k, weights, gated, x.get_device(), streamed=True, experts=True),
-        cluster=parts,
         dependent=True,
     )
 
@@ -215,7 +211,7 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool, experts: bo
 
 @functools.cache
 def _shared_parts(bits: int, two_scales: bool, tokens: int, experts: bool) -> tuple[int, int]:
-    """Bytes of shared memory of a stage, and of the sums, barriers, and squares or shares; x is in neither.
+    """Bytes of shared memory of a stage, and of the sums, barriers and squares; x is in neither.
 
     csrc/wna16/decode.cu compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
     """
@@ -223,8 +219,8 @@ def _shared_parts(bits: int, two_scales: bool, tokens: int, experts: bool) -> tu
     codes = 2 * warps * 512 * bits // 4
     scales = 2 * (warps * (2 if two_scales else 1) + 1) * 32
     sums = warps * 2 * (tokens // 8) * 32 * 16
-    barriers, last = 208, ((_MOST_SHARERS - 1) * 32 if experts else tokens * warps) * 4
-    return blocks((codes + 2 * scales, 128)) * 128, sums + barriers + last
+    barriers, squares = 200, tokens * warps * 4
+    return blocks((codes + 2 * scales, 128)) * 128, sums + barriers + squares
 
 
 @functools.cache
@@ -242,6 +238,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int, *, exp
         STAGE_BYTES=stage,
         OTHER_BYTES=others,
         EXPERTS=int(experts),
+        RESIDENT=_BLOCKS_OF_EXPERTS if experts else 1,
     )
     if experts:
         return declared.kernel("wna16_decode_experts", _EXPERTS)

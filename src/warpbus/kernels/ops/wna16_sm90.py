@@ -280,7 +280,9 @@ def _kernel(
     return declared.kernel("sm90_wna16", _PARAMETERS)
 
 
-OF_EXPERTS = tuple(tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((64, 2), (128, 2)))
+OF_EXPERTS = tuple(
+    tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((16, 3), (32, 3), (64, 2), (128, 2))
+)
 """The tilings for experts."""
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

@@ -188,7 +188,9 @@ class MoE(nn.Module):
     def _by_kernels(self, experts: StackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         gate_up, down = experts.matrices("gate_up"), experts.matrices("down")
         # An adapter on the shared expert is computed with that expert alone.
-        joined = gate_up.count > self.router.spec.experts and self.shared is not None and _packed(self.shared) is not None
+        joined = (
+            gate_up.count > self.router.spec.experts and self.shared is not None and _packed(self.shared) is not None
+        )
         rows, slots, weights = self.router.slots(x.flatten(0, -2), norm, shared=joined)
         before = None if residual is None or isinstance(self.output, Parallel) else residual.flatten(0, -2)
         if self.shared is not None and not joined:

@@ -229,18 +229,6 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier, int rank) {
         : "memory");
 }
 
-// Store a float at the address `shared` of block `rank` of the cluster, and count its 4 bytes at the barrier that has the
-// address `barrier` there. That block must have begun, and must not end before.
-__device__ __forceinline__ void store_async_at(uint32 shared, uint32 barrier, int rank, float value) {
-    asm volatile(
-        "{\n.reg .b32 place, counted;\n"
-        "mapa.shared::cluster.u32 place, %0, %2;\n"
-        "mapa.shared::cluster.u32 counted, %1, %2;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [place], %3, [counted];\n}\n" ::"r"(shared),
-        "r"(barrier), "r"(rank), "f"(value)
-        : "memory");
-}
-
 // Wait until the phase of parity `parity` has ended. The first phase has parity 0, so a wait for 1 on a fresh barrier
 // returns at once.
 __device__ __forceinline__ void mbarrier_wait(uint32 barrier, int parity) {

@@ -31,8 +31,14 @@ __device__ __forceinline__ float block_sum(float value) {
     return warp_sum(threadIdx.x % 32 < kWarps ? partial[threadIdx.x % 32] : 0.0f);
 }
 
+__device__ __forceinline__ float add_products(float sum, const Vector& a, const Vector& b) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) sum = fmaf(to_float(a.element[k]), to_float(b.element[k]), sum);
+    return sum;
+}
+
 // The kernel ahead may write x: not __restrict__ (see ptx::griddepcontrol_wait).
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     moe_route(const ELEMENT* x, const ELEMENT* norm, const ELEMENT* weight, const float* bias, ELEMENT* normed, int* experts,
               float* weights, int hidden, float eps, const Choice c) {
     extern __shared__ __align__(16) unsigned char memory[];
@@ -44,12 +50,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
-    ptx::cluster_sync();  // the first block has begun, to which the others send
     if (token == 0) {
         const char* const mine = reinterpret_cast<const char*>(weight + static_cast<long long>(first) * hidden);
         const long long bytes = static_cast<long long>(last - first) * hidden * sizeof(ELEMENT);
         for (long long at = 128 * threadIdx.x; at < bytes; at += 128 * kThreads) step::prefetch_l2(mine + at);
     }
+    ptx::cluster_sync();  // the first block has begun, to which the others send
     ptx::griddepcontrol_wait();
 #endif
     const Vector* const row = reinterpret_cast<const Vector*>(x) + static_cast<long long>(token) * vectors;
@@ -81,12 +87,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int e = first + warp; e < last; e += kWarps) {
         const Vector* const its = reinterpret_cast<const Vector*>(weight) + static_cast<long long>(e) * vectors;
         float sum = 0.0f;
-#pragma unroll 4
-        for (int i = lane; i < vectors; i += 32) {
-            const Vector a = staged[i], b = its[i];
-#pragma unroll
-            for (int k = 0; k < kChunk; ++k) sum = fmaf(to_float(a.element[k]), to_float(b.element[k]), sum);
-        }
+#pragma unroll 8
+        for (int i = lane; i < vectors; i += 32) sum = add_products(sum, staged[i], its[i]);
         sum = warp_sum(sum);
         if (lane == 0) *step::of_block(logits + e, 0) = sum;
     }

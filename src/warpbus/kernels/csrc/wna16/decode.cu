@@ -9,6 +9,7 @@
 //   FINISHERS  warps that add up their sums; with the one that loads and 16 that multiply, five warps for each part of a
 //              multiprocessor have 96 registers a thread, a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage without x; of sums, barriers and squares
+//   RESIDENT   blocks of a multiprocessor
 //   EXPERTS    0: one product; 1: the products of a mixture of experts, by the rules of wna16/experts.cuh
 //
 // Values are finite: the product separates x * code from x * zero point, so that an infinite x gives NaN where the reference
@@ -42,7 +43,6 @@ constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 6
 constexpr int kChunk = 64;
 constexpr int kLine = 2 * kChunk;  // bytes of a token in a chunk
 constexpr int kParts = 8;          // that x comes in, at most: the chunks of a step each, and the last one all others
-constexpr int kMostSharers = 8;    // blocks of a cluster that share an item
 
 struct Problem {
     int m, n, k;     // m: with experts, the rows of x that one copy brings
@@ -69,15 +69,12 @@ struct alignas(128) Stage {
 };
 
 struct Barriers {
-    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished, shares;
+    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished;
 };
-
-// With experts the sums that other blocks of the cluster send; else the squares of x, [WARPS][TOKENS].
-constexpr int kLastFloats = EXPERTS ? (kMostSharers - 1) * 32 : WARPS * TOKENS;
 
 constexpr int kSums = WARPS * 2 * kTokenTiles * 32;  // of four numbers each
 static_assert(sizeof(Stage) == STAGE_BYTES, "the host asks for stages of another size");
-static_assert(kSums * sizeof(float4) + sizeof(Barriers) + kLastFloats * sizeof(float) == OTHER_BYTES,
+static_assert(kSums * sizeof(float4) + sizeof(Barriers) + WARPS * TOKENS * sizeof(float) == OTHER_BYTES,
               "the host asks for other room for sums, barriers and squares");
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -96,15 +93,12 @@ __device__ __forceinline__ int group_of(int chunk, const Problem& p) {
 
 // A pair of tiles that a block computes, of one item where there are experts.
 struct Work {
-    int index, stride;
-
-    __device__ __forceinline__ explicit Work(const Items& items)
-        : index(EXPERTS ? blockIdx.x / items.parts : blockIdx.x), stride(EXPERTS ? gridDim.x / items.parts : gridDim.x) {}
+    int index = blockIdx.x;
 
     __device__ __forceinline__ bool there(const Items& items, const Problem& p) const {
         return index < items.count * pairs_of(p);
     }
-    __device__ __forceinline__ void advance() { index += stride; }
+    __device__ __forceinline__ void advance() { index += gridDim.x; }
     __device__ __forceinline__ int item(const Problem& p) const { return EXPERTS ? index / pairs_of(p) : 0; }
     __device__ __forceinline__ int pair(const Problem& p) const { return EXPERTS ? index % pairs_of(p) : index; }
 };
@@ -113,12 +107,10 @@ struct Work {
 // to WARPS chunks.
 struct Step {
     Work work;
-    Slots slots;  // of the item, that this block multiplies
-    int pair, slot, chunk = 0;
+    int pair, slot = 0, chunk = 0;
     Source source;
 
-    __device__ __forceinline__ Step(const Items& items, const Problem& p)
-        : work(items), slots(items.own_slots()), pair(work.pair(p)), slot(slots.begin) {}
+    __device__ __forceinline__ explicit Step(const Problem& p) : pair(work.pair(p)) {}
     __device__ __forceinline__ bool there(const Items& items, const Problem& p) const { return work.there(items, p); }
     // The rows of x and the expert of this step: only where it is `there`, and its expert is known.
     __device__ __forceinline__ void find(const Items& items, const Problem& p) {
@@ -128,8 +120,8 @@ struct Step {
         chunk += WARPS;
         if (chunk < p.chunks) return;
         chunk = 0;
-        if (EXPERTS && ++slot < slots.end) return;
-        slot = slots.begin;
+        if (EXPERTS && ++slot < items.slots) return;
+        slot = 0;
         work.advance();
         pair = work.pair(p);
     }
@@ -173,7 +165,7 @@ __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barri
 
 // Where the barriers lie.
 struct Addresses {
-    ptx::uint32 full, empty, x, finished, shares;
+    ptx::uint32 full, empty, x, finished;
 };
 
 // A position in the ring: a stage, and the parity of the phase its barriers are in.
@@ -192,7 +184,7 @@ struct Ring {
 // them before the kernel ahead has ended, as far as it is known whose they are.
 __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
                                         const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
-    Step ahead(items, p);
+    Step ahead(p);
     int asked = 0;
     for (; asked < p.stages && ahead.there(items, p) && items.knows(ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
         ahead.find(items, p);
@@ -200,7 +192,7 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
     }
     ptx::griddepcontrol_wait();
     items.begin();
-    Step behind(items, p);
+    Step behind(p);
     if (in_parts && behind.there(items, p)) load_parts(staged, at.x, x, p);
     Ring ring;
     for (int i = 0; i < asked; ++i, behind.advance(items, p), ring.advance(p)) {
@@ -405,11 +397,11 @@ __device__ __forceinline__ void store(float total, const Epilogue& e, float fact
 
 // What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
 // FINISHERS-th token's, a thread for each row of the two tiles.
-__device__ __forceinline__ void finish(const float* sums, const float* sent, const Addresses& at, const ELEMENT* bias,
+__device__ __forceinline__ void finish(const float* sums, const Addresses& at, const ELEMENT* bias,
                                        const ELEMENT* residual, ELEMENT* out, const Items& items, const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
-    for (Work work(items); work.there(items, p); work.advance()) {
+    for (Work work; work.there(items, p); work.advance()) {
         const int row = row_of(work.pair(p), which, within, p);
         const Rows rows = EXPERTS ? items.rows(work.item(p)) : Rows{0, p.m};
         Epilogue next;
@@ -429,15 +421,6 @@ __device__ __forceinline__ void finish(const float* sums, const float* sent, con
             float total = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) total += mine[w * 2 * kTokenTiles * 128];
-            if (EXPERTS && items.parts > 1) {
-                const int rank = blockIdx.x % items.parts;
-                if (rank > 0) {
-                    ptx::store_async_at(ptx::shared_address(sent + (rank - 1) * 32 + lane), at.shares, 0, total);
-                    continue;
-                }
-                ptx::mbarrier_wait(at.shares, 0);
-                for (int other = 0; other < items.parts - 1; ++other) total += sent[other * 32 + lane];
-            }
             store(total, epilogue, factor, out, row, rows.first + token, p);
         }
         __syncwarp();
@@ -456,10 +439,9 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
-    float* const squares = reinterpret_cast<float*>(barriers + 1);  // kLastFloats
+    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [WARPS][TOKENS]
     const Addresses at = {ptx::shared_address(barriers->full), ptx::shared_address(barriers->empty),
-                          ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished),
-                          ptx::shared_address(&barriers->shares)};
+                          ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const bool in_parts = norm == nullptr && !p.streamed;
@@ -473,12 +455,9 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
         }
         for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(at.x + 8 * i, 1);
         ptx::mbarrier_init(at.finished, FINISHERS);
-        ptx::mbarrier_init(at.shares, 1);
         ptx::mbarrier_fence_init();
-        if (EXPERTS && items.parts > 1) ptx::mbarrier_expect(at.shares, (items.parts - 1) * 32 * sizeof(float));
     }
-    if (EXPERTS && items.parts > 1) ptx::cluster_sync();
-    else __syncthreads();
+    __syncthreads();
 
     if (warp == WARPS) {
         if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, items, p);
@@ -491,10 +470,10 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     if (EXPERTS) ptx::griddepcontrol_launch_dependents();
     items.begin();
     if (warp > WARPS) {
-        finish(reinterpret_cast<const float*>(sums), squares, at, bias, residual, out, items, p);
+        finish(reinterpret_cast<const float*>(sums), at, bias, residual, out, items, p);
         return;
     }
-    Work work(items);
+    Work work;
     if (!work.there(items, p)) return;
     if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
@@ -511,8 +490,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     int parity = 0;  // of the phase of the pair
     for (; work.there(items, p); work.advance(), parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
-        const Slots slots = items.own_slots();
-        for (int slot = slots.begin; slot < (EXPERTS ? slots.end : slots.begin + 1); ++slot) {
+        for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
             for (int first = 0; first < p.chunks; first += WARPS) {
                 if (in_parts && work.index == blockIdx.x) {
                     ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
@@ -545,14 +523,14 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
 }
 
 #if EXPERTS
-extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 2)
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RESIDENT)
     wna16_decode_experts(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
                          const ptx::uint32* zeros, const ELEMENT* residual, ELEMENT* out, const Items items,
                          const Problem p) {
     compute(map, codes, scales, zeros, nullptr, nullptr, nullptr, residual, out, items, p);
 }
 #else
-extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RESIDENT)
     wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
                  const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
                  const ELEMENT* residual, ELEMENT* out, const Problem p) {

@@ -5,8 +5,7 @@
 //
 //   by slot    (tiles null, slots 1)          item s: the row s / per_token of x times the expert of slot s, to row s of out
 //   by token   (tiles null, slots per_token)  item t: the sum over the token's slots s of the row s of x times the expert of
-//              slot s, to row t of out. A cluster of `parts` blocks may share an item, each with a part of the slots; the first
-//              block adds up the sums
+//              slot s, to row t of out.
 //   by tile    item i: tiles[i] = {expert, first row, rows, 0}: rows of x, which is sorted by expert, to the same rows of
 //              out. There are tiles[-1].x items: kernels are launched by a host that does not know how many.
 #pragma once
@@ -15,10 +14,6 @@
 // Where the operands of a product come from: the expert's number, and the first row of x.
 struct Source {
     int expert = 0, row = 0;
-};
-
-struct Slots {
-    int begin, end;
 };
 
 struct Rows {
@@ -33,10 +28,9 @@ struct Items {
     int per_token;
     int slots;   // whose products are added in an item
     int shared_expert;  // that each token's first slot has; -1: there is none
-    int parts;   // blocks that share an item: a cluster; more than 1 only where each cluster has no more than one item
     int early;   // `experts` was written before the kernel ahead began
 
-    __device__ __forceinline__ static Items one() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1, 1}; }
+    __device__ __forceinline__ static Items one() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1}; }
 
     // Whether the expert of an item's first slots is known before the kernel ahead has ended.
     __device__ __forceinline__ bool knows(int item) const {
@@ -51,11 +45,6 @@ struct Items {
         const int s = item * slots + slot;
         const bool first = shared_expert >= 0 && s % per_token == 0;
         return {first ? shared_expert : experts[s], slots > 1 ? s : s / per_token};
-    }
-    // The slots of an item that this block multiplies.
-    __device__ __forceinline__ Slots own_slots() const {
-        const int rank = blockIdx.x % parts;
-        return {slots * rank / parts, slots * (rank + 1) / parts};
     }
     __device__ __forceinline__ Rows rows(int item) const {
         if (tiles != nullptr) return {tiles[item].y, tiles[item].z};
