@@ -135,7 +135,7 @@ def multiply_experts(
     _kernel(x.dtype, weights.bits, weights.scheme.group_size == 32, _tokens(rows), experts=True)(
         min(resident, works),
         32 * (_WARPS_OF_EXPERTS + 1 + _FINISHERS_OF_EXPERTS),
-        map=tensor_map(x, rows, TILE_COLUMNS, panels=_WARPS_OF_EXPERTS),
+        map=tensor_map(x, rows, TILE_COLUMNS, panels=_chunks(weights.bits, _tokens(rows), experts=True)),
         residual=residual,
         out=out,
         experts=experts,
@@ -185,6 +185,16 @@ def _padded(x: Tensor) -> Tensor:
     return copy
 
 
+def _span(bits: int, tokens: int) -> int:
+    """Chunks of a stage that a warp multiplies, with experts: as many as shared memory and registers hold."""
+    return 2 if (bits, tokens) == (4, 8) else 1
+
+
+def _chunks(bits: int, tokens: int, *, experts: bool) -> int:
+    """Chunks of a stage."""
+    return _WARPS_OF_EXPERTS * _span(bits, tokens) if experts else _WARPS
+
+
 def _tokens(m: int) -> int:
     """Of the kernel that multiplies m rows."""
     return 8 if m <= 8 else 16
@@ -202,11 +212,9 @@ def _stages(m: int, k: int, weight: PackedWeight, device: int, *, streamed: bool
 def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool, experts: bool = False) -> tuple[int, int]:
     """Bytes of shared memory: of one stage, and of all the rest of a block."""
     stage, others = _shared_parts(weight.bits, weight.scheme.group_size == 32, _tokens(m), experts)
-    warps = _WARPS_OF_EXPERTS if experts else _WARPS
-    step = warps * m * TILE_COLUMNS * 2
-    if streamed:
-        return stage + step, others
-    return stage, others + blocks((k, warps * TILE_COLUMNS)) * step
+    columns = _chunks(weight.bits, _tokens(m), experts=experts) * TILE_COLUMNS
+    step = columns * m * 2
+    return (stage + step, others) if streamed else (stage, others + blocks((k, columns)) * step)
 
 
 @functools.cache
@@ -216,8 +224,9 @@ def _shared_parts(bits: int, two_scales: bool, tokens: int, experts: bool) -> tu
     csrc/wna16/decode.cu compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
     """
     warps = _WARPS_OF_EXPERTS if experts else _WARPS
-    codes = 2 * warps * 512 * bits // 4
-    scales = 2 * (warps * (2 if two_scales else 1) + 1) * 32
+    chunks = _chunks(bits, tokens, experts=experts)
+    codes = 2 * chunks * 512 * bits // 4
+    scales = 2 * (chunks * (2 if two_scales else 1) + 1) * 32
     sums = warps * 2 * (tokens // 8) * 32 * 16
     barriers, squares = 200, tokens * warps * 4
     return blocks((codes + 2 * scales, 128)) * 128, sums + barriers + squares
@@ -234,6 +243,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int, *, exp
         GROUPS=2 if two_scales else 1,
         TOKENS=tokens,
         WARPS=_WARPS_OF_EXPERTS if experts else _WARPS,
+        SPAN=_span(bits, tokens) if experts else 1,
         FINISHERS=_FINISHERS_OF_EXPERTS if experts else _FINISHERS,
         STAGE_BYTES=stage,
         OTHER_BYTES=others,

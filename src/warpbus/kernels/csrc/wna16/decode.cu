@@ -6,6 +6,7 @@
 //   GROUPS     1: a scale for 64 columns or more; 2: one for 32
 //   TOKENS     8 or 16: the most rows of x
 //   WARPS      that multiply
+//   SPAN       neighbouring chunks of 64 columns that a warp multiplies in a stage: 1 or 2
 //   FINISHERS  warps that add up their sums; with the one that loads and 16 that multiply, five warps for each part of a
 //              multiprocessor have 96 registers a thread, a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage without x; of sums, barriers and squares
@@ -41,6 +42,7 @@ constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: w
 constexpr int kMostStages = 8;
 constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kChunk = 64;
+constexpr int kStep = WARPS * SPAN;  // chunks in a stage: a power of two
 constexpr int kLine = 2 * kChunk;  // bytes of a token in a chunk
 constexpr int kParts = 8;          // that x comes in, at most: the chunks of a step each, and the last one all others
 
@@ -63,9 +65,9 @@ struct Weight {
 };
 
 struct alignas(128) Stage {
-    uint4 codes[2][WARPS][kLoads][32];
-    ptx::uint32 scales[2][WARPS * GROUPS + 1][8];
-    ptx::uint32 zeros[2][WARPS * GROUPS + 1][8];
+    uint4 codes[2][kStep][kLoads][32];
+    ptx::uint32 scales[2][kStep * GROUPS + 1][8];
+    ptx::uint32 zeros[2][kStep * GROUPS + 1][8];
 };
 
 struct Barriers {
@@ -117,7 +119,7 @@ struct Step {
         if (EXPERTS && chunk == 0) source = items.source(work.item(p), slot);
     }
     __device__ __forceinline__ void advance(const Items& items, const Problem& p) {
-        chunk += WARPS;
+        chunk += kStep;
         if (chunk < p.chunks) return;
         chunk = 0;
         if (EXPERTS && ++slot < items.slots) return;
@@ -127,12 +129,12 @@ struct Step {
     }
 };
 
-// What of x goes with a step: WARPS chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
-__device__ __forceinline__ int step_bytes(const Problem& p) { return WARPS * p.m * kLine; }
+// What of x goes with a step: kStep chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
+__device__ __forceinline__ int step_bytes(const Problem& p) { return kStep * p.m * kLine; }
 
 __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, const Step& step,
                                              const Problem& p) {
-    const int chunks = min(WARPS, p.chunks - step.chunk);
+    const int chunks = min(kStep, p.chunks - step.chunk);
     const int group = group_of(step.chunk, p);
     const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
     const int code_bytes = chunks * kLoads * 512;
@@ -155,11 +157,11 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
 // Brings all of x, in parts.
 __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barriers, const ptx::TensorMap& x,
                                            const Problem& p) {
-    const int steps = (p.chunks + WARPS - 1) / WARPS;
+    const int steps = (p.chunks + kStep - 1) / kStep;
     for (int i = 0; i < steps; ++i) {
         const ptx::uint32 barrier = barriers + 8 * min(i, kParts - 1);
         if (i < kParts) ptx::mbarrier_expect(barrier, (i == kParts - 1 ? steps - i : 1) * step_bytes(p));
-        ptx::tma_load(target + i * step_bytes(p), &x, barrier, 0, 0, i * WARPS);
+        ptx::tma_load(target + i * step_bytes(p), &x, barrier, 0, 0, i * kStep);
     }
 }
 
@@ -208,66 +210,86 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
     }
 }
 
-// Adds the products of a warp's chunk, in the units of Packed::spread. `x` is where this lane's rows of the fragments lie in
-// shared memory in the first step, `offset` how far this step's lie behind it; `group` the first group's place in the stage.
-__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
-                                         const ptx::uint32 (&x)[kTokenTiles], ptx::uint32 offset, int group,
-                                         bool symmetric, float middle) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    uint4 codes[2][kLoads];
+// The sums of a group: of code * x in the units of Packed::spread, and of x, in each row.
+struct GroupSums {
+    float part[2][kTokenTiles][4] = {};
+    float whole[kTokenTiles][4] = {};
+};
+
+// Adds the sums of a group, times its scales, whose place in the stage is `group`.
+__device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const GroupSums& own, const Stage& stage, int group,
+                                          bool symmetric, float middle) {
+    const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group][row]);
+        const float2 zero =
+            symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group][row]);
+        const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
+        const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][warp][i][lane];
-    }
-    ptx::uint32 b[kTokenTiles][2][4];
+        for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-        ptx::ldmatrix_x4(b[t][0], x[t] + offset);
-        if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
-    }
-    const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
-    const ptx::uint32 ones[4] = {one, one, one, one};
-#pragma unroll
-    for (int h = 0; h < GROUPS; ++h) {
-        float part[2][kTokenTiles][4] = {};
-        float whole[kTokenTiles][4] = {};  // the sum of x, in each row
-#pragma unroll
-        for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
-            if (s == 2 && !kAtOnce) {
-#pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
-            }
-#pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) {
-                ptx::mma_m16n8k16<ELEMENT>(whole[t], ones, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                ptx::uint32 a[4];
-                Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
-#pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) {
-                    ptx::mma_m16n8k16<ELEMENT>(part[r][t], a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
-                }
+            for (int i = 0; i < 4; ++i) {
+                sum[r][t][i] = fmaf(own.whole[t][i], i < 2 ? upper : lower, sum[r][t][i]);
+                sum[r][t][i] = fmaf(own.part[r][t][i], i < 2 ? scale.x : scale.y, sum[r][t][i]);
             }
         }
+    }
+}
+
+// Adds the products of a warp's chunks of a stage, `count` of which are there. `x` is where this lane's rows of the fragments of
+// each chunk lie in shared memory in the first step, `offset` how far this step's lie behind it.
+__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
+                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int count,
+                                         bool symmetric, const Problem& p) {
+    const int lane = threadIdx.x % 32;
+    const int first = threadIdx.x / 32 * SPAN;
+    const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
+    const ptx::uint32 ones[4] = {one, one, one, one};
+    GroupSums own;
+#pragma unroll
+    for (int c = 0; c < SPAN; ++c) {
+        if (c > 0 && c >= count) break;
+        uint4 codes[2][kLoads];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
-            const float2 zero = symmetric ? make_float2(middle, middle)
-                                          : unpack_pair<ELEMENT>(stage.zeros[r][group + h][lane / 4]);
-            const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
-            const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
 #pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) {
+            for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][first + c][i][lane];
+        }
+        ptx::uint32 b[kTokenTiles][2][4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sum[r][t][i] = fmaf(whole[t][i], i < 2 ? upper : lower, sum[r][t][i]);
-                    sum[r][t][i] = fmaf(part[r][t][i], i < 2 ? scale.x : scale.y, sum[r][t][i]);
+        for (int t = 0; t < kTokenTiles; ++t) {
+            ptx::ldmatrix_x4(b[t][0], x[c][t] + offset);
+            if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+        }
+#pragma unroll
+        for (int h = 0; h < GROUPS; ++h) {
+#pragma unroll
+            for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
+                if (s == 2 && !kAtOnce) {
+#pragma unroll
+                    for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+                }
+#pragma unroll
+                for (int t = 0; t < kTokenTiles; ++t) {
+                    ptx::mma_m16n8k16<ELEMENT>(own.whole[t], ones, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
+                }
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    ptx::uint32 a[4];
+                    Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
+#pragma unroll
+                    for (int t = 0; t < kTokenTiles; ++t) {
+                        ptx::mma_m16n8k16<ELEMENT>(own.part[r][t], a, b[t][s / 2][2 * (s % 2)],
+                                                   b[t][s / 2][2 * (s % 2) + 1]);
+                    }
                 }
             }
+            // Two chunks of one group share its scales.
+            if (GROUPS == 1 && c + 1 < SPAN && c + 1 < count && p.shift > 0) continue;
+            add_group(sum, own, stage, group_of(first + c, p) + h, symmetric, p.middle);
+            own = {};
         }
     }
 }
@@ -435,7 +457,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     // x of all steps, or of those in flight; the stages; sums [WARPS][2][kTokenTiles][32]; the rest as it is declared here.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
-    const int steps = (p.chunks + WARPS - 1) / WARPS;
+    const int steps = (p.chunks + kStep - 1) / kStep;
     Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
@@ -479,26 +501,29 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
-    ptx::uint32 mine[kTokenTiles];
+    ptx::uint32 mine[SPAN][kTokenTiles];
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-        const int line = warp * p.m + min(8 * t + lane % 8, p.m - 1);
-        mine[t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
+    for (int c = 0; c < SPAN; ++c) {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+            const int line = (warp * SPAN + c) * p.m + min(8 * t + lane % 8, p.m - 1);
+            mine[c][t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
+        }
     }
-    const int group = group_of(warp, p);  // in every stage: WARPS is a power of two
     Ring ring;
     int parity = 0;  // of the phase of the pair
     for (; work.there(items, p); work.advance(), parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
-            for (int first = 0; first < p.chunks; first += WARPS) {
+            for (int first = 0; first < p.chunks; first += kStep) {
                 if (in_parts && work.index == blockIdx.x) {
-                    ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
+                    ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
                 }
                 ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-                if (first + warp < p.chunks) {
-                    const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
-                    multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, p.middle);
+                const int count = p.chunks - first - warp * SPAN;  // chunks from this warp's first on
+                if (count > 0) {
+                    const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
+                    multiply(sum, stages[ring.slot], mine, offset, count, zeros == nullptr, p);
                 }
                 __syncwarp();
                 if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
