@@ -207,7 +207,7 @@ class LayerQuantization:
         fewer than `LEAST_TOKENS` of them is calibrated on all tokens, each weighted by the router's score.
         """
         assert isinstance(self.layer.mlp, MoE)
-        counts = torch.zeros(len(self.layer.mlp.experts), dtype=torch.int64, device=self.group.device)
+        counts = torch.zeros(self.layer.mlp.router.spec.experts, dtype=torch.int64, device=self.group.device)
         for state in self._states:
             state.routing = self.layer.route(state.x)
             counts += state.counts()

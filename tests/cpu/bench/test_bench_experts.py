@@ -26,7 +26,9 @@ def settings(**changes):
 def test_how_many_cases_there_are():
     assert len(MOE.cases(settings(quick=False))) == 2 * 7
     assert len(MOE.cases(settings())) == 2 * 3
-    with pytest.raises(UsageError, match="--variant glm-3: there is no such variant: choose among glm-4.7-flash, glm-4.5"):
+    with pytest.raises(
+        UsageError, match="--variant glm-3: there is no such variant: choose among glm-"
+    ):
         MOE.cases(settings(variants=("glm-3",)))
 
 

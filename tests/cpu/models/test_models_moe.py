@@ -10,7 +10,7 @@ from quantized_files import HF, plain_tensors, write_files
 from torch import Tensor
 
 from warpbus.engine import Engine, request
-from warpbus.errors import CheckpointError, TensorError, UsageError
+from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.adapters import Lora, LowRank

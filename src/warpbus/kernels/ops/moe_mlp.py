@@ -12,6 +12,7 @@ The host launches without knowing the routing, so that all of it can be captured
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -132,7 +133,8 @@ def moe_mlp(
     scales = {"gate_up": gate_up.weights.scales, "down": down.weights.scales}
     check_alike("moe_mlp", HALVES, x=x, **scales, **there)
     tokens, slots = experts.shape
-    expected = {"x": (tokens, hidden), "weights": (tokens, slots), "residual": (tokens, hidden)}
+    expected: dict[str, tuple[int, ...]] = {"x": (tokens, hidden), "residual": (tokens, hidden)}
+    expected["weights"] = tokens, slots
     check_shape("moe_mlp", expected, f"{tokens} tokens, experts of {hidden} features", x=x, weights=weights, **there)
     if experts.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TensorError(
@@ -201,20 +203,10 @@ def _by_slot(
     shared_expert = gate_up.count - 1 if shared else None
     inner = x.new_empty(tokens * per_token, down.weights.shape[1])
     out = torch.empty_like(x)
-    common = {"experts": experts, "per_token": per_token, "shared_expert": shared_expert}
-    wna16_decode.multiply_experts(
-        *(x, gate_up.weights, 1, inner), gated=True, count=tokens * per_token, factors=weights, **common
-    )
-    # The kernel ahead begins after the one that chose the experts has ended.
-    wna16_decode.multiply_experts(
-        *(inner, down.weights, 1, out),
-        gated=False,
-        count=tokens,
-        residual=residual,
-        slots=per_token,
-        early=True,
-        **common,
-    )
+    multiply = partial(wna16_decode.multiply_experts, experts=experts, per_token=per_token, shared_expert=shared_expert)
+    multiply(x, gate_up.weights, 1, inner, gated=True, count=tokens * per_token, factors=weights)
+    # The kernel ahead begins after the one that chose the experts has ended: `experts` is there early.
+    multiply(inner, down.weights, 1, out, gated=False, count=tokens, residual=residual, slots=per_token, early=True)
     return out
 
 
@@ -289,11 +281,9 @@ def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]
     """The rows of a tile, where experts have so many on average; and whether the kernel for few rows multiplies it."""
     # Measured on an H200 with the shapes of GLM-4.7-Flash, GLM-4.5-Air and GLM-5.
     if able.tma and ffn % TILE_ROWS == 0 and rows <= 2.4:
-        return 8, True
+        return wna16_decode.MOST_ROWS_OF_EXPERT, True
     if able.wgmma:
         return next((height for height, most in ((16, 3.5), (32, 7), (64, 32)) if rows <= most), 128), False
-    if able.tma and ffn % TILE_ROWS == 0 and rows <= 4:
-        return 16, True
     return next((height for height in (32, 64) if rows <= height), 128), False
 
 

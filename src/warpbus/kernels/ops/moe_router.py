@@ -1,5 +1,7 @@
 """`moe_route`: the router of a mixture of experts, with the norm before it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -106,7 +108,7 @@ def _launch(
     count = weight.shape[0]
     experts = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=x.device)
-    choice = {
+    choice: dict[str, Any] = {
         "experts_of_layer": count,
         "top_k": top_k,
         "groups": groups,

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,21 +35,123 @@ _EXPERTS = Parameters(
     Problem=_PROBLEM,
 )
 MOST_TOKENS = 16
-_WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
-_WARPS_OF_EXPERTS, _FINISHERS_OF_EXPERTS = 8, 1
-_BLOCKS_OF_EXPERTS = 2  # of a multiprocessor
+MOST_ROWS_OF_EXPERT = 8
 _MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
+_PLENTY = 160 * 1024  # bytes of shared memory: with less, stages of two chunks per warp would be too few
 _NO_MAP = bytes(128)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A variant of csrc/wna16/decode.cu, whose macros these are.
+
+    Attributes:
+        bits: of a packed code.
+        two_scales: a chunk of 64 columns has two groups.
+        tokens: the most rows of x: 8 or 16.
+        span: chunks of a stage that a warp multiplies.
+        experts: for a mixture of experts. Its products are small, and two blocks share a multiprocessor: those of the
+            next kernel begin before the last ones of this have ended.
+    """
+
+    bits: int
+    two_scales: bool
+    tokens: int
+    span: int
+    experts: bool
+
+    @classmethod
+    def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "_Variant":
+        """The variant for m rows of x and the GPU number `device`."""
+        tokens = 8 if m <= 8 else 16
+        # Two chunks share the work around their products, as far as registers and shared memory hold them.
+        span = 2 if (weight.bits, tokens) == (4, 8) and _shared_memory(device) >= _PLENTY else 1
+        return cls(weight.bits, weight.scheme.group_size == 32, tokens, span, experts)
+
+    @property
+    def warps(self) -> int:
+        """That multiply."""
+        return 8 if self.experts else 16
+
+    @property
+    def finishers(self) -> int:
+        """Warps that add up the sums of those that multiply."""
+        return 1 if self.experts else 3
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor."""
+        return 2 if self.experts else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those of the warps that multiply and finish, and of one that loads."""
+        return 32 * (self.warps + 1 + self.finishers)
+
+    @property
+    def chunks(self) -> int:
+        """In a stage."""
+        return self.warps * self.span
+
+    @functools.cached_property
+    def stage_bytes(self) -> int:
+        """Of shared memory: of a stage without x; the source compares it with its struct."""
+        codes = 2 * self.chunks * 512 * self.bits // 4
+        scales = 2 * (self.chunks * (2 if self.two_scales else 1) + 1) * 32
+        return blocks((codes + 2 * scales, 128)) * 128
+
+    @functools.cached_property
+    def other_bytes(self) -> int:
+        """Of shared memory: of the sums, barriers and squares; the source compares it with its structs."""
+        sums, barriers, squares = self.warps * 2 * (self.tokens // 8) * 32 * 16, 200, self.tokens * self.warps * 4
+        return sums + barriers + squares
+
+    def shared(self, m: int, k: int, *, streamed: bool) -> tuple[int, int]:
+        """Bytes of shared memory: of one stage, and of all the rest of a block, with x in the one or the other."""
+        step = self.chunks * m * TILE_COLUMNS * 2
+        if streamed:
+            return self.stage_bytes + step, self.other_bytes
+        return self.stage_bytes, self.other_bytes + blocks((k, self.chunks * TILE_COLUMNS)) * step
+
+    def stages(self, m: int, k: int, device: int, *, streamed: bool) -> int:
+        """How many stages there is room for, with m rows of x."""
+        stage, others = self.shared(m, k, streamed=streamed)
+        room = _shared_memory(device)
+        shared_room = (room + 1024) // self.resident - 1024  # the system takes 1 KB of each block
+        fitting = (shared_room - others) // stage
+        return fitting if fitting >= _FEWEST_STAGES else (room - others) // stage
+
+    @functools.cache  # noqa: B019 - variants are few, and are kept as long as their kernels
+    def kernel(self, dtype: torch.dtype) -> Kernel:
+        """The kernel for activations of a dtype."""
+        declared = unit(
+            "wna16/decode.cu",
+            needs="sm_90",
+            ELEMENT=ELEMENTS[dtype],
+            BITS=self.bits,
+            GROUPS=2 if self.two_scales else 1,
+            TOKENS=self.tokens,
+            WARPS=self.warps,
+            SPAN=self.span,
+            FINISHERS=self.finishers,
+            STAGE_BYTES=self.stage_bytes,
+            OTHER_BYTES=self.other_bytes,
+            EXPERTS=int(self.experts),
+            RESIDENT=self.resident,
+        )
+        if self.experts:
+            return declared.kernel("wna16_decode_experts", _EXPERTS)
+        return declared.kernel("wna16_decode", _PARAMETERS)
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
     """Whether x `[m, k]` has few enough rows for a GPU's shared memory."""
-    return x.shape[0] <= MOST_TOKENS and _stages(*x.shape, weight, x.get_device(), streamed=True) >= _FEWEST_STAGES
+    return x.shape[0] <= MOST_TOKENS and _stages(x, weight, streamed=True) >= _FEWEST_STAGES
 
 
 def norms(x: Tensor, weight: PackedWeight) -> bool:
     """Whether x can be normed on the way: it has to lie in shared memory as a whole."""
-    return x.shape[1] % 8 == 0 and _stages(*x.shape, weight, x.get_device(), streamed=False) >= _FEWEST_STAGES
+    return x.shape[1] % 8 == 0 and _stages(x, weight, streamed=False) >= _FEWEST_STAGES
 
 
 def multiply(
@@ -74,7 +177,8 @@ def multiply(
     n = weight.shape[0]
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
-    streamed = norm is None and (once or _stages(m, k, weight, x.get_device(), streamed=False) < _FEWEST_STAGES)
+    streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
+    variant = _Variant.of(m, weight, x.get_device())
     copied = False
     if norm is not None:
         x = x if aligned(x) else x.clone()
@@ -82,19 +186,17 @@ def multiply(
             norm, copied = norm.clone(memory_format=torch.contiguous_format), True
     elif not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
-    _kernel(x.dtype, weight.bits, weight.scheme.group_size == 32, _tokens(m))(
+    variant.kernel(x.dtype)(
         multiprocessors(x.device),
-        32 * (_WARPS + 1 + _FINISHERS),
-        map=_NO_MAP
-        if norm is not None
-        else tensor_map(x, m, TILE_COLUMNS, panels=_chunks(weight.bits, _tokens(m), experts=False)),
+        variant.threads,
+        map=_NO_MAP if norm is not None else tensor_map(x, m, TILE_COLUMNS, panels=variant.chunks),
         x=x,
         norm=norm,
         bias=bias,
         residual=residual,
         out=out,
         eps=eps,
-        **_problem(m, k, weight, gated, x.get_device(), streamed=streamed, experts=False),
+        **_problem(variant, m, k, weight, gated, x.get_device(), streamed=streamed),
         dependent=not copied,  # the norm's weight is loaded before the kernels ahead have ended
     )
 
@@ -121,7 +223,7 @@ def multiply_experts(
     Args:
         x: `[any, k]`, contiguous.
         weights: of all experts, one behind the other: its shape is `(n, k)` of one of them.
-        rows: of x in an item, at most: 1, 8 or 16.
+        rows: of x in an item, at most: 1 or 8.
         out: `[any, n]`, or `[any, n / 2]` where gated, contiguous.
         gated: as in `multiply`.
         count: of items; with tiles the most that there can be.
@@ -132,12 +234,12 @@ def multiply_experts(
     k = x.shape[1]
     if not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
-    works = blocks((weights.shape[0], 2 * TILE_ROWS)) * count
-    resident = multiprocessors(x.device) * _BLOCKS_OF_EXPERTS
-    _kernel(x.dtype, weights.bits, weights.scheme.group_size == 32, _tokens(rows), experts=True)(
-        min(resident, works),
-        32 * (_WARPS_OF_EXPERTS + 1 + _FINISHERS_OF_EXPERTS),
-        map=tensor_map(x, rows, TILE_COLUMNS, panels=_chunks(weights.bits, _tokens(rows), experts=True)),
+    variant = _Variant.of(rows, weights, x.get_device(), experts=True)
+    pairs = blocks((weights.shape[0], 2 * TILE_ROWS))
+    variant.kernel(x.dtype)(
+        min(multiprocessors(x.device) * variant.resident, pairs * count),
+        variant.threads,
+        map=tensor_map(x, rows, TILE_COLUMNS, panels=variant.chunks),
         residual=residual,
         out=out,
         experts=experts,
@@ -149,18 +251,18 @@ def multiply_experts(
         shared_expert=-1 if shared_expert is None else shared_expert,
         early=early,
         eps=0.0,
-        **_problem(rows, k, weights, gated, x.get_device(), streamed=True, experts=True),
+        **_problem(variant, rows, k, weights, gated, x.get_device(), streamed=True),
         dependent=True,
     )
 
 
 def _problem(
-    m: int, k: int, weight: PackedWeight, gated: bool, device: int, *, streamed: bool, experts: bool
+    variant: _Variant, m: int, k: int, weight: PackedWeight, gated: bool, device: int, *, streamed: bool
 ) -> dict[str, Any]:
     """The arguments of a launch that describe the weight, and how it is computed."""
     n, size = weight.shape[0], weight.scheme.group_size
-    stages = min(_stages(m, k, weight, device, streamed=streamed, experts=experts), _MOST_STAGES)
-    stage, others = _shared(m, k, weight, streamed=streamed, experts=experts)
+    stages = min(variant.stages(m, k, device, streamed=streamed), _MOST_STAGES)
+    stage, others = variant.shared(m, k, streamed=streamed)
     return {
         "codes": weight.codes,
         "scales": weight.scales,
@@ -187,77 +289,19 @@ def _padded(x: Tensor) -> Tensor:
     return copy
 
 
-def _span(bits: int, tokens: int) -> int:
-    """Chunks of a stage that a warp multiplies: as many as shared memory and registers hold."""
-    return 2 if (bits, tokens) == (4, 8) else 1
+def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
+    """How many stages there is room for, with x `[m, k]`."""
+    m, k = x.shape
+    return _Variant.of(m, weight, x.get_device()).stages(m, k, x.get_device(), streamed=streamed)
 
 
-def _chunks(bits: int, tokens: int, *, experts: bool) -> int:
-    """Chunks of a stage."""
-    return (_WARPS_OF_EXPERTS if experts else _WARPS) * _span(bits, tokens)
+def _shared_memory(device: int) -> int:
+    """Bytes that a block can ask for."""
+    return driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
 
 
-def _tokens(m: int) -> int:
-    """Of the kernel that multiplies m rows."""
-    return 8 if m <= 8 else 16
-
-
-def _stages(m: int, k: int, weight: PackedWeight, device: int, *, streamed: bool, experts: bool = False) -> int:
-    """How many stages there is room for, with m rows of x."""
-    stage, others = _shared(m, k, weight, streamed=streamed, experts=experts)
-    room: int = driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
-    if experts:  # the system takes 1 KB of each block
-        room = (room + 1024) // _BLOCKS_OF_EXPERTS - 1024
-    return (room - others) // stage
-
-
-def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool, experts: bool = False) -> tuple[int, int]:
-    """Bytes of shared memory: of one stage, and of all the rest of a block."""
-    stage, others = _shared_parts(weight.bits, weight.scheme.group_size == 32, _tokens(m), experts)
-    columns = _chunks(weight.bits, _tokens(m), experts=experts) * TILE_COLUMNS
-    step = columns * m * 2
-    return (stage + step, others) if streamed else (stage, others + blocks((k, columns)) * step)
-
-
-@functools.cache
-def _shared_parts(bits: int, two_scales: bool, tokens: int, experts: bool) -> tuple[int, int]:
-    """Bytes of shared memory of a stage, and of the sums, barriers and squares; x is in neither.
-
-    csrc/wna16/decode.cu compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
-    """
-    warps = _WARPS_OF_EXPERTS if experts else _WARPS
-    chunks = _chunks(bits, tokens, experts=experts)
-    codes = 2 * chunks * 512 * bits // 4
-    scales = 2 * (chunks * (2 if two_scales else 1) + 1) * 32
-    sums = warps * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 200, tokens * warps * 4
-    return blocks((codes + 2 * scales, 128)) * 128, sums + barriers + squares
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int, *, experts: bool = False) -> Kernel:
-    stage, others = _shared_parts(bits, two_scales, tokens, experts)
-    declared = unit(
-        "wna16/decode.cu",
-        needs="sm_90",
-        ELEMENT=ELEMENTS[dtype],
-        BITS=bits,
-        GROUPS=2 if two_scales else 1,
-        TOKENS=tokens,
-        WARPS=_WARPS_OF_EXPERTS if experts else _WARPS,
-        SPAN=_span(bits, tokens),
-        FINISHERS=_FINISHERS_OF_EXPERTS if experts else _FINISHERS,
-        STAGE_BYTES=stage,
-        OTHER_BYTES=others,
-        EXPERTS=int(experts),
-        RESIDENT=_BLOCKS_OF_EXPERTS if experts else 1,
-    )
-    if experts:
-        return declared.kernel("wna16_decode_experts", _EXPERTS)
-    return declared.kernel("wna16_decode", _PARAMETERS)
-
-
-for _dtype, _bits, _two, _tokens_of, _experts in itertools.product(
-    HALVES, (4, 8), (False, True), (8, 16), (False, True)
-):
-    _kernel(_dtype, _bits, _two, _tokens_of, experts=_experts)
+for _dtype, _two in itertools.product(HALVES, (False, True)):
+    for _bits, _tokens, _span in ((4, 8, 1), (4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)):
+        _Variant(_bits, _two, _tokens, _span, experts=False).kernel(_dtype)
+        if _tokens == MOST_ROWS_OF_EXPERT:
+            _Variant(_bits, _two, _tokens, _span, experts=True).kernel(_dtype)

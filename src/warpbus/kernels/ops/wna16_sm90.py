@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,7 +166,7 @@ def multiply_experts(
 
 def _operands(
     x: Tensor, weight: PackedWeight, out: Tensor, tiling: Wna16Sm90Tiling, *, box: int, count: int = 1
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The arguments of a launch that describe x, the weights of `count` experts, and `out`, stored in boxes of rows."""
     m, k = x.shape
     n, rows = weight.shape[0], blocks((weight.shape[0], TILE_ROWS)) * count

@@ -172,7 +172,7 @@ class MoE(nn.Module):
         assert isinstance(self.experts, nn.ModuleList)
         every = list(self.experts)
         packed = [_packed(each) for each in every]
-        if any(pair is None or _kind(pair) != _kind(packed[0]) for pair in packed):
+        if not _kind(packed[0]) or any(_kind(pair) != _kind(packed[0]) for pair in packed):
             return
         own = None if self.shared is None else _packed(self.shared)
         if own is not None and _kind(own) == _kind(packed[0]):
@@ -181,9 +181,9 @@ class MoE(nn.Module):
         gate_up, down = (PackedExperts.stack([pair[at] for pair in pairs]) for at in range(2))
         self.experts = StackedExperts(gate_up, down)
         if len(pairs) > len(every) and self.shared is not None:
-            dtype = gate_up.weights.dtype
-            self.shared.gate_up = QuantizedLinear(gate_up.expert(len(every)), dtype=dtype)
-            self.shared.down = QuantizedLinear(down.expert(len(every)), dtype=dtype)
+            for name, stacked in (("gate_up", gate_up), ("down", down)):
+                view = stacked.expert(len(every))
+                self.shared.add_module(name, QuantizedLinear(view, dtype=view.dtype))
 
     def _by_kernels(self, experts: StackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         gate_up, down = experts.matrices("gate_up"), experts.matrices("down")
@@ -192,11 +192,13 @@ class MoE(nn.Module):
             gate_up.count > self.router.spec.experts and self.shared is not None and _packed(self.shared) is not None
         )
         rows, slots, weights = self.router.slots(x.flatten(0, -2), norm, shared=joined)
-        before = None if residual is None or isinstance(self.output, Parallel) else residual.flatten(0, -2)
+        # With tensor parallelism the residual is added to the sum over the processes.
+        later = residual if isinstance(self.output, Parallel) else None
+        before = None if residual is None or later is not None else residual.flatten(0, -2)
         if self.shared is not None and not joined:
             before = self.shared(rows, residual=before)
         total = moe_mlp(rows, slots, weights, gate_up, down, residual=before, shared=joined).view_as(x)
-        return self.output.join(total, residual) if isinstance(self.output, Parallel) else total
+        return self._written(total, later)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         if isinstance(self.experts, StackedExperts):
@@ -215,15 +217,13 @@ _PackedPair = tuple[PackedWeight, PackedWeight]
 
 def _packed(expert: nn.Module) -> _PackedPair | None:
     """The matrices gate_up and down of an expert, if both are packed for the kernels and nothing is added to them."""
-    forms = [
-        linear.form
-        for linear in (expert.get_submodule("gate_up"), expert.get_submodule("down"))
-        if isinstance(linear, QuantizedLinear)
-    ]
-    first, *others = [form for form in forms if isinstance(form, PackedWeight)] or [None]
-    return (first, others[0]) if first is not None and others else None
+    linears = (expert.get_submodule("gate_up"), expert.get_submodule("down"))
+    gate_up, down = (linear.form if isinstance(linear, QuantizedLinear) else None for linear in linears)
+    return (gate_up, down) if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight) else None
 
 
 def _kind(pair: _PackedPair | None) -> Sequence[object]:
-    """What experts that are stacked have in common."""
-    return () if pair is None else [(each.shape, each.scheme, each.dtype) for each in pair]
+    """What experts that are stacked have in common; nothing if the kernels do not take them."""
+    if pair is None or any(size % 8 for each in pair for size in each.shape):
+        return ()
+    return [(each.shape, each.scheme, each.dtype) for each in pair]
