@@ -195,7 +195,7 @@ def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, c
     for _, matrix in config.matrices:
         rows, columns = matrix.shape
         read[_part(matrix)] += int(rows * columns * bits(columns) / 8)
-    read["attention"] = 2 * config.num_layers * config.attention.kv_width * context * dtype.itemsize
+    read["attention"] = config.num_layers * config.attention.cache_entry.size * context * dtype.itemsize
     read["head"] = config.vocab_size * config.hidden_size * dtype.itemsize
     return read
 

@@ -12,9 +12,11 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
+from warpbus.kernels.ops.mla import mla_attention
 from warpbus.kernels.ops.rope import rope_and_cache
+from warpbus.kernels.reference.rope import rotate
 from warpbus.models import ModelConfig
-from warpbus.models.layers import FusedAttention
+from warpbus.models.layers import FusedAttention, LatentAttention
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,25 @@ class PrefillAttention(FusedAttention):
                 attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
         return attended.flatten(-2)[None]
 
+    def attend_latent(self, layer: int, attention: LatentAttention, q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+        cached, spec = self._cache.layers[layer][0], attention.spec
+        q, latent = _rotated(attention, q_bthd[0], latent_btd[0], self._angles.table, self._angles.positions)
+        _store(latent, self._slot_mapping, cached)
+        outputs = []
+        for span in self._spans:
+            part = slice(span.begin, span.end)
+            if span.blocks is None:
+                keys, values = attention.expand(latent[part])
+                outputs.append(_attend(q[part], keys, values, causal=True).flatten(-2))
+            else:
+                # Absorbed: keys and values of all heads would take much more memory than the latents.
+                length = span.start + span.end - span.begin
+                keys = gather_cache(cached, None, span.blocks, length, q.dtype).expand(-1, spec.num_heads, -1)
+                queries, values = attention.absorb(q[part]), keys[..., : spec.kv_rank]
+                attended = _attend(queries, keys, values, causal=True, scale=spec.query_dim**-0.5)
+                outputs.append(attention.outputs(attended))
+        return torch.cat(outputs)[None]
+
     def _read(
         self,
         stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -158,6 +179,16 @@ class DecodeAttention(FusedAttention):
         )
         return attended.view(len(qkv_btr), 1, -1)
 
+    def attend_latent(self, layer: int, attention: LatentAttention, q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+        slot_mapping, positions = self._slot_mapping, self._positions
+        if slot_mapping is None:
+            block = self._blocks.gather(1, (positions // BLOCK)[:, None].long())[:, 0]
+            slot_mapping = block.long() * BLOCK + positions % BLOCK
+        cached = self._cache.layers[layer][0]
+        q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions)
+        _store(latent, slot_mapping, cached)
+        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit)
+
 
 class PositionedAttention(FusedAttention):
     """As `DecodeAttention`, where rope angles, slot mapping and visible length are not all given by the position.
@@ -197,19 +228,64 @@ class PositionedAttention(FusedAttention):
         )
         return attended.view(len(qkv_btr), 1, -1)
 
+    def attend_latent(self, layer: int, attention: LatentAttention, q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+        positions, cached = self._row_positions, self._cache.layers[layer][0]
+        angles = positions.angles
+        q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], angles.table, angles.positions)
+        _store(latent, positions.slot_mapping, cached)
+        return _attend_rows(attention, q, positions.last_visible, self._blocks, cached, self._limit)
 
-def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
-    """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key."""
+
+def _rotated(
+    attention: LatentAttention, q_thd: Tensor, latent_td: Tensor, table: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply RoPE to the rotary features of queries `[tokens, heads, query_dim]` and latents `[tokens, features]`."""
+    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
+    nope, of_query = q_thd.split((attention.spec.nope_dim, attention.spec.rope_dim), dim=-1)
+    compressed, of_key = latent_td.split((attention.spec.kv_rank, attention.spec.rope_dim), dim=-1)
+    q = torch.cat((nope, rotate(of_query, angles, interleaved)), dim=-1)
+    return q, torch.cat((compressed, rotate(of_key[:, None], angles, interleaved)[:, 0]), dim=-1)
+
+
+def _store(latent_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
+    """Store latents and rotated rotary keys in slots (block * BLOCK + offset) of a layer's cache."""
+    cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = latent_td
+
+
+def _attend_rows(
+    attention: LatentAttention, q_thd: Tensor, positions: Tensor, blocks: Tensor, cached: Tensor, limit: int
+) -> Tensor:
+    """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`."""
+    spec = attention.spec
+    attended = mla_attention(
+        attention.absorb(q_thd),
+        positions,
+        blocks,
+        cached,
+        value_dim=spec.kv_rank,
+        scale=spec.query_dim**-0.5,
+        limit=limit,
+    )
+    return attention.outputs(attended)[:, None]
+
+
+def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+    """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key.
+
+    Args:
+        scale: of the scores; `head_dim ** -0.5` by default.
+    """
+    scale = q_thd.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
     if causal and q.shape[2] != k.shape[2]:
-        attended = _attend_to_end(q, k, v)
+        attended = _attend_to_end(q, k, v, scale)
     else:
         grouped = q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped, scale=scale)
     return attended[0].transpose(0, 1)
 
 
-def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor) -> Tensor:
+def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, scale: float) -> Tensor:
     """Causal attention of the last tokens of a sequence, `[batch, heads, tokens, head_dim]`, to all of it.
 
     What `torch.nn.attention.bias.causal_lower_right` is for, which takes a second or two to load.
@@ -221,7 +297,9 @@ def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor) -> Tensor:
         if can_use_flash_attention(params):
             # Of different lengths, causal means for this operator that the last query is that of the last key.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=size**-0.5)[0]
+            attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=scale)[0]
             return attended
     mask = torch.ones(tokens, end, dtype=torch.bool, device=q_bhtd.device).tril(end - tokens)
-    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped, scale=scale
+    )

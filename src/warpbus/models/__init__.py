@@ -6,6 +6,7 @@ from warpbus.models.families import Family, TensorMap
 from warpbus.models.layer_spec import (
     AttentionSpec,
     Axis,
+    LatentAttentionSpec,
     LayerSpec,
     MatrixSpec,
     MLPSpec,
@@ -32,6 +33,7 @@ __all__ = [
     "Decoder",
     "DecoderLayer",
     "Family",
+    "LatentAttentionSpec",
     "LayerSpec",
     "MLPSpec",
     "MatrixSpec",

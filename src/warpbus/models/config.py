@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
+from warpbus.models.layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,15 @@ class ModelConfig:
         return self.layers[0].hidden_size
 
     @property
-    def attention(self) -> AttentionSpec:
+    def attention(self) -> AttentionSpec | LatentAttentionSpec:
         """The attention of every layer; all are the same, so that the KV cache has one shape."""
         return self.layers[0].attention
+
+    @property
+    def grouped_attention(self) -> AttentionSpec:
+        """The attention of a model with grouped queries, not MLA."""
+        assert isinstance(self.attention, AttentionSpec)
+        return self.attention
 
     @property
     def has_experts(self) -> bool:
@@ -141,14 +147,11 @@ class ModelConfig:
     ) -> Self:
         """The same model with the given sizes replaced; `ffn_size` is that of the layers without experts.
 
-        With fewer layers the first ones are kept; with more layers the last one is repeated.
+        With fewer layers the first ones are kept; with more layers the last one is repeated. MLA has no
+        `num_kv_heads` and `head_dim` to replace.
         """
-        attention = replace(
-            self.attention,
-            num_heads=num_heads or self.attention.num_heads,
-            num_kv_heads=num_kv_heads or self.attention.num_kv_heads,
-            head_dim=head_dim or self.attention.head_dim,
-        )
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        attention = replace(self.attention, **{name: size for name, size in sizes.items() if size})
         layers = tuple(
             replace(
                 layer,

@@ -310,6 +310,10 @@ class _Source:
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
                 raise CheckpointError(f"{self.checkpoint.directory}: {names}: only linear layers may be quantized")
+            if self.is_dequantized(parameter):
+                weight = self.read_quantized(parameter, owner).dequantize(self.dtype).to(self.device)
+                owner.weight = nn.Parameter(weight, requires_grad=False)
+                return
             self.put(module, owner_path, place(self.read_quantized(parameter, owner), self.device, self.dtype))
             return
         shape = tuple(getattr(owner, leaf).shape)
@@ -329,7 +333,13 @@ class _Source:
         """The scheme to round an unquantized matrix to; None to keep it."""
         if parameter == "head.weight":
             return self.head
-        return self.layer_scheme if isinstance(owner, nn.Linear) and parameter.endswith(".weight") else None
+        is_matrix = isinstance(owner, nn.Linear) and parameter.endswith(".weight")
+        return self.layer_scheme if is_matrix and not self.is_dequantized(parameter) else None
+
+    def is_dequantized(self, parameter: str) -> bool:
+        """Whether a parameter is a matrix that a decoder holds dequantized."""
+        matrix = self.config.matrix(parameter)
+        return matrix is not None and matrix.dequantized
 
     def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
         """Replace the linear layer at `path` within `module` by a quantized one."""

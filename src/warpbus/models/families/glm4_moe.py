@@ -31,14 +31,18 @@ def sigmoid_router(fields: Fields) -> RouterSpec:
     )
 
 
-def layer_mlps(fields: Fields) -> moe.LayerMLP:
-    """The MLPs of GLM-4.5 and its successors: the first layers are dense. Raises CheckpointError."""
-    dense_layers = int(fields.number("first_k_dense_replace", 0, MAX_LAYERS, default=1))
-    dense = MLPSpec(fields.size("intermediate_size"))
+def mixture(fields: Fields) -> MoESpec:
+    """The experts of GLM-4.5 and its successors. Raises CheckpointError naming the key that is wrong."""
     width = fields.size("moe_intermediate_size")
     shared = int(fields.number("n_shared_experts", 0, moe.MAX_EXPERTS, default=1))
-    mixture = MoESpec(sigmoid_router(fields), MLPSpec(width), MLPSpec(shared * width) if shared else None)
-    return lambda index: dense if index < dense_layers else mixture
+    return MoESpec(sigmoid_router(fields), MLPSpec(width), MLPSpec(shared * width) if shared else None)
+
+
+def _layer_mlps(fields: Fields) -> moe.LayerMLP:
+    """The MLP of each layer: the first layers are dense. Raises CheckpointError naming the key that is wrong."""
+    dense_layers = int(fields.number("first_k_dense_replace", 0, MAX_LAYERS, default=1))
+    dense, experts = MLPSpec(fields.size("intermediate_size")), mixture(fields)
+    return lambda index: dense if index < dense_layers else experts
 
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
@@ -48,7 +52,7 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         "glm4_moe",
         rotary_part=0.5,
         stop_ids=glm.STOP_IDS,
-        mlps=layer_mlps(fields),
+        mlps=_layer_mlps(fields),
         qk_norm=fields.flag("use_qk_norm", default=False),
         qkv_bias=fields.flag("attention_bias", default=False),
     )

@@ -10,7 +10,7 @@ from warpbus.models.families.family import TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
 from warpbus.models.families.moe import LayerMLP
 from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
-from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from warpbus.models.layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
     "embedding.weight": ("model.embed_tokens.weight",),
@@ -46,6 +46,7 @@ def read(
     stop_ids: tuple[int, ...] = (),
     output_norms: bool = False,
     mlps: LayerMLP | None = None,
+    latent_attention: LatentAttentionSpec | None = None,
     **biases_and_norms: bool,
 ) -> ModelConfig:
     """Read a config.json of Hugging Face's keys.
@@ -61,6 +62,7 @@ def read(
         stop_ids: where the file names none.
         output_norms: see `LayerSpec`.
         mlps: the MLP of each layer; by default all are dense ones of intermediate_size.
+        latent_attention: the attention of a family with MLA; by default queries are grouped.
         biases_and_norms: further fields of `AttentionSpec`.
 
     Raises:
@@ -78,17 +80,15 @@ def read(
     count = fields.size("num_hidden_layers", MAX_LAYERS)
     layer_mlps = [dense if mlps is None else mlps(index) for index in range(count)]
     hidden = fields.size("hidden_size")
-    heads = fields.size("num_attention_heads")
-    if "head_dim" not in fields and head_dim is None:
-        fields.divisor("num_attention_heads", "hidden_size", hidden)
-    dim = fields.size("head_dim", default=head_dim or hidden // heads)
-    rope = _rope(fields, dim, rotary_part, interleaved)
+    attention: AttentionSpec | LatentAttentionSpec
+    if latent_attention is None:
+        attention = _grouped_attention(fields, head_dim, kv_heads_default, biases_and_norms)
+        rope = _rope(fields, attention.head_dim, rotary_part, interleaved)
+    else:
+        attention = latent_attention
+        rope = _rope(fields, attention.rope_dim, rotary_part, interleaved)
     context = fields.size("max_position_embeddings", MAX_CONTEXT)
     vocabulary = fields.size("vocab_size", MAX_VOCABULARY)
-    kv_heads = fields.divisor(
-        "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
-    )
-    attention = AttentionSpec(heads, kv_heads, dim, **biases_and_norms)
     norm = NormSpec(fields.number("rms_norm_eps", 1e-12, 0.1))
     # Layers of one kind share their table.
     kinds = {mlp: LayerSpec(hidden, attention, mlp, norm, output_norms) for mlp in layer_mlps}
@@ -102,6 +102,20 @@ def read(
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
         stop_ids=fields.token_ids("eos_token_id", stop_ids),
     )
+
+
+def _grouped_attention(
+    fields: Fields, head_dim: int | None, kv_heads_default: bool, biases_and_norms: Mapping[str, bool]
+) -> AttentionSpec:
+    """Attention with grouped queries; arguments and errors as of `read`."""
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if "head_dim" not in fields and head_dim is None:
+        fields.divisor("num_attention_heads", "hidden_size", hidden)
+    dim = fields.size("head_dim", default=head_dim or hidden // heads)
+    kv_heads = fields.divisor(
+        "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
+    )
+    return AttentionSpec(heads, kv_heads, dim, **biases_and_norms)
 
 
 def tensors(config: ModelConfig, layer: Mapping[str, tuple[str, ...]] = LAYER) -> TensorMap:

@@ -8,6 +8,7 @@ from warpbus.models.layers.attention import (
     CausalAttention,
     FusedAttention,
 )
+from warpbus.models.layers.latent_attention import LatentAttention
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import MLP
 from warpbus.models.layers.moe import MoE, Routing
@@ -22,6 +23,7 @@ __all__ = [
     "BranchedAttention",
     "CausalAttention",
     "FusedAttention",
+    "LatentAttention",
     "LayerNorm",
     "MoE",
     "Norm",

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,14 @@ from torch.nn import functional as F
 
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models.config import RopeConfig
-from warpbus.models.layer_spec import LayerSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
 from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
 from warpbus.models.layers.rope import rotate
+
+if TYPE_CHECKING:
+    from warpbus.models.layers.latent_attention import LatentAttention
 
 
 class AttentionContext(Protocol):
@@ -27,17 +30,17 @@ class AttentionContext(Protocol):
             layer: the index of the layer, for contexts that keep a cache.
             q_bthd: rotated queries `[batch, tokens, heads, head_dim]`.
             k_bthd: rotated keys `[batch, tokens, kv_heads, head_dim]`.
-            v_bthd: values, like the keys.
+            v_bthd: values `[batch, tokens, kv_heads, value_dim]`; `value_dim` differs from `head_dim` in MLA only.
             positions_bt: integer positions `[batch, tokens]` of these tokens in their sequences.
 
         Returns:
-            `[batch, tokens, heads, head_dim]`.
+            `[batch, tokens, heads, value_dim]`.
         """
         ...
 
 
 class FusedAttention(ABC):
-    """A context whose kernels apply RoPE, store keys and values, and attend; its input is the fused projection."""
+    """A context whose kernels apply RoPE, store keys and values, and attend; its input is the projections."""
 
     @abstractmethod
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
@@ -49,6 +52,20 @@ class FusedAttention(ABC):
 
         Returns:
             `[batch, tokens, heads head_dim]`.
+        """
+
+    @abstractmethod
+    def attend_latent(self, layer: int, attention: "LatentAttention", q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+        """Multi-head latent attention: apply RoPE to queries and rotary keys, store the new latents, attend causally.
+
+        Args:
+            layer: the index of the layer.
+            attention: expands latents to keys and values, or absorbs the expansion into queries and outputs.
+            q_bthd: `[batch, tokens, heads, nope_dim + rope_dim]`, not rotated.
+            latent_btd: normed latents and rotary keys `[batch, tokens, kv_rank + rope_dim]`, not rotated.
+
+        Returns:
+            `[batch, tokens, heads value_dim]`.
         """
 
 
@@ -71,7 +88,8 @@ class CausalAttention:
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
-        extents = self.extents(q_bthd)
+        # The variable-length kernel takes keys and values of one size.
+        extents = self.extents(q_bthd) if q_bthd.shape[-1] == v_bthd.shape[-1] else None
         if extents is not None:
             return packed_attention(q_bthd, k_bthd, v_bthd, extents)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
@@ -161,6 +179,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: LayerSpec, rope: RopeConfig) -> None:
         super().__init__()
+        assert isinstance(spec.attention, AttentionSpec)
         self.spec = spec.attention
         self.rope = rope
         qkv, o = spec.reading("attention.normed")[0], spec.reading("attention.attended")[0]
