@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
+from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
@@ -300,6 +301,4 @@ def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, scale: float)
             attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=scale)[0]
             return attended
     mask = torch.ones(tokens, end, dtype=torch.bool, device=q_bhtd.device).tril(end - tokens)
-    return F.scaled_dot_product_attention(
-        q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped, scale=scale
-    )
+    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped, scale=scale)

@@ -4,9 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
-from warpbus.models.layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
+from warpbus.models.layer_spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MatrixSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,8 @@ class ModelConfig:
         `num_kv_heads` and `head_dim` to replace.
         """
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        attention = replace(self.attention, **{name: size for name, size in sizes.items() if size})
+        kind: Any = self.attention  # the kinds of attention have other fields
+        attention = replace(kind, **{name: size for name, size in sizes.items() if size})
         layers = tuple(
             replace(
                 layer,

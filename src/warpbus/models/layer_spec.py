@@ -206,9 +206,7 @@ class AttentionSpec:
 
     def shard(self, heads: int, kv_heads: int, *, output_bias: bool) -> "AttentionSpec":
         """The attention of one process with so many heads; `output_bias`: whether the process adds that bias."""
-        return replace(
-            self, num_heads=heads, num_kv_heads=kv_heads, output_bias=self.output_bias and output_bias
-        )
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, output_bias=self.output_bias and output_bias)
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the norms of queries and keys by their names."""

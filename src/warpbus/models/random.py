@@ -15,6 +15,7 @@ from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.fusion import gpu_has_kernels
+from warpbus.models.layers.moe import Router
 from warpbus.models.parallel import Part
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme, packed_words
@@ -60,7 +61,9 @@ def random_model(
         if isinstance(module, nn.Linear):
             if module is model.head and config.tie_embeddings:
                 continue
-            chosen = head if module is model.head else scheme
+            matrix = model.config.matrix(f"{name}.weight")
+            kept = matrix is not None and matrix.dequantized
+            chosen = head if module is model.head else None if kept else scheme
             if chosen is None:
                 module.weight = _fixed(draw.normal(*module.weight.shape, std=module.in_features**-0.5))
                 module.bias = None if module.bias is None else _fixed(draw.bias(module))
@@ -73,6 +76,10 @@ def random_model(
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
                 draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
+        elif isinstance(module, Router):
+            module.weight = _fixed(draw.normal(*module.weight.shape, std=module.weight.shape[1] ** -0.5))
+            if module.bias is not None:
+                module.bias = _fixed(torch.zeros(module.bias.shape, device=device))
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:

@@ -23,8 +23,8 @@ def mla_attention(
         q: `[b, heads, d]`, rotated; float16, bfloat16 or float32.
         positions: int32 `[b]`: the last position that each row attends to; each at least 0 and less than `limit`, which
             is not checked, since it would take the GPU's answer.
-        blocks: int32 `[b, n]`: the row's block table, position p is in block `blocks[row, p // B]` of the cache. Entries
-            past a row's position are not used, whatever they are.
+        blocks: int32 `[b, n]`: the row's block table, position p is in block `blocks[row, p // B]` of the cache.
+            Entries past a row's position are not used, whatever they are.
         latents: the cache, `[blocks, 1, B, d]` in the dtype of `q`, B a power of two from 16 to 256; any strides, the
             last one 1. What is past a row's position may be anything, also NaN.
         value_dim: leading features of a key that are its value.
@@ -46,8 +46,8 @@ def mla_attention(
     batch, _, size = q.shape
     if latents.shape[1] != 1 or latents.shape[3] != size or latents.device != q.device:
         raise TensorError(
-            f"{name}: latents have shape {list(latents.shape)} on {latents.device}: give [blocks, 1, tokens of a block, "
-            f"{size}] on {q.device}, with the features of q"
+            f"{name}: latents have shape {list(latents.shape)} on {latents.device}: give [blocks, 1, tokens of a "
+            f"block, {size}] on {q.device}, with the features of q"
         )
     one_each = {"positions": (batch,), "blocks": (batch, blocks.shape[1])}
     check_shape(name, one_each, f"one for each of the {batch} rows of q", positions=positions, blocks=blocks)

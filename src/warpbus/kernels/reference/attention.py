@@ -53,8 +53,8 @@ def visible(positions: Tensor, blocks: Tensor, size: int, limit: int) -> tuple[T
         limit: greater than all positions.
 
     Returns:
-        the blocks to read, `[b, ceil(limit / size)]`, all of them valid; bool `[b, tokens]`, which of their tokens a row
-        attends to; and a token before which every row attends to all.
+        the blocks to read, `[b, ceil(limit / size)]`, all of them valid; bool `[b, tokens]`, which of their tokens a
+        row attends to; and a token before which every row attends to all.
     """
     last = positions.long()[:, None]
     # A row's own first block stands for those it does not have: their entries may be anything.

@@ -23,8 +23,8 @@ def _layer_mlps(fields: Fields) -> moe.LayerMLP:
         kinds = ["dense" if index < dense_layers else "sparse" for index in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
         raise fields.wrong("mlp_layer_types", f"dense or sparse for each of {count} layers")
-    mlps = {"dense": MLPSpec(fields.size("intermediate_size")), "sparse": mixture(fields)}
-    return lambda index: mlps[kinds[index]]
+    dense, experts = MLPSpec(fields.size("intermediate_size")), mixture(fields)
+    return lambda index: dense if kinds[index] == "dense" else experts
 
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
