@@ -83,8 +83,16 @@ class Stored:
     @classmethod
     def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
         """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
-        names = [f"layers.{index}.{matrix.name}.weight" for index, matrix in config.matrices]
-        return cls(config, dtype, {} if scheme is None else dict.fromkeys(names, scheme))
+        if scheme is None:
+            return cls(config, dtype, {})
+        return cls(
+            config,
+            dtype,
+            {
+                f"layers.{index}.{matrix.name}.weight": scheme.fitting(matrix.columns.length)
+                for index, matrix in config.matrices
+            },
+        )
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""

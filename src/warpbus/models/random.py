@@ -39,7 +39,8 @@ def random_model(
 
     Args:
         config: its shape; `warpbus.models.SHAPES` has those of well-known models.
-        scheme: of the layers' matrices, whose codes are drawn at random; None: they are in `dtype`.
+        scheme: of the layers' matrices, whose codes are drawn at random, with smaller groups for matrices that its
+            groups do not divide; None: they are in `dtype`.
         device, dtype: where it lies, and of what is not quantized.
         seed: the same one draws the same model on the same kind of device. On a remote one it becomes torch's own seed.
         head: the scheme of the head; None: it is in `dtype`. A tied one is then the embedding rounded, as `load_model`
@@ -70,7 +71,8 @@ def random_model(
             else:
                 bias = None if module.bias is None else draw.bias(module)
                 parent, _, leaf = name.rpartition(".")
-                quantized = QuantizedLinear(draw.weight(chosen, module), bias, dtype=dtype)
+                fitting = chosen.fitting(module.in_features)
+                quantized = QuantizedLinear(draw.weight(fitting, module), bias, dtype=dtype)
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
