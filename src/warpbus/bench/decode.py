@@ -196,7 +196,7 @@ def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, c
         rows, columns = matrix.shape
         width = 8 * dtype.itemsize if matrix.dequantized else bits(columns)
         read[_part(matrix)] += int(rows * columns * width / 8 * _use(config.layers[index], matrix))
-    read["attention"] = config.num_layers * config.attention.cache_entry.size * context * dtype.itemsize
+    read["attention"] = sum(layer.attention.cache_entry.size for layer in config.layers) * context * dtype.itemsize
     read["head"] = config.vocab_size * config.hidden_size * dtype.itemsize
     return read
 

@@ -15,9 +15,11 @@ from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.mla import mla_attention
 from warpbus.kernels.ops.rope import rope_and_cache
+from warpbus.kernels.reference.attention import visible
+from warpbus.kernels.reference.cache import gather
 from warpbus.kernels.reference.rope import rotate
 from warpbus.models import ModelConfig
-from warpbus.models.layers import FusedAttention, LatentAttention
+from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class PrefillAttention(FusedAttention):
         self._cache = cache
         self._slot_mapping = slot_mapping
         self._spans = spans
+        # Of each chunk the tokens that the last layer with an indexer has selected; None: all.
+        self._selected: list[Tensor | None] = [None] * len(spans)
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config, angles = self._config, self._angles
@@ -92,24 +96,54 @@ class PrefillAttention(FusedAttention):
                 attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
         return attended.flatten(-2)[None]
 
-    def attend_latent(self, layer: int, attention: LatentAttention, q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+    def attend_latent(
+        self,
+        layer: int,
+        attention: LatentAttention,
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
         cached, spec = self._cache.layers[layer][0], attention.spec
-        q, latent = _rotated(attention, q_bthd[0], latent_btd[0], self._angles.table, self._angles.positions)
+        angles = self._angles
+        q, latent = _rotated(attention, q_bthd[0], latent_btd[0], angles.table, angles.positions)
         _store(latent, self._slot_mapping, cached)
+        if index is not None:
+            index = _rotated_index(attention, index, angles.table, angles.positions)
+            self._select(attention, index, self._cache.index_keys[layer])
         outputs = []
-        for span in self._spans:
+        for span, selected in zip(self._spans, self._selected, strict=True):
             part = slice(span.begin, span.end)
             if span.blocks is None:
                 keys, values = attention.expand(latent[part])
-                outputs.append(_attend(q[part], keys, values, causal=True).flatten(-2))
+                outputs.append(_attend(q[part], keys, values, causal=True, selected=selected).flatten(-2))
             else:
                 # Absorbed: keys and values of all heads would take much more memory than the latents.
                 length = span.start + span.end - span.begin
                 keys = gather_cache(cached, None, span.blocks, length, q.dtype).expand(-1, spec.num_heads, -1)
                 queries, values = attention.absorb(q[part]), keys[..., : spec.kv_rank]
-                attended = _attend(queries, keys, values, causal=True, scale=spec.query_dim**-0.5)
+                scale = spec.query_dim**-0.5
+                attended = _attend(queries, keys, values, causal=True, scale=scale, selected=selected)
                 outputs.append(attention.outputs(attended))
         return torch.cat(outputs)[None]
+
+    def _select(self, attention: LatentAttention, index: IndexFeatures, cached: Tensor | None) -> None:
+        """Store the index keys of the chunks, and select the tokens that they attend to."""
+        assert cached is not None
+        assert attention.spec.indexer is not None
+        top_k = attention.spec.indexer.top_k
+        _store(index.k, self._slot_mapping, cached)
+        for at, span in enumerate(self._spans):
+            part, length = slice(span.begin, span.end), span.start + span.end - span.begin
+            if length <= top_k:
+                continue
+            keys = index.k[part]
+            if span.blocks is not None:
+                keys = gather_cache(cached, None, span.blocks, length, index.k.dtype)[:, 0]
+            causal = _causal(span.end - span.begin, length, keys.device)
+            self._selected[at] = select_tokens(
+                index.q[None, part], index.weights[None, part], keys[None], causal, top_k
+            )[0]
 
     def _read(
         self,
@@ -156,6 +190,7 @@ class DecodeAttention(FusedAttention):
         self._blocks = blocks
         self._limit = limit
         self._slot_mapping = slot_mapping
+        self._selected: Tensor | None = None  # by the last layer with an indexer
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
@@ -180,7 +215,14 @@ class DecodeAttention(FusedAttention):
         )
         return attended.view(len(qkv_btr), 1, -1)
 
-    def attend_latent(self, layer: int, attention: LatentAttention, q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+    def attend_latent(
+        self,
+        layer: int,
+        attention: LatentAttention,
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
         slot_mapping, positions = self._slot_mapping, self._positions
         if slot_mapping is None:
             block = self._blocks.gather(1, (positions // BLOCK)[:, None].long())[:, 0]
@@ -188,7 +230,13 @@ class DecodeAttention(FusedAttention):
         cached = self._cache.layers[layer][0]
         q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions)
         _store(latent, slot_mapping, cached)
-        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit)
+        if index is not None:
+            index = _rotated_index(attention, index, self._table, positions)
+            keys = self._cache.index_keys[layer]
+            assert keys is not None
+            _store(index.k, slot_mapping, keys)
+            self._selected = _select_rows(attention, index, positions, self._blocks, keys, self._limit)
+        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit, self._selected)
 
 
 class PositionedAttention(FusedAttention):
@@ -229,7 +277,15 @@ class PositionedAttention(FusedAttention):
         )
         return attended.view(len(qkv_btr), 1, -1)
 
-    def attend_latent(self, layer: int, attention: LatentAttention, q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+    def attend_latent(
+        self,
+        layer: int,
+        attention: LatentAttention,
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        assert index is None  # sequences with positions of this kind have prefixes, which indexers do not support
         positions, cached = self._row_positions, self._cache.layers[layer][0]
         angles = positions.angles
         q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], angles.table, angles.positions)
@@ -253,8 +309,34 @@ def _store(latent_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
     cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = latent_td
 
 
+def _rotated_index(attention: LatentAttention, index: IndexFeatures, table: Tensor, positions: Tensor) -> IndexFeatures:
+    """Flatten the features of an indexer to `[tokens, ...]`, and apply RoPE to them."""
+    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
+    q, k, weights = (each.flatten(0, 1) for each in (index.q, index.k, index.weights))
+    return IndexFeatures(rotate(q, angles, interleaved), rotate(k[:, None], angles, interleaved)[:, 0], weights)
+
+
+def _select_rows(
+    attention: LatentAttention, index: IndexFeatures, positions: Tensor, blocks: Tensor, cached: Tensor, limit: int
+) -> Tensor | None:
+    """The tokens that single tokens attend to, bool `[rows, tokens of their blocks]`; None for all."""
+    assert attention.spec.indexer is not None
+    if limit <= attention.spec.indexer.top_k:
+        return None
+    named, seen, _ = visible(positions, blocks, BLOCK, limit)
+    keys = gather(cached, None, named, index.k.dtype)[:, 0]
+    top_k = attention.spec.indexer.top_k
+    return select_tokens(index.q[:, None], index.weights[:, None], keys, seen[:, None], top_k)[:, 0]
+
+
 def _attend_rows(
-    attention: LatentAttention, q_thd: Tensor, positions: Tensor, blocks: Tensor, cached: Tensor, limit: int
+    attention: LatentAttention,
+    q_thd: Tensor,
+    positions: Tensor,
+    blocks: Tensor,
+    cached: Tensor,
+    limit: int,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`."""
     spec = attention.spec
@@ -266,19 +348,31 @@ def _attend_rows(
         value_dim=spec.kv_rank,
         scale=spec.query_dim**-0.5,
         limit=limit,
+        selected=selected,
     )
     return attention.outputs(attended)[:, None]
 
 
-def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
+def _attend(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    selected: Tensor | None = None,
+) -> Tensor:
     """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key.
 
     Args:
         scale: of the scores; `head_dim ** -0.5` by default.
+        selected: bool `[tokens, keys]`, the keys that a query attends to.
     """
     scale = q_thd.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
-    if causal and q.shape[2] != k.shape[2]:
+    if selected is not None:
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=selected, scale=scale)
+    elif causal and q.shape[2] != k.shape[2]:
         attended = _attend_to_end(q, k, v, scale)
     else:
         grouped = q.shape[1] != k.shape[1]
@@ -300,5 +394,10 @@ def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, scale: float)
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=scale)[0]
             return attended
-    mask = torch.ones(tokens, end, dtype=torch.bool, device=q_bhtd.device).tril(end - tokens)
+    mask = _causal(tokens, end, q_bhtd.device)
     return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped, scale=scale)
+
+
+def _causal(tokens: int, end: int, device: torch.device) -> Tensor:
+    """The mask of the last tokens of a sequence of `end` tokens, bool `[tokens, end]`."""
+    return torch.ones(tokens, end, dtype=torch.bool, device=device).tril(end - tokens)

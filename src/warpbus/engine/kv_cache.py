@@ -27,7 +27,8 @@ class KVCache:
 
     A block holds all layers of its tokens: `[layers, 2, kv_heads, BLOCK, head_dim]`. So the cache grows and shrinks at
     its end and addresses do not change: captured graphs stay valid. With multi-head latent attention it is
-    `[layers, 1, 1, BLOCK, kv_rank + rope_dim]`: latents, which stand for keys and values, and rotary keys.
+    `[layers, 1, 1, BLOCK, kv_rank + rope_dim]`: latents, which stand for keys and values, and rotary keys. If layers
+    have indexers, their keys are stored too: `[indexers, 1, BLOCK, index_dim]`.
 
     Args:
         config: of the model, or of one process's part of it.
@@ -41,6 +42,7 @@ class KVCache:
         layers: of each layer keys and values `[count, kv_heads, BLOCK, head_dim]`, and for 8-bit storage their float32
             scales `[count, kv_heads, BLOCK]`, else None twice. With multi-head latent attention the values are a view
             of the keys. Only committed blocks may be accessed.
+        index_keys: of each layer the keys of its indexer `[count, 1, BLOCK, index_dim]`; None if it has none.
     """
 
     def __init__(
@@ -59,6 +61,13 @@ class KVCache:
             values = values[..., : entry.value_dim]
             key_scales, value_scales = scales or (None, None)
             self.layers.append((keys, values, key_scales, value_scales))
+        dims = [layer.attention.cache_entry.index_dim for layer in config.layers]
+        self.index_keys: list[Tensor | None] = [None] * len(dims)
+        indexers = [layer for layer, dim in enumerate(dims) if dim]
+        if indexers:
+            self._parts.append(_ArenaTensor((count, len(indexers), 1, BLOCK, max(dims)), dtype, device))
+            for at, layer in enumerate(indexers):
+                self.index_keys[layer] = self._parts[-1].data[:, at]
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +113,7 @@ class KVCache:
 
     def close(self) -> None:
         """Return all memory and addresses."""
-        self.layers = []
+        self.layers, self.index_keys = [], []
         for part in self._parts:
             part.data = part.data.new_empty(0)
             part.arena.close()

@@ -61,7 +61,8 @@ class ModelConfig:
     Attributes:
         family: the name of the family that declares it (`warpbus.models.families`).
         vocab_size: tokens of the embedding and of the head.
-        layers: the table of each layer. Layers may differ in their MLPs; attention and norms are the same in all.
+        layers: the table of each layer. Layers may differ in their MLPs, and in whether they have an indexer;
+            everything else is the same in all.
         rope: the rotary position embedding.
         max_context: the longest sequence that the positions allow, in tokens.
         tie_embeddings: the head shares the weight of the embedding.
@@ -90,7 +91,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:
-        """The attention of every layer; all are the same, so that the KV cache has one shape."""
+        """The attention of the first layer; that of others may differ in the indexer only."""
         return self.layers[0].attention
 
     @property
@@ -159,13 +160,12 @@ class ModelConfig:
         `num_kv_heads` and `head_dim` to replace.
         """
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        kind: Any = self.attention  # the kinds of attention have other fields
-        attention = replace(kind, **{name: size for name, size in sizes.items() if size})
+        given: Any = {name: size for name, size in sizes.items() if size}
         layers = tuple(
             replace(
                 layer,
                 hidden_size=hidden_size or layer.hidden_size,
-                attention=attention,
+                attention=replace(layer.attention, **given),
                 mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and isinstance(layer.mlp, MLPSpec) else layer.mlp,
             )
             for layer in self.layers

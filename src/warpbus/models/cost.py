@@ -109,9 +109,12 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
         dtype: of the activations.
         stored: of the cache; other than `dtype`, each head's vector has a scale in float32.
     """
-    entry = config.attention.cache_entry
-    vector = entry.key_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
-    return config.num_layers * entry.vectors * entry.heads * vector
+    total = 0
+    for layer in config.layers:
+        entry = layer.attention.cache_entry
+        vector = entry.key_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
+        total += entry.vectors * entry.heads * vector + entry.index_dim * dtype.itemsize
+    return total
 
 
 def activation_features(layer: LayerSpec) -> int:

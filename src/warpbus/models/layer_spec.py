@@ -148,17 +148,19 @@ class CacheEntry:
         vectors: 2: keys and values; 1: keys, whose first `value_dim` features are also the values (MLA).
         heads: KV heads.
         key_dim, value_dim: features of a head's key and value.
+        index_dim: features of the indexer's key; 0 without an indexer.
     """
 
     vectors: Literal[1, 2]
     heads: int
     key_dim: int
     value_dim: int
+    index_dim: int = 0
 
     @property
     def size(self) -> int:
         """Stored numbers."""
-        return self.vectors * self.heads * self.key_dim
+        return self.vectors * self.heads * self.key_dim + self.index_dim
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,9 @@ class AttentionSpec:
         """The attention of one process with so many heads; `output_bias`: whether the process adds that bias."""
         return replace(self, num_heads=heads, num_kv_heads=kv_heads, output_bias=self.output_bias and output_bias)
 
-    def parameters(self) -> dict[str, tuple[int, ...]]:
+    def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the norms of queries and keys by their names."""
+        del hidden_size
         return {f"attention.{part}_norm.weight": (self.head_dim,) for part in "qk"} if self.qk_norm else {}
 
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
@@ -238,6 +241,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """The indexer of sparse attention (DSA; DeepSeek-V3.2-Exp, 2025), which is never quantized.
+
+    Attributes:
+        heads, head_dim: its query heads, which share a key per token, and their features.
+        top_k: tokens that a token attends to at most.
+        shared: the layer has no indexer, and attends to the tokens that the last layer with an indexer has selected.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    shared: bool = False
+
+    def parameters(self, query_rank: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of its parameters by their names."""
+        return {
+            "attention.indexer.q.weight": (self.heads * self.head_dim, query_rank),
+            "attention.indexer.k.weight": (self.head_dim, hidden_size),
+            "attention.indexer.k_norm.weight": (self.head_dim,),
+            "attention.indexer.k_norm.bias": (self.head_dim,),
+            "attention.indexer.weights.weight": (self.heads, hidden_size),
+        }
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
@@ -254,6 +283,7 @@ class LatentAttentionSpec:
         norm_eps: of the RMSNorms of the latents.
         bias: whether the projections to the latents have biases.
         output_bias: whether the output projection has one.
+        indexer: selects the tokens that are attended to; it needs `query_rank`. None: all tokens are.
     """
 
     num_heads: int
@@ -265,6 +295,7 @@ class LatentAttentionSpec:
     norm_eps: float
     bias: bool = False
     output_bias: bool = False
+    indexer: IndexerSpec | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -289,7 +320,8 @@ class LatentAttentionSpec:
     @property
     def cache_entry(self) -> CacheEntry:
         """What the KV cache stores of a token in one layer."""
-        return CacheEntry(1, 1, self.head_dim, self.kv_rank)
+        own = self.indexer is not None and not self.indexer.shared
+        return CacheEntry(1, 1, self.head_dim, self.kv_rank, self.indexer.head_dim if self.indexer and own else 0)
 
     @property
     def projected(self) -> int:
@@ -302,10 +334,14 @@ class LatentAttentionSpec:
         del kv_heads
         return replace(self, num_heads=heads, output_bias=self.output_bias and output_bias)
 
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the norms of the latents by their names."""
-        queries = {} if self.query_rank is None else {"attention.q_a_norm.weight": (self.query_rank,)}
-        return {**queries, "attention.kv_a_norm.weight": (self.kv_rank,)}
+    def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the norms of the latents, and of an indexer's parameters, by their names."""
+        found: dict[str, tuple[int, ...]] = {"attention.kv_a_norm.weight": (self.kv_rank,)}
+        if self.query_rank is not None:
+            found["attention.q_a_norm.weight"] = (self.query_rank,)
+            if self.indexer is not None and not self.indexer.shared:
+                found |= self.indexer.parameters(self.query_rank, hidden_size)
+        return found
 
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
         """The rows of the table, in the order of the computation."""
@@ -565,7 +601,7 @@ class LayerSpec:
             found[f"{matrix.name}.weight"] = matrix.shape
             if matrix.bias:
                 found[f"{matrix.name}.bias"] = matrix.shape[:1]
-        found |= self.attention.parameters()
+        found |= self.attention.parameters(self.hidden_size)
         if isinstance(self.mlp, MoESpec):
             found |= self.mlp.parameters(self.hidden_size)
         return found

@@ -305,7 +305,7 @@ class _Source:
         """Read the decoder's `parameter` and store it at `path` within `module`."""
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
-        scheme = self.rounded_to(parameter, owner)
+        scheme = self.rounded_to(parameter)
         if parameter in self.schemes:
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
@@ -329,12 +329,13 @@ class _Source:
         else:
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
 
-    def rounded_to(self, parameter: str, owner: nn.Module) -> Scheme | None:
+    def rounded_to(self, parameter: str) -> Scheme | None:
         """The scheme to round an unquantized matrix to; None to keep it."""
         if parameter == "head.weight":
             return self.head
-        is_matrix = isinstance(owner, nn.Linear) and parameter.endswith(".weight")
-        return self.layer_scheme if is_matrix and not self.is_dequantized(parameter) else None
+        matrix = self.config.matrix(parameter)
+        is_rounded = matrix is not None and not matrix.dequantized and parameter.endswith(".weight")
+        return self.layer_scheme if is_rounded else None
 
     def is_dequantized(self, parameter: str) -> bool:
         """Whether a parameter is a matrix that a decoder holds dequantized."""

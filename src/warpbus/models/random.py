@@ -63,8 +63,8 @@ def random_model(
             if module is model.head and config.tie_embeddings:
                 continue
             matrix = model.config.matrix(f"{name}.weight")
-            kept = matrix is not None and matrix.dequantized
-            chosen = head if module is model.head else None if kept else scheme
+            rounded = scheme if matrix is not None and not matrix.dequantized else None
+            chosen = head if module is model.head else rounded
             if chosen is None:
                 module.weight = _fixed(draw.normal(*module.weight.shape, std=module.in_features**-0.5))
                 module.bias = None if module.bias is None else _fixed(draw.bias(module))

@@ -11,7 +11,15 @@ from warpbus.kernels.reference import mla as reference
 
 
 def mla_attention(
-    q: Tensor, positions: Tensor, blocks: Tensor, latents: Tensor, *, value_dim: int, scale: float, limit: int
+    q: Tensor,
+    positions: Tensor,
+    blocks: Tensor,
+    latents: Tensor,
+    *,
+    value_dim: int,
+    scale: float,
+    limit: int,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Attend to all latents up to a position (MLA in its absorbed form; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
@@ -30,6 +38,8 @@ def mla_attention(
         value_dim: leading features of a key that are its value.
         scale: of the scores.
         limit: greater than all positions.
+        selected: bool `[b, tokens]`, at least the tokens of `ceil(limit / B)` blocks: rows attend to these only. Each
+            row has at least one up to its position.
 
     Returns:
         `[b, heads, value_dim]` in the dtype of `q`.
@@ -57,13 +67,25 @@ def mla_attention(
     held = blocks.shape[1] * latents.shape[2]
     if not 0 < limit <= held:
         raise UsageError(f"{name}: limit is {limit}, with blocks for {held} tokens: give one from 1 up to that")
-    return _mla_attention(q, positions, blocks, latents, value_dim, scale, limit)
+    read = -(-limit // latents.shape[2]) * latents.shape[2]
+    if selected is not None and (
+        selected.dtype != torch.bool
+        or selected.device != q.device
+        or selected.dim() != 2
+        or len(selected) != batch
+        or selected.shape[1] < read
+    ):
+        raise TensorError(
+            f"{name}: selected is {selected.dtype} {list(selected.shape)} on {selected.device}: give torch.bool "
+            f"[{batch}, {read}] on {q.device}"
+        )
+    return _mla_attention(q, positions, blocks, latents, value_dim, scale, limit, selected)
 
 
 _mla_attention = operator(
-    "mla_attention(Tensor q, Tensor positions, Tensor blocks, Tensor latents, int value_dim, float scale, int limit) "
-    "-> Tensor",
+    "mla_attention(Tensor q, Tensor positions, Tensor blocks, Tensor latents, int value_dim, float scale, int limit, "
+    "Tensor? selected) -> Tensor",
     cuda=reference.mla_attention,
     reference=reference.mla_attention,
-    fake=lambda q, positions, blocks, latents, value_dim, scale, limit: q.new_empty(*q.shape[:2], value_dim),
+    fake=lambda q, positions, blocks, latents, value_dim, *others: q.new_empty(*q.shape[:2], value_dim),
 )

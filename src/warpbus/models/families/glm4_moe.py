@@ -10,8 +10,8 @@ from warpbus.models.families.fields import MAX_LAYERS, Fields
 from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 
 
-def sigmoid_router(fields: Fields) -> RouterSpec:
-    """The router of GLM-4.5 and its successors. Raises CheckpointError naming the key that is wrong."""
+def _sigmoid_router(fields: Fields, scale: float) -> RouterSpec:
+    """The router of GLM-4.5 and its successors; `scale` where the file does not say. Raises CheckpointError."""
     experts, top_k = moe.expert_counts(fields, "n_routed_experts")
     groups = fields.divisor("n_group", "n_routed_experts", experts, default=1)
     top_groups = fields.size("topk_group", groups, default=1)
@@ -24,18 +24,25 @@ def sigmoid_router(fields: Fields) -> RouterSpec:
         top_k=top_k,
         scoring="sigmoid",
         normalized=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", 1e-3, 1e3, default=1.0),
+        scale=fields.number("routed_scaling_factor", 1e-3, 1e3, default=scale),
         groups=groups,
         top_groups=top_groups,
         bias=True,
     )
 
 
-def mixture(fields: Fields) -> MoESpec:
-    """The experts of GLM-4.5 and its successors. Raises CheckpointError naming the key that is wrong."""
+def mixture(fields: Fields, *, scale: float = 1.0) -> MoESpec:
+    """The experts of GLM-4.5 and its successors.
+
+    Args:
+        scale: see `RouterSpec`, where the file does not say.
+
+    Raises:
+        CheckpointError: names the key that is wrong.
+    """
     width = fields.size("moe_intermediate_size")
     shared = int(fields.number("n_shared_experts", 0, moe.MAX_EXPERTS, default=1))
-    return MoESpec(sigmoid_router(fields), MLPSpec(width), MLPSpec(shared * width) if shared else None)
+    return MoESpec(_sigmoid_router(fields, scale), MLPSpec(width), MLPSpec(shared * width) if shared else None)
 
 
 def _layer_mlps(fields: Fields) -> moe.LayerMLP:

@@ -8,6 +8,7 @@ from warpbus.models.layers.attention import (
     CausalAttention,
     FusedAttention,
 )
+from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import MLP
@@ -23,6 +24,7 @@ __all__ = [
     "BranchedAttention",
     "CausalAttention",
     "FusedAttention",
+    "IndexFeatures",
     "LatentAttention",
     "LayerNorm",
     "MoE",
@@ -37,4 +39,5 @@ __all__ = [
     "project",
     "prompt_lengths",
     "rotate",
+    "select_tokens",
 ]

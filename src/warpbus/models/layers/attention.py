@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models.config import RopeConfig
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec
+from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
 from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
@@ -55,7 +56,14 @@ class FusedAttention(ABC):
         """
 
     @abstractmethod
-    def attend_latent(self, layer: int, attention: "LatentAttention", q_bthd: Tensor, latent_btd: Tensor) -> Tensor:
+    def attend_latent(
+        self,
+        layer: int,
+        attention: "LatentAttention",
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
         """Multi-head latent attention: apply RoPE to queries and rotary keys, store the new latents, attend causally.
 
         Args:
@@ -63,13 +71,45 @@ class FusedAttention(ABC):
             attention: expands latents to keys and values, or absorbs the expansion into queries and outputs.
             q_bthd: `[batch, tokens, heads, nope_dim + rope_dim]`, not rotated.
             latent_btd: normed latents and rotary keys `[batch, tokens, kv_rank + rope_dim]`, not rotated.
+            index: of the layer's indexer, not rotated; None if it has none.
 
         Returns:
             `[batch, tokens, heads value_dim]`.
         """
 
 
-class CausalAttention:
+class WholeAttention(ABC):
+    """A context of whole sequences, which may attend to selected tokens only (see `IndexerSpec`)."""
+
+    _selected_btt: Tensor | None = None  # by the last layer with an indexer
+
+    @abstractmethod
+    def visible(self, positions_bt: Tensor) -> Tensor:
+        """The tokens that each token may attend to, bool, broadcast to `[batch, tokens, tokens]`."""
+
+    def attend_selected(
+        self,
+        q_bthd: Tensor,
+        k_bthd: Tensor,
+        v_bthd: Tensor,
+        positions_bt: Tensor,
+        top_k: int,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        """As `AttentionContext.attend`, to the tokens that an indexer selects.
+
+        Args:
+            top_k: tokens that it selects at most.
+            index: of the layer's indexer, rotated; None: the selection of the last layer that had an indexer.
+        """
+        visible = self.visible(positions_bt)
+        if index is not None:
+            self._selected_btt = select_tokens(index.q, index.weights, index.k, visible, top_k)
+        assert self._selected_btt is not None
+        return attend_masked(q_bthd, k_bthd, v_bthd, self._selected_btt[:, None])
+
+
+class CausalAttention(WholeAttention):
     """Each token attends to itself and to the tokens before it in its row; there is no KV cache.
 
     Args:
@@ -93,6 +133,13 @@ class CausalAttention:
         if extents is not None:
             return packed_attention(q_bthd, k_bthd, v_bthd, extents)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
+
+    def visible(self, positions_bt: Tensor) -> Tensor:
+        mask = self.reached(positions_bt)
+        if mask is not None:
+            return mask[:, 0]
+        tokens = positions_bt.shape[1]
+        return torch.ones(1, tokens, tokens, dtype=torch.bool, device=positions_bt.device).tril()
 
     def extents(self, q_bthd: Tensor) -> Extents | None:
         """The bounds of the documents, if rows are packed and the variable-length kernel can be used."""
@@ -133,7 +180,7 @@ class CausalAttention:
         return mask[:, None]
 
 
-class BranchedAttention:
+class BranchedAttention(WholeAttention):
     """Tree attention of one level: each row is the common prefix of several texts, followed by their continuations.
 
     A token attends to the prefix and to the tokens before it in its own continuation; the prefix is computed once.
@@ -149,11 +196,14 @@ class BranchedAttention:
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
+        return attend_masked(q_bthd, k_bthd, v_bthd, self.visible(positions_bt)[:, None])
+
+    def visible(self, positions_bt: Tensor) -> Tensor:
         if self._mask is None:
             of_key, of_query = self.branches_bt[:, None, :], self.branches_bt[:, :, None]
             mask = (of_key == 0) | (of_key == of_query)
-            self._mask = mask.logical_and_(positions_bt[:, None, :] <= positions_bt[:, :, None])[:, None]
-        return attend_masked(q_bthd, k_bthd, v_bthd, self._mask)
+            self._mask = mask.logical_and_(positions_bt[:, None, :] <= positions_bt[:, :, None])
+        return self._mask
 
 
 def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor | None) -> Tensor:

@@ -6,12 +6,15 @@ absorbs the projection `kv_b` into queries and outputs instead: attention then h
 latent and the rotary key, and whose values are the latent, which is all that the KV cache stores.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from warpbus.models.config import RopeConfig
 from warpbus.models.layer_spec import LatentAttentionSpec, LayerSpec
-from warpbus.models.layers.attention import AttentionContext, FusedAttention
+from warpbus.models.layers.attention import AttentionContext, FusedAttention, WholeAttention
+from warpbus.models.layers.indexer import Indexer, IndexFeatures
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
 from warpbus.models.layers.rope import rotate
@@ -36,6 +39,10 @@ class LatentAttention(nn.Module):
         rank, eps = self.spec.query_rank, self.spec.norm_eps
         self.q_a_norm = None if rank is None else RMSNorm(rank, eps)
         self.kv_a_norm = RMSNorm(self.spec.kv_rank, eps)
+        self.indexer: Indexer | None = None
+        if self.spec.indexer is not None and not self.spec.indexer.shared:
+            assert rank is not None
+            self.indexer = Indexer(self.spec.indexer, rank, spec.hidden_size)
 
     @property
     def output(self) -> nn.Module:
@@ -56,15 +63,21 @@ class LatentAttention(nn.Module):
 
         With a `FusedAttention`, positions and angles are ignored: the context has its own.
         """
-        q, latent = self._projected(x_btd, norm)
+        q, latent, index = self._projected(x_btd, norm)
         if isinstance(context, FusedAttention):
-            return context.attend_latent(layer, self, q, latent)
+            return context.attend_latent(layer, self, q, latent, index)
         assert positions_bt is not None
         assert angles is not None
         q = torch.cat((q[..., : self.spec.nope_dim], self._rotated(q[..., self.spec.nope_dim :], angles)), dim=-1)
         rotary = self._rotated(latent[..., None, self.spec.kv_rank :], angles)[..., 0, :]
         k, v = self.expand(torch.cat((latent[..., : self.spec.kv_rank], rotary), dim=-1))
-        return context.attend(layer, q, k, v, positions_bt).flatten(-2)
+        if self.spec.indexer is None:
+            return context.attend(layer, q, k, v, positions_bt).flatten(-2)
+        if index is not None:
+            keys = self._rotated(index.k[..., None, :], angles)[..., 0, :]
+            index = replace(index, q=self._rotated(index.q, angles), k=keys)
+        assert isinstance(context, WholeAttention)
+        return context.attend_selected(q, k, v, positions_bt, self.spec.indexer.top_k, index).flatten(-2)
 
     def latent(self, stage: str, x_btd: Tensor, norm: Norm) -> Tensor:
         """The input of the matrix that reads "attention.query_latent" or "attention.kv_latent".
@@ -121,16 +134,26 @@ class LatentAttention(nn.Module):
         """The weight of `kv_b`, `[heads, nope_dim + value_dim, kv_rank]`, which is never quantized after loading."""
         return self.kv_b.weight.unflatten(0, (self.spec.num_heads, -1))
 
-    def _projected(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Queries `[..., heads, nope_dim + rope_dim]`; normed latents and rotary keys `[..., kv_rank + rope_dim]`.
+    def _projected(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor, IndexFeatures | None]:
+        """What is projected from hidden states; nothing is rotated.
 
-        Neither is rotated.
+        Returns:
+            queries `[..., heads, nope_dim + rope_dim]`; normed latents and rotary keys `[..., kv_rank + rope_dim]`; and
+            the features of the indexer, if there is one.
         """
+        index = None
+        if self.indexer is not None and norm is not None:
+            x, norm = norm(x), None
         queries, latent = self._first(x, norm)
-        if self.q_b is not None:
+        if self.indexer is not None and self.q_a_norm is not None and self.q_b is not None:
+            queries = self.q_a_norm(queries)
+            index = self.indexer(x, queries)
+            queries = project(self.q_b, queries)
+        elif self.q_b is not None:
             queries = project(self.q_b, queries, norm=self.q_a_norm)
         compressed, rotary = latent.split((self.spec.kv_rank, self.spec.rope_dim), dim=-1)
-        return queries.unflatten(-1, (self.spec.num_heads, -1)), torch.cat((self.kv_a_norm(compressed), rotary), dim=-1)
+        latent = torch.cat((self.kv_a_norm(compressed), rotary), dim=-1)
+        return queries.unflatten(-1, (self.spec.num_heads, -1)), latent, index
 
     def _first(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """The projections of the hidden states: of queries (their latent, if they have one), and of keys and values."""
