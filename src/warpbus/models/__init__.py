@@ -6,6 +6,7 @@ from warpbus.models.families import Family, TensorMap
 from warpbus.models.layer_spec import (
     AttentionSpec,
     Axis,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MatrixSpec,
@@ -33,6 +34,7 @@ __all__ = [
     "Decoder",
     "DecoderLayer",
     "Family",
+    "IndexerSpec",
     "LatentAttentionSpec",
     "LayerSpec",
     "MLPSpec",

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from engine_models import LATENT, PROMPTS, as_on_a_gpu, assert_best, finish
+from engine_models import LATENT, PROMPTS, SPARSE, as_on_a_gpu, assert_best, finish
 
 from warpbus.engine.attention import PositionedAttention
 from warpbus.engine.blocks import BLOCK
@@ -24,9 +24,9 @@ GREEDY = SamplingParams(temperature=0)
 FLASH = Stored.uniform(SHAPES["glm-4.7-flash"], torch.bfloat16, Scheme.parse("w4a16-g128"))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_model(LATENT, None, "cpu", torch.float32)
+@pytest.fixture(scope="module", params=[LATENT, SPARSE], ids=["latent", "sparse"])
+def model(request):
+    return random_model(request.param, None, "cpu", torch.float32)
 
 
 def answers(engine, prompts=PROMPTS):
@@ -113,9 +113,25 @@ def test_no_plan_rounds_latents_to_eight_bits():
             plan_memory(FLASH, limit, kv_dtype=kv_dtype)
 
 
+def test_the_cache_holds_the_keys_of_indexers():
+    own = LATENT.num_layers * (64 + 8) + 16  # the second layer has no indexer
+    assert token_bytes(SPARSE, torch.float16, "auto") == own * 2
+    cache = KVCache(SPARSE, 6, device=CPU, dtype=torch.float16)
+    assert cache.block_bytes == BLOCK * own * 2
+    cache.commit(6)
+    keys, none = cache.index_keys
+    assert keys.shape == (6, 1, BLOCK, 16)
+    assert none is None
+    keys[2] = 3
+    cache.copy(2, 5)
+    assert (keys[5] == 3).all()
+    assert not keys[4].any()
+
+
 @torch.no_grad()
-def test_rows_with_positions_of_their_own_attend_as_far_as_they_see(model):
+def test_rows_with_positions_of_their_own_attend_as_far_as_they_see():
     """Rotary angles of position 5, stored in slot 7 after two latents of a prefix, and slot 8 is not visible."""
+    model = random_model(LATENT, None, "cpu", torch.float32)
     attention, generator = model.layers[0].attention, torch.Generator().manual_seed(1)
     spec = attention.spec
     q, latents = torch.randn(4, 20, generator=generator), torch.randn(9, 72, generator=generator)
@@ -130,7 +146,7 @@ def test_rows_with_positions_of_their_own_attend_as_far_as_they_see(model):
     )
     blocks = torch.tensor([[2, 1]], dtype=torch.int32)
     context = PositionedAttention(LATENT, rows, cache, blocks, 2 * BLOCK)
-    found = context.attend_latent(0, attention, q[None, None], latents[7][None, None])
+    found = context.attend_latent(0, attention, q[None, None], latents[7][None, None], None)
 
     angles = model.rotary(torch.tensor([[5]]), torch.float32)
     rotated = [

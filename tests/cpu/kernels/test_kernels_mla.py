@@ -57,6 +57,20 @@ def test_a_limit_above_the_positions_changes_nothing():
     assert torch.equal(mla_attention(**{**asked, "limit": 48}), found)
 
 
+def test_rows_attend_to_selected_latents_only():
+    asked = problem([40, 17])
+    selected = torch.rand(2, 48) < 0.5
+    selected[:, 3] = True
+    found = mla_attention(**asked, selected=selected)
+    for row, position in enumerate((40, 17)):
+        kept = selected[row, : position + 1].nonzero()[:, 0]
+        keys = torch.stack(
+            [asked["latents"][asked["blocks"][row, at // 16], 0, at % 16] for at in kept.tolist()]
+        ).double()
+        weights = (asked["q"][row].double() @ keys.T * 0.3).softmax(-1)
+        torch.testing.assert_close(found[row].double(), weights @ keys[:, :16], rtol=1e-5, atol=1e-5)
+
+
 def test_sizes_of_the_published_models_and_no_rows():
     asked = problem([33], heads=20, size=576, value_dim=512, block=32)
     torch.testing.assert_close(mla_attention(**asked).double(), exact(asked), rtol=1e-4, atol=1e-5)
@@ -65,7 +79,7 @@ def test_sizes_of_the_published_models_and_no_rows():
 
 
 def test_the_operator_is_registered():
-    opcheck(torch.ops.warpbus.mla_attention.default, tuple(problem([5, 20]).values()))
+    opcheck(torch.ops.warpbus.mla_attention.default, (*problem([5, 20]).values(), None))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,8 @@ def test_the_operator_is_registered():
         ({"latents": torch.zeros(4, 1, 16, 24).to(torch.int8)}, r"scales does not go with a cache of torch.int8"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions are torch.int64, expected torch.int32"),
         ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions"),
+        ({"selected": torch.ones(2, 20, dtype=torch.bool)}, r"selected is torch.bool \[2, 20\] .* \[2, 32\] on cpu"),
+        ({"selected": torch.ones(2, 32)}, r"selected is torch.float32"),
         ({"blocks": torch.zeros(3, 2, dtype=torch.int32)}, r"blocks"),
     ],
 )

@@ -59,7 +59,8 @@ class Indexer(nn.Module):
 def select_tokens(q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, top_k: int) -> Tensor:
     """The tokens that each token attends to: the best scored ones of those that it may see.
 
-    The score of a key is the weighted sum of the heads' products, negative ones counting as 0.
+    The score of a key is the weighted sum of the heads' products, negative ones counting as 0. Of equal scores those of
+    the first tokens are selected.
 
     Args:
         q: rotated queries `[batch, tokens, heads, head_dim]`.
@@ -82,6 +83,13 @@ def select_tokens(q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, top
         rows = slice(start, start + at_once)
         products = torch.einsum("bthd,bsd->bths", q[:, rows].float(), wide).relu_()
         scores = torch.einsum("bths,bth->bts", products, weights[:, rows])
-        best = scores.masked_fill_(~visible[:, rows], -torch.inf).topk(top_k, dim=-1).indices
-        selected.append(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True))
+        selected.append(_best(scores.masked_fill_(~visible[:, rows], -torch.inf), top_k))
     return torch.cat(selected, dim=1).logical_and_(visible)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The `count` best scores of the last axis; of equal ones the first, wherever the row is computed."""
+    last = scores.topk(count, dim=-1).values[..., -1:]
+    better, equal = scores > last, scores == last
+    left = count - better.sum(-1, keepdim=True)
+    return better | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
