@@ -6,15 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-from warpbus.models.layer_spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    MatrixSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-)
+from warpbus.models.latent_spec import LatentAttentionSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
 
 
 @dataclass(frozen=True)

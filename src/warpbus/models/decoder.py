@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from warpbus.dist import Group
 from warpbus.models.config import ModelConfig, RopeConfig
-from warpbus.models.layer_spec import LatentAttentionSpec, LayerSpec, MoESpec
+from warpbus.models.latent_spec import LatentAttentionSpec
+from warpbus.models.layer_spec import LayerSpec, MoESpec
 from warpbus.models.layers import (
     MLP,
     Attention,
@@ -163,6 +164,11 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether a forward pass on a GPU reads results back, so that no CUDA graph can capture it."""
+        return any(isinstance(layer.mlp, MoE) and not layer.mlp.stacked for layer in self.layers)
 
     def hidden(
         self,

@@ -13,9 +13,8 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import MoE, QuantizedLinear, Router
 from warpbus.models.layers.fusion import gpu_has_kernels
-from warpbus.models.layers.moe import Router
 from warpbus.models.parallel import Part
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme, packed_words
@@ -71,8 +70,7 @@ def random_model(
             else:
                 bias = None if module.bias is None else draw.bias(module)
                 parent, _, leaf = name.rpartition(".")
-                fitting = chosen.fitting(module.in_features)
-                quantized = QuantizedLinear(draw.weight(fitting, module), bias, dtype=dtype)
+                quantized = QuantizedLinear(draw.weight(chosen.fitting(module.in_features), module), bias, dtype=dtype)
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
@@ -81,7 +79,7 @@ def random_model(
         elif isinstance(module, Router):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=module.weight.shape[1] ** -0.5))
             if module.bias is not None:
-                module.bias = _fixed(torch.zeros(module.bias.shape, device=device))
+                module.bias = _fixed(torch.zeros(module.weight.shape[0], device=device))
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:
@@ -94,6 +92,9 @@ def random_model(
             model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
     if part is not None and group is not None:
         part.join(model, group)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.stack()
     if embedding is not None:
         model.embedding.to(embedding)
     return model.eval()

@@ -1,15 +1,8 @@
 """The true shapes of well-known models, for benchmarks and tests that need no checkpoint."""
 
 from warpbus.models.config import ModelConfig, RopeConfig
-from warpbus.models.layer_spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    RouterSpec,
-)
+from warpbus.models.latent_spec import LatentAttentionSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
 
 
 def _layers(

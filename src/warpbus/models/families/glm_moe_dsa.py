@@ -10,7 +10,7 @@ from warpbus.models.families.family import Family, TensorMap
 from warpbus.models.families.fields import MAX_LAYERS, Fields
 from warpbus.models.families.glm4_moe import mixture
 from warpbus.models.families.glm4_moe_lite import STOP_IDS, layer_mlps
-from warpbus.models.layer_spec import IndexerSpec
+from warpbus.models.latent_spec import IndexerSpec
 
 _DENSE_LAYERS, _SCALE = 3, 2.5  # where the file does not say
 _KINDS = {"F": "full", "S": "shared"}

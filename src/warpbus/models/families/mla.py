@@ -1,7 +1,7 @@
 """Multi-head latent attention as Hugging Face names it: its tensors, and the keys that size it."""
 
 from warpbus.models.families.fields import Fields
-from warpbus.models.layer_spec import LatentAttentionSpec
+from warpbus.models.latent_spec import LatentAttentionSpec
 
 ATTENTION = {
     "attention.q.weight": ("self_attn.q_proj.weight",),

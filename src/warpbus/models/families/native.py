@@ -10,7 +10,8 @@ from warpbus.models.families.family import TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
 from warpbus.models.families.moe import LayerMLP
 from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
-from warpbus.models.layer_spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MLPSpec, NormSpec
+from warpbus.models.latent_spec import LatentAttentionSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
     "embedding.weight": ("model.embed_tokens.weight",),

@@ -12,7 +12,7 @@ from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import MLP
-from warpbus.models.layers.moe import MoE, Routing
+from warpbus.models.layers.moe import MoE, Router, Routing
 from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
 from warpbus.models.layers.rope import Rotary, coordinates, prompt_lengths, rotate
 
@@ -32,6 +32,7 @@ __all__ = [
     "QuantizedLinear",
     "RMSNorm",
     "Rotary",
+    "Router",
     "Routing",
     "Selection",
     "coordinates",

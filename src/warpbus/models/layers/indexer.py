@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from warpbus.models.layer_spec import IndexerSpec
+from warpbus.models.latent_spec import IndexerSpec
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import LayerNorm
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.models.config import RopeConfig
-from warpbus.models.layer_spec import LatentAttentionSpec, LayerSpec
+from warpbus.models.latent_spec import LatentAttentionSpec
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers.attention import AttentionContext, FusedAttention, WholeAttention
 from warpbus.models.layers.indexer import Indexer, IndexFeatures
 from warpbus.models.layers.linear import project
