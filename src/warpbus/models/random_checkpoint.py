@@ -53,7 +53,8 @@ def write_random_checkpoint(
 
     Args:
         directory: where the model is to be.
-        shape: one of `SHAPES`, or a config of the family chatglm, chatglm2, glm4_moe, glm4_moe_lite, llama or qwen3_moe.
+        shape: one of `SHAPES`, or a config of the family chatglm, chatglm2, glm4_moe, glm4_moe_lite, llama or
+            qwen3_moe.
         dtype: of all tensors, float16, bfloat16 or float32.
         seed: the same one draws the same model on the same kind of device.
         layers: decoder layers, in place of the shape's.
