@@ -16,7 +16,7 @@ from warpbus.bench.decoders import Generate, random_prompt
 from warpbus.bench.footprint import measure_memory
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
-from warpbus.models import SHAPES, Decoder, MatrixSpec, ModelConfig, random_model
+from warpbus.models import SHAPES, Decoder, LayerSpec, MatrixSpec, ModelConfig, MoESpec, random_model
 from warpbus.qtensor import Scheme
 
 _SHAPE = "chatglm2-6b"
@@ -192,17 +192,25 @@ def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, c
         return 8 * dtype.itemsize if scheme is None else scheme.bits_per_weight(k)
 
     read = dict.fromkeys(_parts(config), 0)
-    for _, matrix in config.matrices:
+    for index, matrix in config.matrices:
         rows, columns = matrix.shape
-        read[_part(matrix)] += int(rows * columns * bits(columns) / 8)
-    read["attention"] = 2 * config.num_layers * config.attention.kv_width * context * dtype.itemsize
+        width = 8 * dtype.itemsize if matrix.dequantized else bits(columns)
+        read[_part(matrix)] += int(rows * columns * width / 8 * _use(config.layers[index], matrix))
+    read["attention"] = sum(layer.attention.cache_entry.size for layer in config.layers) * context * dtype.itemsize
     read["head"] = config.vocab_size * config.hidden_size * dtype.itemsize
     return read
 
 
 def _parts(config: ModelConfig) -> tuple[str, ...]:
-    """The matrices of a layer, as the reports call them."""
-    return tuple(map(_part, config.layers[0].matrices))
+    """The matrices of the layers, as the reports call them."""
+    return tuple(dict.fromkeys(_part(matrix) for _, matrix in config.matrices))
+
+
+def _use(layer: LayerSpec, matrix: MatrixSpec) -> float:
+    """The share of tokens that are multiplied with a matrix: an expert has its share of them on average."""
+    if matrix.expert is None or not isinstance(layer.mlp, MoESpec):
+        return 1.0
+    return layer.mlp.router.top_k / layer.mlp.router.experts
 
 
 def _part(matrix: MatrixSpec) -> str:

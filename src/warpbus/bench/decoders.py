@@ -104,7 +104,7 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     rope = {
         "rope_type": "default",
         "rope_theta": config.rope.theta,
-        "partial_rotary_factor": config.rope.rotary_dim / config.attention.head_dim,
+        "partial_rotary_factor": config.rope.rotary_dim / config.grouped_attention.head_dim,
     }
     name = "Llama" if config.family == "llama" else "Glm"
     settings = getattr(library, f"{name}Config")(
@@ -112,12 +112,12 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
         hidden_size=config.hidden_size,
         intermediate_size=config.dense_mlp.ffn_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.attention.num_heads,
-        num_key_value_heads=config.attention.num_kv_heads,
-        head_dim=config.attention.head_dim,
+        num_attention_heads=config.grouped_attention.num_heads,
+        num_key_value_heads=config.grouped_attention.num_kv_heads,
+        head_dim=config.grouped_attention.head_dim,
         rms_norm_eps=config.norm.eps,
         max_position_embeddings=config.max_context,
-        attention_bias=config.attention.qkv_bias,
+        attention_bias=config.grouped_attention.qkv_bias,
         rope_parameters=rope,
         pad_token_id=0,
         bos_token_id=None,

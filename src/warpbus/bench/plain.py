@@ -66,28 +66,28 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, capacity: int, linear: Linear) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.attention.width
+        hidden, width = config.hidden_size, config.grouped_attention.width
         self.config = config
         self.attention_norm = PlainRMSNorm(hidden, config.norm.eps)
-        self.qkv = linear(hidden, sum(config.attention.qkv_rows), config.attention.qkv_bias)
-        self.o = linear(width, hidden, config.attention.output_bias)
+        self.qkv = linear(hidden, sum(config.grouped_attention.qkv_rows), config.grouped_attention.qkv_bias)
+        self.o = linear(width, hidden, config.grouped_attention.output_bias)
         self.mlp_norm = PlainRMSNorm(hidden, config.norm.eps)
         self.gate_up = linear(hidden, 2 * config.dense_mlp.ffn_size, False)
         self.down = linear(config.dense_mlp.ffn_size, hidden, False)
         for name in ("keys", "values"):
             self.register_buffer(
-                name, torch.randn(1, config.attention.num_kv_heads, capacity, config.attention.head_dim)
+                name, torch.randn(1, config.grouped_attention.num_kv_heads, capacity, config.grouped_attention.head_dim)
             )
 
     def forward(self, x: Tensor, position: Tensor, angles: tuple[Tensor, Tensor], visible: Tensor) -> Tensor:
         config = self.config
-        parts = self.qkv(self.attention_norm(x)).split(config.attention.qkv_rows, dim=-1)
-        q, k, v = (part.view(1, -1, config.attention.head_dim) for part in parts)
+        parts = self.qkv(self.attention_norm(x)).split(config.grouped_attention.qkv_rows, dim=-1)
+        q, k, v = (part.view(1, -1, config.grouped_attention.head_dim) for part in parts)
         self.keys.index_copy_(2, position, _rotate(k, angles, config.rope.interleaved)[:, :, None])
         self.values.index_copy_(2, position, v[:, :, None])
         # The queries of a group stand where the tokens of a sequence would: keys and values are read once for all.
         q = _rotate(q, angles, config.rope.interleaved).view(
-            1, config.attention.num_kv_heads, -1, config.attention.head_dim
+            1, config.grouped_attention.num_kv_heads, -1, config.grouped_attention.head_dim
         )
         attended = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=visible)
         x = x + self.o(attended.reshape(1, -1))

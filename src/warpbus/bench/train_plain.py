@@ -36,19 +36,25 @@ class _Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(config.hidden_size, sum(config.attention.qkv_rows), bias=config.attention.qkv_bias)
-        self.o = nn.Linear(config.attention.width, config.hidden_size, bias=config.attention.output_bias)
+        self.qkv = nn.Linear(
+            config.hidden_size, sum(config.grouped_attention.qkv_rows), bias=config.grouped_attention.qkv_bias
+        )
+        self.o = nn.Linear(
+            config.grouped_attention.width, config.hidden_size, bias=config.grouped_attention.output_bias
+        )
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         config = self.config
-        parts = self.qkv(x).split(config.attention.qkv_rows, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, config.attention.head_dim)).transpose(1, 2) for part in parts)
+        parts = self.qkv(x).split(config.grouped_attention.qkv_rows, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, config.grouped_attention.head_dim)).transpose(1, 2) for part in parts)
         q, k = (_rotate(each, angles, config.rope.interleaved) for each in (q, k))
-        grouped = config.attention.num_heads != config.attention.num_kv_heads
+        grouped = config.grouped_attention.num_heads != config.grouped_attention.num_kv_heads
         if grouped and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
             # torch's fused kernels know groups in 16 bits alone.
             k, v = (
-                each.repeat_interleave(config.attention.num_heads // config.attention.num_kv_heads, dim=1)
+                each.repeat_interleave(
+                    config.grouped_attention.num_heads // config.grouped_attention.num_kv_heads, dim=1
+                )
                 for each in (k, v)
             )
             grouped = False
@@ -105,7 +111,7 @@ class PlainModel(nn.Module):
         super().__init__()
         if (
             config.norm.kind == "layer"
-            or config.attention.qk_norm
+            or config.grouped_attention.qk_norm
             or config.layers[0].output_norms
             or config.rope.scaling
             or config.tie_embeddings

@@ -37,13 +37,18 @@ def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
     if there.source:
         raise UsageError("the model has adapters of another engine: load it once more for these")
     selection, like = Selection(loras), model.final_norm.weight
-    routed = {f"layers.{index}.{matrix.name}" for index, matrix in model.config.matrices if matrix.expert is not None}
+    matrices = {f"layers.{index}.{matrix.name}": matrix for index, matrix in model.config.matrices}
     for name in sorted({name for lora in loras for name in lora.parts}):
-        if name in routed:
-            owner = next(lora for lora in loras if name in lora.parts)
+        owner = next(lora for lora in loras if name in lora.parts)
+        if name in matrices and matrices[name].expert is not None:
             raise CheckpointError(
                 f"{owner.name}: {name}: LoRAs of routed experts are not supported here: merge it with warpbus merge, "
                 "or use one for attention and the shared expert"
+            )
+        if name in matrices and matrices[name].dequantized:
+            raise CheckpointError(
+                f"{owner.name}: {name}: LoRAs of this matrix are not supported here, because decoding absorbs it into "
+                "queries and outputs: merge it with warpbus merge, or use one for the other matrices"
             )
         parent, attribute, linear = _linear(model, name, loras)
         pairs = [_pair(lora, name, linear, like.dtype) for lora in loras]

@@ -8,13 +8,18 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
+from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
+from warpbus.kernels.ops.mla import mla_attention
 from warpbus.kernels.ops.rope import rope_and_cache
+from warpbus.kernels.reference.attention import visible
+from warpbus.kernels.reference.cache import gather
+from warpbus.kernels.reference.rope import rotate
 from warpbus.models import ModelConfig
-from warpbus.models.layers import FusedAttention
+from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class PrefillAttention(FusedAttention):
         self._cache = cache
         self._slot_mapping = slot_mapping
         self._spans = spans
+        # Of each chunk the tokens that the last layer with an indexer has selected; None: all.
+        self._selected: list[Tensor | None] = [None] * len(spans)
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config, angles = self._config, self._angles
@@ -88,6 +95,55 @@ class PrefillAttention(FusedAttention):
             if first < span.end - span.begin:
                 attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
         return attended.flatten(-2)[None]
+
+    def attend_latent(
+        self,
+        layer: int,
+        attention: LatentAttention,
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        cached, spec = self._cache.layers[layer][0], attention.spec
+        angles = self._angles
+        q, latent = _rotated(attention, q_bthd[0], latent_btd[0], angles.table, angles.positions)
+        _store(latent, self._slot_mapping, cached)
+        if index is not None:
+            index = _rotated_index(attention, index, angles.table, angles.positions)
+            self._select(attention, index, self._cache.index_keys[layer])
+        outputs = []
+        for span, selected in zip(self._spans, self._selected, strict=True):
+            part = slice(span.begin, span.end)
+            if span.blocks is None:
+                keys, values = attention.expand(latent[part])
+                outputs.append(_attend(q[part], keys, values, causal=True, selected=selected).flatten(-2))
+            else:
+                # Absorbed: keys and values of all heads would take much more memory than the latents.
+                length = span.start + span.end - span.begin
+                keys = gather_cache(cached, None, span.blocks, length, q.dtype).expand(-1, spec.num_heads, -1)
+                queries, values = attention.absorb(q[part]), keys[..., : spec.kv_rank]
+                scale = spec.query_dim**-0.5
+                attended = _attend(queries, keys, values, causal=True, scale=scale, selected=selected)
+                outputs.append(attention.outputs(attended))
+        return torch.cat(outputs)[None]
+
+    def _select(self, attention: LatentAttention, index: IndexFeatures, cached: Tensor | None) -> None:
+        """Store the index keys of the chunks, and select the tokens that they attend to."""
+        assert cached is not None
+        assert attention.spec.indexer is not None
+        top_k = attention.spec.indexer.top_k
+        _store(index.k, self._slot_mapping, cached)
+        for at, span in enumerate(self._spans):
+            part, length = slice(span.begin, span.end), span.start + span.end - span.begin
+            if length <= top_k:
+                continue
+            keys = index.k[part]
+            if span.blocks is not None:
+                keys = gather_cache(cached, None, span.blocks, length, index.k.dtype)[:, 0]
+            causal = _causal(span.end - span.begin, length, keys.device)
+            self._selected[at] = select_tokens(
+                index.q[None, part], index.weights[None, part], keys[None], causal, top_k
+            )[0]
 
     def _read(
         self,
@@ -134,6 +190,7 @@ class DecodeAttention(FusedAttention):
         self._blocks = blocks
         self._limit = limit
         self._slot_mapping = slot_mapping
+        self._selected: Tensor | None = None  # by the last layer with an indexer
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
@@ -157,6 +214,29 @@ class DecodeAttention(FusedAttention):
             inputs_ready=self._slot_mapping is None,
         )
         return attended.view(len(qkv_btr), 1, -1)
+
+    def attend_latent(
+        self,
+        layer: int,
+        attention: LatentAttention,
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        slot_mapping, positions = self._slot_mapping, self._positions
+        if slot_mapping is None:
+            block = self._blocks.gather(1, (positions // BLOCK)[:, None].long())[:, 0]
+            slot_mapping = block.long() * BLOCK + positions % BLOCK
+        cached = self._cache.layers[layer][0]
+        q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions)
+        _store(latent, slot_mapping, cached)
+        if index is not None:
+            index = _rotated_index(attention, index, self._table, positions)
+            keys = self._cache.index_keys[layer]
+            assert keys is not None
+            _store(index.k, slot_mapping, keys)
+            self._selected = _select_rows(attention, index, positions, self._blocks, keys, self._limit)
+        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit, self._selected)
 
 
 class PositionedAttention(FusedAttention):
@@ -197,19 +277,110 @@ class PositionedAttention(FusedAttention):
         )
         return attended.view(len(qkv_btr), 1, -1)
 
+    def attend_latent(
+        self,
+        layer: int,
+        attention: LatentAttention,
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        assert index is None  # sequences with positions of this kind have prefixes, which indexers do not support
+        positions, cached = self._row_positions, self._cache.layers[layer][0]
+        angles = positions.angles
+        q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], angles.table, angles.positions)
+        _store(latent, positions.slot_mapping, cached)
+        return _attend_rows(attention, q, positions.last_visible, self._blocks, cached, self._limit)
 
-def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
-    """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key."""
+
+def _rotated(
+    attention: LatentAttention, q_thd: Tensor, latent_td: Tensor, table: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply RoPE to the rotary features of queries `[tokens, heads, query_dim]` and latents `[tokens, features]`."""
+    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
+    nope, of_query = q_thd.split((attention.spec.nope_dim, attention.spec.rope_dim), dim=-1)
+    compressed, of_key = latent_td.split((attention.spec.kv_rank, attention.spec.rope_dim), dim=-1)
+    q = torch.cat((nope, rotate(of_query, angles, interleaved)), dim=-1)
+    return q, torch.cat((compressed, rotate(of_key[:, None], angles, interleaved)[:, 0]), dim=-1)
+
+
+def _store(latent_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
+    """Store latents and rotated rotary keys in slots (block * BLOCK + offset) of a layer's cache."""
+    cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = latent_td
+
+
+def _rotated_index(attention: LatentAttention, index: IndexFeatures, table: Tensor, positions: Tensor) -> IndexFeatures:
+    """Flatten the features of an indexer to `[tokens, ...]`, and apply RoPE to them."""
+    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
+    q, k, weights = (each.flatten(0, 1) for each in (index.q, index.k, index.weights))
+    return IndexFeatures(rotate(q, angles, interleaved), rotate(k[:, None], angles, interleaved)[:, 0], weights)
+
+
+def _select_rows(
+    attention: LatentAttention, index: IndexFeatures, positions: Tensor, blocks: Tensor, cached: Tensor, limit: int
+) -> Tensor | None:
+    """The tokens that single tokens attend to, bool `[rows, tokens of their blocks]`; None for all."""
+    assert attention.spec.indexer is not None
+    if limit <= attention.spec.indexer.top_k:
+        return None
+    named, seen, _ = visible(positions, blocks, BLOCK, limit)
+    keys = gather(cached, None, named, index.k.dtype)[:, 0]
+    top_k = attention.spec.indexer.top_k
+    return select_tokens(index.q[:, None], index.weights[:, None], keys, seen[:, None], top_k)[:, 0]
+
+
+def _attend_rows(
+    attention: LatentAttention,
+    q_thd: Tensor,
+    positions: Tensor,
+    blocks: Tensor,
+    cached: Tensor,
+    limit: int,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`."""
+    spec = attention.spec
+    attended = mla_attention(
+        attention.absorb(q_thd),
+        positions,
+        blocks,
+        cached,
+        value_dim=spec.kv_rank,
+        scale=spec.query_dim**-0.5,
+        limit=limit,
+        selected=selected,
+    )
+    return attention.outputs(attended)[:, None]
+
+
+def _attend(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    selected: Tensor | None = None,
+) -> Tensor:
+    """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key.
+
+    Args:
+        scale: of the scores; `head_dim ** -0.5` by default.
+        selected: bool `[tokens, keys]`, the keys that a query attends to.
+    """
+    scale = q_thd.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
-    if causal and q.shape[2] != k.shape[2]:
-        attended = _attend_to_end(q, k, v)
+    if selected is not None:
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=selected, scale=scale)
+    elif causal and q.shape[2] != k.shape[2]:
+        attended = _attend_to_end(q, k, v, scale)
     else:
         grouped = q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped, scale=scale)
     return attended[0].transpose(0, 1)
 
 
-def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor) -> Tensor:
+def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, scale: float) -> Tensor:
     """Causal attention of the last tokens of a sequence, `[batch, heads, tokens, head_dim]`, to all of it.
 
     What `torch.nn.attention.bias.causal_lower_right` is for, which takes a second or two to load.
@@ -221,7 +392,12 @@ def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor) -> Tensor:
         if can_use_flash_attention(params):
             # Of different lengths, causal means for this operator that the last query is that of the last key.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=size**-0.5)[0]
+            attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=scale)[0]
             return attended
-    mask = torch.ones(tokens, end, dtype=torch.bool, device=q_bhtd.device).tril(end - tokens)
-    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped)
+    mask = _causal(tokens, end, q_bhtd.device)
+    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped, scale=scale)
+
+
+def _causal(tokens: int, end: int, device: torch.device) -> Tensor:
+    """The mask of the last tokens of a sequence of `end` tokens, bool `[tokens, end]`."""
+    return torch.ones(tokens, end, dtype=torch.bool, device=device).tril(end - tokens)

@@ -110,7 +110,7 @@ class Engine:
         self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
         kernels = has_kernel(self.dtype, config.attention.head_dim, device)
-        if stored_dtype(kv_dtype, self.dtype) != self.dtype and not kernels:
+        if stored_dtype(config, kv_dtype, self.dtype) != self.dtype and not kernels:
             raise UsageError(
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
                 f"{device}: give auto, or float16 or bfloat16 on a GPU"

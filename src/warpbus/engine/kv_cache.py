@@ -26,7 +26,9 @@ class KVCache:
     """Keys and values of `count` blocks, of which the first ones have committed memory.
 
     A block holds all layers of its tokens: `[layers, 2, kv_heads, BLOCK, head_dim]`. So the cache grows and shrinks at
-    its end and addresses do not change: captured graphs stay valid.
+    its end and addresses do not change: captured graphs stay valid. With multi-head latent attention it is
+    `[layers, 1, 1, BLOCK, kv_rank + rope_dim]`: latents, which stand for keys and values, and rotary keys. If layers
+    have indexers, their keys are stored too: `[indexers, 1, BLOCK, index_dim]`.
 
     Args:
         config: of the model, or of one process's part of it.
@@ -38,7 +40,9 @@ class KVCache:
         count: blocks for which addresses are reserved.
         committed: how many blocks, the first ones, have memory.
         layers: of each layer keys and values `[count, kv_heads, BLOCK, head_dim]`, and for 8-bit storage their float32
-            scales `[count, kv_heads, BLOCK]`, else None twice. Only committed blocks may be accessed.
+            scales `[count, kv_heads, BLOCK]`, else None twice. With multi-head latent attention the values are a view
+            of the keys. Only committed blocks may be accessed.
+        index_keys: of each layer the keys of its indexer `[count, 1, BLOCK, index_dim]`; None if it has none.
     """
 
     def __init__(
@@ -46,16 +50,24 @@ class KVCache:
     ) -> None:
         self.count = count
         self.committed = 0
-        stored = stored_dtype(kv_dtype, dtype)
-        shape = (count, config.num_layers, 2, config.attention.num_kv_heads, BLOCK)
-        self._parts = [_ArenaTensor((*shape, config.attention.head_dim), stored, device)]
+        stored, entry = stored_dtype(config, kv_dtype, dtype), config.attention.cache_entry
+        shape = (count, config.num_layers, entry.vectors, entry.heads, BLOCK)
+        self._parts = [_ArenaTensor((*shape, entry.key_dim), stored, device)]
         if stored != dtype:
             self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for layer in range(config.num_layers):
-            keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, 1))
+            keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, -1))
+            values = values[..., : entry.value_dim]
             key_scales, value_scales = scales or (None, None)
             self.layers.append((keys, values, key_scales, value_scales))
+        dims = [layer.attention.cache_entry.index_dim for layer in config.layers]
+        self.index_keys: list[Tensor | None] = [None] * len(dims)
+        indexers = [layer for layer, dim in enumerate(dims) if dim]
+        if indexers:
+            self._parts.append(_ArenaTensor((count, len(indexers), 1, BLOCK, max(dims)), dtype, device))
+            for at, layer in enumerate(indexers):
+                self.index_keys[layer] = self._parts[-1].data[:, at]
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +113,7 @@ class KVCache:
 
     def close(self) -> None:
         """Return all memory and addresses."""
-        self.layers = []
+        self.layers, self.index_keys = [], []
         for part in self._parts:
             part.data = part.data.new_empty(0)
             part.arena.close()
@@ -130,17 +142,30 @@ class _ArenaTensor:
         return self.data.view(len(self.data), -1).view(torch.int64)
 
 
-def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+def stored_dtype(config: ModelConfig, kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """The storage dtype of a `kv_dtype` for activations of `dtype`.
 
     Raises:
-        UsageError: not one of `KV_DTYPES`.
+        UsageError: not one of `KV_DTYPES`, or not supported for the model's attention.
     """
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"kv_dtype is {kv_dtype!r}: give {', '.join(KV_DTYPES)}")
+    if kv_dtype != "auto" and not can_round(config):
+        raise UsageError(
+            f"kv_dtype is {kv_dtype!r}: the latents of multi-head latent attention are cached in the dtype of the "
+            "activations only: give auto"
+        )
     return {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_dtype]
+
+
+def can_round(config: ModelConfig) -> bool:
+    """Whether a model's KV cache can be stored in 8 bits.
+
+    A latent and its rotary key differ in size, so that one scale for both would lose much of the smaller one.
+    """
+    return config.attention.cache_entry.vectors == 2
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
     """Bytes per token in a `KVCache`."""
-    return kv_cache_bytes(config, dtype, stored_dtype(kv_dtype, dtype))
+    return kv_cache_bytes(config, dtype, stored_dtype(config, kv_dtype, dtype))

@@ -12,7 +12,7 @@ import torch
 
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.kv_cache import stored_dtype, token_bytes
+from warpbus.engine.kv_cache import can_round, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
@@ -83,8 +83,16 @@ class Stored:
     @classmethod
     def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
         """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
-        names = [f"layers.{index}.{matrix.name}.weight" for index, matrix in config.matrices]
-        return cls(config, dtype, {} if scheme is None else dict.fromkeys(names, scheme))
+        if scheme is None:
+            return cls(config, dtype, {})
+        return cls(
+            config,
+            dtype,
+            {
+                f"layers.{index}.{matrix.name}.weight": scheme.fitting(matrix.columns.length)
+                for index, matrix in config.matrices
+            },
+        )
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""
@@ -213,8 +221,8 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
 
 def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None, bool]]:
     """The cache's dtype, the head's scheme and whether the embedding is on the CPU: what is best first."""
-    stored_dtype(kv_dtype, stored.dtype)
-    smallest = "int8" if kv_dtype == "auto" else kv_dtype
+    stored_dtype(stored.config, kv_dtype, stored.dtype)
+    smallest = "int8" if kv_dtype == "auto" and can_round(stored.config) else kv_dtype
     yield kv_dtype, None, False
     if smallest != kv_dtype:
         yield smallest, None, False
@@ -262,6 +270,7 @@ def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
         bool(stored.adapters)
         or stored.dtype not in HALVES
         or not layers.keys() <= stored.quantized.keys()
+        or any(matrix.dequantized for _, matrix in stored.config.matrices)
         or (plain_head and rows > 1)
     )
 
@@ -281,7 +290,7 @@ def _piece(config: ModelConfig, dtype: torch.dtype, limit: int, max_model_len: i
 
 def _read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """What a token of the context takes while a prompt is read: a layer's keys and values, out of the cache."""
-    return 2 * config.attention.kv_width * dtype.itemsize
+    return config.attention.cache_entry.size * dtype.itemsize
 
 
 def _table_bytes(config: ModelConfig) -> int:

@@ -147,6 +147,6 @@ def rotary_order(config: ModelConfig) -> Tensor:
 def rotary_columns(config: ModelConfig) -> Tensor:
     """The columns of q | k | v with those of each query and key in `rotary_order`."""
     rotated = config.attention.num_heads + config.attention.num_kv_heads
-    columns = torch.arange(sum(config.attention.qkv_rows)).view(-1, config.attention.head_dim)
+    columns = torch.arange(sum(config.grouped_attention.qkv_rows)).view(-1, config.attention.head_dim)
     columns[:rotated] = columns[:rotated, rotary_order(config)]
     return columns.flatten()

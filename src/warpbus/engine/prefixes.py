@@ -14,7 +14,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import identity_rope, rotary_order
 from warpbus.errors import CheckpointError
 from warpbus.kernels.ops.rope import rope_and_cache
-from warpbus.models import ModelConfig
+from warpbus.models import LatentAttentionSpec, ModelConfig
 from warpbus.models.adapters import Lora, Prefix
 
 
@@ -93,6 +93,11 @@ def _store(
 
 
 def _check(prefix: Prefix, config: ModelConfig) -> None:
+    if isinstance(config.attention, LatentAttentionSpec):
+        raise CheckpointError(
+            f"adapter {prefix.name}: P-Tuning prefixes are keys and values of every head, which a model with "
+            "multi-head latent attention does not cache: use a LoRA"
+        )
     expected = (config.num_layers, prefix.tokens, config.attention.num_kv_heads, config.attention.head_dim)
     for x in (prefix.keys_lthd, prefix.values_lthd):
         if tuple(x.shape) != expected:

@@ -144,8 +144,8 @@ class StepExecutor:
         self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.blocks = torch.zeros(slots + 1, -(-self._capacity // BLOCK), dtype=torch.int32, device=device)
-        width = model.config.attention.kv_width
-        self._read = 2 * width * cache.layers[0][0].element_size() if model.config.prompt_end is not None else 0
+        read = model.config.attention.cache_entry.size * cache.layers[0][0].element_size()
+        self._read = read if model.config.prompt_end is not None else 0
         needed = needs_position_state(model.config, prefix_length)
         self.positioning = PositionState(model, slots, self._capacity, self.table) if needed else None
         self.adapters = torch.zeros(slots + 1, dtype=torch.int64, device=device)

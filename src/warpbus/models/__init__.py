@@ -3,16 +3,8 @@
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import Family, TensorMap
-from warpbus.models.layer_spec import (
-    AttentionSpec,
-    Axis,
-    LayerSpec,
-    MatrixSpec,
-    MLPSpec,
-    MoESpec,
-    NormSpec,
-    RouterSpec,
-)
+from warpbus.models.latent_spec import IndexerSpec, LatentAttentionSpec
+from warpbus.models.layer_spec import AttentionSpec, Axis, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
 from warpbus.models.loading import (
     Progress,
     check_loadable,
@@ -32,6 +24,8 @@ __all__ = [
     "Decoder",
     "DecoderLayer",
     "Family",
+    "IndexerSpec",
+    "LatentAttentionSpec",
     "LayerSpec",
     "MLPSpec",
     "MatrixSpec",

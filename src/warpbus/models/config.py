@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
+from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
 
 
@@ -53,7 +54,8 @@ class ModelConfig:
     Attributes:
         family: the name of the family that declares it (`warpbus.models.families`).
         vocab_size: tokens of the embedding and of the head.
-        layers: the table of each layer. Layers may differ in their MLPs; attention and norms are the same in all.
+        layers: the table of each layer. Layers may differ in their MLPs, and in whether they have an indexer;
+            everything else is the same in all.
         rope: the rotary position embedding.
         max_context: the longest sequence that the positions allow, in tokens.
         tie_embeddings: the head shares the weight of the embedding.
@@ -81,9 +83,15 @@ class ModelConfig:
         return self.layers[0].hidden_size
 
     @property
-    def attention(self) -> AttentionSpec:
-        """The attention of every layer; all are the same, so that the KV cache has one shape."""
+    def attention(self) -> AttentionSpec | LatentAttentionSpec:
+        """The attention of the first layer; that of others may differ in the indexer only."""
         return self.layers[0].attention
+
+    @property
+    def grouped_attention(self) -> AttentionSpec:
+        """The attention of a model with grouped queries, not MLA."""
+        assert isinstance(self.attention, AttentionSpec)
+        return self.attention
 
     @property
     def has_experts(self) -> bool:
@@ -141,19 +149,16 @@ class ModelConfig:
     ) -> Self:
         """The same model with the given sizes replaced; `ffn_size` is that of the layers without experts.
 
-        With fewer layers the first ones are kept; with more layers the last one is repeated.
+        With fewer layers the first ones are kept; with more layers the last one is repeated. MLA has no
+        `num_kv_heads` and `head_dim` to replace.
         """
-        attention = replace(
-            self.attention,
-            num_heads=num_heads or self.attention.num_heads,
-            num_kv_heads=num_kv_heads or self.attention.num_kv_heads,
-            head_dim=head_dim or self.attention.head_dim,
-        )
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        given: Any = {name: size for name, size in sizes.items() if size}
         layers = tuple(
             replace(
                 layer,
                 hidden_size=hidden_size or layer.hidden_size,
-                attention=attention,
+                attention=replace(layer.attention, **given),
                 mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and isinstance(layer.mlp, MLPSpec) else layer.mlp,
             )
             for layer in self.layers

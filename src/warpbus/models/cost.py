@@ -90,14 +90,16 @@ def parameter_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[
 
     Args:
         dtype: of what is not quantized.
-        quantized: the parameters that are quantized, and their schemes.
+        quantized: the parameters that the file holds quantized, and their schemes.
     """
-    return {
-        name: packed_bytes(quantized[name], shape[0], shape[1])
-        if name in quantized
-        else math.prod(shape) * dtype.itemsize
-        for name, shape in config.parameters.items()
-    }
+
+    def size(name: str, shape: tuple[int, ...]) -> int:
+        matrix = config.matrix(name)
+        if name not in quantized or (matrix is not None and matrix.dequantized):
+            return math.prod(shape) * dtype.itemsize
+        return packed_bytes(quantized[name], shape[0], shape[1])
+
+    return {name: size(name, shape) for name, shape in config.parameters.items()}
 
 
 def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype) -> int:
@@ -107,15 +109,18 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
         dtype: of the activations.
         stored: of the cache; other than `dtype`, each head's vector has a scale in float32.
     """
-    vector = config.attention.head_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
-    return config.num_layers * 2 * config.attention.num_kv_heads * vector
+    total = 0
+    for layer in config.layers:
+        entry = layer.attention.cache_entry
+        vector = entry.key_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
+        total += entry.vectors * entry.heads * vector + entry.index_dim * dtype.itemsize
+    return total
 
 
 def activation_features(layer: LayerSpec) -> int:
     """Numbers of a token that are alive at once while it passes through a layer, with room to spare."""
-    projected = sum(matrix.shape[0] for matrix in layer.reading("attention.normed"))
     copied = 2 * layer.mlp.expert_rows * layer.hidden_size  # inputs and outputs of the experts, sorted by expert
-    return 4 * layer.hidden_size + 2 * projected + layer.mlp.widened + layer.mlp.inner + copied
+    return 4 * layer.hidden_size + 2 * layer.attention.projected + layer.mlp.widened + layer.mlp.inner + copied
 
 
 def forward_flop(config: ModelConfig) -> int:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from warpbus.dist import Group
 from warpbus.models.config import ModelConfig, RopeConfig
+from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec, MoESpec
 from warpbus.models.layers import (
     MLP,
@@ -12,6 +13,7 @@ from warpbus.models.layers import (
     AttentionContext,
     CausalAttention,
     FusedAttention,
+    LatentAttention,
     MoE,
     Norm,
     Rotary,
@@ -36,7 +38,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention_norm = make_norm(spec.norm, spec.hidden_size)
-        self.attention = Attention(spec, rope)
+        latent = isinstance(spec.attention, LatentAttentionSpec)
+        self.attention: Attention | LatentAttention = (LatentAttention if latent else Attention)(spec, rope)
         self.attention_output_norm = self._output_norm()
         self.mlp_norm = make_norm(spec.norm, spec.hidden_size)
         self.mlp: MLP | MoE = MoE(spec) if isinstance(spec.mlp, MoESpec) else _dense(spec, gated=spec.mlp.gated)
@@ -93,6 +96,9 @@ class DecoderLayer(nn.Module):
             return self.attention_norm(x_btd)
         if stage == "attention.attended":
             return self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=self.attention_norm)
+        if stage.startswith("attention."):
+            assert isinstance(self.attention, LatentAttention)
+            return self.attention.latent(stage, x_btd, self.attention_norm)
         branch, _, what = stage.rpartition(".")
         x = x_btd if tokens is None else x_btd.flatten(0, -2)[tokens]
         if what == "normed":
@@ -130,7 +136,9 @@ def _dense(spec: LayerSpec, *, gated: bool) -> MLP:
     return MLP(widening, down, gated=gated)
 
 
-def _added(sublayer: Attention | MLP, inner: Tensor, output_norm: Norm | None, residual: Tensor) -> Tensor:
+def _added(
+    sublayer: Attention | LatentAttention | MLP, inner: Tensor, output_norm: Norm | None, residual: Tensor
+) -> Tensor:
     """`residual + output_norm(output(inner))`; without an output norm the residual is fused into the projection."""
     if output_norm is None:
         return project(sublayer.output, inner, residual=residual)

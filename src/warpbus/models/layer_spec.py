@@ -11,6 +11,11 @@ produce:
     mlp.normed          the normed hidden states          read by  mlp.gate_up (mlp.up without a gate)
     mlp.inner           the activated inner features      read by  mlp.down
 
+In multi-head latent attention (MLA) attention.normed is read by attention.qkv_a, and two stages follow it:
+
+    attention.query_latent    the normed latent of queries              read by  attention.q_b
+    attention.kv_latent       the normed latent of keys and values      read by  attention.kv_b
+
 In a mixture of experts the MLP has these two stages per expert, over the tokens that are routed to it, and two for the
 shared expert, over all tokens: `mlp.experts.3.normed`, `mlp.experts.3.inner`, `mlp.shared.normed`, `mlp.shared.inner`.
 Each expert's matrices are rows of the table, so that each has its own scheme, calibration statistics and place.
@@ -20,14 +25,19 @@ The matrices of a branch's last stage write to the residual stream; a sublayer w
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from warpbus.models.latent_spec import LatentAttentionSpec
 
 FLOAT32_PARAMETERS = ("mlp.router.bias",)
 """Endings of the parameters that stay in float32 whatever the dtype of the model."""
 
-AxisName = Literal["hidden", "heads", "kv_heads", "ffn"]
+AxisName = Literal["hidden", "latent", "heads", "kv_heads", "ffn"]
+
+_REPLICATED = ("hidden", "latent")
 
 
 @dataclass(frozen=True)
@@ -36,10 +46,11 @@ class Axis:
 
     Attributes:
         name: what is counted, which also says how tensor parallelism shards it (`warpbus.models.parallel`):
-            "hidden": replicated; "heads": query heads, sharded with the KV heads they attend to; "kv_heads": sharded,
-            or replicated where there are fewer than processes; "ffn": sharded evenly in whole quantization groups.
+            "hidden": replicated; "latent": features of a latent of MLA, replicated; "heads": query heads, sharded with
+            the KV heads they attend to; "kv_heads": sharded, or replicated where there are fewer than processes;
+            "ffn": sharded evenly in whole quantization groups.
         count: how many of them there are.
-        size: rows or columns of each: `head_dim` for heads, otherwise 1.
+        size: rows or columns of each: the features of a head, otherwise 1.
     """
 
     name: AxisName
@@ -77,6 +88,7 @@ class MatrixSpec:
         bias: whether a bias `[rows]` is added.
         folds_into: see `FoldTarget`; None if the layer's function does not allow it.
         expert: the number of the routed expert that it belongs to; None if all tokens pass through it.
+        dequantized: it is dequantized when a decoder is loaded, because attention multiplies by its transpose too.
     """
 
     name: str
@@ -86,6 +98,7 @@ class MatrixSpec:
     bias: bool = False
     folds_into: FoldTarget | None = None
     expert: int | None = None
+    dequantized: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,7 +113,7 @@ class MatrixSpec:
     @property
     def is_row_parallel(self) -> bool:
         """Whether tensor parallelism shards the columns, so that the results are summed over the processes."""
-        return self.columns.name != "hidden"
+        return self.columns.name not in _REPLICATED
 
     def part_rows(self, count: int) -> list[int]:
         """Rows of each of the `count` tensors of a file that are stacked to make the matrix."""
@@ -128,6 +141,29 @@ class NormSpec:
     def parameters(self, name: str, size: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a norm's parameters by their names."""
         return {f"{name}.{leaf}": (size,) for leaf in (("weight", "bias") if self.kind == "layer" else ("weight",))}
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """What the KV cache stores of a token in one layer.
+
+    Attributes:
+        vectors: 2: keys and values; 1: keys, whose first `value_dim` features are also the values (MLA).
+        heads: KV heads.
+        key_dim, value_dim: features of a head's key and value.
+        index_dim: features of the indexer's key; 0 without an indexer.
+    """
+
+    vectors: Literal[1, 2]
+    heads: int
+    key_dim: int
+    value_dim: int
+    index_dim: int = 0
+
+    @property
+    def size(self) -> int:
+        """Stored numbers."""
+        return self.vectors * self.heads * self.key_dim + self.index_dim
 
 
 @dataclass(frozen=True)
@@ -162,6 +198,25 @@ class AttentionSpec:
     def qkv_rows(self) -> tuple[int, int, int]:
         """Rows of the query, key and value parts of the fused projection."""
         return self.width, self.kv_width, self.kv_width
+
+    @property
+    def cache_entry(self) -> CacheEntry:
+        """What the KV cache stores of a token in one layer."""
+        return CacheEntry(2, self.num_kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def projected(self) -> int:
+        """Features per token of queries, keys and values."""
+        return sum(self.qkv_rows)
+
+    def shard(self, heads: int, kv_heads: int, *, output_bias: bool) -> "AttentionSpec":
+        """The attention of one process with so many heads; `output_bias`: whether the process adds that bias."""
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, output_bias=self.output_bias and output_bias)
+
+    def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the norms of queries and keys by their names."""
+        del hidden_size
+        return {f"attention.{part}_norm.weight": (self.head_dim,) for part in "qk"} if self.qk_norm else {}
 
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
         """The rows of the table, in the order of the computation."""
@@ -350,7 +405,7 @@ class LayerSpec:
     """
 
     hidden_size: int
-    attention: AttentionSpec
+    attention: "AttentionSpec | LatentAttentionSpec"
     mlp: MLPSpec | MoESpec
     norm: NormSpec
     output_norms: bool = False
@@ -421,8 +476,7 @@ class LayerSpec:
             found[f"{matrix.name}.weight"] = matrix.shape
             if matrix.bias:
                 found[f"{matrix.name}.bias"] = matrix.shape[:1]
-        if self.attention.qk_norm:
-            found |= {f"attention.{part}_norm.weight": (self.attention.head_dim,) for part in "qk"}
+        found |= self.attention.parameters(self.hidden_size)
         if isinstance(self.mlp, MoESpec):
             found |= self.mlp.parameters(self.hidden_size)
         return found

@@ -303,11 +303,15 @@ class _Source:
         """Read the decoder's `parameter` and store it at `path` within `module`."""
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
-        scheme = self.rounded_to(parameter, owner)
+        scheme = self.rounded_to(parameter)
         if parameter in self.schemes:
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
                 raise CheckpointError(f"{self.checkpoint.directory}: {names}: only linear layers may be quantized")
+            if self.is_dequantized(parameter):
+                weight = self.read_quantized(parameter, owner).dequantize(self.dtype).to(self.device)
+                owner.weight = nn.Parameter(weight, requires_grad=False)
+                return
             self.put(module, owner_path, place(self.read_quantized(parameter, owner), self.device, self.dtype))
             return
         shape = tuple(getattr(owner, leaf).shape)
@@ -323,11 +327,18 @@ class _Source:
         else:
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
 
-    def rounded_to(self, parameter: str, owner: nn.Module) -> Scheme | None:
+    def rounded_to(self, parameter: str) -> Scheme | None:
         """The scheme to round an unquantized matrix to; None to keep it."""
         if parameter == "head.weight":
             return self.head
-        return self.layer_scheme if isinstance(owner, nn.Linear) and parameter.endswith(".weight") else None
+        matrix = self.config.matrix(parameter)
+        is_rounded = matrix is not None and not matrix.dequantized and parameter.endswith(".weight")
+        return self.layer_scheme if is_rounded else None
+
+    def is_dequantized(self, parameter: str) -> bool:
+        """Whether a parameter is a matrix that a decoder holds dequantized."""
+        matrix = self.config.matrix(parameter)
+        return matrix is not None and matrix.dequantized
 
     def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
         """Replace the linear layer at `path` within `module` by a quantized one."""

@@ -3,7 +3,7 @@
 Each axis of a matrix is sharded by what it counts (`warpbus.models.layer_spec.Axis`):
 
     heads, kv_heads  by KV heads, each with its queries     ffn     evenly, in whole groups of scales
-    vocabulary       the head's rows, by tokens             hidden  replicated
+    vocabulary       the head's rows, by tokens             hidden, latent  replicated
 
 Matrices whose columns are sharded produce partial sums, which an all-reduce adds up; everything else is replicated.
 A layer therefore has two all-reduces (`warpbus.models.layers.parallel`) and no other communication.
@@ -13,6 +13,8 @@ Otherwise the query heads are divided and the KV heads are replicated: each of C
 four processes, with 8 query heads. The attention kernels need the same number of query heads for each KV head. A
 process whose KV heads have unequal numbers of queries (3 processes, 2 KV heads) is padded with zero heads: zero rows in
 qkv, zero columns in o.
+
+Multi-head latent attention has one KV head, the latents, which every process computes and caches.
 
 The FFN is sharded in whole quantization groups if that keeps the processes balanced, otherwise in halves or quarters of
 groups, whose scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 columns, two processes have
@@ -105,11 +107,10 @@ class Part:
         return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
-        attention = replace(
-            whole.attention,
-            num_heads=sum(span.size for span in self._queries),
-            num_kv_heads=len(self._queries),
-            output_bias=whole.attention.output_bias and self.rank == 0,  # the all-reduce adds that of every process
+        attention = whole.attention.shard(
+            sum(span.size for span in self._queries),
+            len(self._queries),
+            output_bias=self.rank == 0,  # the all-reduce adds that of every process
         )
         if isinstance(whole.mlp, MLPSpec):
             return replace(whole, attention=attention, mlp=self._mlp(whole.mlp))

@@ -38,7 +38,8 @@ def random_model(
 
     Args:
         config: its shape; `warpbus.models.SHAPES` has those of well-known models.
-        scheme: of the layers' matrices, whose codes are drawn at random; None: they are in `dtype`.
+        scheme: of the layers' matrices, whose codes are drawn at random, with smaller groups for matrices that its
+            groups do not divide; None: they are in `dtype`.
         device, dtype: where it lies, and of what is not quantized.
         seed: the same one draws the same model on the same kind of device. On a remote one it becomes torch's own seed.
         head: the scheme of the head; None: it is in `dtype`. A tied one is then the embedding rounded, as `load_model`
@@ -60,7 +61,9 @@ def random_model(
         if isinstance(module, nn.Linear):
             if module is model.head and config.tie_embeddings:
                 continue
-            chosen = head if module is model.head else scheme
+            matrix = model.config.matrix(f"{name}.weight")
+            rounded = scheme if matrix is not None and not matrix.dequantized else None
+            chosen = head if module is model.head else rounded
             if chosen is None:
                 module.weight = _fixed(draw.normal(*module.weight.shape, std=module.in_features**-0.5))
                 module.bias = None if module.bias is None else _fixed(draw.bias(module))

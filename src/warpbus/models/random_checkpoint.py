@@ -24,6 +24,8 @@ from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
+from warpbus.models.latent_spec import LatentAttentionSpec
+from warpbus.models.layer_spec import AttentionSpec, MLPSpec, MoESpec
 from warpbus.models.loading import part_rows, read_config, tensor_map
 from warpbus.models.shapes import SHAPES
 
@@ -51,7 +53,8 @@ def write_random_checkpoint(
 
     Args:
         directory: where the model is to be.
-        shape: one of `SHAPES`, or a config of the family chatglm, chatglm2 or llama.
+        shape: one of `SHAPES`, or a config of the family chatglm, chatglm2, glm4_moe, glm4_moe_lite, llama or
+            qwen3_moe.
         dtype: of all tensors, float16, bfloat16 or float32.
         seed: the same one draws the same model on the same kind of device.
         layers: decoder layers, in place of the shape's.
@@ -165,7 +168,7 @@ def _chatglm2(config: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.dense_mlp.ffn_size,
         "layernorm_epsilon": config.norm.eps,
         "seq_length": config.max_context,
-        "add_qkv_bias": config.attention.qkv_bias,
+        "add_qkv_bias": config.grouped_attention.qkv_bias,
         "add_bias_linear": False,
         "rmsnorm": True,
         "post_layer_norm": True,
@@ -178,29 +181,110 @@ def _chatglm2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama(config: ModelConfig) -> dict[str, Any]:
-    return {
+    return _huggingface(config) | {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
+        "intermediate_size": config.dense_mlp.ffn_size,
+        "mlp_bias": False,
+        **_grouped(config.grouped_attention),
+    }
+
+
+def _glm4_moe(config: ModelConfig) -> dict[str, Any]:
+    attention = config.grouped_attention
+    return {
+        **_huggingface(config),
+        **_experts(config),
+        **_grouped(attention),
+        "model_type": "glm4_moe",
+        "partial_rotary_factor": config.rope.rotary_dim / attention.head_dim,
+        "use_qk_norm": attention.qk_norm,
+    }
+
+
+def _glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
+    attention = config.attention
+    assert isinstance(attention, LatentAttentionSpec)
+    return {
+        **_huggingface(config),
+        **_experts(config),
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": attention.num_heads,
+        "q_lora_rank": attention.query_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "attention_bias": attention.bias,
+        "rope_interleave": config.rope.interleaved,
+    }
+
+
+def _qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    experts = _experts(config)
+    return {
+        **_huggingface(config),
+        **_grouped(config.grouped_attention),
+        "model_type": "qwen3_moe",
+        "num_experts": experts["n_routed_experts"],
+        "intermediate_size": experts["intermediate_size"],
+        **{key: experts[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
+    }
+
+
+def _huggingface(config: ModelConfig) -> dict[str, Any]:
+    """The keys that all models in Hugging Face's format share."""
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "intermediate_size": config.dense_mlp.ffn_size,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm.eps,
         "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_context,
-        "attention_bias": config.attention.qkv_bias,
-        "mlp_bias": False,
         "tie_word_embeddings": config.tie_embeddings,
         "eos_token_id": list(config.stop_ids),
+    }
+
+
+def _grouped(attention: AttentionSpec) -> dict[str, Any]:
+    """The keys of attention with grouped queries."""
+    return {
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.qkv_bias,
+    }
+
+
+def _experts(config: ModelConfig) -> dict[str, Any]:
+    """The keys of layers with experts after dense ones; a model that has no layer of a kind gets sizes of 1."""
+    dense = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
+    mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
+    found = {
+        "intermediate_size": dense[0].ffn_size if dense else 1,
+        "first_k_dense_replace": len(dense),
+    }
+    if not mixtures:
+        return found | {"n_routed_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 1}
+    router, expert, shared = mixtures[0].router, mixtures[0].expert, mixtures[0].shared
+    return found | {
+        "n_routed_experts": router.experts,
+        "num_experts_per_tok": router.top_k,
+        "moe_intermediate_size": expert.ffn_size,
+        "n_shared_experts": 0 if shared is None else shared.ffn_size // expert.ffn_size,
+        "norm_topk_prob": router.normalized,
+        "routed_scaling_factor": router.scale,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
     }
 
 
 _NATIVE: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "chatglm": _chatglm,
     "chatglm2": _chatglm2,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "llama": _llama,
+    "qwen3_moe": _qwen3_moe,
 }

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer
-from warpbus.models.layers import MoE
+from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
 from warpbus.quantization.folding import divide_preceding
 from warpbus.quantization.loss import relative
@@ -295,7 +295,11 @@ class LayerQuantization:
     def _entering(
         self, layer: DecoderLayer, stage: str, x: Tensor, state: States, tokens: Tensor | None = None
     ) -> Tensor:
-        return layer.enter(stage, x, self._index, state.positions, state.angles, state.context, tokens)
+        context = self._context(layer, state)
+        return layer.enter(stage, x, self._index, state.positions, state.angles, context, tokens)
 
     def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
-        return layer(x, self._index, state.positions, state.angles, state.context)
+        return layer(x, self._index, state.positions, state.angles, self._context(layer, state))
+
+    def _context(self, layer: DecoderLayer, state: States) -> CausalAttention:
+        return state.original_context if layer is self._unquantized else state.context

@@ -159,11 +159,12 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
 
 
 def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:
-    """The linear layers that stay as they are: the head, routers, and layers that the decoder does not use."""
+    """The linear layers that are kept: the head, routers, indexers, and layers that the decoder does not use."""
     tensors = tensor_map(replace(config, tie_embeddings=False))
     yield tensors["head.weight"][0].removesuffix(".weight")
     for parameter, names in tensors.items():
-        if parameter.endswith("router.weight"):
+        layer, _, _ = parameter.partition(".")
+        if layer == "layers" and config.matrix(parameter) is None and len(config.parameters[parameter]) == 2:
             yield names[0].removesuffix(".weight")
     ignores = BY_NAME[config.family].ignores
     for name in checkpoint.names():

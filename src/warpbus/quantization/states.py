@@ -27,6 +27,7 @@ class States:
         positions: int64 `[batch, tokens]`.
         angles: the rotary cosines and sines of these positions.
         context: what each token attends to.
+        original_context: the same in the unquantized model, whose indexers may select other tokens.
         routing: the experts of the tokens, while they are in a mixture of experts.
     """
 
@@ -37,6 +38,7 @@ class States:
     positions: Tensor
     angles: tuple[Tensor, Tensor]
     context: CausalAttention = field(default_factory=CausalAttention)
+    original_context: CausalAttention = field(default_factory=CausalAttention)
     routing: Routing | None = None
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -106,6 +108,7 @@ def embed(
             prompts = None
             if config.prompt_end is not None:
                 prompts = prompt_lengths(batch.ids, config.prompt_end).to(group.device)
-            angles, context = rotary(positions, dtype, prompts), CausalAttention(prompts_bt=prompts)
-            states.append(States(share, x, original, real, positions, angles, context))
+            angles = rotary(positions, dtype, prompts)
+            contexts = CausalAttention(prompts_bt=prompts), CausalAttention(prompts_bt=prompts)
+            states.append(States(share, x, original, real, positions, angles, *contexts))
     return states

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats import Checkpoint, read_schemes
-from warpbus.models import ModelConfig, quantized_parameters, read_config
+from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters, read_config
 from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize
 from warpbus.train.settings import TrainingSettings
@@ -70,6 +70,8 @@ def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSe
     model = checkpoint.directory
     if config.has_experts:
         raise UsageError(f"{model}: a mixture of experts cannot be trained in this version: use a dense model")
+    if isinstance(config.attention, LatentAttentionSpec):
+        raise UsageError(f"{model}: multi-head latent attention cannot be trained in this version: use another model")
     if read_schemes(checkpoint.config).distinct():
         if settings.method == "full":
             raise UsageError(

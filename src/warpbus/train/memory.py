@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.cost import MemoryNeed, packed_bytes
-from warpbus.models.layer_spec import LayerSpec, MLPSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
 from warpbus.train.lora import check_lora
@@ -213,6 +213,7 @@ class _LayerActivations:
     ) -> None:
         full = settings.method == "full"
         assert isinstance(spec.mlp, MLPSpec)  # experts are refused when the inputs are read
+        assert isinstance(spec.attention, AttentionSpec)  # and so is multi-head latent attention
         self.stream = _FLOAT if full and not shared else half
         qkv, o, self.widening, down = spec.matrices
         names = [matrix.name for matrix in spec.matrices]

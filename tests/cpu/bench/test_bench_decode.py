@@ -191,6 +191,18 @@ def test_the_bytes_of_a_step():
     assert sum(first.values()) - first["attention"] == pytest.approx(2 * SHAPES["chatglm-6b"].num_parameters, rel=1e-3)
 
 
+def test_the_bytes_of_a_step_with_experts():
+    """Four of 64 experts and the shared one, latents instead of keys and values, and a projection in 16 bits."""
+    shape = SHAPES["glm-4.7-flash"]
+    read = decode.step_bytes(shape, Scheme.parse("w4a16-g128"), torch.bfloat16, 1000)
+    assert read["attention"] == 1000 * 47 * 576 * 2
+    assert read["kv_b"] == 47 * 20 * 448 * 512 * 2
+    of_experts = 46 * (4 + 1) * 1536 * 2048
+    dense = 10240 * 2048
+    assert read["down"] == pytest.approx((of_experts + dense) * 4.125 / 8, rel=1e-6)
+    assert read["gate_up"] == pytest.approx(2 * read["down"])
+
+
 def test_what_has_no_peer():
     config = SHAPES["chatglm-6b"]
     with pytest.raises(UsageError, match="transformers has no ChatGLM-6B"):

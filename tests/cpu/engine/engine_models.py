@@ -8,14 +8,27 @@ from dense_configs import with_traits
 from torch import nn
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.models import SHAPES
+from warpbus.models import SHAPES, IndexerSpec, LatentAttentionSpec
 from warpbus.models.adapters import Lora, LowRank
 from warpbus.models.layers import QuantizedLinear
 
 SMALL = with_traits(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, head_dim=16)
 SMALL = with_traits(SMALL, num_kv_heads=2, ffn_size=128, max_context=512, rope=replace(SMALL.rope, rotary_dim=8))
+_LATENT = LatentAttentionSpec(4, query_rank=32, kv_rank=64, nope_dim=12, rope_dim=8, value_dim=16, norm_eps=1e-6)
+LATENT = replace(SMALL, layers=tuple(replace(layer, attention=_LATENT) for layer in SMALL.layers))
+"""Multi-head latent attention."""
+
+_INDEXER = IndexerSpec(heads=5, head_dim=16, top_k=8)
+_SPARSE = [replace(_LATENT, indexer=replace(_INDEXER, shared=shared)) for shared in (False, True)]
+SPARSE = replace(
+    SMALL, layers=tuple(replace(layer, attention=own) for layer, own in zip(SMALL.layers, _SPARSE, strict=True))
+)
+"""The same with an indexer, whose selection the second layer shares."""
+
 FAMILIES = {
     "glm": SMALL,
+    "latent": LATENT,
+    "sparse": SPARSE,
     "glm-0414": with_traits(SMALL, output_norms=True),
     "llama": with_traits(SMALL, qkv_bias=False, rope=replace(SMALL.rope, rotary_dim=16, interleaved=False)),
     "qwen3": with_traits(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4),

@@ -46,7 +46,7 @@ def test_layers_keys_values_and_blocks_are_apart(kv_dtype):
     assert len(cache.layers) == LAYERS
     for keys, values, key_scales, value_scales in cache.layers:
         assert keys.shape == values.shape == (6, KV_HEADS, BLOCK, HEAD_DIM)
-        assert keys.dtype == values.dtype == stored_dtype(kv_dtype, torch.float32)
+        assert keys.dtype == values.dtype == stored_dtype(SMALL, kv_dtype, torch.float32)
         if kv_dtype == "auto":
             assert key_scales is value_scales is None
         else:
@@ -141,4 +141,4 @@ def test_closing_returns_all():
 
 def test_a_kv_dtype_that_is_none_is_refused():
     with pytest.raises(UsageError, match="kv_dtype is 'int4': give auto, int8, fp8"):
-        stored_dtype("int4", torch.float16)
+        stored_dtype(SMALL, "int4", torch.float16)

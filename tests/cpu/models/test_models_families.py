@@ -391,5 +391,6 @@ def test_tensor_map_covers_the_decoder(model: str, tied: bool) -> None:
 
 def test_names_are_distinct() -> None:
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    assert MODEL_TYPES == ("chatglm", "glm", "glm4", "glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
+    glm = ("chatglm", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+    assert (*glm, "llama", "qwen2", "qwen3", "qwen3_moe") == MODEL_TYPES
     assert family_of({"model_type": ["chatglm"]}) is family_of({}) is None

@@ -42,6 +42,16 @@ QWEN: dict[str, Any] = HF | {
     "moe_intermediate_size": 96,
     "norm_topk_prob": True,
 }
+FLASH: dict[str, Any] = AIR | {
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 24,
+    "head_dim": 16,  # another name of qk_rope_head_dim
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 
 
 def parsed(values: dict[str, Any]) -> Any:
@@ -99,11 +109,11 @@ def test_a_real_config_is_read() -> None:
     assert 11e9 < forward_flop(config) / 2 < 13e9
 
 
-@pytest.mark.parametrize("values", [AIR, QWEN], ids=["glm4_moe", "qwen3_moe"])
+@pytest.mark.parametrize("values", [AIR, QWEN, FLASH], ids=["glm4_moe", "qwen3_moe", "glm4_moe_lite"])
 def test_generated_tokens_are_those_of_transformers(tmp_path: Path, values: dict[str, Any]) -> None:
     """Prompts in one batch, so that tokens of several sequences share experts."""
     directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
-    kind = {"glm4_moe": "Glm4Moe", "qwen3_moe": "Qwen3Moe"}[values["model_type"]]
+    kind = {"glm4_moe": "Glm4Moe", "qwen3_moe": "Qwen3Moe", "glm4_moe_lite": "Glm4MoeLite"}[values["model_type"]]
     oracle = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(directory, dtype=torch.float32).eval()
     prompts = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22, 23, 24, 25, 26]]
     engine = Engine(loaded(directory), max_model_len=64)

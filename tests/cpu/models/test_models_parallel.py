@@ -32,6 +32,16 @@ LLAMA = GLM | {"model_type": "llama", "tie_word_embeddings": True, "num_key_valu
 QWEN3 = GLM | {"model_type": "qwen3", "intermediate_size": 160}
 MOE = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 GLM4_MOE = GLM | MOE | {"model_type": "glm4_moe", "n_routed_experts": 5, "num_key_value_heads": 4}
+GLM4_MOE_LITE = GLM4_MOE | {
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 24,
+    "head_dim": 16,  # another name of qk_rope_head_dim
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 QWEN3_MOE = GLM | MOE | {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2}
 CHATGLM1 = CHATGLM6B | {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 45}
 CHATGLM2 = CHATGLM | {"hidden_size": 128, "num_attention_heads": 8, "padded_vocab_size": 45}
@@ -95,6 +105,7 @@ def same_logits(directory: Path, world: int, tolerance: float = 1e-5, **options:
         (QWEN3, "compressed-tensors", "w2a16-g32-asym"),
         (GLM4_MOE, "compressed-tensors", "w4a16-g32"),
         (QWEN3_MOE, "gptq", "w4a16-g32"),
+        (GLM4_MOE_LITE, "compressed-tensors", "w4a16-g32"),
     ],
 )
 def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form: str, scheme: str, world: int) -> None:
@@ -103,7 +114,7 @@ def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form
         assert isinstance(model.layers[0].mlp.down.part, QuantizedLinear)
 
 
-@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2, GLM4_MOE, QWEN3_MOE])
+@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2, GLM4_MOE, QWEN3_MOE, GLM4_MOE_LITE])
 def test_logits_of_plain_models(tmp_path: Path, values: dict[str, Any]) -> None:
     directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
     for model in same_logits(directory, 3):

@@ -39,6 +39,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
+LATENT = EXPERTS | {
+    "num_key_value_heads": 4,
+    "head_dim": 16,  # another name of qk_rope_head_dim
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 40,
+    "kv_lora_rank": 36,
+    "q_lora_rank": 52,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-2": ("Glm", {"num_key_value_heads": 2}),
     "glm-4": ("Glm", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
@@ -69,6 +78,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         EXPERTS
         | {"n_routed_experts": 4, "norm_topk_prob": False, "first_k_dense_replace": 2, "num_nextn_predict_layers": 0},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | {"n_routed_experts": 7}),
+    "glm4_moe_lite-groups": (
+        "Glm4MoeLite",
+        LATENT
+        | {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "glm4_moe_lite-without-query-latent": (
+        "Glm4MoeLite",
+        LATENT
+        | {"n_routed_experts": 5, "q_lora_rank": None, "kv_lora_rank": 33, "v_head_dim": 17, "attention_bias": True}
+        | {"head_dim": 6, "qk_rope_head_dim": 6, "rope_interleave": False},
     ),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"num_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_moe-sparse": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "decoder_sparse_step": 2, "attention_bias": True}),

@@ -58,4 +58,19 @@ def test_the_first_chatglm(scheme):
 
 def test_sizes_of_the_known_shapes():
     sizes = {name: round(config.num_parameters / 1e9, 2) for name, config in SHAPES.items()}
-    assert sizes == {"chatglm-6b": 6.17, "chatglm2-6b": 6.24, "glm-4-9b": 9.4, "llama-3-8b": 8.03}
+    assert sizes == {
+        "chatglm-6b": 6.17,
+        "chatglm2-6b": 6.24,
+        "glm-4-9b": 9.4,
+        "llama-3-8b": 8.03,
+        "glm-4.5-air": 106.85,
+        "glm-4.7-flash": 29.94,
+        "qwen3-30b-a3b": 30.53,
+    }
+
+
+def test_groups_that_do_not_divide_a_matrix_become_smaller():
+    """The first layer of GLM-4.5-Air has 10944 inner features, 85.5 groups of 128."""
+    model = random_model(with_traits(SMALL, ffn_size=192), Scheme.parse("w4a16-g128"), "cpu", torch.float32)
+    assert str(model.layers[0].mlp.down.scheme) == "w4a16-g64"
+    assert str(model.layers[0].mlp.gate_up.scheme) == "w4a16-g128"

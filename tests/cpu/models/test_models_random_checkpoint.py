@@ -6,7 +6,7 @@ from dense_configs import with_traits
 
 from warpbus.errors import StorageError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.models import SHAPES, load_model, read_config, tensor_map
+from warpbus.models import SHAPES, LatentAttentionSpec, MLPSpec, MoESpec, load_model, read_config, tensor_map
 from warpbus.models.layers import RMSNorm
 from warpbus.models.random_checkpoint import write_random_checkpoint
 
@@ -34,15 +34,33 @@ def test_the_shape_is_read_back_and_activations_are_moderate(tmp_path, name):
     assert logits.abs().max() < 100
 
 
+def narrowed(shape):
+    """The same shape with small matrices."""
+    if not shape.has_experts:
+        return with_traits(shape, hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8)
+    small = MLPSpec(8)
+    shape = replace(shape.resized(hidden_size=8, num_heads=2, ffn_size=8), vocab_size=300, stop_ids=(2,))
+    mixtures = {
+        layer.mlp: replace(layer.mlp, expert=small, shared=layer.mlp.shared and small)
+        for layer in shape.layers
+        if isinstance(layer.mlp, MoESpec)
+    }
+    grouped = {} if isinstance(shape.attention, LatentAttentionSpec) else {"num_kv_heads": 2}
+    attention = replace(shape.attention, **grouped)
+    layers = (replace(layer, attention=attention, mlp=mixtures.get(layer.mlp, layer.mlp)) for layer in shape.layers)
+    return replace(shape, layers=tuple(layers))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_known_shape_has_a_config(tmp_path, name, monkeypatch):
     """Its config.json says the shape, whatever number of layers; the sizes are those of a tiny model here."""
-    narrow = with_traits(SHAPES[name], hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8)
+    narrow = narrowed(SHAPES[name])
     if narrow.rope.two_dimensional:  # its config.json has no size of a head
         narrow = with_traits(narrow, head_dim=4, rope=replace(narrow.rope, rotary_dim=2))
     monkeypatch.setitem(SHAPES, name, narrow)
-    written = write_random_checkpoint(tmp_path / "model", name, torch.bfloat16, layers=1, device="cpu")
-    assert written == narrow.resized(num_layers=1)
+    layers = 2 if narrow.has_experts else 1  # a dense one and one of experts, if there are both
+    written = write_random_checkpoint(tmp_path / "model", name, torch.bfloat16, layers=layers, device="cpu")
+    assert written == narrow.resized(num_layers=layers)
     checkpoint = Checkpoint(tmp_path / "model")
     assert read_config(checkpoint) == written
     assert checkpoint.dtype(checkpoint.names()[0]) == torch.bfloat16
@@ -82,7 +100,9 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         write_random_checkpoint(tmp_path / "model", "gpt-2")
     with pytest.raises(UsageError, match="layers is 0: it has to be at least 1"):
         write_random_checkpoint(tmp_path / "model", "chatglm2-6b", layers=0)
-    with pytest.raises(UsageError, match="family glm4: choose among chatglm, chatglm2, llama"):
+    with pytest.raises(
+        UsageError, match="family glm4: choose among chatglm, chatglm2, glm4_moe, glm4_moe_lite, llama, qwen3"
+    ):
         write_random_checkpoint(tmp_path / "model", replace(tiny("chatglm2-6b"), family="glm4"), device="cpu")
     with pytest.raises(UsageError, match=r"config\.json of llama cannot say"):
         write_random_checkpoint(tmp_path / "model", tiny("llama-3-8b", qk_norm=True), device="cpu")

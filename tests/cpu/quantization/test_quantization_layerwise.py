@@ -1,6 +1,8 @@
 """A layer at a time must be what the whole decoder is, and padding must leave no trace."""
 
+import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,18 @@ from dense_configs import dense_config
 from torch import Tensor, nn
 
 from warpbus.dist import SHARES
-from warpbus.models import Decoder, DecoderLayer, RopeConfig
+from warpbus.models import (
+    Decoder,
+    DecoderLayer,
+    IndexerSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    NormSpec,
+    RopeConfig,
+)
+from warpbus.models.layers import CausalAttention
 from warpbus.quantization import Calibration
 from warpbus.quantization import states as batches_of
 from warpbus.quantization.folding import fold
@@ -334,3 +347,32 @@ def test_skipping_is_what_quantizing_does(needed: frozenset[str]) -> None:
         else:
             assert other.original is not None
             assert torch.equal(one.original, other.original)
+
+
+def test_each_model_attends_to_the_tokens_that_its_own_indexers_select() -> None:
+    """The second layer shares the selection of the first, which differs once that is quantized."""
+    attention = LatentAttentionSpec(3, query_rank=16, kv_rank=20, nope_dim=8, rope_dim=4, value_dim=8, norm_eps=1e-6)
+    indexer = IndexerSpec(heads=4, head_dim=8, top_k=3)
+    layers = tuple(
+        LayerSpec(32, replace(attention, indexer=replace(indexer, shared=shared)), MLPSpec(48), NormSpec(1e-5))
+        for shared in (False, True)
+    )
+    model = Decoder(ModelConfig("glm_moe_dsa", 50, layers, RopeConfig(1e4, 4, interleaved=True), 64))
+    model.initialize(torch.Generator().manual_seed(0), std=0.3)
+    original, data = copy.deepcopy(model.eval()), make_data((21, 21))
+    states = embedded(model, data, 64)
+
+    def halve(index: int, layer: DecoderLayer, linear: str, statistics: Statistics) -> None:
+        if linear == "attention.qkv_a":
+            layer.get_submodule(linear).weight.data.mul_(torch.linspace(-1, 2, 40)[:, None])
+
+    for index, layer, run in passes(model, states, frozenset({DRIFT})):
+        run.visit(lambda linear, statistics, index=index, layer=layer: halve(index, layer, linear, statistics))
+    for state in states:
+        tokens = torch.tensor([data.sequences[row] for row in range(2)])
+        with torch.no_grad():
+            positions = state.positions
+            for decoder, found in ((original, state.original), (model, state.x)):
+                assert found is not None
+                expected = decoder.transform(decoder.embed(tokens), positions, CausalAttention())
+                torch.testing.assert_close(found, expected)

@@ -46,7 +46,7 @@ def gather_cache(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: i
     name = "gather_cache"
     if dtype not in ELEMENTS:
         raise TensorError(f"{name}: dtype is {dtype}, expected float32, float16 or bfloat16: give one of them")
-    _check_stored(name, "cache", cache, dtype, scales, "scales")
+    check_stored(name, "cache", cache, dtype, scales, "scales")
     check_rank(name, 1, blocks=blocks)
     if blocks.dtype not in (torch.int32, torch.int64) or blocks.device != cache.device:
         raise TensorError(
@@ -73,11 +73,11 @@ def check_cache(
         TensorError: they do not.
     """
     check_rank(operator, 2, table=table)
-    _check_stored(operator, "keys", keys, qkv.dtype, key_scales, "key_scales")
+    check_stored(operator, "keys", keys, qkv.dtype, key_scales, "key_scales")
     check_shape(operator, {"values": tuple(keys.shape)}, "that of keys", values=values)
     if values.dtype != keys.dtype:
         raise TensorError(f"{operator}: values are {values.dtype} and keys {keys.dtype}: give both caches in one dtype")
-    _check_stored(operator, "values", values, qkv.dtype, value_scales, "value_scales")
+    check_stored(operator, "values", values, qkv.dtype, value_scales, "value_scales")
     check_alike(operator, (torch.float32,), table=table)
     for of, tensor in (("table", table), ("keys", keys), ("values", values)):
         if tensor.device != qkv.device:
@@ -97,10 +97,14 @@ def check_indices(operator: str, device: torch.device, dtype: torch.dtype, **ten
             raise TensorError(f"{operator}: {name} are on {tensor.device} and qkv on {device}: move one with .to()")
 
 
-def _check_stored(
+def check_stored(
     operator: str, name: str, cache: Tensor, dtype: torch.dtype, scales: Tensor | None, scales_name: str
 ) -> None:
-    """Keys or values are blocks in `dtype` or in codes, and these have scales."""
+    """Check that keys or values are blocks in `dtype` or in codes, and that codes have scales.
+
+    Raises:
+        TensorError: they are not.
+    """
     smallest, largest = _BLOCKS
     if cache.dim() != 4:
         raise TensorError(

@@ -33,14 +33,7 @@ def decode_attention(
         slots = (blocks.gather(1, last // size) * size + last % size)[:, 0]
         write(rotate(k, angles, interleaved), slots, keys, key_scales)
         write(v, slots, values, value_scales)
-    # A row's own first block stands for those it does not have: their entries may be anything.
-    named = blocks[:, : -(-limit // size)]
-    starts = torch.arange(0, named.shape[1] * size, size, device=qkv.device)
-    named = torch.where(starts <= last, named, named[:, :1])
-    seen = torch.arange(named.shape[1] * size, device=qkv.device) <= last
-    # What lies past a row's position is no number that may be computed with, not even times 0. Ahead of the shortest
-    # row's last block there is nothing to clear; a GPU would have to be waited for to know where that is.
-    begin = int(positions.min()) // size * size if qkv.device.type == "cpu" else 0
+    named, seen, begin = visible(positions, blocks, size, limit)
     hidden = ~seen[:, None, begin:, None]
     k, v = gather(keys, key_scales, named, qkv.dtype), gather(values, value_scales, named, qkv.dtype)
     for past in (k, v):
@@ -48,3 +41,28 @@ def decode_attention(
     # The queries of a group stand where torch has the tokens of one sequence: keys and values are read once for all.
     grouped = rotate(q, angles, interleaved).unflatten(1, (kv_heads, -1))
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)
+
+
+def visible(positions: Tensor, blocks: Tensor, size: int, limit: int) -> tuple[Tensor, Tensor, int]:
+    """Where rows find the tokens that they attend to.
+
+    Args:
+        positions: int32 `[b]`: the last position that each row attends to.
+        blocks: int32 `[b, n]`: block tables.
+        size: tokens of a block.
+        limit: greater than all positions.
+
+    Returns:
+        the blocks to read, `[b, ceil(limit / size)]`, all of them valid; bool `[b, tokens]`, which of their tokens a
+        row attends to; and a token before which every row attends to all.
+    """
+    last = positions.long()[:, None]
+    # A row's own first block stands for those it does not have: their entries may be anything.
+    named = blocks[:, : -(-limit // size)]
+    starts = torch.arange(0, named.shape[1] * size, size, device=positions.device)
+    named = torch.where(starts <= last, named, named[:, :1])
+    seen = torch.arange(named.shape[1] * size, device=positions.device) <= last
+    # What lies past a row's position is no number that may be computed with, not even times 0. Ahead of the shortest
+    # row's last block there is nothing to clear; a GPU would have to be waited for to know where that is.
+    begin = int(positions.min()) // size * size if positions.device.type == "cpu" else 0
+    return named, seen, begin

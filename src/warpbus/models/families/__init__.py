@@ -9,10 +9,12 @@ from warpbus.models.families.family import Family, TensorMap
 from warpbus.models.families.glm import GLM
 from warpbus.models.families.glm4 import GLM4
 from warpbus.models.families.glm4_moe import GLM4_MOE
+from warpbus.models.families.glm4_moe_lite import GLM4_MOE_LITE
+from warpbus.models.families.glm_moe_dsa import GLM_MOE_DSA
 from warpbus.models.families.llama import LLAMA
 from warpbus.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
-FAMILIES = (CHATGLM, CHATGLM2, GLM, GLM4, GLM4_MOE, LLAMA, QWEN2, QWEN3, QWEN3_MOE)
+FAMILIES = (CHATGLM, CHATGLM2, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, LLAMA, QWEN2, QWEN3, QWEN3_MOE)
 
 BY_NAME = {family.name: family for family in FAMILIES}
 MODEL_TYPES = tuple(sorted({model_type for family in FAMILIES for model_type in family.model_types}))

@@ -10,8 +10,8 @@ from warpbus.models.families.fields import MAX_LAYERS, Fields
 from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 
 
-def sigmoid_router(fields: Fields) -> RouterSpec:
-    """The router of GLM-4.5 and its successors. Raises CheckpointError naming the key that is wrong."""
+def _sigmoid_router(fields: Fields, scale: float) -> RouterSpec:
+    """The router of GLM-4.5 and its successors; `scale` where the file does not say. Raises CheckpointError."""
     experts, top_k = moe.expert_counts(fields, "n_routed_experts")
     groups = fields.divisor("n_group", "n_routed_experts", experts, default=1)
     top_groups = fields.size("topk_group", groups, default=1)
@@ -24,21 +24,32 @@ def sigmoid_router(fields: Fields) -> RouterSpec:
         top_k=top_k,
         scoring="sigmoid",
         normalized=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", 1e-3, 1e3, default=1.0),
+        scale=fields.number("routed_scaling_factor", 1e-3, 1e3, default=scale),
         groups=groups,
         top_groups=top_groups,
         bias=True,
     )
 
 
-def layer_mlps(fields: Fields) -> moe.LayerMLP:
-    """The MLPs of GLM-4.5 and its successors: the first layers are dense. Raises CheckpointError."""
-    dense_layers = int(fields.number("first_k_dense_replace", 0, MAX_LAYERS, default=1))
-    dense = MLPSpec(fields.size("intermediate_size"))
+def mixture(fields: Fields, *, scale: float = 1.0) -> MoESpec:
+    """The experts of GLM-4.5 and its successors.
+
+    Args:
+        scale: see `RouterSpec`, where the file does not say.
+
+    Raises:
+        CheckpointError: names the key that is wrong.
+    """
     width = fields.size("moe_intermediate_size")
     shared = int(fields.number("n_shared_experts", 0, moe.MAX_EXPERTS, default=1))
-    mixture = MoESpec(sigmoid_router(fields), MLPSpec(width), MLPSpec(shared * width) if shared else None)
-    return lambda index: dense if index < dense_layers else mixture
+    return MoESpec(_sigmoid_router(fields, scale), MLPSpec(width), MLPSpec(shared * width) if shared else None)
+
+
+def _layer_mlps(fields: Fields) -> moe.LayerMLP:
+    """The MLP of each layer: the first layers are dense. Raises CheckpointError naming the key that is wrong."""
+    dense_layers = int(fields.number("first_k_dense_replace", 0, MAX_LAYERS, default=1))
+    dense, experts = MLPSpec(fields.size("intermediate_size")), mixture(fields)
+    return lambda index: dense if index < dense_layers else experts
 
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
@@ -48,7 +59,7 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         "glm4_moe",
         rotary_part=0.5,
         stop_ids=glm.STOP_IDS,
-        mlps=layer_mlps(fields),
+        mlps=_layer_mlps(fields),
         qk_norm=fields.flag("use_qk_norm", default=False),
         qkv_bias=fields.flag("attention_bias", default=False),
     )

@@ -1,7 +1,7 @@
 """What the formats of Hugging Face's own models share: keys of config.json, names of tensors, rotary parameters."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from warpbus.errors import CheckpointError
@@ -10,6 +10,7 @@ from warpbus.models.families.family import TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
 from warpbus.models.families.moe import LayerMLP
 from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
+from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
@@ -31,6 +32,9 @@ LAYER = {
 
 QK_NORMS = {f"attention.{part}_norm.weight": (f"self_attn.{part}_norm.weight",) for part in "qk"}
 
+LayerAttention = Callable[[int], LatentAttentionSpec]
+"""The attention of a layer by its number."""
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -46,6 +50,7 @@ def read(
     stop_ids: tuple[int, ...] = (),
     output_norms: bool = False,
     mlps: LayerMLP | None = None,
+    latent_attention: LayerAttention | None = None,
     **biases_and_norms: bool,
 ) -> ModelConfig:
     """Read a config.json of Hugging Face's keys.
@@ -61,6 +66,7 @@ def read(
         stop_ids: where the file names none.
         output_norms: see `LayerSpec`.
         mlps: the MLP of each layer; by default all are dense ones of intermediate_size.
+        latent_attention: the attention of each layer of a family with MLA; by default queries are grouped.
         biases_and_norms: further fields of `AttentionSpec`.
 
     Raises:
@@ -78,30 +84,43 @@ def read(
     count = fields.size("num_hidden_layers", MAX_LAYERS)
     layer_mlps = [dense if mlps is None else mlps(index) for index in range(count)]
     hidden = fields.size("hidden_size")
-    heads = fields.size("num_attention_heads")
-    if "head_dim" not in fields and head_dim is None:
-        fields.divisor("num_attention_heads", "hidden_size", hidden)
-    dim = fields.size("head_dim", default=head_dim or hidden // heads)
-    rope = _rope(fields, dim, rotary_part, interleaved)
+    attention: Sequence[AttentionSpec | LatentAttentionSpec]
+    if latent_attention is None:
+        grouped = _grouped_attention(fields, head_dim, kv_heads_default, biases_and_norms)
+        attention, rotating = [grouped] * count, grouped.head_dim
+    else:
+        attention, rotating = list(map(latent_attention, range(count))), latent_attention(0).rope_dim
+    rope = _rope(fields, rotating, rotary_part, interleaved)
     context = fields.size("max_position_embeddings", MAX_CONTEXT)
     vocabulary = fields.size("vocab_size", MAX_VOCABULARY)
-    kv_heads = fields.divisor(
-        "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
-    )
-    attention = AttentionSpec(heads, kv_heads, dim, **biases_and_norms)
     norm = NormSpec(fields.number("rms_norm_eps", 1e-12, 0.1))
     # Layers of one kind share their table.
-    kinds = {mlp: LayerSpec(hidden, attention, mlp, norm, output_norms) for mlp in layer_mlps}
+    sublayers = list(zip(attention, layer_mlps, strict=True))
+    kinds = {each: LayerSpec(hidden, *each, norm, output_norms) for each in set(sublayers)}
     return ModelConfig(
         family=family,
         vocab_size=vocabulary,
-        layers=tuple(kinds[mlp] for mlp in layer_mlps),
+        layers=tuple(kinds[each] for each in sublayers),
         rope=rope,
         # With linear scaling the file states the context that was stretched, not the one that came of it.
         max_context=int(context * rope.position_scale),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
         stop_ids=fields.token_ids("eos_token_id", stop_ids),
     )
+
+
+def _grouped_attention(
+    fields: Fields, head_dim: int | None, kv_heads_default: bool, biases_and_norms: Mapping[str, bool]
+) -> AttentionSpec:
+    """Attention with grouped queries; arguments and errors as of `read`."""
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if "head_dim" not in fields and head_dim is None:
+        fields.divisor("num_attention_heads", "hidden_size", hidden)
+    dim = fields.size("head_dim", default=head_dim or hidden // heads)
+    kv_heads = fields.divisor(
+        "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
+    )
+    return AttentionSpec(heads, kv_heads, dim, **biases_and_norms)
 
 
 def tensors(config: ModelConfig, layer: Mapping[str, tuple[str, ...]] = LAYER) -> TensorMap:

@@ -8,6 +8,8 @@ from warpbus.models.layers.attention import (
     CausalAttention,
     FusedAttention,
 )
+from warpbus.models.layers.indexer import IndexFeatures, select_tokens
+from warpbus.models.layers.latent_attention import LatentAttention
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import MLP
 from warpbus.models.layers.moe import MoE, Router, Routing
@@ -22,6 +24,8 @@ __all__ = [
     "BranchedAttention",
     "CausalAttention",
     "FusedAttention",
+    "IndexFeatures",
+    "LatentAttention",
     "LayerNorm",
     "MoE",
     "Norm",
@@ -36,4 +40,5 @@ __all__ = [
     "project",
     "prompt_lengths",
     "rotate",
+    "select_tokens",
 ]

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,15 @@ from torch.nn import functional as F
 
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models.config import RopeConfig
-from warpbus.models.layer_spec import LayerSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec
+from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
 from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
 from warpbus.models.layers.rope import rotate
+
+if TYPE_CHECKING:
+    from warpbus.models.layers.latent_attention import LatentAttention
 
 
 class AttentionContext(Protocol):
@@ -27,17 +31,17 @@ class AttentionContext(Protocol):
             layer: the index of the layer, for contexts that keep a cache.
             q_bthd: rotated queries `[batch, tokens, heads, head_dim]`.
             k_bthd: rotated keys `[batch, tokens, kv_heads, head_dim]`.
-            v_bthd: values, like the keys.
+            v_bthd: values `[batch, tokens, kv_heads, value_dim]`; `value_dim` differs from `head_dim` in MLA only.
             positions_bt: integer positions `[batch, tokens]` of these tokens in their sequences.
 
         Returns:
-            `[batch, tokens, heads, head_dim]`.
+            `[batch, tokens, heads, value_dim]`.
         """
         ...
 
 
 class FusedAttention(ABC):
-    """A context whose kernels apply RoPE, store keys and values, and attend; its input is the fused projection."""
+    """A context whose kernels apply RoPE, store keys and values, and attend; its input is the projections."""
 
     @abstractmethod
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
@@ -51,8 +55,61 @@ class FusedAttention(ABC):
             `[batch, tokens, heads head_dim]`.
         """
 
+    @abstractmethod
+    def attend_latent(
+        self,
+        layer: int,
+        attention: "LatentAttention",
+        q_bthd: Tensor,
+        latent_btd: Tensor,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        """Multi-head latent attention: apply RoPE to queries and rotary keys, store the new latents, attend causally.
 
-class CausalAttention:
+        Args:
+            layer: the index of the layer.
+            attention: expands latents to keys and values, or absorbs the expansion into queries and outputs.
+            q_bthd: `[batch, tokens, heads, nope_dim + rope_dim]`, not rotated.
+            latent_btd: normed latents and rotary keys `[batch, tokens, kv_rank + rope_dim]`, not rotated.
+            index: of the layer's indexer, not rotated; None if it has none.
+
+        Returns:
+            `[batch, tokens, heads value_dim]`.
+        """
+
+
+class WholeAttention(ABC):
+    """A context of whole sequences, which may attend to selected tokens only (see `IndexerSpec`)."""
+
+    _selected_btt: Tensor | None = None  # by the last layer with an indexer
+
+    @abstractmethod
+    def visible(self, positions_bt: Tensor) -> Tensor:
+        """The tokens that each token may attend to, bool, broadcast to `[batch, tokens, tokens]`."""
+
+    def attend_selected(
+        self,
+        q_bthd: Tensor,
+        k_bthd: Tensor,
+        v_bthd: Tensor,
+        positions_bt: Tensor,
+        top_k: int,
+        index: IndexFeatures | None,
+    ) -> Tensor:
+        """As `AttentionContext.attend`, to the tokens that an indexer selects.
+
+        Args:
+            top_k: tokens that it selects at most.
+            index: of the layer's indexer, rotated; None: the selection of the last layer that had an indexer.
+        """
+        visible = self.visible(positions_bt)
+        if index is not None:
+            self._selected_btt = select_tokens(index.q, index.weights, index.k, visible, top_k)
+        assert self._selected_btt is not None
+        return attend_masked(q_bthd, k_bthd, v_bthd, self._selected_btt[:, None])
+
+
+class CausalAttention(WholeAttention):
     """Each token attends to itself and to the tokens before it in its row; there is no KV cache.
 
     Args:
@@ -71,10 +128,18 @@ class CausalAttention:
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
-        extents = self.extents(q_bthd)
+        # The variable-length kernel takes keys and values of one size.
+        extents = self.extents(q_bthd) if q_bthd.shape[-1] == v_bthd.shape[-1] else None
         if extents is not None:
             return packed_attention(q_bthd, k_bthd, v_bthd, extents)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
+
+    def visible(self, positions_bt: Tensor) -> Tensor:
+        mask = self.reached(positions_bt)
+        if mask is not None:
+            return mask[:, 0]
+        tokens = positions_bt.shape[1]
+        return torch.ones(1, tokens, tokens, dtype=torch.bool, device=positions_bt.device).tril()
 
     def extents(self, q_bthd: Tensor) -> Extents | None:
         """The bounds of the documents, if rows are packed and the variable-length kernel can be used."""
@@ -115,7 +180,7 @@ class CausalAttention:
         return mask[:, None]
 
 
-class BranchedAttention:
+class BranchedAttention(WholeAttention):
     """Tree attention of one level: each row is the common prefix of several texts, followed by their continuations.
 
     A token attends to the prefix and to the tokens before it in its own continuation; the prefix is computed once.
@@ -131,11 +196,14 @@ class BranchedAttention:
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
+        return attend_masked(q_bthd, k_bthd, v_bthd, self.visible(positions_bt)[:, None])
+
+    def visible(self, positions_bt: Tensor) -> Tensor:
         if self._mask is None:
             of_key, of_query = self.branches_bt[:, None, :], self.branches_bt[:, :, None]
             mask = (of_key == 0) | (of_key == of_query)
-            self._mask = mask.logical_and_(positions_bt[:, None, :] <= positions_bt[:, :, None])[:, None]
-        return attend_masked(q_bthd, k_bthd, v_bthd, self._mask)
+            self._mask = mask.logical_and_(positions_bt[:, None, :] <= positions_bt[:, :, None])
+        return self._mask
 
 
 def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor | None) -> Tensor:
@@ -161,6 +229,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: LayerSpec, rope: RopeConfig) -> None:
         super().__init__()
+        assert isinstance(spec.attention, AttentionSpec)
         self.spec = spec.attention
         self.rope = rope
         qkv, o = spec.reading("attention.normed")[0], spec.reading("attention.attended")[0]

@@ -1,0 +1,160 @@
+"""Multi-head latent attention in the engine: one KV head of latents, however prompts and tokens are computed."""
+
+from functools import cache
+
+import pytest
+import torch
+from engine_models import LATENT, PROMPTS, SPARSE, as_on_a_gpu, assert_best, finish
+
+from warpbus.engine.attention import PositionedAttention
+from warpbus.engine.blocks import BLOCK
+from warpbus.engine.engine import Engine, request
+from warpbus.engine.kv_cache import KVCache, token_bytes
+from warpbus.engine.plan import LIBRARY_BYTES, Stored, plan_memory
+from warpbus.engine.positions import RopeAngles, RowPositions, identity_rope
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.errors import UsageError
+from warpbus.models import SHAPES, random_model
+from warpbus.models.layers import rotate
+from warpbus.qtensor import Scheme
+
+CPU = torch.device("cpu")
+GB = 10**9
+GREEDY = SamplingParams(temperature=0)
+FLASH = Stored.uniform(SHAPES["glm-4.7-flash"], torch.bfloat16, Scheme.parse("w4a16-g128"))
+
+
+@pytest.fixture(scope="module", params=[LATENT, SPARSE], ids=["latent", "sparse"])
+def model(request):
+    return random_model(request.param, None, "cpu", torch.float32)
+
+
+def answers(engine, prompts=PROMPTS):
+    requests = [request(prompt, tokens=20, params=GREEDY) for prompt in prompts]
+    finish(engine, requests)
+    return [each.token_ids for each in requests]
+
+
+@cache
+def alone(model):
+    return [answers(Engine(model), [prompt])[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 2},
+        {"prefill_tokens": 5},
+        {"prefix_caching": False},
+        {"speculation": 4},
+        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "speculation": 3, "prefill_tokens": 33},
+    ],
+    ids=str,
+)
+def test_the_answers_are_the_same_alone_and_together_however_they_are_computed(model, kind, options):
+    """With pieces of prompts, with drafts, with prompts among the rows of a graph, and after preemption."""
+    found = answers(kind(Engine(model, **options)))
+    assert found == alone(model)
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        assert_best(model, prompt, answer)
+
+
+def test_a_cached_beginning_is_not_computed_again(model):
+    engine, prompt = Engine(model), PROMPTS[2]  # two blocks and eleven tokens
+    first = answers(engine, [prompt])
+    again = request(prompt, tokens=20, params=GREEDY)
+    finish(engine, [again])
+    assert again.cached_tokens == 2 * BLOCK
+    assert [again.token_ids] == first
+
+
+def test_the_cache_holds_latents_once():
+    attention = LATENT.attention
+    assert token_bytes(LATENT, torch.float16, "auto") == LATENT.num_layers * (64 + 8) * 2
+    cache = KVCache(LATENT, 6, device=CPU, dtype=torch.float16)
+    assert cache.block_bytes == BLOCK * token_bytes(LATENT, torch.float16, "auto")
+    cache.commit(6)
+    for keys, values, *scales in cache.layers:
+        assert keys.shape == (6, 1, BLOCK, attention.head_dim)
+        assert values.shape == (6, 1, BLOCK, attention.kv_rank)
+        assert values.data_ptr() == keys.data_ptr()
+        assert scales == [None, None]
+    contents = [part.fill_(index) for index, (part, *_) in enumerate(cache.layers, start=1)]
+    assert [float(part.float().mean()) for part in contents] == [1, 2]
+    other = KVCache(LATENT, 6, device=CPU, dtype=torch.float16)
+    other.commit(6)
+    other.store([4], cache.fetch([2]))
+    assert torch.equal(other.layers[1][0][4], cache.layers[1][0][2])
+    assert not other.layers[1][0][3].any()
+
+
+def test_the_plan_counts_latents_and_the_dequantized_projection():
+    plan = plan_memory(FLASH, 24 * GB, max_num_seqs=1, max_model_len=100_000)
+    tokens = plan.pool_tokens + BLOCK
+    assert 0 <= plan.parts["KV cache"] - tokens * 47 * 576 * 2 < 2**21
+    assert plan.kv_dtype == "auto"
+    kv_b = 47 * 20 * (192 + 256) * 512 * 2
+    assert sum(size for name, size in FLASH.sizes().items() if "kv_b" in name) == kv_b
+    assert 15.4 * GB < plan.parts["layers"] < 16.5 * GB
+    assert plan.parts["CUDA context and kernels"] > LIBRARY_BYTES
+    assert plan.context == 100_000
+
+
+def test_no_plan_rounds_latents_to_eight_bits():
+    """Where grouped queries would get a cache of 8 bits, the embedding is moved instead."""
+    limit = 18 * GB
+    plan = plan_memory(FLASH, limit, max_num_seqs=1)
+    assert plan.kv_dtype == "auto"
+    assert plan.total <= limit
+    for kv_dtype in ("int8", "fp8"):
+        with pytest.raises(UsageError, match=rf"^kv_dtype is '{kv_dtype}': the latents .* give auto$"):
+            plan_memory(FLASH, limit, kv_dtype=kv_dtype)
+
+
+def test_the_cache_holds_the_keys_of_indexers():
+    own = LATENT.num_layers * (64 + 8) + 16  # the second layer has no indexer
+    assert token_bytes(SPARSE, torch.float16, "auto") == own * 2
+    cache = KVCache(SPARSE, 6, device=CPU, dtype=torch.float16)
+    assert cache.block_bytes == BLOCK * own * 2
+    cache.commit(6)
+    keys, none = cache.index_keys
+    assert keys.shape == (6, 1, BLOCK, 16)
+    assert none is None
+    keys[2] = 3
+    cache.copy(2, 5)
+    assert (keys[5] == 3).all()
+    assert not keys[4].any()
+
+
+@torch.no_grad()
+def test_rows_with_positions_of_their_own_attend_as_far_as_they_see():
+    """Rotary angles of position 5, stored in slot 7 after two latents of a prefix, and slot 8 is not visible."""
+    model = random_model(LATENT, None, "cpu", torch.float32)
+    attention, generator = model.layers[0].attention, torch.Generator().manual_seed(1)
+    spec = attention.spec
+    q, latents = torch.randn(4, 20, generator=generator), torch.randn(9, 72, generator=generator)
+    cache = KVCache(LATENT, 3, device=CPU, dtype=torch.float32)
+    cache.commit(3)
+    cache.layers[0][0][2, 0, :9] = latents
+    rows = RowPositions(
+        RopeAngles(model.rotary.table(16, CPU), torch.tensor([5], dtype=torch.int32)),
+        slot_mapping=torch.tensor([2 * BLOCK + 7]),
+        last_visible=torch.tensor([7], dtype=torch.int32),
+        identity=identity_rope(16, CPU),
+    )
+    blocks = torch.tensor([[2, 1]], dtype=torch.int32)
+    context = PositionedAttention(LATENT, rows, cache, blocks, 2 * BLOCK)
+    found = context.attend_latent(0, attention, q[None, None], latents[7][None, None], None)
+
+    angles = model.rotary(torch.tensor([[5]]), torch.float32)
+    rotated = [
+        rotate(each[None, None], angles, LATENT.rope.interleaved)[0, 0] for each in (q[:, 12:], latents[7:8, 64:])
+    ]
+    seen = latents[:8].clone()
+    seen[7, 64:] = rotated[1][0]
+    assert torch.allclose(cache.layers[0][0][2, 0, 7], seen[7])
+    scores = attention.absorb(torch.cat((q[:, :12], rotated[0]), dim=-1)[None])[0] @ seen.T * spec.query_dim**-0.5
+    expected = attention.outputs((scores.softmax(-1) @ seen[:, :64])[None])
+    torch.testing.assert_close(found[0], expected)

@@ -1,0 +1,107 @@
+"""Multi-head latent attention on a GPU, with and without an indexer: what the model says on the CPU in float32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_engine_models import GPU
+
+from warpbus.engine.blocks import BLOCK
+from warpbus.engine.engine import Engine, request
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.kernels.ops.mla import mla_attention
+from warpbus.models import SHAPES, IndexerSpec, MLPSpec, random_model
+from warpbus.models.layers import QuantizedLinear
+from warpbus.qtensor import Scheme
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+FLASH = SHAPES["glm-4.7-flash"]
+DENSE = tuple(replace(layer, mlp=MLPSpec(1024)) for layer in FLASH.layers[:2])
+LATENT = replace(FLASH, vocab_size=1000, layers=DENSE)
+INDEXER = IndexerSpec(heads=32, head_dim=128, top_k=40)
+SPARSE = replace(
+    LATENT,
+    layers=tuple(
+        replace(layer, attention=replace(layer.attention, indexer=replace(INDEXER, shared=shared)))
+        for layer, shared in zip(DENSE, (False, True), strict=True)
+    ),
+)
+PROMPTS = [list(range(5, 75)), [20, 21], list(range(100, 133)), [7 * at % 1000 for at in range(300)]]
+GREEDY = SamplingParams(temperature=0, logprobs=1)
+
+
+def copied(model, config, dtype):
+    """The same weights in float32 on the CPU, and in a dtype on the GPU."""
+    other = random_model(config, None, GPU, dtype)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(model.get_parameter(name))
+    return other
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.25)])
+@pytest.mark.parametrize("config", [LATENT, SPARSE], ids=["latent", "sparse"])
+@pytest.mark.parametrize("prefill_tokens", [None, 50])
+@torch.no_grad()
+def test_answers_are_those_of_the_model_alone(config, dtype, tolerance, prefill_tokens):
+    """In bfloat16 an indexer may choose other tokens, so that only whole answers without it are compared closely."""
+    if config is SPARSE and dtype != torch.float32:
+        pytest.skip("rounding changes which tokens are chosen")
+    reference = random_model(config, None, "cpu", torch.float32)
+    engine = Engine(copied(reference, config, dtype), max_model_len=512, prefill_tokens=prefill_tokens)
+    requests = [request(prompt, tokens=20, params=GREEDY) for prompt in PROMPTS]
+    for each in requests:
+        engine.add(each)
+    while engine.has_work:
+        engine.step()
+    for each in requests:
+        row = torch.tensor([[*each.prompt, *each.token_ids[:-1]]])
+        expected = reference(row)[0, len(each.prompt) - 1 :].log_softmax(-1)
+        of_chosen = expected.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
+        found = torch.tensor([logprob.logprob for logprob in each.logprobs])
+        assert (found - of_chosen).abs().max() < tolerance
+        assert (expected.amax(-1) - of_chosen).max() < 2 * tolerance
+
+
+@torch.no_grad()
+def test_a_quantized_model_generates_the_same_alone_and_together():
+    model = random_model(LATENT, Scheme.parse("w4a16-g128"), GPU, torch.bfloat16)
+    assert isinstance(model.layers[0].get_submodule("attention.qkv_a"), QuantizedLinear)
+    together = Engine(model, max_model_len=512).decode(PROMPTS, 20)
+    assert all(len(answer) == 20 for answer in together)
+    logits = model(torch.tensor([[*PROMPTS[2], *together[2][:-1]]], device=GPU))[0, len(PROMPTS[2]) - 1 :].float()
+    chosen = logits.gather(1, torch.tensor(together[2], device=GPU)[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max() < 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("limit", [BLOCK, 5 * BLOCK])
+def test_mla_attention_in_a_graph(dtype, limit):
+    """Nothing waits for the GPU, and a replay sees new positions, block tables and latents."""
+    generator = torch.Generator(GPU).manual_seed(1)
+
+    def drawn(*shape):
+        return torch.randn(shape, device=GPU, generator=generator).to(dtype)
+
+    q, latents = drawn(3, 20, 576), drawn(20, 1, BLOCK, 576)
+    positions = torch.zeros(3, dtype=torch.int32, device=GPU)
+    blocks = torch.zeros(3, 5, dtype=torch.int32, device=GPU)
+
+    def work():
+        return mla_attention(q, positions, blocks, latents, value_dim=512, scale=256**-0.5, limit=limit)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    positions.copy_(torch.tensor([0, limit - 1, limit // 2]))
+    blocks.copy_(torch.randperm(20)[:15].view(3, 5))
+    q.copy_(drawn(3, 20, 576))
+    graph.replay()
+    for row, position in enumerate(positions.tolist()):
+        keys = latents[blocks[row].long(), 0].flatten(0, 1)[: position + 1].double()
+        weights = (q[row].double() @ keys.T * 256**-0.5).softmax(-1)
+        expected = weights @ keys[:, :512]
+        tolerance = 1e-4 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(found[row].double(), expected, rtol=tolerance, atol=tolerance)
