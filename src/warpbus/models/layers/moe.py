@@ -31,13 +31,17 @@ class Routing:
     weights: Tensor
     scores: Tensor
 
-    def by_expert(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each expert that has tokens: its number, its tokens, int64 `[n]`, and their weights, float32 `[n]`."""
+    def by_expert(self, *, idle: bool = False) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each expert that has tokens: its number, its tokens, int64 `[n]`, and their weights, float32 `[n]`.
+
+        Args:
+            idle: also the experts without tokens, with `n = 0`.
+        """
         order = self.experts.flatten().argsort(stable=True)
         tokens, weights = order // self.experts.shape[1], self.weights.flatten()[order]
         counts = torch.bincount(self.experts.flatten(), minlength=self.scores.shape[1]).tolist()
         for expert, own in enumerate(zip(tokens.split(counts), weights.split(counts), strict=True)):
-            if counts[expert]:
+            if counts[expert] or idle:
                 yield expert, *own
 
 
@@ -53,7 +57,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """The routing of x `[tokens, hidden]`."""
         spec = self.spec
-        logits = F.linear(x.float(), self.weight.float())
+        # Training in 16 bits runs under autocast, which would round the logits.
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
         scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
         chosen = self._allowed(scores if self.bias is None else scores + self.bias.float()).topk(spec.top_k).indices
         weights = scores.gather(1, chosen)
@@ -101,10 +107,14 @@ class MoE(nn.Module):
         """The output `[..., hidden]`, plus `residual` if there is one."""
         x = x if norm is None else norm(x)
         rows = x.flatten(0, -2)
-        total = torch.zeros_like(rows) if self.shared is None else self.shared(rows)
-        for expert, tokens, weights in self.router(rows).by_expert():
+        total = torch.zeros_like(rows)
+        # While experts are trained, all of them get a gradient in every process, which data parallelism relies on.
+        trained = torch.is_grad_enabled() and self.router.weight.requires_grad
+        for expert, tokens, weights in self.router(rows).by_expert(idle=trained):
             y = self.experts[expert](rows[tokens])
-            total.index_add_(0, tokens, (y * weights[:, None]).to(y.dtype))
+            total.index_add_(0, tokens, (y * weights[:, None]).to(total.dtype))
+        if self.shared is not None:
+            total = total + self.shared(rows)
         total = total.view_as(x)
         if isinstance(self.output, Parallel):
             return self.output.join(total, residual)
