@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.dist import Group
-from warpbus.models import Decoder, DecoderLayer
+from warpbus.models import Decoder
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import CausalAttention, MoE, Routing
 
@@ -61,7 +61,7 @@ class _ExpertLoad:
         bias: the correction bias; None if the router has none.
     """
 
-    def __init__(self, layer: DecoderLayer, moe: MoE) -> None:
+    def __init__(self, layer: nn.Module, moe: MoE) -> None:
         self.bias = moe.router.bias
         self.counts = torch.zeros(len(moe.experts), dtype=torch.int64, device=moe.router.weight.device)
         self._experts: Tensor | None = None

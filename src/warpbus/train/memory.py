@@ -250,7 +250,7 @@ class _LayerActivations:
         parts = 1 if not gated else 2 if half == _HALF else 3
         mlp = half * sum(branch.ffn * branch.passes for branch in branches) * parts
         if isinstance(spec.mlp, MoESpec):
-            mlp += _routing(spec.mlp, hidden, half, full=full)
+            mlp += _routing(spec.mlp, hidden, half, self.stream, full=full)
         unrouted = sum(matrix.expert is None for matrix in spec.matrices)
         ranks = unrouted * settings.rank * half if settings.method == "lora" else 0
         self.kept = norms + inputs + attention + mlp + ranks
@@ -307,11 +307,12 @@ def _branches(spec: LayerSpec) -> list[_Branch]:
     return [routed] if spec.mlp.shared is None else [routed, branch("mlp.shared")]
 
 
-def _routing(moe: MoESpec, hidden: int, half: int, *, full: bool) -> int:
+def _routing(moe: MoESpec, hidden: int, half: int, stream: int, *, full: bool) -> int:
     """Bytes per token that the router and the weighted sum of the experts keep."""
     router = moe.router
-    # The scores of all experts; of those chosen two float32 weights and three int64 indices.
-    routing = _FLOAT * router.experts + router.top_k * (2 * _FLOAT + 3 * 8)
+    # The scores of all experts; of those chosen three float32 weights and three int64 indices.
+    routing = _FLOAT * router.experts + router.top_k * (3 * _FLOAT + 3 * 8)
     # A trained router keeps its float32 input, unless the shared expert keeps the same.
     entered = _FLOAT * hidden if full and (half != _FLOAT or moe.shared is None) else 0
-    return routing + entered + router.top_k * half * hidden
+    # The outputs of the experts, before and after they are multiplied by their weights.
+    return routing + entered + router.top_k * (half + stream) * hidden

@@ -318,7 +318,7 @@ class _TrainingRun:
         best, best_step = course.best or (None, None)
         last = course.log[-1].get("valid_loss") if course.log else None
         recent = course.log[-50:]
-        figures = {
+        figures: dict[str, float] = {
             name: sum(entry[name] for entry in recent) / len(recent)
             for name in ("loss", "expert_load")
             if name in recent[-1]
