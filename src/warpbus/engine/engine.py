@@ -134,7 +134,7 @@ class Engine:
             *(model, cache, max_num_seqs, self._most_rows, self.max_model_len),
             device=device,
             dtype=self.dtype,
-            graphs=kernels,
+            graphs=kernels and not model.waits_for_gpu,
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
             selection=adapt(model, adapters),

@@ -157,6 +157,11 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
+    @property
+    def waits_for_gpu(self) -> bool:
+        """Whether a forward pass on a GPU reads results back, so that no CUDA graph can capture it."""
+        return any(isinstance(layer.mlp, MoE) and not layer.mlp.stacked for layer in self.layers)
+
     def hidden(
         self,
         tokens_bt: Tensor,

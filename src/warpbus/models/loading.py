@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from warpbus.cuda.remote import is_gpu
 from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
@@ -19,7 +18,7 @@ from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import place, round_onto
 from warpbus.models.row_order import spans_in_file
@@ -128,10 +127,6 @@ def load_model(
         UsageError: the model cannot be sharded over so many processes, or a scheme does not fit a matrix.
     """
     config = read_config(checkpoint)
-    if config.has_experts and is_gpu(torch.device(device)):
-        raise UsageError(
-            f"{checkpoint.directory}: a mixture of experts runs only on the CPU in this version: use --device cpu"
-        )
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
@@ -161,6 +156,9 @@ def load_model(
             model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
     if part is not None and group is not None:
         part.join(model, group)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.stack()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # staging and intermediate tensors
     return model.eval()

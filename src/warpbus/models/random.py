@@ -13,7 +13,7 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import MoE, QuantizedLinear, Router
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.parallel import Part
 from warpbus.models.placement import round_onto
@@ -67,12 +67,16 @@ def random_model(
             else:
                 bias = None if module.bias is None else draw.bias(module)
                 parent, _, leaf = name.rpartition(".")
-                quantized = QuantizedLinear(draw.weight(chosen, module), bias, dtype=dtype)
+                quantized = QuantizedLinear(draw.weight(chosen.fitting(module.in_features), module), bias, dtype=dtype)
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
                 draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
+        elif isinstance(module, Router):
+            module.weight = _fixed(draw.normal(*module.weight.shape, std=module.weight.shape[1] ** -0.5))
+            if module.bias is not None:
+                module.bias = _fixed(torch.zeros(module.weight.shape[0], device=device))
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:
@@ -85,6 +89,9 @@ def random_model(
             model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
     if part is not None and group is not None:
         part.join(model, group)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.stack()
     if embedding is not None:
         model.embedding.to(embedding)
     return model.eval()

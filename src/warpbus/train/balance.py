@@ -63,7 +63,7 @@ class _ExpertLoad:
 
     def __init__(self, layer: nn.Module, moe: MoE) -> None:
         self.bias = moe.router.bias
-        self.counts = torch.zeros(len(moe.experts), dtype=torch.int64, device=moe.router.weight.device)
+        self.counts = torch.zeros(moe.router.spec.experts, dtype=torch.int64, device=moe.router.weight.device)
         self._experts: Tensor | None = None
         moe.router.register_forward_hook(self._remember)
         layer.register_forward_hook(self._count)

@@ -26,6 +26,10 @@ _PARAMETERS = Parameters(
     "ELEMENT* out, float* partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride, "
     "long long out_stride, int k_per_split"
 )
+_EXPERTS = Parameters(
+    "const ELEMENT* x, const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, "
+    "const int4* tiles, int n, int k, int groups, int group_shift, int middle"
+)
 _STAGES = 3  # kStages in sm80_wna16.cu
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
@@ -66,9 +70,9 @@ class Wna16Sm80Tiling:
         """How many tiles cover a product."""
         return blocks((m, self.tile_m), (n, self.tile_n))
 
-    def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
-        """The kernel for activations of a dtype and packed codes of 4 or 8 bits."""
-        return unit(
+    def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
+        """The kernel for activations of a dtype and packed codes of 4 or 8 bits; `experts`: of a mixture of experts."""
+        declared = unit(
             "wna16/sm80_wna16.cu",
             ELEMENT=ELEMENTS[dtype],
             BITS=bits,
@@ -78,7 +82,11 @@ class Wna16Sm80Tiling:
             WARP_N=self.warp_n,
             RESIDENT=self.resident,
             SHARED_BYTES=self.shared(bits),
-        ).kernel("sm80_wna16", _PARAMETERS)
+            EXPERTS=int(experts),
+        )
+        if experts:
+            return declared.kernel("sm80_wna16_experts", _EXPERTS)
+        return declared.kernel("sm80_wna16", _PARAMETERS)
 
 
 # In the large one two warps dequantize each weight, for 64 rows of x each; in the others one does, for all rows.
@@ -88,7 +96,8 @@ SMALL = Wna16Sm80Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
 TILINGS = (LARGE, MEDIUM, SMALL)
 
 _KERNELS = {
-    (tiling, dtype, bits): tiling.kernel(dtype, bits) for tiling, dtype, bits in product(TILINGS, HALVES, (4, 8))
+    (tiling, dtype, bits, experts): tiling.kernel(dtype, bits, experts=experts)
+    for tiling, dtype, bits, experts in product(TILINGS, HALVES, (4, 8), (False, True))
 }
 
 
@@ -110,8 +119,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
     tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device), shared_memory(x.device))
     splits = blocks((max(k, 1), part))
     partial = partial_sums(splits, out)
-    group = weight.scheme.group_size
-    _KERNELS[tiling, x.dtype, weight.bits](
+    _KERNELS[tiling, x.dtype, weight.bits, False](
         (tiling.tiles(m, n), splits),
         tiling.threads,
         x=x,
@@ -125,7 +133,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
         n=n,
         k=k,
         groups=weight.scales.shape[1],
-        group_shift=_WHOLE_ROW if group is None else group.bit_length() - 1,
+        group_shift=_shift(weight),
         middle=weight.scheme.middle_code,
         x_stride=x.stride(0) if m > 1 else 0,
         out_stride=out.stride(0),
@@ -134,6 +142,43 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
         dependent=True,
     )
     reduce(partial, bias, out)
+
+
+def multiply_experts(
+    x: Tensor, weights: PackedWeight, tiles: Tensor, most: int, tiling: Wna16Sm80Tiling, out: Tensor
+) -> None:
+    """Products of a mixture of experts: rows of `out` are rows of x times their expert's weights.
+
+    Args:
+        x: `[rows, k]`, sorted by expert, contiguous; k is a multiple of 8.
+        weights: of all experts, one behind the other: its shape is `(n, k)` of one of them.
+        tiles: int32 `[1 + most, 4]`, see the kernel.
+        most: tiles, of rows, at most.
+        out: `[rows, n]`, contiguous.
+    """
+    n, k = weights.shape
+    _KERNELS[tiling, x.dtype, weights.bits, True](
+        most * blocks((n, tiling.tile_n)),
+        tiling.threads,
+        x=x,
+        codes=weights.codes,
+        scales=weights.scales,
+        zeros=weights.zeros,
+        out=out,
+        tiles=tiles[1:],
+        n=n,
+        k=k,
+        groups=weights.scales.shape[-3],
+        group_shift=_shift(weights),
+        middle=weights.scheme.middle_code,
+        shared=tiling.shared(weights.bits),
+        dependent=True,
+    )
+
+
+def _shift(weight: PackedWeight) -> int:
+    group = weight.scheme.group_size
+    return _WHOLE_ROW if group is None else group.bit_length() - 1
 
 
 @functools.lru_cache(maxsize=4096)

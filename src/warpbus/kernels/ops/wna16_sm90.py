@@ -22,7 +22,7 @@ _PARAMETERS = Parameters(
     "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
     Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out",
     Problem="int m, int n, int k, int chunks, int shift, int middle, int scale_words, int group, int waves, "
-    "int direct, int splits",
+    "int direct, int splits, const int4* tiles",
 )
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
@@ -60,9 +60,9 @@ class Wna16Sm90Tiling:
         stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32 + 16
         return stage * self.stages[bits] + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
 
-    def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
-        """The kernel with these tiles."""
-        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits], self.shared(bits))
+    def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
+        """The kernel with these tiles; `experts`: of a mixture of experts."""
+        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits], self.shared(bits), experts)
 
 
 # From the smallest tile to the largest.
@@ -108,16 +108,8 @@ def multiply(
     processors = multiprocessors(x.device)
     plan = plan or _chosen(m, n, k, processors, x.get_device(), x.dtype, bits)
     tiling = plan.tiling
-    chunks, rows = blocks((k, TILE_COLUMNS)), blocks((n, TILE_ROWS))
-    size = weight.scheme.group_size
-    scale_words = 16 if size == 32 else 8
+    chunks = blocks((k, TILE_COLUMNS))
     x = addressable(x)
-    scale_map = functools.partial(
-        tensor_map, box_rows=tiling.rows // TILE_ROWS, box_columns=scale_words, swizzled=False
-    )
-    codes = weight.codes.view(rows, -1)
-    direct = not fits(out)
-    box = min(tiling.tokens, 64) if plan.splits == 1 else 16
     tiles = blocks((m, tiling.tokens), (n, tiling.rows))
     if plan.splits == 1:
         grid = min(processors, tiles * chunks)
@@ -129,31 +121,80 @@ def multiply(
     tiling.kernel(x.dtype, bits)(
         grid,
         tiling.threads,
-        map_x=tile_maps(x, tiling.tokens, TILE_COLUMNS),
-        map_codes=tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
-        map_scales=scale_map(_words(weight.scales)),
-        map_zeros=_NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
-        map_out=_NO_MAP if direct else tensor_map(out, box, 64),
+        **_operands(x, weight, out, tiling, box=min(tiling.tokens, 64) if plan.splits == 1 else 16),
         bias=bias,
-        out=out,
         partials=partials,
         flags=counters(x.device, grid * tiling.consumers) if handed_on else None,
-        symmetric=weight.zeros is None,
-        m=m,
-        n=n,
-        k=k,
-        chunks=chunks,
-        shift=31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
-        middle=weight.scheme.middle_code,
-        scale_words=scale_words,
-        group=max(_GROUP // tiling.tokens, 1),
         waves=waves,
-        direct=direct,
         splits=plan.splits,
+        tiles=None,
         shared=tiling.shared(bits),
         cluster=plan.splits,
         dependent=True,
     )
+
+
+def multiply_experts(
+    x: Tensor, weights: PackedWeight, count: int, tiles: Tensor, most: int, tiling: Wna16Sm90Tiling, out: Tensor
+) -> None:
+    """Products of a mixture of experts on an sm_90a GPU: rows of `out` are rows of x times their expert's weights.
+
+    Args:
+        x: `[rows, k]`, sorted by expert, contiguous; at least `tiling.tokens` rows.
+        weights: of `count` experts, one behind the other: its shape is `(n, k)` of one of them.
+        tiles: int32 `[1 + most, 4]`, see the kernel.
+        most: tiles, of rows, at most.
+        out: `[rows, n]`, contiguous.
+    """
+    n = weights.shape[0]
+    columns = blocks((n, tiling.rows))
+    tiling.kernel(x.dtype, weights.bits, experts=True)(
+        min(multiprocessors(x.device), most * columns),
+        tiling.threads,
+        **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=count),
+        bias=None,
+        partials=None,
+        flags=None,
+        waves=0,
+        splits=1,
+        tiles=tiles[1:],
+        shared=tiling.shared(weights.bits),
+        dependent=True,
+    )
+
+
+def _operands(
+    x: Tensor, weight: PackedWeight, out: Tensor, tiling: Wna16Sm90Tiling, *, box: int, count: int = 1
+) -> dict[str, object]:
+    """The arguments of a launch that describe x, the weights of `count` experts, and `out`, stored in boxes of rows."""
+    m, k = x.shape
+    n, rows = weight.shape[0], blocks((weight.shape[0], TILE_ROWS)) * count
+    size = weight.scheme.group_size
+    scale_words = 16 if size == 32 else 8
+    scale_map = functools.partial(
+        tensor_map, box_rows=tiling.rows // TILE_ROWS, box_columns=scale_words, swizzled=False
+    )
+    direct = not fits(out)
+    return {
+        "map_x": tile_maps(x, tiling.tokens, TILE_COLUMNS),
+        "map_codes": tensor_map(
+            weight.codes.view(rows, -1), tiling.rows // TILE_ROWS, 32 * weight.bits, swizzled=False
+        ),
+        "map_scales": scale_map(_words(weight.scales, rows)),
+        "map_zeros": _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros, rows)),
+        "map_out": _NO_MAP if direct else tensor_map(out, box, 64),
+        "out": out,
+        "symmetric": weight.zeros is None,
+        "m": m,
+        "n": n,
+        "k": k,
+        "chunks": blocks((k, TILE_COLUMNS)),
+        "shift": 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
+        "middle": weight.scheme.middle_code,
+        "scale_words": scale_words,
+        "group": max(_GROUP // tiling.tokens, 1),
+        "direct": direct,
+    }
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,13 +257,15 @@ def _waves(tiles: int, grid: int) -> int:
     return max(tiles // grid - 1, 0)
 
 
-def _words(scales: Tensor) -> Tensor:
+def _words(scales: Tensor, tiles: int) -> Tensor:
     """Scales as int32 `[tiles, groups * 8]`: a word for the rows g and g + 8."""
-    return scales.view(torch.int32).view(scales.shape[0], -1)
+    return scales.view(torch.int32).view(tiles, -1)
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int, shared: int) -> Kernel:
+def _kernel(
+    dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int, shared: int, experts: bool
+) -> Kernel:
     declared = unit(
         "wna16/sm90_wna16.cu",
         needs="sm_90a",
@@ -232,9 +275,17 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
         SHARED_BYTES=shared,
+        EXPERTS=int(experts),
     )
     return declared.kernel("sm90_wna16", _PARAMETERS)
 
 
+OF_EXPERTS = tuple(
+    tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((16, 3), (32, 3), (64, 2), (128, 2))
+)
+"""The tilings for experts."""
+
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):
     _tiling.kernel(_dtype, _bits)
+    if _tiling in OF_EXPERTS:
+        _tiling.kernel(_dtype, _bits, experts=True)

@@ -10,7 +10,7 @@ from warpbus.models.layers.attention import (
 )
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import MLP
-from warpbus.models.layers.moe import MoE, Routing
+from warpbus.models.layers.moe import MoE, Router, Routing
 from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
 from warpbus.models.layers.rope import Rotary, coordinates, prompt_lengths, rotate
 
@@ -28,6 +28,7 @@ __all__ = [
     "QuantizedLinear",
     "RMSNorm",
     "Rotary",
+    "Router",
     "Routing",
     "Selection",
     "coordinates",

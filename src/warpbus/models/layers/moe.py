@@ -4,16 +4,23 @@ The router is that of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) for GLM-4.5 
 all experts for Qwen 3. It computes in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from warpbus.kernels.ops.moe_mlp import PackedExperts, moe_mlp
+from warpbus.kernels.ops.moe_router import moe_route
+from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
+from warpbus.models.layers.frozen import frozen_linear
+from warpbus.models.layers.fusion import has_kernels
+from warpbus.models.layers.linear import QuantizedLinear
 from warpbus.models.layers.mlp import MLP
-from warpbus.models.layers.norm import Norm
+from warpbus.models.layers.norm import LayerNorm, Norm
 from warpbus.models.layers.parallel import Parallel
 
 
@@ -33,6 +40,8 @@ class Routing:
 
     def by_expert(self, *, idle: bool = False) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each expert that has tokens: its number, its tokens, int64 `[n]`, and their weights, float32 `[n]`.
+
+        Waits for the GPU.
 
         Args:
             idle: also the experts without tokens, with `n = 0`.
@@ -59,24 +68,67 @@ class Router(nn.Module):
         spec = self.spec
         # Training in 16 bits runs under autocast, which would round the logits.
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())
-        scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
-        chosen = self._allowed(scores if self.bias is None else scores + self.bias.float()).topk(spec.top_k).indices
-        weights = scores.gather(1, chosen)
-        if spec.normalized:
-            # The scores of a softmax cannot all be zero.
-            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
-        return Routing(chosen, weights * spec.scale, scores)
+            scores = router_scores(router_logits(x, self.weight), spec.scoring)
+        chosen, weights = choose_experts(
+            scores,
+            self.bias,
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            normalized=spec.normalized,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+        )
+        return Routing(chosen, weights, scores)
 
-    def _allowed(self, scores: Tensor) -> Tensor:
-        """The scores, -inf where an expert's group is not among the best groups."""
+    def slots(self, x: Tensor, norm: Norm | None, *, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The normed x, the experts and their weights by the kernel; see `moe_route`. Does not wait for the GPU."""
+        if isinstance(norm, LayerNorm):
+            x, norm = norm(x), None
         spec = self.spec
-        if spec.top_groups == spec.groups:
-            return scores
-        grouped = scores.unflatten(1, (spec.groups, -1))
-        best = grouped.topk(2).values.sum(-1).topk(spec.top_groups).indices
-        excluded = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
-        return grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return moe_route(
+            x,
+            self.weight,
+            self.bias,
+            norm=weight,
+            eps=eps,
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            normalized=spec.normalized,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+            shared=shared,
+        )
+
+
+class StackedExperts(nn.Module):
+    """The experts of a layer as one tensor of each kind, for the kernels: quantized, and of one scheme.
+
+    Args:
+        gate_up, down: of all experts; the shared expert comes last if there is one.
+    """
+
+    def __init__(self, gate_up: PackedExperts, down: PackedExperts) -> None:
+        super().__init__()
+        self._stacked = {"gate_up": gate_up, "down": down}
+        for name, stacked in self._stacked.items():
+            self.register_buffer(f"{name}_codes", stacked.weights.codes)
+            self.register_buffer(f"{name}_scales", stacked.weights.scales)
+            self.register_buffer(f"{name}_zeros", stacked.weights.zeros)
+
+    def matrices(self, name: str) -> PackedExperts:
+        """The matrices "gate_up" or "down" of all experts."""
+        stacked = self._stacked[name]
+        codes, scales, zeros = (getattr(self, f"{name}_{part}") for part in ("codes", "scales", "zeros"))
+        weights = stacked.weights
+        return PackedExperts(PackedWeight(codes, scales, zeros, weights.scheme, weights.shape), stacked.count)
+
+    def expert(self, number: int, x: Tensor) -> Tensor:
+        """The output `[n, hidden]` of one expert for x `[n, hidden]`; it can be differentiated by x."""
+        gate, up = frozen_linear(x, self.matrices("gate_up").expert(number), None).chunk(2, dim=-1)
+        return frozen_linear(F.silu(gate) * up, self.matrices("down").expert(number), None)
 
 
 class MoE(nn.Module):
@@ -84,8 +136,8 @@ class MoE(nn.Module):
 
     Attributes:
         router: chooses the experts.
-        experts: the routed experts.
-        shared: the shared expert, or None.
+        experts: the routed experts; on a GPU with kernels, where all are quantized alike, `StackedExperts`.
+        shared: the shared expert, or None. Its matrices may be views of the stacked ones.
         output: what the sum passes through: the identity, or with tensor parallelism the all-reduce of the processes'
             partial sums.
     """
@@ -94,7 +146,7 @@ class MoE(nn.Module):
         super().__init__()
         assert isinstance(spec.mlp, MoESpec)
         self.router = Router(spec.mlp.router, spec.hidden_size)
-        self.experts = nn.ModuleList(
+        self.experts: nn.ModuleList | StackedExperts = nn.ModuleList(
             MLP(*map(spec.matrix, (f"mlp.experts.{index}.gate_up", f"mlp.experts.{index}.down")), gated=True)
             for index in range(spec.mlp.router.experts)
         )
@@ -103,19 +155,84 @@ class MoE(nn.Module):
         self.shared = MLP(*map(spec.matrix, names), gated=True) if shared else None
         self.output: nn.Module = nn.Identity()
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the experts are arranged for the kernels."""
+        return isinstance(self.experts, StackedExperts)
+
     def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """The output `[..., hidden]`, plus `residual` if there is one."""
+        if isinstance(self.experts, StackedExperts) and has_kernels(x):
+            return self._by_kernels(self.experts, x, norm, residual)
         x = x if norm is None else norm(x)
         rows = x.flatten(0, -2)
         total = torch.zeros_like(rows)
         # While experts are trained, all of them get a gradient in every process, which data parallelism relies on.
         trained = torch.is_grad_enabled() and self.router.weight.requires_grad
         for expert, tokens, weights in self.router(rows).by_expert(idle=trained):
-            y = self.experts[expert](rows[tokens])
+            y = self._expert(expert, rows[tokens])
             total.index_add_(0, tokens, (y * weights[:, None]).to(total.dtype))
         if self.shared is not None:
             total = total + self.shared(rows)
-        total = total.view_as(x)
+        return self._written(total.view_as(x), residual)
+
+    def stack(self) -> None:
+        """Arrange the experts for the kernels, if they are packed for them and all alike."""
+        assert isinstance(self.experts, nn.ModuleList)
+        every = list(self.experts)
+        packed = [_packed(each) for each in every]
+        if any(pair is None or _kind(pair) != _kind(packed[0]) for pair in packed):
+            return
+        own = None if self.shared is None else _packed(self.shared)
+        if own is not None and _kind(own) == _kind(packed[0]):
+            packed.append(own)
+        pairs = [pair for pair in packed if pair is not None]
+        gate_up, down = (PackedExperts.stack([pair[at] for pair in pairs]) for at in range(2))
+        self.experts = StackedExperts(gate_up, down)
+        if len(pairs) > len(every) and self.shared is not None:
+            dtype = gate_up.weights.dtype
+            self.shared.gate_up = QuantizedLinear(gate_up.expert(len(every)), dtype=dtype)
+            self.shared.down = QuantizedLinear(down.expert(len(every)), dtype=dtype)
+
+    def _by_kernels(self, experts: StackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        gate_up, down = experts.matrices("gate_up"), experts.matrices("down")
+        # An adapter on the shared expert is computed with that expert alone.
+        joined = (
+            gate_up.count > self.router.spec.experts and self.shared is not None and _packed(self.shared) is not None
+        )
+        rows, slots, weights = self.router.slots(x.flatten(0, -2), norm, shared=joined)
+        before = None if residual is None or isinstance(self.output, Parallel) else residual.flatten(0, -2)
+        if self.shared is not None and not joined:
+            before = self.shared(rows, residual=before)
+        total = moe_mlp(rows, slots, weights, gate_up, down, residual=before, shared=joined).view_as(x)
+        return self.output.join(total, residual) if isinstance(self.output, Parallel) else total
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        if isinstance(self.experts, StackedExperts):
+            return self.experts.expert(number, x)
+        y: Tensor = self.experts[number](x)
+        return y
+
+    def _written(self, total: Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(self.output, Parallel):
             return self.output.join(total, residual)
         return total if residual is None else residual + total
+
+
+_PackedPair = tuple[PackedWeight, PackedWeight]
+
+
+def _packed(expert: nn.Module) -> _PackedPair | None:
+    """The matrices gate_up and down of an expert, if both are packed for the kernels and nothing is added to them."""
+    forms = [
+        linear.form
+        for linear in (expert.get_submodule("gate_up"), expert.get_submodule("down"))
+        if isinstance(linear, QuantizedLinear)
+    ]
+    first, *others = [form for form in forms if isinstance(form, PackedWeight)] or [None]
+    return (first, others[0]) if first is not None and others else None
+
+
+def _kind(pair: _PackedPair | None) -> Sequence[object]:
+    """What experts that are stacked have in common."""
+    return () if pair is None else [(each.shape, each.scheme, each.dtype) for each in pair]

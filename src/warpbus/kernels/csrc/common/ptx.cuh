@@ -354,11 +354,11 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// An object in the shared memory of block `rank` of the cluster, by its place in one's own. That block must have reached
-// a barrier of the cluster after it wrote it, and may not end before another one.
+// An object in the shared memory of block `rank` of the cluster, by its place in one's own. A barrier of the cluster
+// has to lie between who writes it and who reads it, and that block may not end before another one.
 template <typename T>
-__device__ __forceinline__ const T* of_cluster_block(const T* own, int rank) {
-    const T* other;
+__device__ __forceinline__ T* of_cluster_block(T* own, int rank) {
+    T* other;
     asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(own), "r"(rank));
     return other;
 }

@@ -4,10 +4,10 @@
 
 namespace step {
 
-// An object in the shared memory of block `rank` of the cluster, by its place in one's own. That block must have
-// reached a barrier of the cluster after it wrote it, and may not end before another one.
+// An object in the shared memory of block `rank` of the cluster, by its place in one's own. A barrier of the
+// cluster has to lie between who writes it and who reads it, and that block may not end before another one.
 template <typename T>
-__device__ __forceinline__ const T* of_block(const T* own, int rank) {
+__device__ __forceinline__ T* of_block(T* own, int rank) {
 #if __CUDA_ARCH__ >= 900
     return ptx::of_cluster_block(own, rank);
 #else

@@ -6,9 +6,12 @@
 //   GROUPS     1: a scale for 64 columns or more; 2: one for 32
 //   TOKENS     8 or 16: the most rows of x
 //   WARPS      that multiply
-//   FINISHERS  warps that add up their sums; with the one that loads, five warps for each part of a multiprocessor have 96
-//              registers a thread, a sixth would leave 80
+//   SPAN       neighbouring chunks of 64 columns that a warp multiplies in a stage: 1 or 2
+//   FINISHERS  warps that add up their sums; with the one that loads and 16 that multiply, five warps for each part of a
+//              multiprocessor have 96 registers a thread, a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage without x; of sums, barriers and squares
+//   RESIDENT   blocks of a multiprocessor
+//   EXPERTS    0: one product; 1: the products of a mixture of experts, by the rules of wna16/experts.cuh
 //
 // Values are finite: the product separates x * code from x * zero point, so that an infinite x gives NaN where the reference
 // may give infinity.
@@ -24,9 +27,13 @@
 // memory, where it comes in parts, so that the first chunks are multiplied while the others are on their way; or, where a block
 // needs it only once or it is too large, along with the weights. One copy brings all rows of WARPS chunks: with one for each
 // row, the thread that asks would be what everything waits for. A grid has one block for each multiprocessor.
+//
+// The products of experts are small: a block may multiply with half the warps, and two blocks share a multiprocessor. Blocks
+// of the next kernel then ask for weights while the last blocks of this one end.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "wna16/dequantize.cuh"
+#include "wna16/experts.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kThreads = 32 * WARPS;  // that multiply
@@ -35,11 +42,12 @@ constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: w
 constexpr int kMostStages = 8;
 constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kChunk = 64;
+constexpr int kStep = WARPS * SPAN;  // chunks in a stage: a power of two
 constexpr int kLine = 2 * kChunk;  // bytes of a token in a chunk
 constexpr int kParts = 8;          // that x comes in, at most: the chunks of a step each, and the last one all others
 
 struct Problem {
-    int m, n, k;
+    int m, n, k;     // m: with experts, the rows of x that one copy brings
     int chunks;      // of 64 columns in a row
     int groups;      // scales of a row
     int shift;       // a group has 2^shift chunks
@@ -57,9 +65,9 @@ struct Weight {
 };
 
 struct alignas(128) Stage {
-    uint4 codes[2][WARPS][kLoads][32];
-    ptx::uint32 scales[2][WARPS * GROUPS + 1][8];
-    ptx::uint32 zeros[2][WARPS * GROUPS + 1][8];
+    uint4 codes[2][kStep][kLoads][32];
+    ptx::uint32 scales[2][kStep * GROUPS + 1][8];
+    ptx::uint32 zeros[2][kStep * GROUPS + 1][8];
 };
 
 struct Barriers {
@@ -85,26 +93,48 @@ __device__ __forceinline__ int group_of(int chunk, const Problem& p) {
     return GROUPS == 2 ? 2 * chunk : chunk >> p.shift;
 }
 
-// A stage's place in the work of a block: a pair of tiles, and the first of up to WARPS chunks.
-struct Step {
-    int pair, chunk;
+// A pair of tiles that a block computes, of one item where there are experts.
+struct Work {
+    int index = blockIdx.x;
 
-    __device__ __forceinline__ bool there(const Problem& p) const { return pair < pairs_of(p); }
-    __device__ __forceinline__ void advance(const Problem& p) {
-        chunk += WARPS;
-        if (chunk >= p.chunks) {
-            chunk = 0;
-            pair += gridDim.x;
-        }
+    __device__ __forceinline__ bool there(const Items& items, const Problem& p) const {
+        return index < items.count * pairs_of(p);
+    }
+    __device__ __forceinline__ void advance() { index += gridDim.x; }
+    __device__ __forceinline__ int item(const Problem& p) const { return EXPERTS ? index / pairs_of(p) : 0; }
+    __device__ __forceinline__ int pair(const Problem& p) const { return EXPERTS ? index % pairs_of(p) : index; }
+};
+
+// A stage's place in the work of a block: a pair of tiles, which of the experts whose products are added, and the first of up
+// to WARPS chunks.
+struct Step {
+    Work work;
+    int pair, slot = 0, chunk = 0;
+    Source source;
+
+    __device__ __forceinline__ explicit Step(const Problem& p) : pair(work.pair(p)) {}
+    __device__ __forceinline__ bool there(const Items& items, const Problem& p) const { return work.there(items, p); }
+    // The rows of x and the expert of this step: only where it is `there`, and its expert is known.
+    __device__ __forceinline__ void find(const Items& items, const Problem& p) {
+        if (EXPERTS && chunk == 0) source = items.source(work.item(p), slot);
+    }
+    __device__ __forceinline__ void advance(const Items& items, const Problem& p) {
+        chunk += kStep;
+        if (chunk < p.chunks) return;
+        chunk = 0;
+        if (EXPERTS && ++slot < items.slots) return;
+        slot = 0;
+        work.advance();
+        pair = work.pair(p);
     }
 };
 
-// What of x goes with a step: WARPS chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
-__device__ __forceinline__ int step_bytes(const Problem& p) { return WARPS * p.m * kLine; }
+// What of x goes with a step: kStep chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
+__device__ __forceinline__ int step_bytes(const Problem& p) { return kStep * p.m * kLine; }
 
-__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, Step step,
+__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, const Step& step,
                                              const Problem& p) {
-    const int chunks = min(WARPS, p.chunks - step.chunk);
+    const int chunks = min(kStep, p.chunks - step.chunk);
     const int group = group_of(step.chunk, p);
     const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
     const int code_bytes = chunks * kLoads * 512;
@@ -113,7 +143,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)) + x_bytes);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int tile = tile_of(step.pair, r, p);
+        const int tile = (EXPERTS ? step.source.expert * ((p.n + 15) / 16) : 0) + tile_of(step.pair, r, p);
         const uint4* codes = weight.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
         const int at = (tile * p.groups + group) * 8;
         ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
@@ -127,11 +157,11 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
 // Brings all of x, in parts.
 __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barriers, const ptx::TensorMap& x,
                                            const Problem& p) {
-    const int steps = (p.chunks + WARPS - 1) / WARPS;
+    const int steps = (p.chunks + kStep - 1) / kStep;
     for (int i = 0; i < steps; ++i) {
         const ptx::uint32 barrier = barriers + 8 * min(i, kParts - 1);
         if (i < kParts) ptx::mbarrier_expect(barrier, (i == kParts - 1 ? steps - i : 1) * step_bytes(p));
-        ptx::tma_load(target + i * step_bytes(p), &x, barrier, 0, 0, i * WARPS);
+        ptx::tma_load(target + i * step_bytes(p), &x, barrier, 0, 0, i * kStep);
     }
 }
 
@@ -153,89 +183,113 @@ struct Ring {
 };
 
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
-// them before the kernel ahead has ended.
+// them before the kernel ahead has ended, as far as it is known whose they are.
 __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
-                                        const ptx::TensorMap& x, bool in_parts, const Problem& p) {
-    const Step begin = {static_cast<int>(blockIdx.x), 0};
-    Step ahead = begin;
-    for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
-        load_weights(stages[i], at.full + 8 * i, weight, ahead, p);
+                                        const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
+    Step ahead(p);
+    int asked = 0;
+    for (; asked < p.stages && ahead.there(items, p) && items.knows(ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
+        ahead.find(items, p);
+        load_weights(stages[asked], at.full + 8 * asked, weight, ahead, p);
     }
     ptx::griddepcontrol_wait();
-    if (in_parts && begin.there(p)) load_parts(staged, at.x, x, p);
+    items.begin();
+    Step behind(p);
+    if (in_parts && behind.there(items, p)) load_parts(staged, at.x, x, p);
     Ring ring;
-    Step behind = begin;
-    for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
-        if (p.streamed) ptx::tma_load(staged + i * step_bytes(p), &x, at.full + 8 * i, 0, 0, behind.chunk);
+    for (int i = 0; i < asked; ++i, behind.advance(items, p), ring.advance(p)) {
+        behind.find(items, p);
+        if (p.streamed) ptx::tma_load(staged + i * step_bytes(p), &x, at.full + 8 * i, 0, behind.source.row, behind.chunk);
     }
-    for (; ahead.there(p); ahead.advance(p), ring.advance(p)) {
+    for (; ahead.there(items, p); ahead.advance(items, p), ring.advance(p)) {
         const ptx::uint32 full = at.full + 8 * ring.slot;
+        ahead.find(items, p);
         ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
         load_weights(stages[ring.slot], full, weight, ahead, p);
-        if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, 0, ahead.chunk);
+        if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, ahead.source.row, ahead.chunk);
     }
 }
 
-// Adds the products of a warp's chunk, in the units of Packed::spread. `x` is where this lane's rows of the fragments lie in
-// shared memory in the first step, `offset` how far this step's lie behind it; `group` the first group's place in the stage.
-__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
-                                         const ptx::uint32 (&x)[kTokenTiles], ptx::uint32 offset, int group,
-                                         bool symmetric, float middle) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    uint4 codes[2][kLoads];
+// The sums of a group: of code * x in the units of Packed::spread, and of x, in each row.
+struct GroupSums {
+    float part[2][kTokenTiles][4] = {};
+    float whole[kTokenTiles][4] = {};
+};
+
+// Adds the sums of a group, times its scales, whose place in the stage is `group`.
+__device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const GroupSums& own, const Stage& stage, int group,
+                                          bool symmetric, float middle) {
+    const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group][row]);
+        const float2 zero =
+            symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group][row]);
+        const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
+        const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][warp][i][lane];
-    }
-    ptx::uint32 b[kTokenTiles][2][4];
+        for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-        ptx::ldmatrix_x4(b[t][0], x[t] + offset);
-        if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
-    }
-    const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
-    const ptx::uint32 ones[4] = {one, one, one, one};
-#pragma unroll
-    for (int h = 0; h < GROUPS; ++h) {
-        float part[2][kTokenTiles][4] = {};
-        float whole[kTokenTiles][4] = {};  // the sum of x, in each row
-#pragma unroll
-        for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
-            if (s == 2 && !kAtOnce) {
-#pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
-            }
-#pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) {
-                ptx::mma_m16n8k16<ELEMENT>(whole[t], ones, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                ptx::uint32 a[4];
-                Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
-#pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) {
-                    ptx::mma_m16n8k16<ELEMENT>(part[r][t], a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
-                }
+            for (int i = 0; i < 4; ++i) {
+                sum[r][t][i] = fmaf(own.whole[t][i], i < 2 ? upper : lower, sum[r][t][i]);
+                sum[r][t][i] = fmaf(own.part[r][t][i], i < 2 ? scale.x : scale.y, sum[r][t][i]);
             }
         }
+    }
+}
+
+// Adds the products of a warp's chunks of a stage, `count` of which are there. `x` is where this lane's rows of the fragments of
+// each chunk lie in shared memory in the first step, `offset` how far this step's lie behind it.
+__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
+                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int count,
+                                         bool symmetric, const Problem& p) {
+    const int lane = threadIdx.x % 32;
+    const int first = threadIdx.x / 32 * SPAN;
+    const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
+    const ptx::uint32 ones[4] = {one, one, one, one};
+    GroupSums own;
+#pragma unroll
+    for (int c = 0; c < SPAN; ++c) {
+        if (c > 0 && c >= count) break;
+        uint4 codes[2][kLoads];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
-            const float2 zero = symmetric ? make_float2(middle, middle)
-                                          : unpack_pair<ELEMENT>(stage.zeros[r][group + h][lane / 4]);
-            const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
-            const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
 #pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) {
+            for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][first + c][i][lane];
+        }
+        ptx::uint32 b[kTokenTiles][2][4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sum[r][t][i] = fmaf(whole[t][i], i < 2 ? upper : lower, sum[r][t][i]);
-                    sum[r][t][i] = fmaf(part[r][t][i], i < 2 ? scale.x : scale.y, sum[r][t][i]);
+        for (int t = 0; t < kTokenTiles; ++t) {
+            ptx::ldmatrix_x4(b[t][0], x[c][t] + offset);
+            if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+        }
+#pragma unroll
+        for (int h = 0; h < GROUPS; ++h) {
+#pragma unroll
+            for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
+                if (s == 2 && !kAtOnce) {
+#pragma unroll
+                    for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+                }
+#pragma unroll
+                for (int t = 0; t < kTokenTiles; ++t) {
+                    ptx::mma_m16n8k16<ELEMENT>(own.whole[t], ones, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
+                }
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    ptx::uint32 a[4];
+                    Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
+#pragma unroll
+                    for (int t = 0; t < kTokenTiles; ++t) {
+                        ptx::mma_m16n8k16<ELEMENT>(own.part[r][t], a, b[t][s / 2][2 * (s % 2)],
+                                                   b[t][s / 2][2 * (s % 2) + 1]);
+                    }
                 }
             }
+            // Two chunks of one group share its scales.
+            if (GROUPS == 1 && c + 1 < SPAN && c + 1 < count && p.shift > 0) continue;
+            add_group(sum, own, stage, group_of(first + c, p) + h, symmetric, p.middle);
+            own = {};
         }
     }
 }
@@ -348,12 +402,16 @@ __device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const EL
 }
 
 // Called by all threads of a warp: the lower half has the first tile's rows, which where there is a gate are the gate's.
-__device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* out, int row, int token, const Problem& p) {
+__device__ __forceinline__ void store(float total, const Epilogue& e, float factor, ELEMENT* out, int row, int token,
+                                      const Problem& p) {
     const float value = total + to_float(e.bias);
     if (p.gate_tiles > 0) {
         const float up = __shfl_down_sync(0xffffffff, value, 16);
         ELEMENT* target = out + static_cast<long long>(token) * (p.n / 2);
-        if (threadIdx.x % 32 < 16) target[row] = from_float<ELEMENT>(activate(kSilu, value) * up + to_float(e.residual));
+        const float inner = activate(kSilu, value) * up;
+        if (threadIdx.x % 32 < 16) {
+            target[row] = from_float<ELEMENT>(EXPERTS ? factor * inner : inner + to_float(e.residual));
+        }
         return;
     }
     if (row < p.n) out[static_cast<long long>(token) * p.n + row] = from_float<ELEMENT>(value + to_float(e.residual));
@@ -362,18 +420,22 @@ __device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* o
 // What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
 // FINISHERS-th token's, a thread for each row of the two tiles.
 __device__ __forceinline__ void finish(const float* sums, const Addresses& at, const ELEMENT* bias,
-                                       const ELEMENT* residual, ELEMENT* out, const Problem& p) {
+                                       const ELEMENT* residual, ELEMENT* out, const Items& items, const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
-    for (int pair = blockIdx.x; pair < pairs_of(p); pair += gridDim.x) {
-        const int row = row_of(pair, which, within, p);
+    for (Work work; work.there(items, p); work.advance()) {
+        const int row = row_of(work.pair(p), which, within, p);
+        const Rows rows = EXPERTS ? items.rows(work.item(p)) : Rows{0, p.m};
         Epilogue next;
-        if (first < p.m) next = fetch_epilogue(bias, residual, row, first, p);
+        if (first < rows.count) next = fetch_epilogue(bias, residual, row, rows.first + first, p);
         ptx::named_barrier(kSummed, kThreads + FINISHERS * 32);
 #pragma unroll 1
-        for (int token = first; token < p.m; token += FINISHERS) {
+        for (int token = first; token < rows.count; token += FINISHERS) {
             const Epilogue epilogue = next;
-            if (token + FINISHERS < p.m) next = fetch_epilogue(bias, residual, row, token + FINISHERS, p);
+            if (token + FINISHERS < rows.count) {
+                next = fetch_epilogue(bias, residual, row, rows.first + token + FINISHERS, p);
+            }
+            const float factor = EXPERTS ? items.factor(rows.first + token) : 1.0f;
             // Where the fragments of the product have this row and column.
             const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
             const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
@@ -381,21 +443,21 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
             float total = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) total += mine[w * 2 * kTokenTiles * 128];
-            store(total, epilogue, out, row, token, p);
+            store(total, epilogue, factor, out, row, rows.first + token, p);
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(at.finished);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
-    wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
-                 const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
-                 const ELEMENT* residual, ELEMENT* out, const Problem p) {
+__device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* codes, const ptx::uint32* scales,
+                                        const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm,
+                                        const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, Items items,
+                                        const Problem& p) {
     // x of all steps, or of those in flight; the stages; sums [WARPS][2][kTokenTiles][32]; the rest as it is declared here.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
-    const int steps = (p.chunks + WARPS - 1) / WARPS;
+    const int steps = (p.chunks + kStep - 1) / kStep;
     Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
@@ -404,10 +466,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
                           ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int pairs = pairs_of(p);
     const bool in_parts = norm == nullptr && !p.streamed;
 
-    ptx::griddepcontrol_launch_dependents();
+    if (!EXPERTS) ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
         if (norm == nullptr) ptx::prefetch_tensor_map(&map);
         for (int i = 0; i < p.stages; ++i) {
@@ -421,42 +482,53 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
     __syncthreads();
 
     if (warp == WARPS) {
-        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, p);
+        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, items, p);
         return;
     }
     const Vector norm_weight =
         load_vector(norm + 8 * threadIdx.x, norm != nullptr && warp < WARPS && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
+    // Behind the wait: who begins after all blocks of this grid have come here may read what is older than this grid.
+    if (EXPERTS) ptx::griddepcontrol_launch_dependents();
+    items.begin();
     if (warp > WARPS) {
-        finish(reinterpret_cast<const float*>(sums), at, bias, residual, out, p);
+        finish(reinterpret_cast<const float*>(sums), at, bias, residual, out, items, p);
         return;
     }
-    if (blockIdx.x >= pairs) return;
+    Work work;
+    if (!work.there(items, p)) return;
     if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
-    ptx::uint32 mine[kTokenTiles];
+    ptx::uint32 mine[SPAN][kTokenTiles];
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-        const int line = warp * p.m + min(8 * t + lane % 8, p.m - 1);
-        mine[t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
+    for (int c = 0; c < SPAN; ++c) {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+            const int line = (warp * SPAN + c) * p.m + min(8 * t + lane % 8, p.m - 1);
+            mine[c][t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
+        }
     }
-    const int group = group_of(warp, p);  // in every stage: WARPS is a power of two
     Ring ring;
     int parity = 0;  // of the phase of the pair
-    for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
+    for (; work.there(items, p); work.advance(), parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
-        for (int first = 0; first < p.chunks; first += WARPS) {
-            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
-            ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-            if (first + warp < p.chunks) {
-                const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
-                multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, p.middle);
+        for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
+            for (int first = 0; first < p.chunks; first += kStep) {
+                if (in_parts && work.index == blockIdx.x) {
+                    ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
+                }
+                ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
+                const int count = p.chunks - first - warp * SPAN;  // chunks from this warp's first on
+                if (count > 0) {
+                    const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
+                    multiply(sum, stages[ring.slot], mine, offset, count, zeros == nullptr, p);
+                }
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
+                ring.advance(p);
             }
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
-            ring.advance(p);
         }
 
         ptx::mbarrier_wait(at.finished, parity ^ 1);
@@ -474,3 +546,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
         ptx::named_barrier_arrive(kSummed, kThreads + FINISHERS * 32);
     }
 }
+
+#if EXPERTS
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RESIDENT)
+    wna16_decode_experts(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
+                         const ptx::uint32* zeros, const ELEMENT* residual, ELEMENT* out, const Items items,
+                         const Problem p) {
+    compute(map, codes, scales, zeros, nullptr, nullptr, nullptr, residual, out, items, p);
+}
+#else
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RESIDENT)
+    wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
+                 const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
+                 const ELEMENT* residual, ELEMENT* out, const Problem p) {
+    compute(map, codes, scales, zeros, x, norm, bias, residual, out, Items::one(), p);
+}
+#endif

@@ -18,6 +18,10 @@
 // gridDim.y blocks share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8] for
 // gemm/split_k_reduce.cu, which finishes them in fixed order.
 //
+// EXPERTS = 1 is a mixture of experts: rows of x are sorted by expert and multiplied by the expert's weights, which lie one
+// behind the other. tiles[i] = {expert, first row, rows, 0} with up to TILE_M rows; there are tiles[-1].x of them. Blocks
+// without a tile end at once; k is not split and there is no bias.
+//
 // Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration
 // takes more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel
 // ahead of it has ended: it asks for weights before it waits.
@@ -239,14 +243,13 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
 }
 
 // The kernel ahead may write x and bias: not __restrict__ (see ptx::griddepcontrol_wait).
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
+__device__ __forceinline__ void compute(
     const ELEMENT* x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
     const ELEMENT* __restrict__ zeros, const ELEMENT* bias, ELEMENT* __restrict__ out,
     float* __restrict__ partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride,
-    long long out_stride, int k_per_split) {
+    long long out_stride, int k_per_split, TilePlace<unsigned> place) {
     alignas(128) extern __shared__ unsigned char shared[];
 
-    const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
     const int row0 = place.row * kTileM;
     const int column0 = place.column * kTileN;
     const int warp = threadIdx.x / 32;
@@ -352,3 +355,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
         });
     }
 }
+
+#if EXPERTS
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16_experts(
+    const ELEMENT* x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
+    const ELEMENT* __restrict__ zeros, ELEMENT* __restrict__ out, const int4* tiles, int n, int k, int groups,
+    int group_shift, int middle) {
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_wait();
+#endif
+    const unsigned columns = (n + kTileN - 1u) / kTileN;
+    const unsigned index = blockIdx.x / columns;
+    if (index >= tiles[-1].x) return;
+    const int4 tile = tiles[index];  // expert, first row, rows
+    const int row_tiles = (n + 15) / 16, k_tiles = (k + kTileK - 1) / kTileK;
+    const long long rows_before = static_cast<long long>(tile.x) * row_tiles;
+    const long long groups_before = rows_before * groups * 16;
+    compute(x + static_cast<long long>(tile.y) * k, codes + rows_before * k_tiles * kLoads * 32, scales + groups_before,
+            zeros == nullptr ? nullptr : zeros + groups_before, nullptr, out + static_cast<long long>(tile.y) * n, nullptr,
+            tile.z, n, k, groups, group_shift, middle, k, n, k_tiles * kTileK, {0, blockIdx.x % columns});
+}
+#else
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
+    const ELEMENT* x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
+    const ELEMENT* __restrict__ zeros, const ELEMENT* bias, ELEMENT* __restrict__ out,
+    float* __restrict__ partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride,
+    long long out_stride, int k_per_split) {
+    const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
+    compute(x, codes, scales, zeros, bias, out, partial, m, n, k, groups, group_shift, middle, x_stride, out_stride,
+            k_per_split, place);
+}
+#endif

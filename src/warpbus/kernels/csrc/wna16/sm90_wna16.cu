@@ -6,6 +6,9 @@
 //   TOKENS    rows of x in a tile: 16, 32, 64, 128 or 256
 //   CONSUMERS warpgroups that multiply, 64 rows of the weight each: 2, or 3 where TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
+//   EXPERTS   0: one product; 1: those of a mixture of experts: rows of x are sorted by expert and multiplied by the expert's
+//             weights, which lie one behind the other. tiles[i] = {expert, first row, rows, 0} with up to TOKENS rows; there
+//             are tiles[-1].x of them, which blocks take in turn, whole. x has at least TOKENS rows, and there is no bias.
 //
 // Computed is the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
 // operand A of wgmma, so that weights go from shared memory to the tensor cores by way of registers, and x is its operand B
@@ -51,6 +54,7 @@ struct Problem {
     int waves;        // whole tiles of each block
     int direct;       // write by ordinary stores: out has no tensor map
     int splits;       // blocks of a cluster, which share a tile along k; 1 for no clusters
+    const int4* tiles;  // of experts; else null
 };
 
 struct Maps {
@@ -69,6 +73,7 @@ struct Schedule {
     int unit, last;  // of what is left after the waves, in blocks of k
 
     __device__ __forceinline__ static int tiles(const Problem& p) {
+        if (EXPERTS) return p.tiles[-1].x * ((p.n + kRows - 1) / kRows);
         return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kRows - 1) / kRows);
     }
     // Where the run of a block begins.
@@ -79,10 +84,10 @@ struct Schedule {
         return static_cast<unsigned>(left * p.chunks) * block / gridDim.x;
     }
     __device__ __forceinline__ explicit Schedule(const Problem& p)
-        : unit(begin_of(blockIdx.x, p)), last(begin_of(blockIdx.x + 1, p)) {}
+        : unit(EXPERTS ? 0 : begin_of(blockIdx.x, p)), last(EXPERTS ? 0 : begin_of(blockIdx.x + 1, p)) {}
 
     __device__ __forceinline__ bool next(Segment& segment, const Problem& p) {
-        if (wave < p.waves) {
+        if (EXPERTS || wave < p.waves) {
             segment = {static_cast<int>(wave * gridDim.x + blockIdx.x), 0, p.chunks};
             ++wave;
             return segment.tile < tiles(p);  // the last wave need not be full, and nothing is left then
@@ -97,12 +102,20 @@ struct Schedule {
 };
 
 struct Place {
-    int token, row;  // of the tile's first element
+    int token, row;   // of the tile's first element
+    int end;          // of the rows of x that are multiplied
+    int weight_tile;  // the packed tile of the weight in which the tile begins
 };
 
 __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
+    if (EXPERTS) {
+        const int columns = (p.n + kRows - 1) / kRows;
+        const int4 rows = p.tiles[tile / columns];
+        const int row = tile % columns * kRows;
+        return {rows.y, row, rows.y + rows.z, rows.x * ((p.n + 15) / 16) + row / 16};
+    }
     const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, (p.n + kRows - 1) / kRows, p.group);
-    return {place.row * TOKENS, place.column * kRows};
+    return {place.row * TOKENS, place.column * kRows, p.m, place.column * kRows / 16};
 }
 
 extern __shared__ unsigned char memory[];
@@ -144,7 +157,7 @@ private:
         there = schedule.next(segment, p);
         if (!there) return;
         place = place_of(segment.tile, p);
-        rows = rows_of<TOKENS>(place.token, p.m);
+        rows = EXPERTS ? TOKENS : rows_of<TOKENS>(place.token, p.m);
     }
 };
 
@@ -154,7 +167,7 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     const int scale_bytes = kRows / 16 * p.scale_words * 4;
     ptx::mbarrier_expect(full, blocks.rows * kTileK * 2 + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
     const int block = blocks.segment.begin;
-    const int tile = blocks.place.row / 16;
+    const int tile = blocks.place.weight_tile;
     const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
     ptx::tma_load(buffers.codes + stage * kCodeBytes, &maps.map_codes, full, block * 128 * kLoads, tile);
     ptx::tma_load(buffers.scales + stage * kScaleBytes, &maps.map_scales, full, group * 8, tile);
@@ -222,13 +235,14 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
 
 // Writes 64 rows of the weight by 8 tokens for each four numbers of a thread, as wgmma leaves them, as columns of out.
 template <int Count>
-__device__ __forceinline__ void store_directly(const float (&d)[Count], ELEMENT* out, int token, int row, const Problem& p) {
+__device__ __forceinline__ void store_directly(const float (&d)[Count], ELEMENT* out, int token, int row, int end,
+                                               const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
         const int mine = token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
         const int column = row + 16 * warp + lane / 4 + (i & 2 ? 8 : 0);
-        if (mine < p.m && column < p.n) out[static_cast<long long>(mine) * p.n + column] = from_float<ELEMENT>(d[i]);
+        if (mine < end && column < p.n) out[static_cast<long long>(mine) * p.n + column] = from_float<ELEMENT>(d[i]);
     }
 }
 
@@ -261,8 +275,8 @@ __device__ __forceinline__ void end_box(const Maps& maps, ptx::uint32 box, int r
 __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
                                       Place place, int consumer, const Problem& p) {
     const int row = place.row + 64 * consumer;
-    if (p.direct) {
-        store_directly(d, out, place.token, row, p);
+    if (p.direct || (EXPERTS && place.end - place.token < TOKENS)) {
+        store_directly(d, out, place.token, row, place.end, p);
         return;
     }
 #pragma unroll
@@ -317,7 +331,7 @@ __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffer
         add_bias(total, bias, row, p);
         const int token = place.token + 16 * unit;
         if (p.direct) {
-            store_directly(total, out, token, row, p);
+            store_directly(total, out, token, row, place.end, p);
             continue;
         }
         begin_box(consumer);
@@ -433,6 +447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         // Two warps, since asking takes as long as a block of k of few tokens: one for weights, which need not wait for the
         // kernel ahead, and one for x.
         if (threadIdx.x == 0) {
+            if (EXPERTS) ptx::griddepcontrol_wait();
             produce(buffers, p, [&](int stage, const Blocks& blocks) {
                 load_weights(buffers, stage, maps, blocks, symmetric, p);
             });
