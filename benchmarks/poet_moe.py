@@ -2,9 +2,9 @@
 
     python benchmarks/poet_moe.py MODEL [--schemes w4a16-g128 w3a16-g128] [--samples 256] [--limit 200] [--device cuda]
 
-MODEL is a trained mixture of experts with the vocabulary of glm-poet (docs/moe.md shows how to train one). Each quantized
-model is compared with MODEL on held-out poems and on questions for the next couplet. The table is Markdown, for
-docs/quantization.md.
+MODEL is a trained mixture of experts with the vocabulary of glm-poet (docs/moe.md shows how to train one). Each
+quantized model is compared with MODEL on held-out poems and on questions for the next couplet. The table is Markdown,
+for docs/quantization.md.
 """
 
 import argparse
