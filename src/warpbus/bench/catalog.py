@@ -4,9 +4,10 @@ from warpbus.bench.attention import ATTENTION
 from warpbus.bench.decode import DECODE
 from warpbus.bench.dense import GEMM, GEMV, LINEAR
 from warpbus.bench.elementwise import VECTOR_ADD
+from warpbus.bench.experts import MOE
 from warpbus.bench.matmul import LADDER, MATMUL
 from warpbus.bench.quantized import W8A8, WNA16
 
 BENCHMARKS = {
-    each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8, ATTENTION, DECODE)
+    each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8, MOE, ATTENTION, DECODE)
 }

@@ -41,7 +41,7 @@ class _Weights:
     humming: Humming | None
 
 
-class _Shelf:
+class Shelf:
     """The weights of one layer, in as many copies as its cases ask for, kept from case to case: to make them takes
     longer than to measure one. Those of another layer take their place."""
 
@@ -69,11 +69,11 @@ def _wna16_cases(run: Run) -> list[Callable[[], Case]]:
     for scheme, (name, (_, k, _)) in itertools.product(schemes, LAYERS.items()):
         scheme.groups(k, name)
     rows = run.choose_sizes(_ROWS, _QUICK_ROWS)
-    shelf = _Shelf()
+    shelf = Shelf()
     return [partial(_layer, run, scheme, name, m, rows, shelf) for scheme in schemes for name in LAYERS for m in rows]
 
 
-def _layer(run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], shelf: _Shelf) -> Case:
+def _layer(run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], shelf: Shelf) -> Case:
     dtype = run.dtype or torch.float16
     n, k, _ = LAYERS[name]
 
@@ -138,7 +138,7 @@ def _reason(error: Exception) -> str:
 
 def _w8a8_cases(run: Run) -> list[Callable[[], Case]]:
     variants = run.choose_variants(tuple(_8_BIT), tuple(_8_BIT))
-    shelf = _Shelf()
+    shelf = Shelf()
     return [
         partial(_8_bit_layer, run, variant, name, m, shelf)
         for variant in variants
@@ -147,7 +147,7 @@ def _w8a8_cases(run: Run) -> list[Callable[[], Case]]:
     ]
 
 
-def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: _Shelf) -> Case:
+def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: Shelf) -> Case:
     dtype, codes = run.dtype or torch.bfloat16, _8_BIT[variant]
     n, k, _ = LAYERS[name]
 

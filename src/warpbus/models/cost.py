@@ -114,7 +114,8 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
 def activation_features(layer: LayerSpec) -> int:
     """Numbers of a token that are alive at once while it passes through a layer, with room to spare."""
     projected = sum(matrix.shape[0] for matrix in layer.reading("attention.normed"))
-    return 4 * layer.hidden_size + 2 * projected + layer.mlp.widened + layer.mlp.inner
+    copied = 2 * layer.mlp.expert_rows * layer.hidden_size  # inputs and outputs of the experts, sorted by expert
+    return 4 * layer.hidden_size + 2 * projected + layer.mlp.widened + layer.mlp.inner + copied
 
 
 def forward_flop(config: ModelConfig) -> int:

@@ -249,6 +249,11 @@ class MLPSpec:
         return self.ffn_size
 
     @property
+    def expert_rows(self) -> int:
+        """Rows per token that are sorted by expert."""
+        return 0
+
+    @property
     def idle_share(self) -> float:
         """The share of the MLP's weights that a token does not use."""
         return 0.0
@@ -318,6 +323,11 @@ class MoESpec:
     def inner(self) -> int:
         """Features per token that enter the last projections."""
         return self.router.top_k * self.expert.inner + (0 if self.shared is None else self.shared.inner)
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows per token that are sorted by expert."""
+        return self.router.top_k + (self.shared is not None)
 
     @property
     def idle_share(self) -> float:

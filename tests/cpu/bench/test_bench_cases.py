@@ -39,6 +39,7 @@ def test_every_benchmark_has_its_name():
         "linear",
         "wna16",
         "w8a8",
+        "moe",
         "attention",
         "decode",
     ]
@@ -86,7 +87,7 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention", "decode"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "moe", "attention", "decode"])
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -239,6 +240,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "linear": 8,
         "wna16": 36,
         "w8a8": 16,
+        "moe": 14,
         "attention": 36,
         "decode": 3,
     }
@@ -253,6 +255,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "linear": 2,
         "wna16": 12,
         "w8a8": 4,
+        "moe": 6,
         "attention": 6,
         "decode": 1,
     }

@@ -79,7 +79,7 @@ def test_products_are_about_normal():
 
 
 def test_weights_are_kept_from_case_to_case():
-    shelf = quantized._Shelf()
+    shelf = quantized.Shelf()
     told = []
 
     def make(first):

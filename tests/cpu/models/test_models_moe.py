@@ -221,11 +221,6 @@ def test_experts_that_are_half_quantized_are_refused(tmp_path: Path, air: Path) 
         loaded(directory)
 
 
-def test_gpus_are_refused(air: Path) -> None:
-    with pytest.raises(UsageError, match=r"mixture of experts runs only on the CPU in this version: use --device cpu$"):
-        load_model(Checkpoint(air), device="cuda", dtype=torch.float16)
-
-
 def test_other_families_have_no_experts() -> None:
     with pytest.raises(CheckpointError, match=r"num_experts: a qwen3 model has no experts: use a dense model"):
         parsed(HF | {"model_type": "qwen3", "num_experts": 4})

@@ -1,10 +1,10 @@
 """`bench decode` with a small model: every contender runs in a CUDA graph, and the profile names our kernels."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.bench import Run, run
 from warpbus.bench.decode import DECODE
@@ -22,7 +22,7 @@ SIZES = {"vocab_size": 1024, "hidden_size": 512, "num_layers": 2, "num_heads": 4
 
 
 def test_a_small_model(monkeypatch):
-    monkeypatch.setitem(SHAPES, "chatglm2-6b", replace(SHAPES["chatglm2-6b"], **SIZES))
+    monkeypatch.setitem(SHAPES, "chatglm2-6b", with_traits(SHAPES["chatglm2-6b"], **SIZES))
     asked = Run(DEVICE, "warpbus bench decode", sizes=(16,), quick=True, profile=True)
     records = run(DECODE, asked)
     assert records[0].peer.name == "warpbus, float16"
@@ -49,7 +49,7 @@ def test_int4_layers_of_the_plain_model():
 
 def test_a_graph_outlives_what_made_it():
     """The plain model's kernels and weights stay, whatever is collected or compiled beside it."""
-    config = replace(SHAPES["chatglm2-6b"], **SIZES)
+    config = with_traits(SHAPES["chatglm2-6b"], **SIZES)
     plain = Plain(config, 40, DEVICE)
     plain(8, 16)
     last = plain._token.item()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.bench import Run, run, serving
 from warpbus.bench.options import ServingBenchOptions
@@ -16,7 +17,7 @@ SIZES = {"vocab_size": 1024, "hidden_size": 512, "num_layers": 2, "num_heads": 4
 
 
 def test_a_small_model(monkeypatch):
-    monkeypatch.setitem(SHAPES, "chatglm2-6b", replace(SHAPES["chatglm2-6b"], **SIZES))
+    monkeypatch.setitem(SHAPES, "chatglm2-6b", with_traits(SHAPES["chatglm2-6b"], **SIZES))
     monkeypatch.setattr(serving, "QUICK", replace(serving.QUICK, seconds=0.3, grown=4_000_000))
     asked = Run(torch.device("cuda", 0), "warpbus bench serving", quick=True)
     work = ServingBenchOptions(concurrency=(1, 8), rates=(0.5,), prompt=64, tokens=16, peer=False)

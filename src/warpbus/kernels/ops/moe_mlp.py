@@ -2,8 +2,8 @@
 
 How it is computed depends on the rows that an expert has:
 
-- One token, on GPUs from Hopper on: each slot is a product of its own (`wna16/decode.cu`, by slot). The products back
-  to the hidden features are summed over the token's experts on the way (by token).
+- One or two tokens, on GPUs from Hopper on: each slot is a product of its own (`wna16/decode.cu`, by slot). The
+  products back to the hidden features are summed over a token's experts on the way (by token).
 - More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by the kernel for few rows
   (`wna16/decode.cu`, by tile), by wgmma (`wna16/sm90_wna16.cu`) or by mma.sync (`wna16/sm80_wna16.cu`), and combined.
 
@@ -44,7 +44,7 @@ _COMBINE = per_dtype(
     HALVES,
 )
 _MOST_EXPERTS = 1023  # of moe_sort
-_FEW_TOKENS = 1  # up to which slots are products of their own: of two tokens, some share experts
+_FEW_TOKENS = 2  # up to which slots are products of their own: of more tokens, too many share experts
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def multiply(
     _kernel(x.dtype, weight.bits, weight.scheme.group_size == 32, _tokens(m))(
         multiprocessors(x.device),
         32 * (_WARPS + 1 + _FINISHERS),
-        map=_NO_MAP if norm is not None else tensor_map(x, m, TILE_COLUMNS, panels=_WARPS),
+        map=_NO_MAP
+        if norm is not None
+        else tensor_map(x, m, TILE_COLUMNS, panels=_chunks(weight.bits, _tokens(m), experts=False)),
         x=x,
         norm=norm,
         bias=bias,
@@ -186,13 +188,13 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _span(bits: int, tokens: int) -> int:
-    """Chunks of a stage that a warp multiplies, with experts: as many as shared memory and registers hold."""
+    """Chunks of a stage that a warp multiplies: as many as shared memory and registers hold."""
     return 2 if (bits, tokens) == (4, 8) else 1
 
 
 def _chunks(bits: int, tokens: int, *, experts: bool) -> int:
     """Chunks of a stage."""
-    return _WARPS_OF_EXPERTS * _span(bits, tokens) if experts else _WARPS
+    return (_WARPS_OF_EXPERTS if experts else _WARPS) * _span(bits, tokens)
 
 
 def _tokens(m: int) -> int:
@@ -243,7 +245,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int, *, exp
         GROUPS=2 if two_scales else 1,
         TOKENS=tokens,
         WARPS=_WARPS_OF_EXPERTS if experts else _WARPS,
-        SPAN=_span(bits, tokens) if experts else 1,
+        SPAN=_span(bits, tokens),
         FINISHERS=_FINISHERS_OF_EXPERTS if experts else _FINISHERS,
         STAGE_BYTES=stage,
         OTHER_BYTES=others,

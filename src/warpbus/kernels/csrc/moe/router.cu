@@ -31,9 +31,20 @@ __device__ __forceinline__ float block_sum(float value) {
     return warp_sum(threadIdx.x % 32 < kWarps ? partial[threadIdx.x % 32] : 0.0f);
 }
 
-__device__ __forceinline__ float add_products(float sum, const Vector& a, const Vector& b) {
+constexpr int kAtOnce = 8;  // vectors of the weight that a thread has under way
+
+// Adds the products of every 32nd vector, up to kAtOnce of them, as far as there are `left`.
+__device__ __forceinline__ float add_products(float sum, const Vector* x, const Vector* weight, int left) {
+    uint4 loaded[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) sum = fmaf(to_float(a.element[k]), to_float(b.element[k]), sum);
+    for (int j = 0; j < kAtOnce; ++j) loaded[j] = ptx::load_streaming(weight + (32 * j < left ? 32 * j : 0));
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+        if (32 * j >= left) break;
+        const Vector a = x[32 * j], b = *reinterpret_cast<const Vector*>(&loaded[j]);
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) sum = fmaf(to_float(a.element[k]), to_float(b.element[k]), sum);
+    }
     return sum;
 }
 
@@ -87,8 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     for (int e = first + warp; e < last; e += kWarps) {
         const Vector* const its = reinterpret_cast<const Vector*>(weight) + static_cast<long long>(e) * vectors;
         float sum = 0.0f;
-#pragma unroll 8
-        for (int i = lane; i < vectors; i += 32) sum = add_products(sum, staged[i], its[i]);
+        for (int i = lane; i < vectors; i += 32 * kAtOnce) sum = add_products(sum, staged + i, its + i, vectors - i);
         sum = warp_sum(sum);
         if (lane == 0) *step::of_block(logits + e, 0) = sum;
     }

@@ -1,0 +1,129 @@
+"""`moe`: the experts of one layer with 4-bit weights, beside torch's grouped product of the same weights in 16 bits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run
+from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
+from warpbus.bench.data import dtype_name, normal
+from warpbus.bench.quantized import Shelf, random_weight
+from warpbus.bench.records import Parameter
+from warpbus.kernels.ops.moe_mlp import PackedExperts, moe_mlp
+from warpbus.kernels.ops.packed import pack
+from warpbus.qtensor import Scheme
+
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+_QUICK_TOKENS = (1, 16, 256)
+_SCHEME = Scheme.parse("w4a16-g128")
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """The experts of a layer of a model; the shared one is among `experts`, and among the `per_token` of each token."""
+
+    hidden: int
+    ffn: int
+    experts: int
+    per_token: int
+    shared: bool = True
+
+
+SHAPES = {
+    "glm-4.7-flash": _Experts(2048, 1536, 65, 5),
+    "glm-4.5-air": _Experts(4096, 1408, 129, 9),
+    "glm-5": _Experts(6144, 2048, 257, 9),
+    "qwen3-30b-a3b": _Experts(2048, 768, 128, 8, shared=False),
+}
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Random experts in the form of each contender: packed, and 16-bit `[experts, in, out]`."""
+
+    gate_up: PackedExperts
+    down: PackedExperts
+    dense_gate_up: Tensor
+    dense_down: Tensor
+
+
+def _cases(run: Run) -> list[Callable[[], Case]]:
+    names = run.choose_variants(tuple(SHAPES), tuple(SHAPES)[:2])
+    shelf = Shelf()
+    tokens = run.choose_sizes(_TOKENS, _QUICK_TOKENS)
+    return [partial(_case, run, name, count, shelf) for name in names for count in tokens]
+
+
+def _case(run: Run, name: str, tokens: int, shelf: Shelf) -> Case:
+    dtype = run.dtype or torch.bfloat16
+    shape = SHAPES[name]
+    experts, weights = _routing(shape, tokens, run.device)
+    # Of the sorted rows: the token of each, and where each expert's end.
+    order = experts.flatten().argsort(stable=True)
+    rows = order // shape.per_token
+    ends = experts.flatten().bincount(minlength=shape.experts).cumsum(0).int()
+    factors = weights.flatten()[order][:, None]
+    supply = shelf.supplier((name, dtype), lambda _: _weights(shape, dtype, run.device))
+
+    def make() -> tuple[Tensor, _Weights]:
+        return normal(tokens, shape.hidden, run.device, dtype), supply()
+
+    def ours(x: Tensor, each: _Weights) -> Tensor:
+        return moe_mlp(x, experts, weights, each.gate_up, each.down, shared=shape.shared)
+
+    def grouped(x: Tensor, each: _Weights) -> Tensor:
+        gate, up = F.grouped_mm(x[rows], each.dense_gate_up, offs=ends).chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, each.dense_down, offs=ends)
+        return torch.zeros_like(x).index_add_(0, rows, (y * factors).to(dtype))
+
+    each_expert = 3 * shape.hidden * shape.ffn
+    reached = int((experts.flatten().bincount(minlength=shape.experts) > 0).sum())
+    bits = _SCHEME.bits_per_weight(shape.ffn)
+    moved = int(reached * each_expert * bits / 8) + 2 * tokens * shape.hidden * dtype.itemsize
+    flops = 2 * tokens * shape.per_token * each_expert
+    return Case(
+        parameters={"shape": name, "tokens": tokens, "dtype": dtype_name(dtype), "variant": str(_SCHEME)},
+        metric="time",
+        work=moved,
+        floor_seconds=max(moved / copy_bandwidth(run.device), flops / matrix_rate(run.device, dtype)),
+        make=make,
+        ours=ours,
+        rivals=[PeerContender("torch grouped_mm", torch.__version__, grouped)],
+        touched=moved,
+    )
+
+
+def _routing(shape: _Experts, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Experts int32 and weights float32 `[tokens, per_token]`: all routed experts are equally likely."""
+    routed = shape.experts - shape.shared
+    weights, chosen = torch.rand(tokens, routed, device=device).topk(shape.per_token - shape.shared, dim=1)
+    if shape.shared:
+        chosen, weights = F.pad(chosen, (1, 0), value=routed), F.pad(weights, (1, 0), value=1.0)
+    return chosen.int().contiguous(), weights.contiguous()
+
+
+def _weights(shape: _Experts, dtype: torch.dtype, device: torch.device) -> _Weights:
+    packed, dense = [], []
+    for n, k in ((2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)):
+        parts = [random_weight(_SCHEME, n, k, device) for _ in range(shape.experts)]
+        packed.append(PackedExperts.stack([pack(part, dtype) for part in parts]))
+        dense.append(torch.stack([part.dequantize(dtype) for part in parts]).transpose(1, 2))
+    return _Weights(packed[0], packed[1], dense[0], dense[1])
+
+
+def _with(*tokens: int) -> Callable[[Mapping[str, Parameter]], bool]:
+    return lambda case: case["tokens"] in tokens
+
+
+MOE = Benchmark(
+    name="moe",
+    title="The experts of one layer with weights of 4 bits",
+    cases=_cases,
+    plot=Plot(x="tokens", x_label="tokens", panels=("shape",)),
+    needs_gpu=True,
+    means={"1 to 16 tokens": _with(1, 4, 16), "64 tokens and more": _with(64, 256, 1024, 4096)},
+)

@@ -1,0 +1,135 @@
+"""Mixtures of experts on a GPU: a model's kernels against the same weights in float32 on the CPU, and the engine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_engine_models import GPU, PROMPTS, SMALL, W4, ByHand, assert_best, model_of, put_into, random_lora
+
+from warpbus.engine import Engine
+from warpbus.kernels.ops.packed import PackedWeight, unpack
+from warpbus.models import Decoder
+from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
+from warpbus.models.layers import MLP, MoE, QuantizedLinear
+from warpbus.models.layers.moe import StackedExperts
+from warpbus.models.placement import round_onto
+from warpbus.qtensor import QTensor, Scheme
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+TOLERANCE = 0.3  # of scores that spread by about 1: where rounding changes a token's experts, it moves them further
+
+
+def config_of(router, *, shared=True, dense=1):
+    first = SMALL.layers[0]
+    experts = replace(first, mlp=MoESpec(router, MLPSpec(96), MLPSpec(96) if shared else None))
+    return replace(SMALL, layers=(first,) * dense + (experts,) * 2)
+
+
+GLM = config_of(RouterSpec(9, 3, "sigmoid", scale=1.8, groups=3, top_groups=2, bias=True))
+QWEN = config_of(RouterSpec(16, 4, "softmax"), shared=False, dense=0)
+
+
+def dequantized(linear):
+    form = linear.form if isinstance(linear, QuantizedLinear) else linear
+    return (form if isinstance(form, QTensor) else unpack(form)).dequantize(torch.float32).cpu()
+
+
+@torch.no_grad()
+def reference_of(model):
+    """The same weights in float32 on the CPU."""
+    plain = Decoder(model.config)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            plain.get_submodule(name).weight.copy_(dequantized(module))
+            if module.bias is not None:
+                plain.get_submodule(name).bias.copy_(module.bias)
+        elif isinstance(module, StackedExperts):
+            for number, expert in enumerate(plain.get_submodule(name)):
+                expert.gate_up.weight.copy_(dequantized(module.matrices("gate_up").expert(number)))
+                expert.down.weight.copy_(dequantized(module.matrices("down").expert(number)))
+        else:
+            target = plain.get_submodule(name)
+            for leaf, parameter in module.named_parameters(recurse=False):
+                getattr(target, leaf).copy_(parameter)
+    return plain.eval()
+
+
+@pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_logits(config, scheme, dtype):
+    model = model_of(config, Scheme.parse(scheme), dtype)
+    assert all(layer.mlp.stacked for layer in model.layers if isinstance(layer.mlp, MoE))
+    assert not model.waits_for_gpu
+    plain = reference_of(model)
+    draw = torch.Generator().manual_seed(0)
+    for shape in ((1, 1), (3, 5), (2, 200)):
+        tokens = torch.randint(0, config.vocab_size, shape, generator=draw)
+        found, expected = model(tokens.to(GPU)).float().cpu(), plain(tokens)
+        # Where rounding changes a token's experts, its logits are others': most tokens' are near.
+        near = (found - expected).norm(dim=-1) / expected.norm(dim=-1) < (0.02 if dtype == torch.float16 else 0.1)
+        assert near.float().mean() > 0.9
+
+
+@torch.no_grad()
+def test_gradients_pass_the_stacked_experts():
+    model = model_of(GLM)
+    mlp = model.layers[-1].mlp
+    plain = reference_of(model).layers[-1].mlp
+    x = torch.randn(7, GLM.hidden_size) * 0.5
+    with torch.enable_grad():
+        here, there = x.clone().requires_grad_(), x.to(GPU, torch.float16).requires_grad_()
+        plain(here).square().sum().backward()
+        mlp(there).square().sum().backward()
+    assert (there.grad.float().cpu() - here.grad).norm() < 0.02 * here.grad.norm()
+
+
+@pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
+def test_engine(config):
+    """Alone and in a batch, by graphs, a sequence gets the most likely tokens."""
+    model = model_of(config)
+    for prompt in PROMPTS:
+        assert_best(model, prompt, Engine(model).decode([prompt], 12)[0], TOLERANCE)
+    for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 12), strict=True):
+        assert_best(model, prompt, answer, TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_lora_on_the_shared_expert():
+    model = model_of(GLM)
+    mlp = model.layers[-1].mlp
+    x = torch.randn(5, GLM.hidden_size, device=GPU, dtype=torch.float16)
+    before, inner = mlp(x), mlp.shared.inner(x)
+    low = random_lora(model, "style", 4, only="layers.2.mlp.shared.down")
+    put_into(model, low)
+    added = ByHand(torch.nn.Identity(), low.parts["layers.2.mlp.shared.down"], torch.float16)
+    expected = before + (inner @ added.a.T) @ added.b.T
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_experts_that_differ_run_without_graphs():
+    model = model_of(GLM)
+    mlp = model.layers[-1].mlp
+    number = mlp.experts.matrices("gate_up").count - 1
+    experts = torch.nn.ModuleList(
+        plain_mlp(mlp, index, scheme=W4 if index else Scheme.parse("w8a16-g32")) for index in range(number)
+    )
+    mlp.experts = experts
+    mlp.stack()
+    assert not mlp.stacked
+    assert model.waits_for_gpu
+    for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 5), strict=True):
+        assert_best(model, prompt, answer, TOLERANCE)
+
+
+def plain_mlp(mlp, index, scheme):
+    """An expert of a stacked layer as a module of its own, its matrices rounded again to a scheme."""
+    spec = GLM.layers[-1]
+    expert = MLP(*(spec.matrix(f"mlp.experts.{index}.{name}") for name in ("gate_up", "down")), gated=True)
+    for name in ("gate_up", "down"):
+        weight: PackedWeight = mlp.experts.matrices(name).expert(index)
+        rounded = round_onto(dequantized(weight), scheme, GPU, torch.float16)
+        setattr(expert, name, QuantizedLinear(rounded, dtype=torch.float16))
+    return expert
