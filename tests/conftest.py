@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+
+from warpbus.demo import model_path
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -35,6 +38,16 @@ def seed(request: pytest.FixtureRequest) -> int:
     print(f"random numbers of this test: repeat them with --seed {drawn}")
     torch.manual_seed(drawn)
     return drawn
+
+
+@pytest.fixture(scope="session")
+def poet_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained mixture of experts (`tests/poet-moe-small`) with its tokenizer, which is that of glm-poet."""
+    directory = tmp_path_factory.mktemp("poet-moe") / "poet-moe-small"
+    shutil.copytree(Path(__file__).parent / "poet-moe-small", directory)
+    for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(model_path() / name, directory)
+    return directory
 
 
 @pytest.fixture(scope="module")

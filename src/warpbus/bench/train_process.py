@@ -143,7 +143,7 @@ def _ours(task: TrainBenchTask, device: torch.device) -> TrainingMethod:
     torch.manual_seed(0)  # of what is trained beside the weights: the same in every process
     made: TrainingMethod
     if settings.method == "full":
-        made = FullMethod(model.requires_grad_(True))
+        made = FullMethod(model)
     elif settings.method == "lora":
         attach_lora(model, rank=settings.rank, alpha=settings.alpha)
         made = LoraMethod(model)

@@ -28,6 +28,7 @@ from warpbus.train.options import TrainingOptions
     warmup=FieldOption("steps over which the learning rate rises (200; adapters: 20)", default=None),
     weight_decay=FieldOption("of matrices; biases and norms have none (0.1; adapters: 0)", default=None),
     clip=FieldOption("maximum gradient norm", least=0.0),
+    balance_speed=FieldOption("full, experts: what correction biases change by per step", least=0.0),
     rank="lora: rank",
     alpha=FieldOption("lora: scaling times rank", least=0.0),
     dropout="lora: dropout rate of its inputs",
@@ -134,5 +135,7 @@ def train(
         losses = f"loss {summary['loss']:.4f}" + ("" if validated is None else f", validation {validated:.4f}")
         if settings.keep == "best":
             losses += f" after step {summary['best_step']:,}, which was written"
+        if "expert_load" in summary:
+            losses += f", busiest expert {summary['expert_load']:.2f} times the mean"
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
         console.print(f"{text}\nloss curve: {curve}", highlight=False, markup=False)

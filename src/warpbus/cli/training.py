@@ -57,6 +57,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
                 speed = step.tokens_per_second
                 rate = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
                 figures = f"loss {step.loss:.3f}  {rate} tokens/s"
+                if step.expert_load is not None:
+                    figures += f"  busiest expert {step.expert_load:.2f}x"
                 bar.update(task, completed=step.step, steps=f"{step.step:,}/{step.steps:,}", figures=figures)
                 if step.valid_loss is not None:
                     say(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")

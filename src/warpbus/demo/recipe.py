@@ -3,6 +3,7 @@
     python -m warpbus.demo.recipe --train poems-train.jsonl.xz --valid poems-valid.jsonl.xz --output poet-data
 
 Each poem becomes `--renderings` conversations: write it for its title, continue it, give the verse that follows.
+`--model poet-moe` writes the configuration of a mixture of experts for the same vocabulary and conversations.
 """
 
 import argparse
@@ -26,6 +27,20 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{{ '\\n' }}{%- endif -%}"
 )
+
+_MOE: dict[str, object] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+    "num_nextn_predict_layers": 0,
+}
 
 ENGLISH_FORMS = {
     "五言绝句": "five-character quatrain",
@@ -137,18 +152,49 @@ def special_id(name: str) -> int:
     return SPECIALS.index(name) + 1
 
 
-def config(vocab_size: int) -> dict[str, object]:
-    """The native `glm` configuration of glm-poet."""
-    return {
+_SHAPES: dict[str, dict[str, object]] = {
+    "glm-poet": {
         "architectures": ["GlmForCausalLM"],
         "model_type": "glm",
-        "vocab_size": vocab_size,
         "hidden_size": 384,
         "intermediate_size": 1024,
         "num_hidden_layers": 8,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 128,
+    },
+    # 29.7 million parameters, 13.1 million of them for each token.
+    "poet-moe": {
+        **_MOE,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 16,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    # Small enough to be trained on a CPU: 0.9 million parameters.
+    "poet-moe-small": {
+        **_MOE,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+}
+
+
+def config(vocab_size: int, model: str = "glm-poet") -> dict[str, object]:
+    """The `config.json` of one of `_SHAPES`."""
+    return {
+        **_SHAPES[model],
+        "vocab_size": vocab_size,
         "partial_rotary_factor": 0.5,
         "rope_theta": 10000.0,
         "attention_bias": True,
@@ -186,7 +232,7 @@ def _write_jsonl(path: Path, records: Iterator[object]) -> None:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _write_model(directory: Path, poems: list[Poem], vocab_size: int) -> None:
+def _write_model(directory: Path, model: str, poems: list[Poem], vocab_size: int) -> None:
     """The directory that training starts from: vocabulary, templates and configuration, no weights."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
@@ -195,7 +241,7 @@ def _write_model(directory: Path, poems: list[Poem], vocab_size: int) -> None:
     required = "\n 《》“”，。？！；：、" + "".join(chr(code) for code in range(0x21, 0x7F))
     vocabulary = directory / "tokenizer.model"
     settings = config(
-        train_sentencepiece(texts, vocabulary, vocab_size=vocab_size, specials=SPECIALS, required_chars=required)
+        train_sentencepiece(texts, vocabulary, vocab_size=vocab_size, specials=SPECIALS, required_chars=required), model
     )
     tokenizer = {
         "chat_template": CHAT_TEMPLATE,
@@ -241,6 +287,7 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True, help="poems to train on (jsonl.xz)")
     parser.add_argument("--valid", type=Path, required=True, help="poems held out (jsonl.xz)")
     parser.add_argument("--output", type=Path, required=True, help="a new directory")
+    parser.add_argument("--model", choices=_SHAPES, default="glm-poet", help="whose configuration to write")
     parser.add_argument("--renderings", type=int, default=8, help="conversations made of each training poem")
     parser.add_argument("--vocab-size", type=int, default=8000)
     parser.add_argument("--limit", type=int, help="use this many poems only, to try the recipe")
@@ -250,7 +297,7 @@ def main() -> None:
         raise UsageError(f"--output {options.output}: exists already: choose another directory or remove it")
     poems = list(read_poems(options.train))[: options.limit]
     held_out = list(read_poems(options.valid))
-    _write_model(options.output / "model", poems, options.vocab_size)
+    _write_model(options.output / "model", options.model, poems, options.vocab_size)
 
     rng = random.Random(1)
     rendered = (

@@ -25,17 +25,19 @@ def draw_training(output: Path) -> Path:
 
 
 def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw the training loss (smoothed, and as it was), the validation loss, the gradient's norm and the learning rate.
+    """Draw the losses, the gradient norm, the load of experts if there are any, and the learning rate.
 
     Args:
-        log: an entry per step, with `step`, `loss`, `learning_rate`, and where there are any `valid_loss` and
-            `gradient_norm`.
+        log: one entry per step with `step`, `loss` and `learning_rate`; some with `valid_loss`, `gradient_norm` and
+            `expert_load`.
         path: the PNG to write.
     """
     steps = [entry["step"] for entry in log]
     losses = [entry["loss"] for entry in log]
-    figure = Figure(figsize=(8, 7))
-    above, middle, below = figure.subplots(3, 1, height_ratios=(3, 1, 1), sharex=True)
+    loads = _of(log, "expert_load")
+    ratios = (3, 1, 1, 1) if loads else (3, 1, 1)
+    figure = Figure(figsize=(8, 7 + 1.4 * bool(loads)))
+    above, middle, *others, below = rows = figure.subplots(len(ratios), 1, height_ratios=ratios, sharex=True)
     above.plot(steps, losses, color="C0", alpha=0.25, linewidth=0.8)
     above.plot(steps, _smoothed(losses), color="C0", label="training")
     if validated := _of(log, "valid_loss"):
@@ -54,10 +56,13 @@ def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
     if norms := _of(log, "gradient_norm"):
         middle.plot(*zip(*norms, strict=True), color="C3", linewidth=0.8)
     middle.set_ylabel("gradient's norm")
+    for axes in others:
+        axes.plot(*zip(*loads, strict=True), color="C4", linewidth=0.8)
+        axes.set_ylabel("busiest expert\n/ mean")
     below.plot(steps, [entry["learning_rate"] for entry in log], color="C2")
     below.set_ylabel("learning rate")
     below.set_xlabel("step")
-    for axes in (above, middle, below):
+    for axes in rows:
         axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120, format="png")

@@ -7,19 +7,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from warpbus.models.layers import CausalAttention
+from warpbus.models.layers import CausalAttention, MoE
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Have the layers of a `Decoder` compiled at their first step of training. Validations are computed without.
 
-    Call it after `recompute_layers`. Hooks of a layer, such as those of FSDP2, stay outside of its graph.
+    Call it after `recompute_layers`. Hooks of a layer, such as those of FSDP2, stay outside of its graph, and so do
+    experts: how many tokens each of them gets differs from step to step.
     """
     for layer in layers:
         _compile(layer)
 
 
 def _compile(layer: nn.Module) -> None:
+    for module in layer.modules():
+        if isinstance(module, MoE):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     # A function, not a method: graphs are kept with its code, and the layer, whose weights are inputs, is an argument.
     function = cast(MethodType, layer.forward).__func__
     compiled = torch.compile(function)

@@ -68,10 +68,12 @@ def weight_files(directory: Path) -> Iterator[Path]:
 
 def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings) -> None:
     model = checkpoint.directory
-    if config.has_experts:
-        raise UsageError(f"{model}: a mixture of experts cannot be trained in this version: use a dense model")
     if isinstance(config.attention, LatentAttentionSpec):
         raise UsageError(f"{model}: multi-head latent attention cannot be trained in this version: use another model")
+    if config.has_experts and settings.fp8:
+        raise UsageError(f"--fp8: {model} is a mixture of experts, which are not multiplied in FP8: drop --fp8")
+    if config.has_experts and settings.compile and settings.recompute:
+        raise UsageError(f"--compile and --recompute: {model} is a mixture of experts: use only one of the two")
     if read_schemes(checkpoint.config).distinct():
         if settings.method == "full":
             raise UsageError(
@@ -81,7 +83,7 @@ def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSe
         if settings.quantize is not None:
             raise UsageError(f"--quantize {settings.quantize}: {model} is quantized already: drop --quantize")
     if settings.quantize is not None:
-        for matrix in config.layers[0].matrices:
+        for matrix in (matrix for layer in dict.fromkeys(config.layers) for matrix in layer.matrices):
             Scheme.parse(settings.quantize).groups(matrix.columns.length, f"--quantize: {matrix.name}")
     if settings.length > config.max_context:
         raise UsageError(f"--length {settings.length}: the context of {model} is {config.max_context} tokens: lower it")

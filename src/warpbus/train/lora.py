@@ -12,6 +12,7 @@ from warpbus.kernels.operators import autocast
 from warpbus.models.adapters import Lora, LowRank
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
+from warpbus.models.layer_spec import LayerSpec, MatrixSpec
 from warpbus.models.layers import QuantizedLinear
 from warpbus.train.sharding import whole
 
@@ -64,14 +65,23 @@ def check_lora(config: ModelConfig, rank: int, targets: Collection[str]) -> None
     """Refuse a LoRA that the model has no place for.
 
     Raises:
-        UsageError: if a layer has no matrix of a target's name, or the rank is out of range.
+        UsageError: if no layer has a matrix of a target's name, it belongs to a routed expert, or the rank is out of
+            range.
     """
-    known = dict.fromkeys(matrix.name for _, matrix in config.matrices)
+    matrices = {matrix.name: matrix for layer in dict.fromkeys(config.layers) for matrix in layer.matrices}
+    known = ", ".join(name for name, matrix in matrices.items() if matrix.expert is None)
     for name in targets:
-        if name not in known:
-            raise UsageError(f"LoRA target {name!r}: the layers have no such matrix: choose among {', '.join(known)}")
+        if name not in matrices:
+            raise UsageError(f"LoRA target {name!r}: the layers have no such matrix: choose among {known}")
+        if matrices[name].expert is not None:
+            raise UsageError(f"LoRA target {name!r}: routed experts are not adapted: choose among {known}")
     if rank < 1:
         raise UsageError(f"LoRA rank {rank}: expected at least 1")
+
+
+def adapted_matrices(spec: LayerSpec, targets: Collection[str]) -> list[MatrixSpec]:
+    """The matrices of a layer that get a LoRA: the targets, or without any all but those of routed experts."""
+    return [matrix for matrix in spec.matrices if matrix.expert is None and (not targets or matrix.name in targets)]
 
 
 def attach_lora(
@@ -80,21 +90,19 @@ def attach_lora(
     """Freeze a decoder and replace the named matrices of every layer by `LoraLinear`.
 
     Args:
-        targets: names within a layer, such as "attention.qkv"; all matrices by default.
+        targets: names within a layer, such as "attention.qkv"; by default all matrices but those of routed experts.
 
     Returns:
         the trainable parameters: a and b of each matrix, in the order of the layers.
 
     Raises:
-        UsageError: the layers have no matrix of that name, or the rank is out of range.
+        UsageError: the layers have no matrix of that name, it belongs to a routed expert, or the rank is out of range.
     """
     check_lora(model.config, rank, targets)
     model.requires_grad_(False)
     trained: list[nn.Parameter] = []
     for layer, spec in zip(model.layers, model.config.layers, strict=True):
-        for matrix in spec.matrices:
-            if targets and matrix.name not in targets:
-                continue
+        for matrix in adapted_matrices(spec, targets):
             parent, _, leaf = matrix.name.rpartition(".")
             owner = layer.get_submodule(parent)
             lora = LoraLinear(getattr(owner, leaf), rank, alpha, dropout)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.cost import MemoryNeed, packed_bytes
-from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from warpbus.models.layer_spec import FLOAT32_PARAMETERS, AttentionSpec, LayerSpec, MatrixSpec, MoESpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
-from warpbus.train.lora import check_lora
+from warpbus.train.lora import adapted_matrices, check_lora
 from warpbus.train.loss import piece_rows
 from warpbus.train.recompute import SMALL
 from warpbus.train.settings import TrainingSettings
@@ -31,7 +31,8 @@ def training_memory(
 ) -> MemoryNeed:
     """What each of `world` GPUs needs for a step of packed rows, without `torch.compile`, which needs less.
 
-    Each part is given at its most, and not all parts are there at once (see `peak`):
+    Each part is given at its most, and not all parts are there at once (see `peak`). All experts of a layer are assumed
+    to get the same number of tokens.
 
     - weights: of the model, and of what is trained beside it.
     - gradients: of everything that is trained.
@@ -70,7 +71,7 @@ def training_memory(
     held = _held(config, settings, scheme)
     trained = sum(_part(shape, share) for shape in held.trained)
     parts = {
-        "weights": held.packed + half * sum(_part(shape, share) for shape in held.frozen) + _FLOAT * trained,
+        "weights": held.fixed + half * sum(_part(shape, share) for shape in held.frozen) + _FLOAT * trained,
         "gradients": _FLOAT * trained,
         "optimizer": 2 * _FLOAT * trained,
         "casts": _casts(config, settings, half, share, trained),
@@ -109,37 +110,44 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Held:
-    """Shapes of what a process has of the model, and the bytes of matrices that are rounded."""
+    """What a process holds of the model.
+
+    Attributes:
+        trained: shapes of float32 parameters.
+        frozen: shapes of parameters in the dtype of the products.
+        fixed: bytes of rounded matrices and of the routers' correction biases.
+    """
 
     trained: list[_Shape]
     frozen: list[_Shape]
-    packed: int
+    fixed: int
 
 
 def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None) -> _Held:
+    biases = {name: shape for name, shape in config.parameters.items() if name.endswith(FLOAT32_PARAMETERS)}
+    others = {name: shape for name, shape in config.parameters.items() if name not in biases}
+    fixed = _FLOAT * sum(map(math.prod, biases.values()))
     if settings.method == "full":
-        return _Held(list(config.parameters.values()), [], 0)
+        return _Held(list(others.values()), [], fixed)
     trained: list[_Shape] = []
     frozen: list[_Shape] = []
-    packed = 0
     if settings.method == "lora":
         check_lora(config, settings.rank, settings.targets)
-        for _, target in config.matrices:
-            if not settings.targets or target.name in settings.targets:
-                n, k = target.shape
+        for layer in config.layers:
+            for n, k in (matrix.shape for matrix in adapted_matrices(layer, settings.targets)):
                 trained += [(settings.rank, k), (n, settings.rank)]
     else:
         prefix = config.num_layers, settings.prefix_tokens, config.attention.num_kv_heads, config.attention.head_dim
         trained = [prefix, prefix]
-    for name, shape in config.parameters.items():
+    for name, shape in others.items():
         matrix = config.matrix(name) if name.endswith(".weight") else None
         if matrix is not None and scheme is not None:
-            packed += packed_bytes(scheme, *matrix.shape)
+            fixed += packed_bytes(scheme, *matrix.shape)
         elif matrix is not None and settings.fp8 and fits(*matrix.shape):
-            packed += 2 * _BYTE * matrix.num_weights + _FLOAT
+            fixed += 2 * _BYTE * matrix.num_weights + _FLOAT
         else:
             frozen.append(shape)
-    return _Held(trained, frozen, packed)
+    return _Held(trained, frozen, fixed)
 
 
 def _part(shape: _Shape, share: int) -> int:
@@ -203,7 +211,7 @@ class _LayerActivations:
         norm: what the first norm keeps of its input.
         kept: from the forward to the backward pass.
         inputs: what recomputation keeps of it: the layer's input, and what is small.
-        widening: the product before the MLP's activation.
+        widening: the product before the MLP's activation; of several branches the largest.
         activation_work, widening_work: what the backward pass has made, less what it has freed, at the MLP's activation
             and at the product before it.
     """
@@ -212,14 +220,13 @@ class _LayerActivations:
         self, spec: LayerSpec, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool
     ) -> None:
         full = settings.method == "full"
-        assert isinstance(spec.mlp, MLPSpec)  # experts are refused when the inputs are read
-        assert isinstance(spec.attention, AttentionSpec)  # and so is multi-head latent attention
+        assert isinstance(spec.attention, AttentionSpec)  # latent attention is refused when the inputs are read
         self.stream = _FLOAT if full and not shared else half
-        qkv, o, self.widening, down = spec.matrices
-        names = [matrix.name for matrix in spec.matrices]
-        learning = set(names if full else settings.targets or names)
-        if settings.method == "ptuning":
-            learning = set()
+        branches = _branches(spec)
+        self.widening = max((branch.widening for branch in branches), key=lambda matrix: matrix.num_weights)
+        qkv, o, *_ = spec.matrices
+        adapted = () if settings.method == "ptuning" else adapted_matrices(spec, settings.targets)
+        learning = {matrix.name for matrix in (spec.matrices if full else adapted)}
         taken = _BYTE if full and settings.fp8 else half  # what a product keeps of its input
         hidden, heads, kv = spec.hidden_size, spec.attention.width, spec.attention.kv_width
         # RMSNorm keeps its input; LayerNorm, and what meets weights of another dtype, a copy of it in float32.
@@ -227,7 +234,8 @@ class _LayerActivations:
         norms = self.norm * (4 if spec.output_norms else 2)
         if spec.attention.qk_norm:
             norms += (heads + kv) * (half if self.stream == half else _FLOAT + half)
-        inputs = sum(matrix.columns.length * taken for matrix in (qkv, self.widening, down) if matrix.name in learning)
+        reading = [(qkv, 1), *((matrix, branch.passes) for branch in branches for matrix in branch.matrices)]
+        inputs = sum(matrix.columns.length * taken * passes for matrix, passes in reading if matrix.name in learning)
         if o.name in learning and full and settings.fp8:
             inputs += heads * taken
         # Queries, keys and values as attention takes them, its output, and a sum for each head.
@@ -239,16 +247,73 @@ class _LayerActivations:
             # The mask as numbers that are added, keys and values repeated for every head.
             attention += half * (settings.length + 2 * heads - 2 * kv)
         # Gate and up, where no kernel knows the gradient of their product silu(gate) too; or what goes through GELU.
-        parts = 1 if not spec.mlp.gated else 2 if half == _HALF else 3
-        mlp = half * spec.mlp.ffn_size * parts
-        ranks = 4 * settings.rank * half if settings.method == "lora" else 0
+        gated = isinstance(spec.mlp, MoESpec) or spec.mlp.gated
+        parts = 1 if not gated else 2 if half == _HALF else 3
+        mlp = half * sum(branch.ffn * branch.passes for branch in branches) * parts
+        if isinstance(spec.mlp, MoESpec):
+            mlp += _routing(spec.mlp, hidden, half, self.stream, full=full)
+        unrouted = sum(matrix.expert is None for matrix in spec.matrices)
+        ranks = unrouted * settings.rank * half if settings.method == "lora" else 0
         self.kept = norms + inputs + attention + mlp + ranks
         most = self.stream * hidden // SMALL
-        small = sum(each for each in (_FLOAT * spec.attention.num_heads, *[ranks // 4] * 4) if each <= most)
+        each_rank = settings.rank * half if ranks else 0
+        small = sum(each for each in (_FLOAT * spec.attention.num_heads, *[each_rank] * unrouted) if each <= most)
         self.inputs = hidden * self.stream + small
         # The gradients of the residual stream and of what goes into and comes out of the activation; the input of the
         # product after it is free.
-        freed = spec.mlp.ffn_size * taken * (down.name in learning)
-        self.activation_work = self.stream * hidden + half * spec.mlp.ffn_size * (3 if spec.mlp.gated else 2) - freed
+        most_work = max(branches, key=lambda branch: branch.ffn * branch.share)
+        ffn = math.ceil(most_work.ffn * most_work.share)
+        freed = ffn * taken * (most_work.down.name in learning)
+        # Each expert's gradient of the tokens is added to that of all experts.
+        summed = 2 * self.stream * hidden if len(branches) > 1 else 0
+        self.activation_work = self.stream * hidden + half * ffn * (3 if gated else 2) - freed + summed
         # What comes out is free too; the gradient of the product's input, and its part by LoRA.
-        self.widening_work = hidden * (self.stream + 2 * half) - freed
+        self.widening_work = hidden * (self.stream + 2 * half) - freed + summed
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """MLPs of a layer of one shape: the dense one, the shared expert, or all routed experts.
+
+    Attributes:
+        widening, down: the matrices of the first of them.
+        passes: how many of them a token passes through.
+        share: the share of the tokens that one of them computes at a time.
+    """
+
+    widening: MatrixSpec
+    down: MatrixSpec
+    passes: int = 1
+    share: float = 1.0
+
+    @property
+    def matrices(self) -> tuple[MatrixSpec, MatrixSpec]:
+        return self.widening, self.down
+
+    @property
+    def ffn(self) -> int:
+        """Inner features."""
+        return self.down.columns.length
+
+
+def _branches(spec: LayerSpec) -> list[_Branch]:
+    def branch(prefix: str, passes: int = 1, share: float = 1.0) -> _Branch:
+        (widening,), (down,) = spec.reading(f"{prefix}.normed"), spec.reading(f"{prefix}.inner")
+        return _Branch(widening, down, passes, share)
+
+    if not isinstance(spec.mlp, MoESpec):
+        return [branch("mlp")]
+    router = spec.mlp.router
+    routed = branch("mlp.experts.0", router.top_k, router.top_k / router.experts)
+    return [routed] if spec.mlp.shared is None else [routed, branch("mlp.shared")]
+
+
+def _routing(moe: MoESpec, hidden: int, half: int, stream: int, *, full: bool) -> int:
+    """Bytes per token that the router and the weighted sum of the experts keep."""
+    router = moe.router
+    # The scores of all experts; of those chosen three float32 weights and three int64 indices.
+    routing = _FLOAT * router.experts + router.top_k * (3 * _FLOAT + 3 * 8)
+    # A trained router keeps its float32 input, unless the shared expert keeps the same.
+    entered = _FLOAT * hidden if full and (half != _FLOAT or moe.shared is None) else 0
+    # The outputs of the experts, before and after they are multiplied by their weights.
+    return routing + entered + router.top_k * (half + stream) * hidden

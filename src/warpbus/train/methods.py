@@ -12,6 +12,7 @@ from warpbus.models import Decoder, ModelConfig, load_model
 from warpbus.models.adapters import Lora, Prefix
 from warpbus.models.layers import CausalAttention
 from warpbus.qtensor import Scheme
+from warpbus.train.balance import correction_biases
 from warpbus.train.dataset import Documents
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora, lora_of
@@ -54,7 +55,12 @@ class TrainingMethod(nn.Module):
 
 
 class FullMethod(TrainingMethod):
-    """Trains all weights, in float32."""
+    """Trains all weights, in float32, but for the correction biases of experts (`warpbus.train.balance`)."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model.requires_grad_(True))
+        for bias in correction_biases(model).values():
+            bias.requires_grad_(False)
 
 
 class LoraMethod(TrainingMethod):
@@ -98,8 +104,8 @@ def prepare(
         DeviceError: the GPU has no FP8.
     """
     if settings.method == "full":
-        model = _whole_model(checkpoint, config, settings.seed, device).requires_grad_(True)
-        made: TrainingMethod = FullMethod(model)
+        made: TrainingMethod = FullMethod(_whole_model(checkpoint, config, settings.seed, device))
+        model = made.model
     else:
         model = _frozen_model(checkpoint, settings, device)
         if settings.method == "lora":

@@ -22,6 +22,8 @@ class TrainingOptions:
             `final_rate * learning_rate`.
         weight_decay: of matrices; biases and norms have none.
         clip: maximum gradient norm.
+        balance_speed: of "full", for routers with a correction bias: what the bias of each expert changes by per step,
+            so that all experts get the same number of tokens (`warpbus.train.balance`).
         compile: use `torch.compile` for the layers (`warpbus.train.compiling`).
         dtype: "bfloat16" for mixed precision, or "float32". Trained parameters and optimizer states are float32;
             frozen weights have this dtype.
@@ -53,6 +55,7 @@ class TrainingOptions:
     warmup: int = 200
     weight_decay: float = 0.1
     clip: float = 1.0
+    balance_speed: float = 1e-3
     compile: bool = False
     dtype: str = "float32"
     fp8: bool = False
@@ -85,4 +88,5 @@ class TrainingOptions:
         "prefix_tokens": 1,
         "recompute": 0,
         "dropout": 0,
+        "balance_speed": 0,
     }

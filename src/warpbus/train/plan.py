@@ -136,7 +136,7 @@ def flops_per_token(config: ModelConfig, settings: TrainingSettings, trained: in
         trained: numbers that are trained, see `num_trained`.
     """
     forward = forward_flop(config)
-    layers = sum(layer.num_weights for layer in config.layers)
+    layers = sum(layer.active_weights for layer in config.layers)
     again = 2 * layers // settings.recompute if settings.recompute else 0
     if settings.method == "full":
         return 3 * forward + again

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from warpbus.dist import Group, Send
 from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
 from warpbus.train import results
+from warpbus.train.balance import ExpertBalance
 from warpbus.train.compiling import compile_layers
 from warpbus.train.dataset import IGNORED, PackedBatch, assemble, pack
 from warpbus.train.inputs import Inputs
-from warpbus.train.methods import prepare
+from warpbus.train.methods import FullMethod, prepare
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.sharding import clip_gradients, distribute
 from warpbus.train.state import Course, Identity, StateFile
@@ -67,7 +68,13 @@ class TrainingStarted:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The figures of a step; `valid_loss` is None if the model was not validated after it."""
+    """The figures of a step.
+
+    Attributes:
+        valid_loss: None if the model was not validated after the step.
+        expert_load: the tokens of the busiest expert divided by the mean, of the layer where that is largest; None if
+            no experts are trained.
+    """
 
     step: int
     steps: int
@@ -75,6 +82,7 @@ class TrainingProgress:
     learning_rate: float
     tokens_per_second: float
     valid_loss: float | None = None
+    expert_load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,12 @@ class _TrainingRun:
         self.method = prepare(inputs.checkpoint, inputs.config, settings, documents, group.device)
         self.trained = sum(parameter.numel() for parameter in self.method.trained().values())
         self.parallel = distribute(self.method, self.method.model.layers, settings, group)
-        self.parameters = self.method.trained()  # after sharding
-        self.optimizer = _optimizer(list(self.parameters.values()), settings, group.device)
+        trained = self.method.trained()  # after sharding
+        self.optimizer = _optimizer(list(trained.values()), settings, group.device)
+        self.balance: ExpertBalance | None = None
+        if inputs.config.has_experts and isinstance(self.method, FullMethod):
+            self.balance = ExpertBalance(self.method.model, settings.balance_speed, group)
+        self.parameters = trained if self.balance is None else trained | self.balance.biases
         if settings.compile:
             compile_layers(self.method.model.layers)
         self.state = StateFile(task.output)
@@ -159,11 +171,14 @@ class _TrainingRun:
         for rows in _ahead(self.inputs.batches.steps(course.step, settings.steps, group.rank, group.world)):
             rate = settings.rate(course.step)
             loss, norm, number = self._update(rows, rate, stopping())
+            load = None if self.balance is None else self.balance.update()
             course.step += 1
             seconds = time.monotonic() - before
             last = course.step == settings.steps
             entry = {"step": course.step, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
             entry["seconds"] = seconds
+            if load is not None:
+                entry["expert_load"] = load
             if self.valid is not None and (course.step % settings.valid_every == 0 or last):
                 entry["valid_loss"] = self._validate(self.valid)
             course.log.append(entry)
@@ -173,8 +188,8 @@ class _TrainingRun:
             if not last and (number or course.step % settings.save_every == 0):
                 self._save()
             if group.is_first:
-                speed = tokens / seconds
-                self.send(TrainingProgress(course.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
+                speed, validated = tokens / seconds, entry.get("valid_loss")
+                self.send(TrainingProgress(course.step, settings.steps, loss, rate, speed, validated, load))
             if number and not last:
                 return number
             before = time.monotonic()
@@ -302,7 +317,12 @@ class _TrainingRun:
         settings, course, device = self.settings, self.course, self.group.device
         best, best_step = course.best or (None, None)
         last = course.log[-1].get("valid_loss") if course.log else None
-        recent = [entry["loss"] for entry in course.log[-50:]]
+        recent = course.log[-50:]
+        figures: dict[str, float] = {
+            name: sum(entry[name] for entry in recent) / len(recent)
+            for name in ("loss", "expert_load")
+            if name in recent[-1]
+        }
         return {
             "run": course.run,
             "settings": {**asdict(settings), "targets": list(settings.targets)},
@@ -312,7 +332,7 @@ class _TrainingRun:
             "epochs": settings.steps / self.inputs.batches.steps_per_epoch(),
             "tokens": settings.steps * settings.rows_per_step * settings.length,
             "seconds": course.seconds,
-            "loss": sum(recent) / max(1, len(recent)),
+            **figures,
             "valid_loss": best if settings.keep == "best" else last,
             "best_valid_loss": best,
             "best_step": best_step,

@@ -16,7 +16,7 @@ METHODS = ("full", "lora", "ptuning")
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
 
 # Settings of a single method.
-_ONLY = {"lora": ("rank", "alpha", "dropout", "targets"), "ptuning": ("prefix_tokens",)}
+_ONLY = {"full": ("balance_speed",), "lora": ("rank", "alpha", "dropout", "targets"), "ptuning": ("prefix_tokens",)}
 
 # Defaults for adapters: small batches, a higher learning rate, and no weight decay.
 _ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}

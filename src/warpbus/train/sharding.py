@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from warpbus.dist import Group
+from warpbus.train.balance import correction_biases
 from warpbus.train.settings import TrainingSettings
 
 
@@ -49,9 +50,11 @@ def distribute(module: nn.Module, layers: Iterable[nn.Module], settings: Trainin
     half = torch.bfloat16 if settings.dtype == "bfloat16" else None
     # Inputs stay as they are: autocast rounds them where DDP has them rounded.
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Correction biases stay whole, in float32: the policy would round them.
+    ignored = set(correction_biases(module).values())
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     return module
 
 

@@ -145,7 +145,7 @@ class StateFile:
         """Write a checkpoint atomically; every process calls it, and the one with `writes` writes.
 
         Args:
-            parameters: the trained parameters, by name.
+            parameters: those that the run changes, by name; those with gradients have moments in the optimizer.
 
         Raises:
             StorageError: it cannot be written; the previous checkpoint is kept.
@@ -153,12 +153,14 @@ class StateFile:
         model, moments = {}, {}
         for name, parameter in parameters.items():
             # One at a time: a GPU may not have memory for all gathered parameters.
-            parts = {"parameter": parameter, **{key: optimizer.state[parameter][key] for key in _MOMENTS}}
+            moments_of = {key: optimizer.state[parameter][key] for key in _MOMENTS if parameter.requires_grad}
+            parts = {"parameter": parameter, **moments_of}
             full = {key: whole(tensor) for key, tensor in parts.items()}
             if writes:
                 full = {key: tensor.cpu() for key, tensor in full.items()}
                 model[name] = full.pop("parameter")
-                moments[name] = full
+                if full:
+                    moments[name] = full
         if writes:
             state = {**asdict(course), **asdict(identity), "model": model, "optimizer": moments}
             replace_file(self.path, lambda path: _write(state, path))

@@ -123,6 +123,16 @@ def test_fewer_poems_to_try_the_recipe(make_data: MakeData, tmp_path: Path) -> N
     assert len(lines_of(make_data(tmp_path / "few", "--limit", "5") / "train.jsonl")) == 15
 
 
+def test_configurations_of_mixtures_of_experts(make_data: MakeData, tmp_path: Path) -> None:
+    config = read_config(Checkpoint(make_data(tmp_path / "data", "--model", "poet-moe-small") / "model", weights=False))
+    assert (config.family, config.num_layers, config.has_experts) == ("glm4_moe", 4, True)
+    (tmp_path / "config.json").write_text(json.dumps(recipe.config(8000, "poet-moe")), encoding="utf-8")
+    larger = read_config(Checkpoint(tmp_path, weights=False))
+    assert round(larger.num_parameters / 1e6, 1) == 29.7
+    # Groups of 128 divide all matrices.
+    assert all(matrix.columns.length % 128 == 0 for _, matrix in larger.matrices)
+
+
 def test_the_model_directory_is_one_that_training_starts_from(data: Path, tmp_path: Path) -> None:
     directory = data / "model"
     checkpoint = Checkpoint(directory, weights=False)

@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 
 from warpbus.dist import Group, Send, launch
 from warpbus.kernels.ops.packed import pack
-from warpbus.models import ModelConfig, random_model
+from warpbus.models import ModelConfig, MoESpec, random_model
 from warpbus.models.config import RopeConfig
+from warpbus.models.layer_spec import MLPSpec, RouterSpec
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
 from warpbus.train import TrainingSettings
@@ -65,7 +66,7 @@ def made(kind: str, recompute: int = 0, config: ModelConfig = CONFIG) -> Trainin
                 torch.nn.init.normal_(module.b, std=0.1)
         method = LoraMethod(model)
     else:
-        method = FullMethod(model.requires_grad_(True))
+        method = FullMethod(model)
     if kind.startswith("fp8"):
         use_fp8(model)
     if recompute:
@@ -136,6 +137,26 @@ def test_all_layers_are_one_graph(kind: str, recompute: int, monkeypatch: pytest
         step(method.train(), None, ROWS[:rows], autocast=autocast)
     assert backend.frame_count == 3 * kinds
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
+def test_layers_with_experts_are_compiled_around_the_experts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many layers and tokens per expert, there are as many graphs."""
+    experts = MoESpec(RouterSpec(6, 2, "sigmoid", bias=True), MLPSpec(64), MLPSpec(64))
+    graphs = []
+    for layers in (2, 5):
+        config = replace(CONFIG, layers=(replace(CONFIG.layers[0], mlp=experts),) * layers)
+        backend = counting()
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        plain, method = made(kind, config=config), made(kind, config=config)
+        compile_layers(method.model.layers)
+        monkeypatch.undo()
+        for seed in range(3):
+            rows = torch.randint(4, 64, (4, 13), generator=torch.Generator().manual_seed(seed))
+            check_near(step(method, rows=rows), step(plain, rows=rows))
+        graphs.append(backend.frame_count)
+        assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+    assert graphs[0] == graphs[1] > 0
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])

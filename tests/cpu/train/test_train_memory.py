@@ -7,11 +7,13 @@ import torch
 from dense_configs import dense_config, with_traits
 
 from warpbus.kernels.ops.packed import pack
-from warpbus.models import SHAPES, Decoder, ModelConfig
+from warpbus.models import SHAPES, Decoder, ModelConfig, MoESpec
 from warpbus.models.config import RopeConfig
+from warpbus.models.layer_spec import MLPSpec, RouterSpec
 from warpbus.models.layers import CausalAttention
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.train import memory
+from warpbus.train.balance import correction_biases
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
 from warpbus.train.memory import num_trained, peak, training_memory
@@ -33,14 +35,22 @@ CONFIG = dense_config(
 )
 V1_LIKE = with_traits(CONFIG, gated=False, mlp_bias=True, output_bias=True, layer_norm=True, normed_residual=2.0)
 TIED = with_traits(CONFIG, tie_embeddings=True, qk_norm=True, output_norms=True)
+EXPERTS = MoESpec(RouterSpec(8, 3, "sigmoid", bias=True), MLPSpec(64), MLPSpec(96))
+MOE = replace(CONFIG, layers=(CONFIG.layers[0], *[replace(CONFIG.layers[0], mlp=EXPERTS)] * 2))
+SOFTMAX = replace(EXPERTS, router=RouterSpec(8, 3, "softmax"), shared=None)
+NO_SHARED = replace(CONFIG, layers=(replace(CONFIG.layers[0], mlp=SOFTMAX),) * 3)
 SMALL = {"length": 64, "rows_per_step": 2, "rows_at_once": 2}
 
 
 def prepared(config: ModelConfig, settings: TrainingSettings) -> Decoder:
     """As the loop makes it, but for the prefix."""
     model = Decoder(config)
+    biases = correction_biases(model)
     if settings.method != "full":
         model.to(torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32).requires_grad_(False)
+    for bias in biases.values():
+        bias.data = bias.data.float()
+        bias.requires_grad_(False)
     if settings.method == "lora":
         attach_lora(model, rank=settings.rank, alpha=1.0, targets=settings.targets)
     if settings.fp8:
@@ -52,13 +62,15 @@ def held_bytes(model: Decoder) -> int:
     return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
 
 
-@pytest.mark.parametrize("config", [CONFIG, V1_LIKE, TIED], ids=["gated", "v1", "tied"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, V1_LIKE, TIED, MOE, NO_SHARED], ids=["gated", "v1", "tied", "experts", "softmax"]
+)
 @pytest.mark.parametrize(
     "chosen",
     [
         {"method": "full", "dtype": "bfloat16"},
         {"method": "lora", "dtype": "bfloat16"},
-        {"method": "lora", "dtype": "float32", "rank": 3, "targets": ("attention.qkv", "mlp.down")},
+        {"method": "lora", "dtype": "float32", "rank": 3, "targets": ("attention.qkv", "attention.o")},
         {"method": "lora", "dtype": "bfloat16", "fp8": True},
     ],
     ids=["full", "lora", "some", "fp8"],
@@ -96,7 +108,7 @@ def test_quantized_weights_are_exact(scheme: str) -> None:
     assert training_memory(CONFIG, already, scheme=parsed) == training_memory(CONFIG, settings)
 
 
-@pytest.mark.parametrize("config", [CONFIG, V1_LIKE], ids=["gated", "v1"])
+@pytest.mark.parametrize("config", [CONFIG, V1_LIKE, MOE, NO_SHARED], ids=["gated", "v1", "experts", "softmax"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_activations_are_what_autograd_keeps(
@@ -127,11 +139,13 @@ def test_activations_are_what_autograd_keeps(
     ):
         model.hidden(tokens, None, CausalAttention(torch.zeros_like(tokens)))
     kept = sums[2] - sums[1]
-    more = training_memory(with_traits(config, num_layers=4), settings)
+    longer = replace(config, layers=(*config.layers, config.layers[-1]))
+    more = training_memory(longer, settings)
     less = training_memory(config, settings)
     reckoned = more.parts["activations"] - less.parts["activations"] + more.parts["casts"] - less.parts["casts"]
-    if config.layers[0].mlp.gated and dtype == "bfloat16":
-        kept -= 2 * tokens.numel() * config.layers[0].mlp.ffn_size  # silu(gate), which kernels of GPUs do not keep
+    mlp = config.layers[-1].mlp
+    if (isinstance(mlp, MoESpec) or mlp.gated) and dtype == "bfloat16":
+        kept -= 2 * tokens.numel() * mlp.inner  # silu(gate), which kernels of GPUs do not keep
     if config.norm.kind != "layer":
         # Two norms, which on a CPU keep their input in float32, and their output but for a weight that is trained.
         full = method == "full"

@@ -54,6 +54,19 @@ def test_two_gpus_learn_what_one_learns(method: str, dtype: str, tmp_path: Path)
         assert sorted(path.name for path in (tmp_path / sharding).iterdir()) == names
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_two_gpus_balance_experts_together(poet_moe: Path, sharding: str, tmp_path: Path) -> None:
+    """Products are summed in another order, which sends a few tokens to other experts."""
+    found = []
+    for gpus in (1, 2):
+        settings, data = replace(FULL, dtype="float32", sharding=sharding), data_path("spring.jsonl")
+        train(poet_moe, tmp_path / str(gpus), data=data, settings=settings, device="cuda", gpus=gpus)
+        found.append(json.loads((tmp_path / str(gpus) / "training-log.json").read_text(encoding="utf-8")))
+    one, two = found
+    assert [each["loss"] for each in two] == pytest.approx([each["loss"] for each in one], abs=5e-3)
+    assert [each["expert_load"] for each in two] == pytest.approx([each["expert_load"] for each in one], rel=0.05)
+
+
 @pytest.mark.parametrize("settings", [FULL, replace(FULL, fp8=True, dtype="bfloat16")], ids=["plain", "fp8"])
 def test_sharded_layers_are_recomputed(settings: TrainingSettings, tmp_path: Path) -> None:
     if settings.fp8 and torch.cuda.get_device_capability() < (8, 9):

@@ -38,16 +38,19 @@ class Routing:
     weights: Tensor
     scores: Tensor
 
-    def by_expert(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def by_expert(self, *, idle: bool = False) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each expert that has tokens: its number, its tokens, int64 `[n]`, and their weights, float32 `[n]`.
 
         Waits for the GPU.
+
+        Args:
+            idle: also the experts without tokens, with `n = 0`.
         """
         order = self.experts.flatten().argsort(stable=True)
         tokens, weights = order // self.experts.shape[1], self.weights.flatten()[order]
         counts = torch.bincount(self.experts.flatten(), minlength=self.scores.shape[1]).tolist()
         for expert, own in enumerate(zip(tokens.split(counts), weights.split(counts), strict=True)):
-            if counts[expert]:
+            if counts[expert] or idle:
                 yield expert, *own
 
 
@@ -63,7 +66,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """The routing of x `[tokens, hidden]`."""
         spec = self.spec
-        scores = router_scores(router_logits(x, self.weight), spec.scoring)
+        # Training in 16 bits runs under autocast, which would round the logits.
+        with torch.autocast(x.device.type, enabled=False):
+            scores = router_scores(router_logits(x, self.weight), spec.scoring)
         chosen, weights = choose_experts(
             scores,
             self.bias,
@@ -161,10 +166,14 @@ class MoE(nn.Module):
             return self._by_kernels(self.experts, x, norm, residual)
         x = x if norm is None else norm(x)
         rows = x.flatten(0, -2)
-        total = torch.zeros_like(rows) if self.shared is None else self.shared(rows)
-        for expert, tokens, weights in self.router(rows).by_expert():
+        total = torch.zeros_like(rows)
+        # While experts are trained, all of them get a gradient in every process, which data parallelism relies on.
+        trained = torch.is_grad_enabled() and self.router.weight.requires_grad
+        for expert, tokens, weights in self.router(rows).by_expert(idle=trained):
             y = self._expert(expert, rows[tokens])
-            total.index_add_(0, tokens, (y * weights[:, None]).to(y.dtype))
+            total.index_add_(0, tokens, (y * weights[:, None]).to(total.dtype))
+        if self.shared is not None:
+            total = total + self.shared(rows)
         return self._written(total.view_as(x), residual)
 
     def stack(self) -> None:
