@@ -42,7 +42,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _ExpertWeights:
     """Random experts in the form of each contender: packed, and 16-bit `[experts, in, out]`."""
 
     gate_up: PackedExperts
@@ -69,13 +69,13 @@ def _case(run: Run, name: str, tokens: int, shelf: Shelf) -> Case:
     factors = weights.flatten()[order][:, None]
     supply = shelf.supplier((name, dtype), lambda _: _weights(shape, dtype, run.device))
 
-    def make() -> tuple[Tensor, _Weights]:
+    def make() -> tuple[Tensor, _ExpertWeights]:
         return normal(tokens, shape.hidden, run.device, dtype), supply()
 
-    def ours(x: Tensor, each: _Weights) -> Tensor:
+    def ours(x: Tensor, each: _ExpertWeights) -> Tensor:
         return moe_mlp(x, experts, weights, each.gate_up, each.down, shared=shape.shared)
 
-    def grouped(x: Tensor, each: _Weights) -> Tensor:
+    def grouped(x: Tensor, each: _ExpertWeights) -> Tensor:
         gate, up = F.grouped_mm(x[rows], each.dense_gate_up, offs=ends).chunk(2, dim=-1)
         y = F.grouped_mm(F.silu(gate) * up, each.dense_down, offs=ends)
         return torch.zeros_like(x).index_add_(0, rows, (y * factors).to(dtype))
@@ -106,13 +106,13 @@ def _routing(shape: _Experts, tokens: int, device: torch.device) -> tuple[Tensor
     return chosen.int().contiguous(), weights.contiguous()
 
 
-def _weights(shape: _Experts, dtype: torch.dtype, device: torch.device) -> _Weights:
+def _weights(shape: _Experts, dtype: torch.dtype, device: torch.device) -> _ExpertWeights:
     packed, dense = [], []
     for n, k in ((2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)):
         parts = [random_weight(_SCHEME, n, k, device) for _ in range(shape.experts)]
         packed.append(PackedExperts.stack([pack(part, dtype) for part in parts]))
         dense.append(torch.stack([part.dequantize(dtype) for part in parts]).transpose(1, 2))
-    return _Weights(packed[0], packed[1], dense[0], dense[1])
+    return _ExpertWeights(packed[0], packed[1], dense[0], dense[1])
 
 
 def _with(*tokens: int) -> Callable[[Mapping[str, Parameter]], bool]:

@@ -74,10 +74,12 @@ class Checkpoint:
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @classmethod
-    def of_tensors(cls, directory: Path, tensors: Mapping[str, StoredTensor]) -> Self:
-        """A checkpoint without configuration, for the tensors of a directory that is not a complete model."""
+    def of_tensors(
+        cls, directory: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any] | None = None
+    ) -> Self:
+        """A checkpoint of these tensors, with this configuration or none; no file is read."""
         self = cls.__new__(cls)
-        self.directory, self.config = directory, {}
+        self.directory, self.config = directory, dict(config or {})
         self._tensors = dict(tensors)
         self.total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return self
@@ -91,15 +93,15 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape; the tensor is not read. Raises TensorError if there is no such tensor."""
-        return self._stored(name).shape
+        return self.stored(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's dtype; the tensor is not read. Raises TensorError if there is no such tensor."""
-        return self._stored(name).dtype
+        return self.stored(name).dtype
 
     def nbytes(self, name: str) -> int:
         """A tensor's size in bytes; the tensor is not read. Raises TensorError if there is no such tensor."""
-        return self._stored(name).nbytes
+        return self.stored(name).nbytes
 
     def tensor(self, name: str, *, expected: tuple[int, ...] | None = None) -> Tensor:
         """Read a tensor.
@@ -116,7 +118,7 @@ class Checkpoint:
             TensorError: if there is no such tensor, or its shape is not `expected`.
             CheckpointError: if its file has changed since the checkpoint was opened.
         """
-        stored = self._stored(name)
+        stored = self.stored(name)
         if expected is not None and stored.shape != tuple(expected):
             raise TensorError(
                 f"{self.directory}: tensor {shown(name)} has shape {list(stored.shape)}, expected {list(expected)}: "
@@ -131,7 +133,7 @@ class Checkpoint:
             TensorError: if there is no such tensor.
             CheckpointError: if its file cannot be read, or has changed since the checkpoint was opened.
         """
-        return self._stored(name).chunks()
+        return self.stored(name).chunks()
 
     def load_json(self, filename: str) -> dict[str, Any] | None:
         """Parse a JSON file of the directory, or return `None` if there is none.
@@ -152,7 +154,8 @@ class Checkpoint:
             raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}")
         return parsed
 
-    def _stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> StoredTensor:
+        """A tensor on disk, which is not read. Raises TensorError if there is no such tensor."""
         try:
             return self._tensors[name]
         except KeyError:

@@ -110,11 +110,7 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
     """
     quantization = section(config)
     require(quantization, _WHERE, "quant_method", (_METHOD,))
-    require(quantization, _WHERE, "quantization_status", ("compressed", None))
-    for key in ("kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"):
-        found = quantization.get(key)
-        if found and not (isinstance(found, dict) and found.get("format") == "dense"):
-            raise unreadable(f"{_WHERE}.{key}", found, "absent")
+    check_section(quantization)
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise unreadable(f"{_WHERE}.config_groups", groups, "at least one group")
@@ -133,6 +129,15 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
         return Schemes(default, exceptions)
     except SchemeError as error:
         raise CheckpointError(f"config.json: {_WHERE}: {error}") from error
+
+
+def check_section(quantization: dict[str, Any]) -> None:
+    """Check what `quantization_config` says besides its groups. Raises CheckpointError if it is not supported."""
+    require(quantization, _WHERE, "quantization_status", ("compressed", None))
+    for key in ("kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"):
+        found = quantization.get(key)
+        if found and not (isinstance(found, dict) and found.get("format") == "dense"):
+            raise unreadable(f"{_WHERE}.{key}", found, "absent")
 
 
 def _names(value: object, where: str) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from warpbus.errors import UsageError
 from warpbus.formats import awq, compressed_tensors, gptq, thudm
 from warpbus.formats.checkpoint import Checkpoint
+from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.reading import unreadable
 from warpbus.qtensor import QTensor, Scheme, Schemes
 
@@ -79,11 +80,16 @@ def layout_named(name: str) -> WritableLayout:
 
 
 def layout_of(config: Config) -> Layout | None:
-    """The format of a model's quantized matrices, from its `config.json`; None if it is not quantized.
+    """The format of a model's quantized matrices, from its `config.json`; None if no matrix is loaded quantized.
+
+    The latter is an unquantized model, or an FP8 model that no scheme represents: see `formats.fp8`.
 
     Raises:
         CheckpointError: the quantized format is not supported.
     """
+    storage = fp8_storage(config)
+    if storage is not None and not storage.is_scheme:
+        return None
     for each in LAYOUTS:
         if each.detect(config):
             return each
@@ -93,12 +99,14 @@ def layout_of(config: Config) -> Layout | None:
     if not isinstance(quantization, dict):
         raise unreadable("quantization_config", quantization, "an object")
     raise unreadable(
-        "quantization_config.quant_method", quantization.get("quant_method"), "'compressed-tensors', 'gptq' or 'awq'"
+        "quantization_config.quant_method",
+        quantization.get("quant_method"),
+        "'compressed-tensors', 'gptq', 'awq' or 'fp8'",
     )
 
 
 def read_schemes(config: Config) -> Schemes:
-    """The schemes of a model's quantized matrices, from its `config.json`; none if it is not quantized.
+    """The schemes of a model's quantized matrices, from its `config.json`; none where `layout_of` gives None.
 
     Raises:
         CheckpointError: the quantization is not supported.

@@ -9,6 +9,7 @@ import torch
 
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
+from warpbus.formats.fp8 import dequantized, fp8_matrices, fp8_storage
 from warpbus.formats.layout import WRITABLE
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
@@ -49,20 +50,24 @@ class ConversionPlan:
     Attributes:
         checkpoint: the model.
         config: of its decoder.
-        source: the quantized format of the model.
+        source: the quantized format of the model; None for an FP8 model that is dequantized while it is read.
+        dequantized: the number of matrices of such a model.
         target: the quantized format of the output; None if the matrices are dequantized.
         dtype: of all weights of the output, if `target` is None.
         ffn: the FFN size of the source and of the output.
         matrices: the matrices that are quantized, padded, or both.
+        bytes_before: of all tensors of the model's files.
     """
 
     checkpoint: Checkpoint
     config: ModelConfig
-    source: Layout
+    source: Layout | None
+    dequantized: int
     target: WritableLayout | None
     dtype: torch.dtype | None
     ffn: tuple[int, int]
     matrices: tuple[ConvertedMatrix, ...]
+    bytes_before: int
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -75,11 +80,12 @@ class ConversionPlan:
         known = {name for names in tensor_map(self.config).values() for name in names}
         biases = {f"{prefix}.bias" for prefix in self.schemes} - known
         taken = biases | {
-            name
-            for matrix in self.matrices
-            for name in (f"{matrix.prefix}.weight", *self.source.stored(self.checkpoint, matrix.prefix))
+            name for matrix in self.matrices for name in (f"{matrix.prefix}.weight", *self._stored(matrix.prefix))
         }
         return [name for name in self.checkpoint.names() if name not in taken]
+
+    def _stored(self, prefix: str) -> list[str]:
+        return [] if self.source is None else self.source.stored(self.checkpoint, prefix)
 
     @property
     def expected_bytes(self) -> int:
@@ -126,12 +132,13 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     checkpoint = Checkpoint(model)
     if output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
-    source = layout_of(checkpoint.config)
+    source, bytes_before, in_fp8 = layout_of(checkpoint.config), checkpoint.total_bytes, 0
     if source is None:
-        raise UsageError(f"{model}: is not quantized, so there is nothing to convert: use warpbus quantize")
+        in_fp8 = len(fp8_matrices(checkpoint))
+        checkpoint = _opened_fp8(checkpoint, to)
     config = read_config(checkpoint)
     schemes = quantized_parameters(checkpoint, config)
-    if not schemes:
+    if source is not None and not schemes:
         raise CheckpointError(
             f"{model}: config.json declares quantization {source.name}, but no matrix is quantized: check that "
             "config.json belongs to these weights"
@@ -146,17 +153,33 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
         raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: drop it")
     if ffn != before and any(mlp.bias for mlp in dense):
         raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which cannot be padded: drop it")
-    if source.name == to and ffn == before:
+    if source is not None and source.name == to and ffn == before:
         raise UsageError(f"{model}: is already in format {to}: there is nothing to convert")
     return ConversionPlan(
         checkpoint=checkpoint,
         config=config,
         source=source,
+        dequantized=in_fp8,
         target=None if to in PLAIN else layout_named(to),
         dtype=PLAIN.get(to),
         ffn=(before, ffn),
         matrices=tuple(_matrices(config, schemes, None if ffn == before else ffn)),
+        bytes_before=bytes_before,
     )
+
+
+def _opened_fp8(checkpoint: Checkpoint, to: str) -> Checkpoint:
+    """An FP8 checkpoint whose matrices are dequantized to the dtype `to`. Raises UsageError if it is not one."""
+    if fp8_storage(checkpoint.config) is None:
+        raise UsageError(
+            f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
+        )
+    if to not in PLAIN:
+        raise UsageError(
+            f"--to {to}: the FP8 matrices of {checkpoint.directory} have no such form: convert to float16 or bfloat16, "
+            "or use warpbus quantize"
+        )
+    return dequantized(checkpoint, PLAIN[to])
 
 
 def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | None:

@@ -115,14 +115,14 @@ def convert(
     return Conversion(
         model=str(model),
         output=str(output),
-        source=plan.source.name,
+        source="fp8" if plan.source is None else plan.source.name,
         target=to,
-        schemes=str(Schemes(None, plan.schemes)),
-        matrices=len(plan.schemes),
+        schemes="fp8" if plan.source is None else str(Schemes(None, plan.schemes)),
+        matrices=len(plan.schemes) + plan.dequantized,
         ffn=plan.ffn,
         scales=scales,
         scales_rounded=rounded,
-        bytes_before=plan.checkpoint.total_bytes,
+        bytes_before=plan.bytes_before,
         bytes_after=written,
         seconds=time.perf_counter() - started,
     )
@@ -203,6 +203,7 @@ class _RunningConversion:
         self.progress("reading back", len(digests), len(digests))
 
     def _read(self, matrix: ConvertedMatrix, scheme: Scheme) -> QTensor:
+        assert self.plan.source is not None
         weight = self.plan.source.from_tensors(self.plan.checkpoint, matrix.prefix, scheme)
         if weight.shape != matrix.shape:
             raise TensorError(

@@ -11,6 +11,7 @@ from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.fp8 import dequantized
 from warpbus.formats.layout import Layout, layout_of
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
@@ -99,6 +100,8 @@ def load_model(
     group: Group | None = None,
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
+
+    FP8 matrices that no scheme represents, for instance those with a scale per block, are dequantized to `dtype`.
 
     Besides the model, at most one tensor of the file (for a fused quantized matrix, its parts) is in memory. It stays
     on the CPU; a GPU receives it in chunks.
@@ -229,6 +232,8 @@ class _Source:
     ) -> "_Source":
         """Check the tensor names of the file against those the decoder needs, before any tensor is read."""
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
+        if layout is None:
+            checkpoint = dequantized(checkpoint, dtype)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
         staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)

@@ -9,6 +9,7 @@ import torch
 from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
+from warpbus.formats.fp8 import dequantized
 from warpbus.models import ModelConfig, read_config, tensor_map
 from warpbus.models.families import BY_NAME
 from warpbus.qtensor import Scheme, Schemes
@@ -50,7 +51,7 @@ class Plan:
     """A model that can be quantized.
 
     Attributes:
-        checkpoint: the source.
+        checkpoint: the source; if it is stored in FP8, dequantized.
         config: of its decoder.
         schemes: what its matrices are quantized to.
         layout: the format in which they are written.
@@ -104,13 +105,13 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
         layout: the name of the format to write, see `formats.layout_named`.
 
     Raises:
-        CheckpointError: if the source cannot be read or is quantized already.
+        CheckpointError: if the source cannot be read or is quantized already, except to FP8.
         TensorError: if a matrix is missing, or has not the shape that config.json gives it, or no floating dtype.
         SchemeError: if the group size does not divide a matrix' columns, the format cannot hold it, or parts of one
             fused matrix have different schemes; the message names its tensor.
         UsageError: if the output is the source.
     """
-    checkpoint = Checkpoint(model)
+    checkpoint = dequantized(Checkpoint(model))
     if output is not None and output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
     for key in ("quantization_config", "quantization_bit"):

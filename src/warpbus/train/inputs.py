@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpbus.errors import CheckpointError, UsageError
-from warpbus.formats import Checkpoint, read_schemes
+from warpbus.formats import Checkpoint, layout_of, read_schemes
+from warpbus.formats.fp8 import dequantized
 from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters, read_config
 from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize
@@ -43,6 +44,8 @@ class Inputs:
             DataError: the data are missing or malformed.
         """
         checkpoint = Checkpoint(model, weights=any(weight_files(model)))
+        if layout_of(checkpoint.config) is None:
+            checkpoint = dequantized(checkpoint)  # a trained model is not written in FP8
         config = read_config(checkpoint)
         _check_fit(checkpoint, config, settings)
         documents = _read(data, checkpoint, config, settings.length, workers)

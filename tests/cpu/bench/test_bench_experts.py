@@ -26,9 +26,7 @@ def settings(**changes):
 def test_how_many_cases_there_are():
     assert len(MOE.cases(settings(quick=False))) == 2 * 7
     assert len(MOE.cases(settings())) == 2 * 3
-    with pytest.raises(
-        UsageError, match="--variant glm-3: there is no such variant: choose among glm-"
-    ):
+    with pytest.raises(UsageError, match="--variant glm-3: there is no such variant: choose among glm-"):
         MOE.cases(settings(variants=("glm-3",)))
 
 

@@ -123,7 +123,7 @@ def test_a_plain_model(config: dict[str, Any]) -> None:
     ("config", "message"),
     [
         ({"quantization_config": "w4a16"}, "quantization_config is 'w4a16', expected an object"),
-        ({"quantization_config": {}}, "quant_method is None, expected 'compressed-tensors', 'gptq' or 'awq'"),
+        ({"quantization_config": {}}, "quant_method is None, expected 'compressed-tensors', 'gptq', 'awq' or 'fp8'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method is 'bitsandbytes', expected"),
     ],
 )

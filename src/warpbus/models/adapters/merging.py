@@ -12,6 +12,7 @@ from torch import Tensor
 from warpbus.errors import CheckpointError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter, layout_of
 from warpbus.formats.companions import find_companions
+from warpbus.formats.fp8 import dequantized
 from warpbus.formats.peft import CONFIG, PeftLora
 from warpbus.formats.ptuning import is_prefix
 from warpbus.models.adapters.sites import placed
@@ -131,6 +132,7 @@ def _opened(model: Path, adapter: Path, output: Path) -> tuple[Checkpoint, PeftL
             f"{model}: is quantized ({layout.name}), so its weights cannot take up an adapter: merge into the plain "
             "model that it was made of, then run warpbus quantize on the result"
         )
+    checkpoint = dequantized(checkpoint)
     if not adapter.is_dir():
         raise CheckpointError(f"{adapter}: there is no such directory: expected the directory of a LoRA, with {CONFIG}")
     if not (adapter / CONFIG).exists() and is_prefix(adapter):

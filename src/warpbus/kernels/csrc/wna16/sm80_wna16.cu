@@ -35,7 +35,7 @@ using Packed = Codes<ELEMENT, BITS>;
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = 64;
 constexpr int kWarpM = WARP_M, kWarpN = WARP_N;
 constexpr int kStages = 3;
-constexpr unsigned kGroup = 8;  // tiles of x that blocks go down before they go on to the next rows of the weight
+[[maybe_unused]] constexpr unsigned kGroup = 8;  // tiles of x that blocks go down before they go on to the next rows of the weight
 
 constexpr int kWarpsM = kTileM / kWarpM;
 constexpr int kThreads = kTileN / kWarpN * kWarpsM * 32;
