@@ -200,7 +200,7 @@ def test_weights_that_are_not_understood(change: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "hqq"}, r"quant_method is 'hqq', expected 'compressed-tensors', 'gptq' or 'awq'"),
+        ({"quant_method": "hqq"}, r"quant_method is 'hqq', expected 'compressed-tensors', 'gptq', 'awq' or 'fp8'"),
         ({"format": "marlin-24"}, r"group_0\.format is 'marlin-24', expected 'pack-quantized' or 'int-quantized' or"),
         ({"format": ["pack-quantized"]}, r"group_0\.format is \['pack-quantized'\], expected 'pack-quantized' or"),
         ({"ignore": "lm_head"}, r"ignore is 'lm_head', expected a list of names"),

@@ -3,6 +3,7 @@
 import pytest
 from cuda_signatures import count, fields, kernels
 
+from warpbus.cuda import jit
 from warpbus.kernels.units import CSRC, all_units
 
 SOURCES = sorted(CSRC.rglob("*.cu"))
@@ -43,6 +44,7 @@ def test_signatures_are_read_from_the_text():
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_declared_parameters_are_those_of_the_source(source):
     text = source.read_text()
+    with_includes = "".join(path.read_text() for path in jit._closure(source, CSRC))
     written = kernels(text)
     assert len(written) == count(text)
     assert declared(source).keys() == written.keys()
@@ -50,4 +52,4 @@ def test_declared_parameters_are_those_of_the_source(source):
         for name, kernel in unit.kernels.items():
             assert list(kernel.parameters.types.items()) == written[name], kernel.label
             for struct, of_struct in kernel.parameters.structs.items():
-                assert list(of_struct.items()) == fields(text, struct), (kernel.label, struct)
+                assert list(of_struct.items()) == fields(with_includes, struct), (kernel.label, struct)

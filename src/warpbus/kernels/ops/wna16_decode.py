@@ -42,7 +42,7 @@ _NO_MAP = bytes(128)
 
 
 @dataclass(frozen=True)
-class _Variant:
+class _DecodeVariant:
     """A variant of csrc/wna16/decode.cu, whose macros these are.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Variant:
     experts: bool
 
     @classmethod
-    def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "_Variant":
+    def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "_DecodeVariant":
         """The variant for m rows of x and the GPU number `device`."""
         tokens = 8 if m <= 8 else 16
         # Two chunks share the work around their products, as far as registers and shared memory hold them.
@@ -178,7 +178,7 @@ def multiply(
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
     streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
-    variant = _Variant.of(m, weight, x.get_device())
+    variant = _DecodeVariant.of(m, weight, x.get_device())
     copied = False
     if norm is not None:
         x = x if aligned(x) else x.clone()
@@ -234,7 +234,7 @@ def multiply_experts(
     k = x.shape[1]
     if not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
-    variant = _Variant.of(rows, weights, x.get_device(), experts=True)
+    variant = _DecodeVariant.of(rows, weights, x.get_device(), experts=True)
     pairs = blocks((weights.shape[0], 2 * TILE_ROWS))
     variant.kernel(x.dtype)(
         min(multiprocessors(x.device) * variant.resident, pairs * count),
@@ -257,7 +257,7 @@ def multiply_experts(
 
 
 def _problem(
-    variant: _Variant, m: int, k: int, weight: PackedWeight, gated: bool, device: int, *, streamed: bool
+    variant: _DecodeVariant, m: int, k: int, weight: PackedWeight, gated: bool, device: int, *, streamed: bool
 ) -> dict[str, Any]:
     """The arguments of a launch that describe the weight, and how it is computed."""
     n, size = weight.shape[0], weight.scheme.group_size
@@ -292,7 +292,7 @@ def _padded(x: Tensor) -> Tensor:
 def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
     """How many stages there is room for, with x `[m, k]`."""
     m, k = x.shape
-    return _Variant.of(m, weight, x.get_device()).stages(m, k, x.get_device(), streamed=streamed)
+    return _DecodeVariant.of(m, weight, x.get_device()).stages(m, k, x.get_device(), streamed=streamed)
 
 
 def _shared_memory(device: int) -> int:
@@ -302,6 +302,6 @@ def _shared_memory(device: int) -> int:
 
 for _dtype, _two in itertools.product(HALVES, (False, True)):
     for _bits, _tokens, _span in ((4, 8, 1), (4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)):
-        _Variant(_bits, _two, _tokens, _span, experts=False).kernel(_dtype)
+        _DecodeVariant(_bits, _two, _tokens, _span, experts=False).kernel(_dtype)
         if _tokens == MOST_ROWS_OF_EXPERT:
-            _Variant(_bits, _two, _tokens, _span, experts=True).kernel(_dtype)
+            _DecodeVariant(_bits, _two, _tokens, _span, experts=True).kernel(_dtype)

@@ -116,7 +116,7 @@ struct Step {
     __device__ __forceinline__ bool there(const Items& items, const Problem& p) const { return work.there(items, p); }
     // The rows of x and the expert of this step: only where it is `there`, and its expert is known.
     __device__ __forceinline__ void find(const Items& items, const Problem& p) {
-        if (EXPERTS && chunk == 0) source = items.source(work.item(p), slot);
+        if (EXPERTS && chunk == 0) source = source_of(items, work.item(p), slot);
     }
     __device__ __forceinline__ void advance(const Items& items, const Problem& p) {
         chunk += kStep;
@@ -188,12 +188,12 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
                                         const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
     Step ahead(p);
     int asked = 0;
-    for (; asked < p.stages && ahead.there(items, p) && items.knows(ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
+    for (; asked < p.stages && ahead.there(items, p) && is_known(items, ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
         ahead.find(items, p);
         load_weights(stages[asked], at.full + 8 * asked, weight, ahead, p);
     }
     ptx::griddepcontrol_wait();
-    items.begin();
+    count_items(items);
     Step behind(p);
     if (in_parts && behind.there(items, p)) load_parts(staged, at.x, x, p);
     Ring ring;
@@ -425,7 +425,7 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
     for (Work work; work.there(items, p); work.advance()) {
         const int row = row_of(work.pair(p), which, within, p);
-        const Rows rows = EXPERTS ? items.rows(work.item(p)) : Rows{0, p.m};
+        const Rows rows = EXPERTS ? rows_of_item(items, work.item(p)) : Rows{0, p.m};
         Epilogue next;
         if (first < rows.count) next = fetch_epilogue(bias, residual, row, rows.first + first, p);
         ptx::named_barrier(kSummed, kThreads + FINISHERS * 32);
@@ -435,7 +435,7 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
             if (token + FINISHERS < rows.count) {
                 next = fetch_epilogue(bias, residual, row, rows.first + token + FINISHERS, p);
             }
-            const float factor = EXPERTS ? items.factor(rows.first + token) : 1.0f;
+            const float factor = EXPERTS ? factor_of(items, rows.first + token) : 1.0f;
             // Where the fragments of the product have this row and column.
             const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
             const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
@@ -490,7 +490,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     ptx::griddepcontrol_wait();
     // Behind the wait: who begins after all blocks of this grid have come here may read what is older than this grid.
     if (EXPERTS) ptx::griddepcontrol_launch_dependents();
-    items.begin();
+    count_items(items);
     if (warp > WARPS) {
         finish(reinterpret_cast<const float*>(sums), at, bias, residual, out, items, p);
         return;
@@ -559,6 +559,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RE
     wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
                  const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
                  const ELEMENT* residual, ELEMENT* out, const Problem p) {
-    compute(map, codes, scales, zeros, x, norm, bias, residual, out, Items::one(), p);
+    compute(map, codes, scales, zeros, x, norm, bias, residual, out, one_item(), p);
 }
 #endif

@@ -29,26 +29,34 @@ struct Items {
     int slots;   // whose products are added in an item
     int shared_expert;  // that each token's first slot has; -1: there is none
     int early;   // `experts` was written before the kernel ahead began
-
-    __device__ __forceinline__ static Items one() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1}; }
-
-    // Whether the expert of an item's first slots is known before the kernel ahead has ended.
-    __device__ __forceinline__ bool knows(int item) const {
-        return tiles == nullptr && (early != 0 || (shared_expert >= 0 && slots == 1 && item % per_token == 0));
-    }
-    // Called when the kernel ahead has ended.
-    __device__ __forceinline__ void begin() {
-        if (tiles != nullptr) count = tiles[-1].x;
-    }
-    __device__ __forceinline__ Source source(int item, int slot) const {
-        if (tiles != nullptr) return {tiles[item].x, tiles[item].y};
-        const int s = item * slots + slot;
-        const bool first = shared_expert >= 0 && s % per_token == 0;
-        return {first ? shared_expert : experts[s], slots > 1 ? s : s / per_token};
-    }
-    __device__ __forceinline__ Rows rows(int item) const {
-        if (tiles != nullptr) return {tiles[item].y, tiles[item].z};
-        return {item, 1};
-    }
-    __device__ __forceinline__ float factor(int row) const { return factors == nullptr ? 1.0f : factors[row]; }
 };
+
+// One product of all rows, with no experts.
+__device__ __forceinline__ Items one_item() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1}; }
+
+// Whether the expert of an item's first slots is known before the kernel ahead has ended.
+__device__ __forceinline__ bool is_known(const Items& items, int item) {
+    if (items.tiles != nullptr) return false;
+    return items.early != 0 || (items.shared_expert >= 0 && items.slots == 1 && item % items.per_token == 0);
+}
+
+// Called when the kernel ahead has ended.
+__device__ __forceinline__ void count_items(Items& items) {
+    if (items.tiles != nullptr) items.count = items.tiles[-1].x;
+}
+
+__device__ __forceinline__ Source source_of(const Items& items, int item, int slot) {
+    if (items.tiles != nullptr) return {items.tiles[item].x, items.tiles[item].y};
+    const int s = item * items.slots + slot;
+    const bool first = items.shared_expert >= 0 && s % items.per_token == 0;
+    return {first ? items.shared_expert : items.experts[s], items.slots > 1 ? s : s / items.per_token};
+}
+
+__device__ __forceinline__ Rows rows_of_item(const Items& items, int item) {
+    if (items.tiles != nullptr) return {items.tiles[item].y, items.tiles[item].z};
+    return {item, 1};
+}
+
+__device__ __forceinline__ float factor_of(const Items& items, int row) {
+    return items.factors == nullptr ? 1.0f : items.factors[row];
+}
