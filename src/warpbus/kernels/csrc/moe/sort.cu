@@ -42,7 +42,7 @@ __device__ __forceinline__ int sum_before(int value, int* partial) {
     return before + sum - value;
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
     moe_sort(const int* experts, int* order, int* place, int4* tiles, int slots, int count, int rows_of_tile) {
     extern __shared__ int next[];  // of each expert: its rows so far, then the place of its next row
     __shared__ int partial[32];
