@@ -197,7 +197,7 @@ for _name, _help in {
 
     Variants are fp8 and int8. With --size, only these numbers of tokens.
     """,
-    "moe": """The experts of one layer with 4-bit weights, compared with torch's grouped product in 16 bits. Needs a GPU.
+    "moe": """Experts of one layer with 4-bit weights, compared with torch's grouped product in 16 bits. Needs a GPU.
 
     Variants are shapes of models: glm-4.7-flash, glm-4.5-air (both by default), glm-5 and qwen3-30b-a3b. With --size,
     only these numbers of tokens.
