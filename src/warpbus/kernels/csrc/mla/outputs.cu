@@ -1,4 +1,4 @@
-// The heads' outputs of multi-head latent attention: parts of mla/attention.cu added up and multiplied with values' weights.
+// The heads' outputs of multi-head latent attention: parts of mla/sm80_attention.cu added up and multiplied with values' weights.
 //
 // Computes out[row, head] = round(sum of parts) of_values[head]^T: the sum is rounded to ELEMENT, products are added in
 // float32 and rounded once.
@@ -38,7 +38,7 @@ using attention::Sum;
 
 __device__ __forceinline__ Sum nothing() { return {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, attention::minus_infinity()}; }
 
-// The sum of two results at the larger exponent: as finish_unit in mla/attention.cu.
+// The sum of two results at the larger exponent: as finish_unit in mla/sm80_attention.cu.
 __device__ __forceinline__ void add(Sum& sum, const Sum& next) {
     const float joined = fmaxf(sum.exponent, next.exponent);
     const float keep = attention::power_of_two(sum.exponent - joined);
