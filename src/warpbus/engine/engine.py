@@ -46,7 +46,7 @@ from warpbus.kernels.ops import attention, mla
 from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 4096
 """The token budget for prompts in a step without decoding sequences."""
 
 EXPERTS_PREFILL_TOKENS = 8192
@@ -159,6 +159,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             prefill_tokens=self._prefill_tokens,
             mixed_tokens=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
+            clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
         )
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[_LaunchedStep] = deque()

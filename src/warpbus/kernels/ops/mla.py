@@ -7,6 +7,7 @@ Prompts expand the latents to keys and values of each head instead, behind `mla_
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,16 +50,27 @@ _ATTENTION = Parameters(
     "long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads, int shift, "
     "int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale"
 )
-_OUTPUTS = Parameters(
+_OUTPUTS = per_dtype(
+    "mla/outputs.cu",
+    "mla_outputs",
     "const float* part_values, const float2* part_weights, const int* positions, const ELEMENT* kv_b, ELEMENT* out, "
-    "long long head_stride, int rows, int heads, int value_dim, int parts, int part_keys, int group"
+    "long long head_stride, int rows, int heads, int value_dim, int parts, int part_keys, int group",
+    HALVES,
+)
+_COMBINE = per_dtype(
+    "mla/outputs.cu",
+    "mla_combine",
+    "const float* part_values, const float2* part_weights, const int* positions, ELEMENT* attended, int heads, "
+    "int parts, int part_keys, int group",
+    HALVES,
 )
 _NOPE, _ROPE, _RANK = 192, 64, 512  # csrc/mla/shape.cuh
 _ROWS = 16  # of a block of mla_queries and mla_outputs: kTile
 _QUERY_THREADS, _ATTENTION_THREADS, _OUTPUT_THREADS = 128, 256, 512
 _QUERY_COLUMNS = 64
-_VALUES = (32, 64)  # rows of kv_b of a block of mla_outputs
-_FEW_ROWS = 4  # up to which mla_outputs has small blocks
+_VALUES = 32  # rows of kv_b of a block of mla_outputs: kValues
+_OUTPUT_SPLITS = 8  # kSplits there
+_FEW_ROWS = 8  # up to which mla_outputs multiplies with kv_b: it reads all of it for each 16 rows
 
 
 def mla_queries(
@@ -178,8 +190,9 @@ def mla_attention(
 
     Returns:
         `[b, heads, value_dim]` in the dtype of `q`; the sums of latents are rounded to it too. The kernels give the
-        same bits at every run, and for a row alone or in any batch with the same `limit`. Where there is no kernel
-        (`has_kernel`), torch's operators copy all latents up to `limit` for each row. Neither waits for the GPU.
+        same bits at every run, and the sums of latents of a row have the same bits alone and in any batch with the
+        same `limit`. Where there is no kernel (`has_kernel`), torch's operators copy all latents up to `limit` for each
+        row. Neither waits for the GPU.
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
@@ -231,12 +244,12 @@ def has_kernel(
     """Whether `mla_queries` and `mla_attention` have kernels for such heads on a device.
 
     They have on GPUs since Ampere for float16 and bfloat16 and the dimensions of GLM-4.7-Flash and GLM-5: 192, 64, 512
-    and any multiple of 64.
+    and any multiple of 32.
     """
     return (
         is_gpu(device)
         and dtype in HALVES
-        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES[-1]) == (_NOPE, _ROPE, _RANK, 0)
+        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, _ROPE, _RANK, 0)
         and capabilities(architecture(device)).mma
     )
 
@@ -294,11 +307,6 @@ def _attention_kernel(dtype: torch.dtype, heads: int, keys: int) -> Kernel:
         source, needs, bytes_of = "mla/sm90_attention.cu", "sm_90a", {"SHARED_BYTES": wgmma_bytes(heads)}
     declared = unit(source, needs=needs, ELEMENT=ELEMENTS[dtype], HEADS=heads, KEYS=keys, **bytes_of)
     return declared.kernel("mla_attention", _ATTENTION)
-
-
-@functools.cache
-def _outputs_kernel(dtype: torch.dtype, values: int) -> Kernel:
-    return unit("mla/outputs.cu", ELEMENT=ELEMENTS[dtype], VALUES=values).kernel("mla_outputs", _OUTPUTS)
 
 
 def _launch_queries(
@@ -362,7 +370,7 @@ def _launch_rope_and_cache(
 ) -> Tensor:
     tokens, heads, width = q.shape
     rank, rope = norm.numel(), table.shape[1]
-    if not has_kernel(q.dtype, width - rope, rope, rank, _VALUES[-1], q.device):
+    if not has_kernel(q.dtype, width - rope, rope, rank, _VALUES, q.device):
         return reference.mla_rope_and_cache(q, latent, norm, table, positions, slots, latents, eps, interleaved)
     out = q.new_empty(tokens, rank + rope)
     if tokens == 0:
@@ -467,24 +475,30 @@ def _launch_attention(
         shared=cut.shared,
         dependent=True,
     )
-    values = _VALUES[batch > _FEW_ROWS]
-    sums = 4 * max(1, 64 // values)
-    _outputs_kernel(q.dtype, values)(
-        (heads * value_dim // values, -(-batch // _ROWS)),
+    parts: dict[str, Any] = {
+        "part_values": part_values,
+        "part_weights": part_weights,
+        "positions": positions,
+        "heads": heads,
+        "parts": cut.parts,
+        "part_keys": cut.part_keys,
+        "group": 1 if cut.units_per_part == GROUP else GROUP,
+    }
+    if batch > _FEW_ROWS:
+        attended = q.new_empty(batch, heads, rank)
+        _COMBINE[q.dtype]((heads, batch), rank // 4, **parts, attended=attended, dependent=True)
+        torch.bmm(attended.transpose(0, 1), kv_b[:, -value_dim:].mT, out=out.transpose(0, 1))
+        return out
+    _OUTPUTS[q.dtype](
+        (heads * value_dim // _VALUES, -(-batch // _ROWS)),
         _OUTPUT_THREADS,
-        part_values=part_values,
-        part_weights=part_weights,
-        positions=positions,
+        **parts,
         kv_b=kv_b,
         out=out,
         head_stride=kv_b.shape[1] * rank,
         rows=batch,
-        heads=heads,
         value_dim=value_dim,
-        parts=cut.parts,
-        part_keys=cut.part_keys,
-        group=1 if cut.units_per_part == GROUP else GROUP,
-        shared=2 * (values + _ROWS) * rank + 4 * sums * _ROWS * (values + 4),
+        shared=2 * (_VALUES + _ROWS) * rank + 4 * _OUTPUT_SPLITS * _ROWS * (_VALUES + 4),
         dependent=True,
     )
     return out
@@ -523,8 +537,6 @@ _mla_attention = operator(
 )
 
 for _dtype in HALVES:
-    for _values in _VALUES:
-        _outputs_kernel(_dtype, _values)
     for _heads in HEADS:
         for _chunk in (WGMMA_KEYS, *KEYS):
             _attention_kernel(_dtype, _heads, _chunk)

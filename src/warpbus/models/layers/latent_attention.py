@@ -98,7 +98,7 @@ class LatentAttention(nn.Module):
         return self.kv_a_norm(latent[..., : self.spec.kv_rank])
 
     def normed(self, latent: Tensor) -> Tensor:
-        """Latents with rotary keys `[..., kv_rank + rope_dim]`, as projected, with their norm applied to the latents."""
+        """Projected latents and rotary keys, `[..., kv_rank + rope_dim]`, with the norm applied to the latents."""
         compressed, rotary = latent.split((self.spec.kv_rank, self.spec.rope_dim), dim=-1)
         return torch.cat((self.kv_a_norm(compressed), rotary), dim=-1)
 
