@@ -18,7 +18,7 @@ from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import call_for, gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
-from warpbus.quantization.folding import Folded, can_fold, fold, rescaled, tie
+from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.preflight import Matrix
@@ -74,6 +74,11 @@ class Method(ABC):
             NumericError: if that cannot be done; the message names the matrix.
         """
 
+    def fold_norm(self, layer: LayerQuantization, norm: str) -> None:
+        """Fold factors into a norm that several parameters read (`LayerQuantization.fold_norm`), before any matrix
+        that reads it is solved. By default nothing is folded."""
+        del layer, norm
+
     @classmethod
     @abstractmethod
     def fits(cls, scheme: Scheme) -> bool:
@@ -126,47 +131,108 @@ class Gptq(Method):
         return Solved(*layer.by_rows(layer.weight(matrix), quantize))
 
 
-class Awq(Method):
+class FoldingMethod(Method):
+    """Columns of a matrix are multiplied by factors, which are folded into what precedes it; then it is rounded.
+
+    What reads one norm gets the same factors: those with the least sum of squared errors, in the outputs of all the
+    matrices. That of an expert counts the tokens that the router sends to it.
+    """
+
+    folds = True
+
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        check_weight(layer.weight(matrix), matrix.name)
+        moments, spec = _there(statistics.moments), layer.layer.spec
+        if spec.shared_norm(spec.matrix(matrix.linear)) is not None:
+            return Solved(*_rounded(layer, matrix, layer.weight(matrix), moments, statistics.drift))
+        trials = self.candidates(layer, matrix, statistics, layer.weight(matrix).abs().amax(0).float())
+        best = int(self.losses(layer, matrix, moments, trials).argmin()) if len(trials) > 1 else 0
+        layer.watch.lap("solve")
+        folded = fold(layer.layer, matrix.linear, trials[best], stored=matrix.dtype)
+        scale = folded.scale.float()
+        drift = None if statistics.drift is None else rescaled(statistics.drift, scale)
+        rounded = _rounded(layer, matrix, folded.weight, rescaled(moments, scale), drift)
+        return Solved(*rounded, folded.scale, folded.changed)
+
+    def fold_norm(self, layer: LayerQuantization, norm: str) -> None:
+        spec = layer.layer.spec
+        readers = spec.folding_into(norm)
+        matrices = {reader.name: layer.matrices[reader.name] for reader in readers}
+        for matrix in matrices.values():
+            check_weight(layer.weight(matrix), matrix.name)
+        absmax = torch.stack([layer.weight(matrix).abs().amax(0).float() for matrix in matrices.values()]).amax(0)
+        inputs = layer.inputs(readers[0].reads, self.needed - {MOMENTS, DRIFT}, every_token=True)
+        trials = powers_of_two(self.candidates(layer, matrices[readers[0].name], inputs, absmax))
+        lost = torch.zeros(len(trials), dtype=torch.float64, device=trials.device)
+        for stage in dict.fromkeys(reader.reads for reader in readers) if len(trials) > 1 else ():
+            found = layer.inputs(stage, frozenset({MOMENTS}))
+            for reader in spec.reading(stage):
+                tokens = layer.routed_tokens(reader.name)
+                losses = self.losses(layer, matrices[reader.name], _there(found.moments), trials)
+                lost += losses * (found.tokens if tokens is None else tokens)
+            layer.watch.lap("solve")
+        layer.fold_norm(norm, trials[int(lost.argmin())])
+
+    @abstractmethod
+    def candidates(
+        self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor
+    ) -> Tensor:
+        """The factors to choose from, positive float32 `[trials, in]`.
+
+        Args:
+            layer: of the matrix.
+            matrix: any of those that get the same factors.
+            statistics: of their inputs.
+            weight_absmax: float32 `[in]`, the greatest |w| of each of their columns.
+        """
+
+    def losses(self, layer: LayerQuantization, matrix: Matrix, moments: Tensor, trials: Tensor) -> Tensor:
+        """What a matrix loses with each candidate, in one unit for all matrices of a layer: `[trials]`.
+
+        Args:
+            layer, matrix: the matrix.
+            moments: float32 `[in, in]`, of its inputs.
+            trials: at least two of `candidates`.
+        """
+        raise NotImplementedError
+
+
+class Awq(FoldingMethod):
     """Channels with large inputs scaled up before what is then aimed at is rounded: see `algorithms.awq` and `aim`."""
 
     needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
-    folds = True
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is None
 
-    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
-        check_weight(layer.weight(matrix), matrix.name)
-        moments = _there(statistics.moments)
-        trials = awq.candidates(_tied(layer, matrix, _there(statistics.mean_abs)))
+    def candidates(
+        self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor
+    ) -> Tensor:
+        del weight_absmax
+        return awq.candidates(_tied(layer, matrix, _there(statistics.mean_abs)))
 
+    def losses(self, layer: LayerQuantization, matrix: Matrix, moments: Tensor, trials: Tensor) -> Tensor:
         def lose(parts: Tensor) -> Tensor:
             found = [awq.losses(part, moments, trials, matrix.scheme, scale_dtype=layer.scale_dtype) for part in parts]
             return torch.stack(found).double()
 
-        best = int(layer.summed(layer.weight(matrix), lose).argmin())
-        layer.watch.lap("solve")
-        folded = fold(layer.layer, matrix.linear, trials[best], stored=matrix.dtype)
-        return _rounded(layer, matrix, folded, moments, statistics.drift)
+        return layer.summed(layer.weight(matrix), lose)
 
 
-class SmoothQuant(Method):
+class SmoothQuant(FoldingMethod):
     """Outliers of the inputs moved into the weights, for activations of 8 bits: see `algorithms.smoothquant`."""
 
     needed = frozenset({MOMENTS, MAX_ABS})
-    folds = True
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is not None
 
-    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
-        check_weight(layer.weight(matrix), matrix.name)
-        weights = layer.weight(matrix).abs().amax(0).float()
-        scale = _tied(layer, matrix, smoothing(_there(statistics.max_abs), weights))
-        folded = fold(layer.layer, matrix.linear, scale, stored=matrix.dtype)
-        return _rounded(layer, matrix, folded, _there(statistics.moments))
+    def candidates(
+        self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor
+    ) -> Tensor:
+        return _tied(layer, matrix, smoothing(_there(statistics.max_abs), weight_absmax))[None]
 
 
 def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
@@ -187,24 +253,23 @@ def suits(algorithm: str, config: ModelConfig) -> bool:
 
 
 def _rounded(
-    layer: LayerQuantization, matrix: Matrix, folded: Folded, moments: Tensor, drift: Tensor | None = None
-) -> Solved:
-    """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits.
+    layer: LayerQuantization, matrix: Matrix, weight: Tensor, moments: Tensor, drift: Tensor | None
+) -> tuple[QTensor, float]:
+    """Round a matrix, scaled as its inputs are; ranges are clipped where activations stay in 16 bits.
 
-    With the drift of the inputs, as they were before, what is rounded is what `aim` gives.
+    With the drift of the inputs what is rounded is what `aim` gives.
     """
-    moments = rescaled(moments, folded.scale.float())
     hessian = None
     if drift is not None:
         hessian = factored(moments, damping=layer.damping, activation_order=False, name=matrix.name)
-        drift = rescaled(drift, folded.scale.float())
         layer.watch.lap("factorization")
 
     def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
         height = parts.shape[1]
         if hessian is not None and drift is not None:
             # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
-            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in parts])
+            wide = parts.float()
+            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in wide])
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
         rounded = rtn(
             parts.flatten(0, 1),
@@ -218,7 +283,7 @@ def _rounded(
             losses[index] = torch.tensor(squared_loss(part, quantized, moments), dtype=torch.float64)
         return rounded, losses
 
-    return Solved(*layer.by_rows(folded.weight, quantize), folded.scale, folded.changed)
+    return layer.by_rows(weight, quantize)
 
 
 def _tied(layer: LayerQuantization, matrix: Matrix, channels: Tensor) -> Tensor:
