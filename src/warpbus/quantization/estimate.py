@@ -19,11 +19,13 @@ from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
+from warpbus.models import MoESpec
 from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.preflight import Plan
+from warpbus.quantization.report import LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
@@ -271,12 +273,19 @@ def _seconds(
     flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
     for matrix in plan.matrices:
         rows, columns = sum(matrix.rows), matrix.columns
+        layer = plan.config.layers[matrix.layer]
+        spec = layer.matrix(matrix.linear)
+        routed = calibrated = float(tokens)
+        if spec.expert is not None and isinstance(layer.mlp, MoESpec):
+            routed *= layer.mlp.router.top_k / layer.mlp.router.experts
+            calibrated = routed if routed >= LEAST_TOKENS else calibrated
         # A product takes two operations an element; the original model may run alongside.
-        flop["forward"] += 2 * (1 + compared) * tokens * rows * columns * most
+        flop["forward"] += 2 * (1 + compared) * routed * rows * columns * most
         if matrix.layer in finished:
             continue
-        # x x^T is symmetric, (o - x) x^T is not.
-        flop["moments"] += ((MOMENTS in needed) + 2 * compared) * tokens * columns**2 * most
+        # x x^T is symmetric, (o - x) x^T is not. For a norm that several parameters read, awq needs x x^T twice.
+        squares = (MOMENTS in needed) * (2 if algorithm == "awq" and layer.shared_norm(spec) else 1)
+        flop["moments"] += (squares + 2 * compared) * calibrated * columns**2 * most
         if algorithm == "gptq":
             flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.

@@ -58,8 +58,8 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
             rounded to that at once, so that the layer computes what the file will.
 
     Raises:
-        UsageError: if there is no such linear layer, the model does not allow it (see `can_fold`), or something else reads
-            the same norm (see `fold_shared`).
+        UsageError: if there is no such linear layer, the model does not allow it (see `can_fold`), or something else
+            reads the same norm (see `fold_shared`).
         TensorError: if `scale` has the wrong shape.
         NumericError: if `scale` is not positive and finite, differs between channels of the same row, or takes a
             parameter out of its dtype's range.

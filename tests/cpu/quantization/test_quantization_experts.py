@@ -9,7 +9,6 @@ import torch
 from quantization_models import write_model
 from torch import Tensor
 
-from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model
 from warpbus.models.layers import MoE, QuantizedLinear
@@ -147,17 +146,3 @@ def test_processes_give_the_same_bits(
     run(model, tmp_path / "two", samples=samples, processes=2)
     one, two = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two"))
     assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
-
-
-@pytest.mark.parametrize("algorithm", ["awq", "smoothquant"])
-def test_methods_that_fold_factors_are_refused(model: Path, tmp_path: Path, algorithm: str) -> None:
-    with pytest.raises(UsageError, match=r"gptq|rtn"):
-        quantize(
-            model,
-            tmp_path / "out",
-            scheme="w8a8-int8" if algorithm == "smoothquant" else "w4a16-g32",
-            algorithm=algorithm,
-            calibration=calibration(),
-            device="cpu",
-        )
-    assert not (tmp_path / "out").exists()
