@@ -11,7 +11,7 @@ computes it.
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer
 from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
+from warpbus.quantization.algorithms.factored import stacked
 from warpbus.quantization.folding import divide_preceding, fold_shared
 from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
@@ -32,12 +33,15 @@ from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from warpbus.quantization.methods import Method
+    from warpbus.quantization.methods import Method, Solved
 
 Solve = Callable[[str, Statistics], Tensor | None]
 """Called with a matrix' name (`MatrixSpec.name`) and the statistics of its inputs; it may replace the weight. It
 returns the factors `[in]` that it has folded into what precedes the matrix, or None. Folded inputs are computed again,
 not divided, since what precedes was rounded to the dtype that it is stored in."""
+
+SolveAlike = Callable[[Sequence[str], Sequence[Statistics]], Sequence[Tensor | None]]
+"""The same for matrices of several experts, of one shape and scheme."""
 
 FoldNorm = Callable[[str], None]
 """Called with the name of a norm that several parameters read, before the first matrix that reads it is solved. It may
@@ -103,22 +107,45 @@ class LayerQuantization:
 
     def quantize(self, method: "Method") -> None:
         """Have a method quantize the matrices in their order, and move the states past the layer."""
+
+        def solve_alike(linears: Sequence[str], statistics: Sequence[Statistics]) -> list[Tensor | None]:
+            return self._replace(method, [self.matrices[linear] for linear in linears], statistics)
+
         self.visit(
-            lambda linear, statistics: self._replace(method, self.matrices[linear], statistics),
-            partial(method.fold_norm, self),
+            lambda linear, statistics: solve_alike([linear], [statistics])[0],
+            fold_norm=partial(method.fold_norm, self),
+            solve_alike=solve_alike,
+            at_once=lambda linear: method.at_once(self.matrices[linear]),
         )
 
     @torch.no_grad()
-    def visit(self, solve: Solve, fold_norm: FoldNorm = lambda norm: None) -> None:
+    def visit(
+        self,
+        solve: Solve,
+        *,
+        fold_norm: FoldNorm = lambda norm: None,
+        solve_alike: SolveAlike | None = None,
+        at_once: Callable[[str], int] = lambda linear: 1,
+    ) -> None:
         """Call `solve` for each matrix in the order of the computation, then move the states past the layer.
 
         Each sublayer without experts is computed once, but for its norm: `solve` sees the inputs of a stage's matrices,
         and the last stage's inputs are kept until its matrix is quantized. They are computed again where factors were
         folded into what precedes it, or where there is no room for them.
+
+        Args:
+            solve: see `Solve`.
+            fold_norm: see `FoldNorm`.
+            solve_alike: called for experts in place of `solve`.
+            at_once: with how many experts, by the name of the matrix of one of them.
         """
+
+        def one_by_one(linears: Sequence[str], statistics: Sequence[Statistics]) -> list[Tensor | None]:
+            return [solve(*each) for each in zip(linears, statistics, strict=True)]
+
         for sublayer, branches in self.layer.spec.branches.items():
             if sublayer == "mlp" and isinstance(self.layer.mlp, MoE):
-                self._visit_experts(branches, solve, fold_norm)
+                self._visit_experts(branches, solve_alike or one_by_one, fold_norm, at_once)
                 continue
             for *earlier, last in branches:
                 for stage in earlier:
@@ -151,33 +178,38 @@ class LayerQuantization:
         rows = weight[own.start * height : own.stop * height]
         return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
 
-    def by_rows(self, weight: Tensor, quantize: Callable[[Tensor], tuple[QTensor, Tensor]]) -> tuple[QTensor, float]:
-        """Have each process quantize its rows, and gather them.
+    def by_rows(
+        self, weights: Sequence[Tensor], quantize: Callable[[Tensor], list[tuple[QTensor, Tensor]]]
+    ) -> list[tuple[QTensor, float]]:
+        """Have each process quantize its rows of some matrices, and gather them.
 
         Args:
-            weight: `[out, in]`, or what is to be quantized in its place.
-            quantize: from `[parts, rows, in]` to the quantized `[parts * rows, in]`, and to what was lost and the whole
-                of each part, float64 `[parts, 2]`: see `squared_loss`.
+            weights: `[out, in]` each, of one shape, or what is to be quantized in their places.
+            quantize: from `[matrices, parts, rows, in]`, for each matrix, to the quantized `[parts * rows, in]`, and to
+                what was lost and the whole of each part, float64 `[parts, 2]`: see `squared_loss`.
 
         Returns:
-            the quantized matrix, and its relative error.
+            for each matrix the quantized one, and its relative error.
         """
-        group, parts = self.group, self.parts(weight)
-        height = parts.shape[1]
-        part, losses = quantize(parts)
+        group, parts = self.group, stacked([self.parts(weight) for weight in weights])
+        height = parts.shape[2]
+        quantized = quantize(parts)
         self.watch.lap("solve")
         lengths = [len(group.shares(rank)) for rank in range(group.world)]
         heights = [length * height for length in lengths]
-        whole = QTensor(
-            part.scheme,
-            group.gather(part.qweight, heights),
-            group.gather(part.scales, heights),
-            None if part.zeros is None else group.gather(part.zeros, heights),
-            (sum(heights), part.shape[1]),
-        )
-        lost, total = group.gather(losses, lengths).sum(0).tolist()
+        found = []
+        for weight, (part, losses) in zip(weights, quantized, strict=True):
+            whole = QTensor(
+                part.scheme,
+                group.gather(part.qweight, heights),
+                group.gather(part.scales, heights),
+                None if part.zeros is None else group.gather(part.zeros, heights),
+                (sum(heights), part.shape[1]),
+            )
+            lost, total = group.gather(losses, lengths).sum(0).tolist()
+            found.append((whole.rows(0, len(weight)), relative(lost, total)))
         self.watch.lap("communication")
-        return whole.rows(0, len(weight)), relative(lost, total)
+        return found
 
     def summed(self, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The sum over all parts of a matrix of what each process computes for its own: `[parts, n]` to `[n]`."""
@@ -228,10 +260,27 @@ class LayerQuantization:
         if self._unquantized is not None:  # so that the inputs of both can be compared
             fold_shared(self._unquantized, norm, scale)
 
-    def _replace(self, method: "Method", matrix: Matrix, statistics: Statistics) -> Tensor | None:
-        """Quantize a matrix and put its rounded weights into the layer; gives what was folded, see `Solve`."""
+    def _replace(
+        self, method: "Method", matrices: Sequence[Matrix], statistics: Sequence[Statistics]
+    ) -> list[Tensor | None]:
+        """Quantize matrices and put their rounded weights into the layer; gives what was folded, see `Solve`."""
+        solved = method.solve_alike(self, matrices, statistics)
+        started, self._started = self._started, time.perf_counter()
+        seconds = (self._started - started) / len(matrices)
+        for matrix, found in zip(matrices, solved, strict=True):
+            self._put(matrix, found)
+            tokens = self.routed_tokens(matrix.linear)
+            result = LayerResult(
+                matrix.layer, matrix.linear, str(matrix.scheme), found.error, seconds, routed_tokens=tokens
+            )
+            self.results.append(result)
+            self._tell(result)
+        self.watch.lap("solve")
+        return [found.folded for found in solved]
+
+    def _put(self, matrix: Matrix, solved: "Solved") -> None:
+        """Put the rounded weights of a matrix, and what was folded, into the layer."""
         weight, spec = self.weight(matrix), self.layer.spec
-        solved = method.solve(self, matrix, statistics)
         self.quantized[matrix.linear] = solved.weight
         weight.copy_(solved.weight.dequantize(weight.dtype))
         for parameter, tensor in solved.changed.items():
@@ -243,18 +292,14 @@ class LayerQuantization:
                 tensor.copy_(divided.dequantize(tensor.dtype))
             else:
                 self.changed[parameter] = tensor
-        started, self._started = self._started, time.perf_counter()
-        seconds = self._started - started
-        tokens = self.routed_tokens(matrix.linear)
-        result = LayerResult(
-            matrix.layer, matrix.linear, str(matrix.scheme), solved.error, seconds, routed_tokens=tokens
-        )
-        self.results.append(result)
-        self._tell(self.results[-1])
-        self.watch.lap("solve")
-        return solved.folded
 
-    def _visit_experts(self, branches: Sequence[Sequence[str]], solve: Solve, fold_norm: FoldNorm) -> None:
+    def _visit_experts(
+        self,
+        branches: Sequence[Sequence[str]],
+        solve: SolveAlike,
+        fold_norm: FoldNorm,
+        at_once: Callable[[str], int],
+    ) -> None:
         """The same for a mixture of experts: the first stage of all experts, then the second one.
 
         The sublayer is then computed again to move the states. The tokens that the router sends to an expert in this
@@ -267,9 +312,9 @@ class LayerQuantization:
             counts += state.counts()
         self._routed = self.group.sum(counts).tolist()
         for stages in zip(*branches, strict=True):
-            for stage in stages:
-                self._fold_before(stage, fold_norm)
-                self._solve(stage, self.inputs(stage, self._needed), solve)
+            self._fold_before(stages[0], fold_norm)
+            for chunk in self._chunks(stages, at_once):
+                solve(list(chunk), [self.inputs(stage, self._needed) for stage in chunk.values()])
         for state in self._states:
             state.routing = None
             if self._unquantized is not None and state.original is not None:
@@ -309,6 +354,28 @@ class LayerQuantization:
         if norm is not None and norm not in self._visited:
             self._visited.add(norm)
             fold_norm(norm)
+
+    def _chunks(self, stages: Sequence[str], at_once: Callable[[str], int]) -> Iterator[dict[str, str]]:
+        """Which matrices of experts are solved at once, and the stages that they read."""
+        chunk: dict[str, str] = {}
+        for stage in stages:
+            (matrix,) = self.layer.spec.reading(stage)
+            first = next(iter(chunk), None)
+            if first is not None and (len(chunk) == at_once(first) or not self._alike(first, matrix.name)):
+                yield chunk
+                chunk = {}
+            chunk[matrix.name] = stage
+        yield chunk
+
+    def _alike(self, one: str, other: str) -> bool:
+        """Whether two matrices of experts have one shape and scheme; both are routed experts', or neither."""
+        first, second = self.matrices[one], self.matrices[other]
+        return (first.rows, first.columns, first.scheme, first.experts) == (
+            second.rows,
+            second.columns,
+            second.scheme,
+            second.experts,
+        )
 
     def _collector(self, stage: str, needed: frozenset[str]) -> Collector:
         readers = self.layer.spec.reading(stage)

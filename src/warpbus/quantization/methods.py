@@ -15,14 +15,21 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import awq, cholesky, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN
-from warpbus.quantization.algorithms.factored import factored
-from warpbus.quantization.algorithms.gptq import call_for, gptq_rows
+from warpbus.quantization.algorithms.factored import FactoredStack, factored, stacked
+from warpbus.quantization.algorithms.gptq import call_for, gptq_matrices, gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
 from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
+
+_EXPERT_BYTES = 2**32
+"""Bytes for the experts that are solved at once."""
+
+# Of one expert, float32 matrices [in, in]: both moments, their factors, and copies of these in the caller and in a
+# graph; and [in, rows].
+_EXPERT_SQUARES, _EXPERT_ROWS = 10, 7
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,17 @@ class Method(ABC):
             NumericError: if that cannot be done; the message names the matrix.
         """
 
+    def at_once(self, matrix: Matrix) -> int:
+        """How many matrices like this one, of the experts of a layer, are solved at once; a divisor of their number."""
+        del matrix
+        return 1
+
+    def solve_alike(
+        self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
+    ) -> list[Solved]:
+        """Quantize up to `at_once` matrices of one shape and scheme: as `solve` does each of them."""
+        return [self.solve(layer, *each) for each in zip(matrices, statistics, strict=True)]
+
     def fold_norm(self, layer: LayerQuantization, norm: str) -> None:
         """Fold factors into a norm that several parameters read (`LayerQuantization.fold_norm`), before any matrix
         that reads it is solved. By default nothing is folded."""
@@ -109,26 +127,41 @@ class Gptq(Method):
         for columns in {matrix.columns for matrix in matrices}:
             self._run.prepare(cholesky.call_for(columns, group.device))
         for matrix in matrices:
-            shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
+            shape = (self.at_once(matrix), parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
             self._run.prepare(call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device))
 
-    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
-        check_weight(layer.weight(matrix), matrix.name)
-        hessian = factored(_there(statistics.moments), damping=layer.damping, run=self._run, name=matrix.name)
-        layer.watch.lap("factorization")
+    def at_once(self, matrix: Matrix) -> int:
+        return solved_at_once(matrix)
 
-        def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
-            return gptq_rows(
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        (solved,) = self.solve_alike(layer, [matrix], [statistics])
+        return solved
+
+    def solve_alike(
+        self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
+    ) -> list[Solved]:
+        hessians = FactoredStack(len(matrices))
+        for index, (matrix, found) in enumerate(zip(matrices, statistics, strict=True)):
+            check_weight(layer.weight(matrix), matrix.name)
+            moments = _there(found.moments)
+            hessians.put(index, factored(moments, damping=layer.damping, run=self._run, name=matrix.name))
+        layer.watch.lap("factorization")
+        drift = None
+        if statistics[0].drift is not None:
+            drift = stacked([_there(found.drift) for found in statistics])
+
+        def quantize(parts: Tensor) -> list[tuple[QTensor, Tensor]]:
+            return gptq_matrices(
                 parts,
-                hessian,
-                matrix.scheme,
+                hessians.tensors,
+                matrices[0].scheme,
                 scale_dtype=layer.scale_dtype,
-                drift=statistics.drift,
+                drift=drift,
                 run=self._run,
-                name=matrix.name,
+                names=[matrix.name for matrix in matrices],
             )
 
-        return Solved(*layer.by_rows(layer.weight(matrix), quantize))
+        return [Solved(*each) for each in layer.by_rows([layer.weight(matrix) for matrix in matrices], quantize)]
 
 
 class FoldingMethod(Method):
@@ -243,6 +276,16 @@ def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, de
     gptq_rows(weight, hessian, scheme, scale_dtype=scale_dtype, drift=torch.zeros_like(moments), name="small")
 
 
+def solved_at_once(matrix: Matrix) -> int:
+    """How many matrices like this one, of the experts of a layer, gptq solves at once: as many as `_EXPERT_BYTES` hold.
+
+    The number divides that of the experts, so that one CUDA graph serves all of them.
+    """
+    each = 4 * matrix.columns * (_EXPERT_SQUARES * matrix.columns + _EXPERT_ROWS * sum(matrix.rows))
+    most = max(1, _EXPERT_BYTES // each)
+    return max(count for count in range(1, matrix.experts + 1) if count <= most and matrix.experts % count == 0)
+
+
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant}
 """The algorithms that are calibrated, by their names. A run makes its own method, which is for its process alone."""
 
@@ -264,7 +307,8 @@ def _rounded(
         hessian = factored(moments, damping=layer.damping, activation_order=False, name=matrix.name)
         layer.watch.lap("factorization")
 
-    def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
+    def quantize(matrices: Tensor) -> list[tuple[QTensor, Tensor]]:
+        (parts,) = matrices
         height = parts.shape[1]
         if hessian is not None and drift is not None:
             # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
@@ -281,9 +325,10 @@ def _rounded(
         for index, part in enumerate(parts):
             quantized = rounded.rows(index * height, (index + 1) * height)
             losses[index] = torch.tensor(squared_loss(part, quantized, moments), dtype=torch.float64)
-        return rounded, losses
+        return [(rounded, losses)]
 
-    return layer.by_rows(weight, quantize)
+    (found,) = layer.by_rows([weight], quantize)
+    return found
 
 
 def _tied(layer: LayerQuantization, matrix: Matrix, channels: Tensor) -> Tensor:
