@@ -24,7 +24,8 @@ from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
-from warpbus.quantization.preflight import Plan
+from warpbus.quantization.methods import EXPERT_SQUARES, SOLVE_ROWS, solved_at_once
+from warpbus.quantization.preflight import Matrix, Plan
 from warpbus.quantization.report import LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
@@ -34,7 +35,6 @@ from warpbus.quantization.survey import Place
 # that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.
 _SUMS = SHARES.bit_length() + 1
 _SOLVE_SQUARES = 7
-_SOLVE_ROWS = 7  # float32 matrices [in, rows] at a time
 _ALLOWANCE = {"cuda": 10**9, "cpu": 4 * 10**8}  # bytes: libraries, their workspaces, what the allocator cannot use
 _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 
@@ -167,7 +167,8 @@ def estimate(
     seconds = {name: shared * value for name, value in products.items()}
 
     def made(*, keep: bool) -> QuantizationEstimate:
-        working = _working_memory(plan, needed, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
+        at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
+        working = _working_memory(plan, needed, at_once, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
         waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
         for rank, place in enumerate(places if kind == "cuda" else ()):
@@ -201,9 +202,17 @@ def estimate(
 
 
 def _working_memory(
-    plan: Plan, needed: frozenset[str], tokens: int, batch_tokens: int, most: float, itemsize: int, *, keep: bool
+    plan: Plan,
+    needed: frozenset[str],
+    at_once: Mapping[Matrix, int],
+    tokens: int,
+    batch_tokens: int,
+    most: float,
+    itemsize: int,
+    *,
+    keep: bool,
 ) -> dict[str, int]:
-    """Bytes that the rank with most to do needs on its device."""
+    """Bytes that the rank with most to do needs on its device; `at_once`: how many matrices of a shape are solved."""
     config, matrices = plan.config, plan.shapes
     if not tokens:
         # One matrix at a time: itself, in float32, and what it becomes.
@@ -213,9 +222,15 @@ def _working_memory(
     attended = config.attention.width
     inner = max(layer.mlp.inner for layer in layers)
     squares = len(needed & {MOMENTS, DRIFT})
-    gathering = max(squares * _SUMS * 4 * matrix.columns**2 for matrix in matrices)
+    gathering = max(4 * squares * (_SUMS + at_once[matrix] - 1) * matrix.columns**2 for matrix in matrices)
     solving = max(
-        4 * matrix.columns * (bool(squares) * _SOLVE_SQUARES * matrix.columns + _SOLVE_ROWS * sum(matrix.rows) * most)
+        4
+        * at_once[matrix]
+        * matrix.columns
+        * (
+            bool(squares) * (EXPERT_SQUARES if at_once[matrix] > 1 else _SOLVE_SQUARES) * matrix.columns
+            + SOLVE_ROWS * sum(matrix.rows) * most
+        )
         for matrix in matrices
     )
     return {

@@ -24,12 +24,15 @@ from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
 
-_EXPERT_BYTES = 2**32
+_EXPERT_BYTES = 6 * 2**30
 """Bytes for the experts that are solved at once."""
 
-# Of one expert, float32 matrices [in, in]: both moments, their factors, and copies of these in the caller and in a
-# graph; and [in, rows].
-_EXPERT_SQUARES, _EXPERT_ROWS = 10, 7
+EXPERT_SQUARES = 10
+"""Float32 matrices `[in, in]` of an expert that is solved with others: both moments, their factors, and copies of these
+for the solve and in its CUDA graph."""
+
+SOLVE_ROWS = 7
+"""Float32 matrices `[in, rows]` of a matrix that is solved."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +284,7 @@ def solved_at_once(matrix: Matrix) -> int:
 
     The number divides that of the experts, so that one CUDA graph serves all of them.
     """
-    each = 4 * matrix.columns * (_EXPERT_SQUARES * matrix.columns + _EXPERT_ROWS * sum(matrix.rows))
+    each = 4 * matrix.columns * (EXPERT_SQUARES * matrix.columns + SOLVE_ROWS * sum(matrix.rows))
     most = max(1, _EXPERT_BYTES // each)
     return max(count for count in range(1, matrix.experts + 1) if count <= most and matrix.experts % count == 0)
 
