@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, merge, pool, pull, quantize, serve, train
+from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, merge, plan, pool, pull, quantize, serve, train
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(pull.pull)
+app.command()(plan.plan)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(quantize.quantize)

@@ -14,6 +14,7 @@ from warpbus.cuda.memory_size import gigabytes, short_size
 
 if TYPE_CHECKING:  # what is shown loads torch, and not every verb needs it
     from warpbus.engine import MemoryPlan
+    from warpbus.engine.forecast import Forecast
     from warpbus.models.cost import MemoryNeed
     from warpbus.quantization import QuantizationEstimate, Report
     from warpbus.quantization.recommend import Recommendation
@@ -32,6 +33,23 @@ def memory_table(plan: MemoryPlan) -> RenderableType:
         table.add_row(name, gigabytes(size))
     # As the table's caption they would have to be as narrow as it is.
     return Group(table, *(Text(choice, style="dim") for choice in plan.choices()))
+
+
+def forecast_table(found: Forecast, model: str) -> RenderableType:
+    """Where everything of a model is, in bytes, and below that what was chosen and the speed."""
+    plan = found.plan
+    title = f"{model} on {found.card.name}, {gigabytes(plan.available)} allowed"
+    table = Table("", "where", "size", title=Text(title), title_justify="left", title_style="bold")
+    table.columns[2].justify = "right"
+    for row in found.weights:
+        if row.nbytes:
+            table.add_row(row.name, row.place, gigabytes(row.nbytes))
+    for name, size in plan.parts.items():
+        if name not in ("layers", "embedding", "head"):
+            table.add_row(name, "GPU", gigabytes(size))
+    table.add_section()
+    table.add_row("together on the GPU", "", gigabytes(plan.total))
+    return Group(table, *(Text(line, style="dim") for line in (*plan.choices(), found.speed())))
 
 
 def estimate_table(estimate: QuantizationEstimate) -> Table:

@@ -1,8 +1,9 @@
 """What multi-head latent attention consists of: its rows of the table of a layer (`warpbus.models.layer_spec`)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from warpbus.models.layer_spec import Axis, CacheEntry, MatrixSpec
+from warpbus.models.layer_spec import Axis, CacheEntry, FoldTarget, MatrixSpec
 
 
 @dataclass(frozen=True)
@@ -108,21 +109,39 @@ class LatentAttentionSpec:
                 found |= self.indexer.parameters(self.query_rank, hidden_size)
         return found
 
+    @property
+    def unquantized_readers(self) -> Mapping[str, tuple[str, ...]]:
+        """See `LayerSpec.unquantized_readers`: the projections of an indexer."""
+        if self.indexer is None or self.indexer.shared:
+            return {}
+        return {
+            "attention_norm": ("attention.indexer.k.weight", "attention.indexer.weights.weight"),
+            "attention.q_a_norm": ("attention.indexer.q.weight",),
+        }
+
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
         """The rows of the table, in the order of the computation."""
-        del foldable  # several matrices read one norm: a factor of one of them would change the others
         normed, cached = "attention.normed", Axis("latent", self.head_dim)
         queries = Axis("heads", self.num_heads, self.query_dim)
+        norm, q_norm, kv_norm, values = (
+            target if foldable else None
+            for target in (
+                FoldTarget("attention_norm"),
+                FoldTarget("attention.q_a_norm"),
+                FoldTarget("attention.kv_a_norm"),
+                FoldTarget("attention.kv_b", 0, first=self.nope_dim),
+            )
+        )
         if self.query_rank is None:
             first: tuple[MatrixSpec, ...] = (
-                MatrixSpec("attention.q", (queries,), hidden, reads=normed),
-                MatrixSpec("attention.kv_a", (cached,), hidden, reads=normed, bias=self.bias),
+                MatrixSpec("attention.q", (queries,), hidden, reads=normed, folds_into=norm),
+                MatrixSpec("attention.kv_a", (cached,), hidden, reads=normed, bias=self.bias, folds_into=norm),
             )
         else:
             latent = Axis("latent", self.query_rank)
             first = (
-                MatrixSpec("attention.qkv_a", (latent, cached), hidden, reads=normed, bias=self.bias),
-                MatrixSpec("attention.q_b", (queries,), latent, reads="attention.query_latent"),
+                MatrixSpec("attention.qkv_a", (latent, cached), hidden, reads=normed, bias=self.bias, folds_into=norm),
+                MatrixSpec("attention.q_b", (queries,), latent, reads="attention.query_latent", folds_into=q_norm),
             )
         return (
             *first,
@@ -131,6 +150,7 @@ class LatentAttentionSpec:
                 (Axis("heads", self.num_heads, self.nope_dim + self.value_dim),),
                 Axis("latent", self.kv_rank),
                 reads="attention.kv_latent",
+                folds_into=kv_norm,
                 dequantized=True,
             ),
             MatrixSpec(
@@ -139,5 +159,6 @@ class LatentAttentionSpec:
                 Axis("heads", self.num_heads, self.value_dim),
                 reads="attention.attended",
                 bias=self.output_bias,
+                folds_into=values,
             ),
         )

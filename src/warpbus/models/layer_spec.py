@@ -70,10 +70,13 @@ class FoldTarget:
     Attributes:
         name: a norm of the layer ("mlp_norm") or one of its matrices ("mlp.gate_up").
         part: for a matrix, the index of the axis in its `rows` that produces the channels; None for a norm.
+        first: the first row of each unit of that axis (of each head) that produces channels; all rows before it produce
+            something else.
     """
 
     name: str
     part: int | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,11 @@ class AttentionSpec:
         del hidden_size
         return {f"attention.{part}_norm.weight": (self.head_dim,) for part in "qk"} if self.qk_norm else {}
 
+    @property
+    def unquantized_readers(self) -> Mapping[str, tuple[str, ...]]:
+        """See `LayerSpec.unquantized_readers`."""
+        return {}
+
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
         """The rows of the table, in the order of the computation."""
         heads = Axis("heads", self.num_heads, self.head_dim)
@@ -294,6 +302,11 @@ class MLPSpec:
         )
 
     @property
+    def unquantized_readers(self) -> Mapping[str, tuple[str, ...]]:
+        """See `LayerSpec.unquantized_readers`."""
+        return {}
+
+    @property
     def widened(self) -> int:
         """Features per token that the first projections produce."""
         return self.ffn_size * (2 if self.gated else 1)
@@ -355,14 +368,18 @@ class MoESpec:
 
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
         """The rows of the table, expert by expert, each in the order of the computation."""
-        del foldable  # all experts and the router read one norm: a factor of one of them would change the others
         routed = (
             matrix
             for index in range(self.router.experts)
-            for matrix in self.expert.matrices(hidden, foldable=False, prefix=f"mlp.experts.{index}", expert=index)
+            for matrix in self.expert.matrices(hidden, foldable=foldable, prefix=f"mlp.experts.{index}", expert=index)
         )
-        shared = () if self.shared is None else self.shared.matrices(hidden, foldable=False, prefix="mlp.shared")
+        shared = () if self.shared is None else self.shared.matrices(hidden, foldable=foldable, prefix="mlp.shared")
         return (*routed, *shared)
+
+    @property
+    def unquantized_readers(self) -> Mapping[str, tuple[str, ...]]:
+        """See `LayerSpec.unquantized_readers`."""
+        return {"mlp_norm": ("mlp.router.weight",)}
 
     def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the router's parameters by their names."""
@@ -438,6 +455,29 @@ class LayerSpec:
         """Elements of the matrices that a token is multiplied with."""
         mlp = sum(matrix.num_weights for matrix in self.matrices if matrix.name.startswith("mlp."))
         return self.num_weights - round(mlp * self.mlp.idle_share)
+
+    def unquantized_readers(self, norm: str) -> tuple[str, ...]:
+        """The parameters `[any, features]` that are never quantized and multiply what a norm gives."""
+        return {**self.attention.unquantized_readers, **self.mlp.unquantized_readers}.get(norm, ())
+
+    def shared_norm(self, matrix: MatrixSpec) -> str | None:
+        """The norm that a matrix' factors are folded into, if something else reads it too."""
+        target = matrix.folds_into
+        if target is None or target.part is not None:
+            return None
+        alone = len(self.folding_into(target.name)) == 1 and not self.unquantized_readers(target.name)
+        return None if alone else target.name
+
+    def folding_into(self, norm: str) -> tuple[MatrixSpec, ...]:
+        """The matrices whose factors are folded into a norm."""
+        return self._folding.get(FoldTarget(norm), ())
+
+    @cached_property
+    def _folding(self) -> Mapping[FoldTarget | None, tuple[MatrixSpec, ...]]:
+        found: dict[FoldTarget | None, list[MatrixSpec]] = {}
+        for matrix in self.matrices:
+            found.setdefault(matrix.folds_into, []).append(matrix)
+        return {target: tuple(matrices) for target, matrices in found.items()}
 
     def reading(self, stage: str) -> tuple[MatrixSpec, ...]:
         """The matrices that a stage's output enters."""

@@ -19,11 +19,14 @@ from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
+from warpbus.models import MoESpec
 from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
-from warpbus.quantization.preflight import Plan
+from warpbus.quantization.methods import EXPERT_SQUARES, SOLVE_ROWS, solved_at_once
+from warpbus.quantization.preflight import Matrix, Plan
+from warpbus.quantization.report import LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
@@ -32,7 +35,6 @@ from warpbus.quantization.survey import Place
 # that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.
 _SUMS = SHARES.bit_length() + 1
 _SOLVE_SQUARES = 7
-_SOLVE_ROWS = 7  # float32 matrices [in, rows] at a time
 _ALLOWANCE = {"cuda": 10**9, "cpu": 4 * 10**8}  # bytes: libraries, their workspaces, what the allocator cannot use
 _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 
@@ -165,7 +167,8 @@ def estimate(
     seconds = {name: shared * value for name, value in products.items()}
 
     def made(*, keep: bool) -> QuantizationEstimate:
-        working = _working_memory(plan, needed, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
+        at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
+        working = _working_memory(plan, needed, at_once, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
         waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
         for rank, place in enumerate(places if kind == "cuda" else ()):
@@ -199,9 +202,17 @@ def estimate(
 
 
 def _working_memory(
-    plan: Plan, needed: frozenset[str], tokens: int, batch_tokens: int, most: float, itemsize: int, *, keep: bool
+    plan: Plan,
+    needed: frozenset[str],
+    at_once: Mapping[Matrix, int],
+    tokens: int,
+    batch_tokens: int,
+    most: float,
+    itemsize: int,
+    *,
+    keep: bool,
 ) -> dict[str, int]:
-    """Bytes that the rank with most to do needs on its device."""
+    """Bytes that the rank with most to do needs on its device; `at_once`: how many matrices of a shape are solved."""
     config, matrices = plan.config, plan.shapes
     if not tokens:
         # One matrix at a time: itself, in float32, and what it becomes.
@@ -211,9 +222,15 @@ def _working_memory(
     attended = config.attention.width
     inner = max(layer.mlp.inner for layer in layers)
     squares = len(needed & {MOMENTS, DRIFT})
-    gathering = max(squares * _SUMS * 4 * matrix.columns**2 for matrix in matrices)
+    gathering = max(4 * squares * (_SUMS + at_once[matrix] - 1) * matrix.columns**2 for matrix in matrices)
     solving = max(
-        4 * matrix.columns * (bool(squares) * _SOLVE_SQUARES * matrix.columns + _SOLVE_ROWS * sum(matrix.rows) * most)
+        4
+        * at_once[matrix]
+        * matrix.columns
+        * (
+            bool(squares) * (EXPERT_SQUARES if at_once[matrix] > 1 else _SOLVE_SQUARES) * matrix.columns
+            + SOLVE_ROWS * sum(matrix.rows) * most
+        )
         for matrix in matrices
     )
     return {
@@ -271,12 +288,19 @@ def _seconds(
     flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
     for matrix in plan.matrices:
         rows, columns = sum(matrix.rows), matrix.columns
+        layer = plan.config.layers[matrix.layer]
+        spec = layer.matrix(matrix.linear)
+        routed = calibrated = float(tokens)
+        if spec.expert is not None and isinstance(layer.mlp, MoESpec):
+            routed *= layer.mlp.router.top_k / layer.mlp.router.experts
+            calibrated = routed if routed >= LEAST_TOKENS else calibrated
         # A product takes two operations an element; the original model may run alongside.
-        flop["forward"] += 2 * (1 + compared) * tokens * rows * columns * most
+        flop["forward"] += 2 * (1 + compared) * routed * rows * columns * most
         if matrix.layer in finished:
             continue
-        # x x^T is symmetric, (o - x) x^T is not.
-        flop["moments"] += ((MOMENTS in needed) + 2 * compared) * tokens * columns**2 * most
+        # x x^T is symmetric, (o - x) x^T is not. For a norm that several parameters read, awq needs x x^T twice.
+        squares = (MOMENTS in needed) * (2 if algorithm == "awq" and layer.shared_norm(spec) else 1)
+        flop["moments"] += (squares + 2 * compared) * calibrated * columns**2 * most
         if algorithm == "gptq":
             flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.

@@ -5,6 +5,10 @@ nothing where it can be done once, in the weights that make the inputs (as in Sm
 Lin et al., 2023). The table of the layer says where (`MatrixSpec.folds_into`): in a norm's weight, or in the rows of a
 matrix that make the inputs: the values in front of attention's output projection, which rotary positions and the norms
 of queries and keys do not touch, or `up` in front of `down`, since silu(gate) * up is linear in it.
+
+Several matrices may read one norm, and with them parameters that are never quantized: all experts and the router. They
+all get the same factors, which are powers of two: then nothing is rounded, and the router computes the same scores, to
+the bit. So no token changes its experts, and an indexer selects the same tokens.
 """
 
 from dataclasses import dataclass
@@ -54,7 +58,8 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
             rounded to that at once, so that the layer computes what the file will.
 
     Raises:
-        UsageError: if there is no such linear layer, or the model does not allow it: see `can_fold`.
+        UsageError: if there is no such linear layer, the model does not allow it (see `can_fold`), or something else
+            reads the same norm (see `fold_shared`).
         TensorError: if `scale` has the wrong shape.
         NumericError: if `scale` is not positive and finite, differs between channels of the same row, or takes a
             parameter out of its dtype's range.
@@ -66,6 +71,8 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
     target = spec.folds_into
     if target is None:
         raise UsageError(f"{linear}: in this model no factor can be moved into what precedes it: use gptq or rtn")
+    if norm := layer.spec.shared_norm(spec):
+        raise UsageError(f"{linear}: other parameters read {norm}, too: fold the same factors into all of them")
     module = layer.get_submodule(linear)
     assert isinstance(module, nn.Linear)
     wide = torch.promote_types(module.weight.dtype, torch.float32)
@@ -80,12 +87,57 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
         shared = _by_row(layer.spec, spec, scale)
         if not torch.equal(shared, shared[:, :1].expand_as(shared)):
             raise NumericError(f"{linear}: its scale differs between heads that share a value: tie it first")
-        start = layer.spec.matrix(target.name).part_start(target.part)
-        rows = slice(start, start + shared[:, 0].numel())
+        rows = _rows(layer.spec, spec).to(scale.device)
         changed = _divide_linear(preceding, rows, shared[:, 0].flatten(), target.name, stored)
     weight = module.weight.to(wide) * scale
     module.weight.copy_(weight)
     return Folded(weight, scale, changed)
+
+
+def powers_of_two(scale: Tensor) -> Tensor:
+    """The power of two next to each positive factor, by its logarithm: multiplying by it rounds nothing."""
+    mantissa, _ = scale.frexp()  # from 0.5 to 1
+    return torch.where(mantissa < 0.5**0.5, 0.5, 1.0) * (scale / mantissa)
+
+
+@torch.no_grad()
+def fold_shared(
+    layer: DecoderLayer, norm: str, scale: Tensor, *, stored: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Divide a norm's weight by `scale` and multiply the columns of all that reads the norm by it, in place.
+
+    The layer computes what it did, to the bit; but numbers too small for all bits of float16 are rounded.
+
+    Args:
+        layer: its matrices are plain.
+        norm: the name of a norm of the layer, such as "mlp_norm".
+        scale: powers of two `[features]`: see `powers_of_two`.
+        stored: as in `fold`.
+
+    Returns:
+        the parameters that are others now and are not quantized, by their names in the layer: the norm's weight, and
+        for instance the router's.
+
+    Raises:
+        TensorError: if `scale` has the wrong shape.
+        NumericError: if a factor is no power of two, or takes a parameter out of its dtype's range.
+    """
+    preceding = layer.get_submodule(norm)
+    assert isinstance(preceding, RMSNorm)
+    weight = preceding.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scale = _checked(scale.to(weight.device, wide), len(weight), norm)
+    if not torch.equal(scale, powers_of_two(scale)):
+        raise NumericError(f"{norm}: expected powers of two as factors, which several parameters share")
+    changed: dict[str, Tensor] = {f"{norm}.weight": weight}
+    weight.copy_(_divided(weight, scale, f"{norm}.weight", stored))
+    unquantized = layer.spec.unquantized_readers(norm)
+    for name in (*unquantized, *(f"{matrix.name}.weight" for matrix in layer.spec.folding_into(norm))):
+        parameter = layer.get_parameter(name)
+        parameter.copy_(_divided(parameter, 1 / scale, name, stored))
+        if name in unquantized:
+            changed[name] = parameter
+    return changed
 
 
 def tie(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
@@ -100,9 +152,7 @@ def tie(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
 def divide_preceding(layer: LayerSpec, matrix: MatrixSpec, preceding: QTensor, folded: Tensor) -> QTensor:
     """The quantized matrix that a factor of `matrix`'s inputs was folded into, its rows divided: see `divide_rows`."""
     assert matrix.folds_into is not None
-    assert matrix.folds_into.part is not None
-    start = layer.matrix(matrix.folds_into.name).part_start(matrix.folds_into.part)
-    return divide_rows(preceding, start, _by_row(layer, matrix, folded)[:, 0].flatten())
+    return divide_rows(preceding, _rows(layer, matrix), _by_row(layer, matrix, folded)[:, 0].flatten())
 
 
 def rescaled(moments: Tensor, scale: Tensor) -> Tensor:
@@ -110,18 +160,33 @@ def rescaled(moments: Tensor, scale: Tensor) -> Tensor:
     return moments / scale[:, None] / scale
 
 
-def divide_rows(matrix: QTensor, start: int, scale: Tensor) -> QTensor:
-    """A quantized matrix with the rows from `start` on divided by `scale` `[rows]`: the codes stay, the scales change.
+def divide_rows(matrix: QTensor, rows: Tensor, scale: Tensor) -> QTensor:
+    """A quantized matrix with some rows divided by `scale` `[n]`: the codes stay, the scales change.
+
+    Args:
+        matrix: any.
+        rows: their numbers, int64 `[n]`.
+        scale: positive.
 
     Raises:
-        TensorError: if there are not as many rows.
+        TensorError: if `scale` has another length.
         NumericError: if a scale would leave its dtype's range.
     """
-    count = matrix.shape[0] - start
-    scale = _checked(scale.to(matrix.device, torch.float32), count, "rows of a quantized matrix")
-    scales = matrix.scales.clone()
-    scales[start:] = _divided(matrix.scales[start:], scale[:, None], "scales of a quantized matrix")
+    scale = _checked(scale.to(matrix.device, torch.float32), len(rows), "rows of a quantized matrix")
+    rows, scales = rows.to(matrix.device), matrix.scales.clone()
+    scales[rows] = _divided(scales[rows], scale[:, None], "scales of a quantized matrix")
     return QTensor(matrix.scheme, matrix.qweight, scales, matrix.zeros, matrix.shape)
+
+
+def _rows(layer: LayerSpec, matrix: MatrixSpec) -> Tensor:
+    """The rows of the preceding matrix that make the inputs of `matrix`, int64 `[n]`."""
+    target = matrix.folds_into
+    assert target is not None
+    assert target.part is not None
+    preceding = layer.matrix(target.name)
+    axis = preceding.rows[target.part]
+    units = torch.arange(axis.length).view(axis.count, axis.size)
+    return preceding.part_start(target.part) + units[:, target.first :].flatten()
 
 
 def _by_row(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
@@ -130,7 +195,7 @@ def _by_row(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
     if target is None or target.part is None:
         return channels.view(1, 1, -1)
     axis = layer.matrix(target.name).rows[target.part]
-    return channels.view(axis.count, -1, axis.size)
+    return channels.view(axis.count, -1, axis.size - target.first)
 
 
 def _checked(scale: Tensor, count: int, name: str) -> Tensor:
@@ -151,15 +216,15 @@ def _divide_norm(weight: Tensor, scale: Tensor, name: str, stored: torch.dtype |
 
 
 def _divide_linear(
-    module: nn.Linear, rows: slice, scale: Tensor, name: str, stored: torch.dtype | None
+    module: nn.Linear, rows: Tensor, scale: Tensor, name: str, stored: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Divide some rows of a linear layer and of its bias; gives what was changed."""
     changed: dict[str, Tensor] = {f"{name}.weight": module.weight}
     if module.bias is not None:
         changed[f"{name}.bias"] = module.bias
     for parameter, tensor in changed.items():
-        part = tensor[rows]
-        part.copy_(_divided(part, scale if part.dim() == 1 else scale[:, None], parameter, stored))
+        factors = scale if tensor.dim() == 1 else scale[:, None]
+        tensor[rows] = _divided(tensor[rows], factors, parameter, stored).to(tensor.dtype)
     return changed
 
 

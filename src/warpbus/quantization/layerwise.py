@@ -11,7 +11,8 @@ computes it.
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,8 @@ from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer
 from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
-from warpbus.quantization.folding import divide_preceding
+from warpbus.quantization.algorithms.factored import stacked
+from warpbus.quantization.folding import divide_preceding, fold_shared
 from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import LEAST_TOKENS, LayerResult
@@ -31,12 +33,19 @@ from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from warpbus.quantization.methods import Method
+    from warpbus.quantization.methods import Method, Solved
 
 Solve = Callable[[str, Statistics], Tensor | None]
 """Called with a matrix' name (`MatrixSpec.name`) and the statistics of its inputs; it may replace the weight. It
 returns the factors `[in]` that it has folded into what precedes the matrix, or None. Folded inputs are computed again,
 not divided, since what precedes was rounded to the dtype that it is stored in."""
+
+SolveAlike = Callable[[Sequence[str], Sequence[Statistics]], Sequence[Tensor | None]]
+"""The same for matrices of several experts, of one shape and scheme."""
+
+FoldNorm = Callable[[str], None]
+"""Called with the name of a norm that several parameters read, before the first matrix that reads it is solved. It may
+call `LayerQuantization.fold_norm`."""
 
 
 class LayerQuantization:
@@ -56,6 +65,7 @@ class LayerQuantization:
         tell: called with the result of each matrix.
 
     Attributes:
+        matrices: what is to be quantized, by their names in the layer.
         quantized: the matrices that are done, by their names in the layer.
         changed: the parameters of the layer that were folded into and are not quantized, by their names.
         results: of the matrices that are done.
@@ -88,31 +98,59 @@ class LayerQuantization:
         self._states = states
         self._needed = needed
         self._keep = keep
-        self._matrices = matrices or {}
+        self.matrices = matrices or {}
         self._tell = tell
         self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
         self._routed: list[int] = []  # calibration tokens per expert
+        self._visited: set[str] = set()  # norms that several parameters read
 
     def quantize(self, method: "Method") -> None:
         """Have a method quantize the matrices in their order, and move the states past the layer."""
-        self.visit(lambda linear, statistics: self._replace(method, self._matrices[linear], statistics))
+
+        def solve_alike(linears: Sequence[str], statistics: Sequence[Statistics]) -> list[Tensor | None]:
+            return self._replace(method, [self.matrices[linear] for linear in linears], statistics)
+
+        self.visit(
+            lambda linear, statistics: solve_alike([linear], [statistics])[0],
+            fold_norm=partial(method.fold_norm, self),
+            solve_alike=solve_alike,
+            at_once=lambda linear: method.at_once(self.matrices[linear]),
+        )
 
     @torch.no_grad()
-    def visit(self, solve: Solve) -> None:
+    def visit(
+        self,
+        solve: Solve,
+        *,
+        fold_norm: FoldNorm = lambda norm: None,
+        solve_alike: SolveAlike | None = None,
+        at_once: Callable[[str], int] = lambda linear: 1,
+    ) -> None:
         """Call `solve` for each matrix in the order of the computation, then move the states past the layer.
 
         Each sublayer without experts is computed once, but for its norm: `solve` sees the inputs of a stage's matrices,
         and the last stage's inputs are kept until its matrix is quantized. They are computed again where factors were
         folded into what precedes it, or where there is no room for them.
+
+        Args:
+            solve: see `Solve`.
+            fold_norm: see `FoldNorm`.
+            solve_alike: called for experts in place of `solve`.
+            at_once: with how many experts, by the name of the matrix of one of them.
         """
+
+        def one_by_one(linears: Sequence[str], statistics: Sequence[Statistics]) -> list[Tensor | None]:
+            return [solve(*each) for each in zip(linears, statistics, strict=True)]
+
         for sublayer, branches in self.layer.spec.branches.items():
             if sublayer == "mlp" and isinstance(self.layer.mlp, MoE):
-                self._visit_experts(branches, solve)
+                self._visit_experts(branches, solve_alike or one_by_one, fold_norm, at_once)
                 continue
             for *earlier, last in branches:
                 for stage in earlier:
-                    self._calibrate(stage, solve)
+                    self._fold_before(stage, fold_norm)
+                    self._solve(stage, self.inputs(stage, self._needed), solve)
                 self._finish(sublayer, last, solve)
         self.watch.lap("forward")
 
@@ -140,43 +178,109 @@ class LayerQuantization:
         rows = weight[own.start * height : own.stop * height]
         return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
 
-    def by_rows(self, weight: Tensor, quantize: Callable[[Tensor], tuple[QTensor, Tensor]]) -> tuple[QTensor, float]:
-        """Have each process quantize its rows, and gather them.
+    def by_rows(
+        self, weights: Sequence[Tensor], quantize: Callable[[Tensor], list[tuple[QTensor, Tensor]]]
+    ) -> list[tuple[QTensor, float]]:
+        """Have each process quantize its rows of some matrices, and gather them.
 
         Args:
-            weight: `[out, in]`, or what is to be quantized in its place.
-            quantize: from `[parts, rows, in]` to the quantized `[parts * rows, in]`, and to what was lost and the whole
-                of each part, float64 `[parts, 2]`: see `squared_loss`.
+            weights: `[out, in]` each, of one shape, or what is to be quantized in their places.
+            quantize: from `[matrices, parts, rows, in]`, for each matrix, to the quantized `[parts * rows, in]`, and to
+                what was lost and the whole of each part, float64 `[parts, 2]`: see `squared_loss`.
 
         Returns:
-            the quantized matrix, and its relative error.
+            for each matrix the quantized one, and its relative error.
         """
-        group, parts = self.group, self.parts(weight)
-        height = parts.shape[1]
-        part, losses = quantize(parts)
+        group, parts = self.group, stacked([self.parts(weight) for weight in weights])
+        height = parts.shape[2]
+        quantized = quantize(parts)
         self.watch.lap("solve")
         lengths = [len(group.shares(rank)) for rank in range(group.world)]
         heights = [length * height for length in lengths]
-        whole = QTensor(
-            part.scheme,
-            group.gather(part.qweight, heights),
-            group.gather(part.scales, heights),
-            None if part.zeros is None else group.gather(part.zeros, heights),
-            (sum(heights), part.shape[1]),
-        )
-        lost, total = group.gather(losses, lengths).sum(0).tolist()
+        found = []
+        for weight, (part, losses) in zip(weights, quantized, strict=True):
+            whole = QTensor(
+                part.scheme,
+                group.gather(part.qweight, heights),
+                group.gather(part.scales, heights),
+                None if part.zeros is None else group.gather(part.zeros, heights),
+                (sum(heights), part.shape[1]),
+            )
+            lost, total = group.gather(losses, lengths).sum(0).tolist()
+            found.append((whole.rows(0, len(weight)), relative(lost, total)))
         self.watch.lap("communication")
-        return whole.rows(0, len(weight)), relative(lost, total)
+        return found
 
     def summed(self, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """The sum over all parts of a matrix of what each process computes for its own: `[parts, n]` to `[n]`."""
         lengths = [len(self.group.shares(rank)) for rank in range(self.group.world)]
         return self.group.gather(compute(self.parts(weight)), lengths).sum(0)
 
-    def _replace(self, method: "Method", matrix: Matrix, statistics: Statistics) -> Tensor | None:
-        """Quantize a matrix and put its rounded weights into the layer; gives what was folded, see `Solve`."""
+    def inputs(self, stage: str, needed: frozenset[str], *, every_token: bool = False) -> Statistics:
+        """The statistics of the inputs of the matrices that read a stage.
+
+        Args:
+            stage: of the layer.
+            needed: which statistics.
+            every_token: those of all tokens; otherwise an expert's are those of the tokens that the router sends to it,
+                or, if these are fewer than `LEAST_TOKENS`, of all tokens, each weighted by the router's score.
+        """
+        collector, expert = self._collector(stage, needed), self.layer.spec.reading(stage)[0].expert
+        for state in self._states:
+            tokens = weights = None
+            if expert is not None and not every_token:
+                if self._routed[expert] < LEAST_TOKENS:
+                    tokens, weights = state.weighted(expert)
+                else:
+                    tokens = state.of_expert(expert)
+            x, original = self._entering(self.layer, stage, state.x, state, tokens), None
+            if DRIFT in needed and self._unquantized is not None and state.original is not None:
+                original = self._entering(self._unquantized, stage, state.original, state, tokens)
+            if weights is not None:
+                root = weights.sqrt()  # of the weight of a product x x^T
+                x, original = x * root, None if original is None else original * root
+            if tokens is None:
+                x, original = state.tokens(x), None if original is None else state.tokens(original)
+            self.watch.lap("forward")
+            collector.add(x, original, share=state.share)
+            self.watch.lap("statistics")
+        statistics = collector.total()
+        self.watch.lap("communication")
+        return statistics
+
+    def routed_tokens(self, linear: str) -> int | None:
+        """The tokens that the router sends to a matrix' expert; None if it belongs to none."""
+        expert = self.layer.spec.matrix(linear).expert
+        return None if expert is None else self._routed[expert]
+
+    def fold_norm(self, norm: str, scale: Tensor) -> None:
+        """Fold powers of two `[features]` into a norm that several parameters read: see `folding.fold_shared`."""
+        first, *_ = self.layer.spec.folding_into(norm)
+        self.changed |= fold_shared(self.layer, norm, scale, stored=self.matrices[first.name].dtype)
+        if self._unquantized is not None:  # so that the inputs of both can be compared
+            fold_shared(self._unquantized, norm, scale)
+
+    def _replace(
+        self, method: "Method", matrices: Sequence[Matrix], statistics: Sequence[Statistics]
+    ) -> list[Tensor | None]:
+        """Quantize matrices and put their rounded weights into the layer; gives what was folded, see `Solve`."""
+        solved = method.solve_alike(self, matrices, statistics)
+        started, self._started = self._started, time.perf_counter()
+        seconds = (self._started - started) / len(matrices)
+        for matrix, found in zip(matrices, solved, strict=True):
+            self._put(matrix, found)
+            tokens = self.routed_tokens(matrix.linear)
+            result = LayerResult(
+                matrix.layer, matrix.linear, str(matrix.scheme), found.error, seconds, routed_tokens=tokens
+            )
+            self.results.append(result)
+            self._tell(result)
+        self.watch.lap("solve")
+        return [found.folded for found in solved]
+
+    def _put(self, matrix: Matrix, solved: "Solved") -> None:
+        """Put the rounded weights of a matrix, and what was folded, into the layer."""
         weight, spec = self.weight(matrix), self.layer.spec
-        solved = method.solve(self, matrix, statistics)
         self.quantized[matrix.linear] = solved.weight
         weight.copy_(solved.weight.dequantize(weight.dtype))
         for parameter, tensor in solved.changed.items():
@@ -188,23 +292,18 @@ class LayerQuantization:
                 tensor.copy_(divided.dequantize(tensor.dtype))
             else:
                 self.changed[parameter] = tensor
-        started, self._started = self._started, time.perf_counter()
-        seconds = self._started - started
-        expert = spec.matrix(matrix.linear).expert
-        tokens = None if expert is None else self._routed[expert]
-        result = LayerResult(
-            matrix.layer, matrix.linear, str(matrix.scheme), solved.error, seconds, routed_tokens=tokens
-        )
-        self.results.append(result)
-        self._tell(self.results[-1])
-        self.watch.lap("solve")
-        return solved.folded
 
-    def _visit_experts(self, branches: Sequence[Sequence[str]], solve: Solve) -> None:
-        """The same for a mixture of experts, expert by expert; the sublayer is then computed again to move the states.
+    def _visit_experts(
+        self,
+        branches: Sequence[Sequence[str]],
+        solve: SolveAlike,
+        fold_norm: FoldNorm,
+        at_once: Callable[[str], int],
+    ) -> None:
+        """The same for a mixture of experts: the first stage of all experts, then the second one.
 
-        An expert is calibrated on the tokens that the router sends to it, in the unquantized layer too. One that has
-        fewer than `LEAST_TOKENS` of them is calibrated on all tokens, each weighted by the router's score.
+        The sublayer is then computed again to move the states. The tokens that the router sends to an expert in this
+        layer are also those of the expert in the unquantized one.
         """
         assert isinstance(self.layer.mlp, MoE)
         counts = torch.zeros(self.layer.mlp.router.spec.experts, dtype=torch.int64, device=self.group.device)
@@ -212,46 +311,15 @@ class LayerQuantization:
             state.routing = self.layer.route(state.x)
             counts += state.counts()
         self._routed = self.group.sum(counts).tolist()
-        for stage in (stage for branch in branches for stage in branch):
-            expert = self.layer.spec.reading(stage)[0].expert
-            if expert is None:
-                self._calibrate(stage, solve)
-            else:
-                self._calibrate_expert(stage, expert, solve)
+        for stages in zip(*branches, strict=True):
+            self._fold_before(stages[0], fold_norm)
+            for chunk in self._chunks(stages, at_once):
+                solve(list(chunk), [self.inputs(stage, self._needed) for stage in chunk.values()])
         for state in self._states:
             state.routing = None
             if self._unquantized is not None and state.original is not None:
                 state.original = self._unquantized.feed_forward(state.original)
             state.x = self.layer.feed_forward(state.x)
-
-    def _calibrate_expert(self, stage: str, expert: int, solve: Solve) -> None:
-        """Have the matrices of an expert that read a stage quantized."""
-        collector = self._collector(stage)
-        for state in self._states:
-            if self._routed[expert] < LEAST_TOKENS:
-                tokens, weights = state.weighted(expert)
-            else:
-                tokens, weights = state.of_expert(expert), None
-            x, original = self._entering(self.layer, stage, state.x, state, tokens), None
-            if self._unquantized is not None and state.original is not None:
-                original = self._entering(self._unquantized, stage, state.original, state, tokens)
-            if weights is not None:
-                root = weights.sqrt()  # of the weight of a product x x^T
-                x, original = x * root, None if original is None else original * root
-            self.watch.lap("forward")
-            collector.add(x, original, share=state.share)
-            self.watch.lap("statistics")
-        self._solve(stage, collector, solve)
-
-    def _calibrate(self, stage: str, solve: Solve) -> None:
-        """Have the matrices that read a stage quantized."""
-        collector = self._collector(stage)
-        for state in self._states:
-            original = None
-            if self._unquantized is not None and state.original is not None:
-                original = self._entering(self._unquantized, stage, state.original, state)
-            self._add(collector, state, self._entering(self.layer, stage, state.x, state), original)
-        self._solve(stage, collector, solve)
 
     def _finish(self, sublayer: str, stage: str, solve: Solve) -> None:
         """The same for the last stage of a sublayer; then the states are moved past the sublayer."""
@@ -259,36 +327,63 @@ class LayerQuantization:
         # Attention takes longest to compute again, and its output is no larger than the states.
         keep = self._keep or sublayer == "attention"
         kept: list[Tensor | None] = []
-        collector = self._collector(stage)
+        collector = self._collector(stage, self._needed)
         for state in self._states:
             inputs, original = self._entering(layer, stage, state.x, state), None
             if unquantized is not None and state.original is not None:
                 original = self._entering(unquantized, stage, state.original, state)
                 state.original = unquantized.leave(sublayer, state.original, original)
             kept.append(inputs if keep else None)
-            self._add(collector, state, inputs, original)
+            self.watch.lap("forward")
+            collector.add(state.tokens(inputs), None if original is None else state.tokens(original), share=state.share)
+            self.watch.lap("statistics")
             del inputs, original
-        changed = self._solve(stage, collector, solve)
+        statistics = collector.total()
+        self.watch.lap("communication")
+        changed = self._solve(stage, statistics, solve)
         for index, state in enumerate(self._states):
             found, kept[index] = kept[index], None  # given back as soon as it is used
             if found is None or changed:
                 found = self._entering(layer, stage, state.x, state)
             state.x = layer.leave(sublayer, state.x, found)
 
-    def _collector(self, stage: str) -> Collector:
+    def _fold_before(self, stage: str, fold_norm: FoldNorm) -> None:
+        """Fold into the norm before a stage, once, if several parameters read it."""
+        spec = self.layer.spec
+        norm = spec.shared_norm(spec.reading(stage)[0])
+        if norm is not None and norm not in self._visited:
+            self._visited.add(norm)
+            fold_norm(norm)
+
+    def _chunks(self, stages: Sequence[str], at_once: Callable[[str], int]) -> Iterator[dict[str, str]]:
+        """Which matrices of experts are solved at once, and the stages that they read."""
+        chunk: dict[str, str] = {}
+        for stage in stages:
+            (matrix,) = self.layer.spec.reading(stage)
+            first = next(iter(chunk), None)
+            if first is not None and (len(chunk) == at_once(first) or not self._alike(first, matrix.name)):
+                yield chunk
+                chunk = {}
+            chunk[matrix.name] = stage
+        yield chunk
+
+    def _alike(self, one: str, other: str) -> bool:
+        """Whether two matrices of experts have one shape and scheme; both are routed experts', or neither."""
+        first, second = self.matrices[one], self.matrices[other]
+        return (first.rows, first.columns, first.scheme, first.experts) == (
+            second.rows,
+            second.columns,
+            second.scheme,
+            second.experts,
+        )
+
+    def _collector(self, stage: str, needed: frozenset[str]) -> Collector:
         readers = self.layer.spec.reading(stage)
         name = f"layers.{self._index}.{readers[0].name}"
-        return Collector(readers[0].columns.length, self._needed, group=self.group, name=name)
+        return Collector(readers[0].columns.length, needed, group=self.group, name=name)
 
-    def _add(self, collector: Collector, state: States, x: Tensor, original: Tensor | None) -> None:
-        self.watch.lap("forward")
-        collector.add(state.tokens(x), None if original is None else state.tokens(original), share=state.share)
-        self.watch.lap("statistics")
-
-    def _solve(self, stage: str, collector: Collector, solve: Solve) -> bool:
+    def _solve(self, stage: str, statistics: Statistics, solve: Solve) -> bool:
         """Have the matrices that read a stage quantized; gives whether their inputs are others now."""
-        statistics = collector.total()
-        self.watch.lap("communication")
         changes = [solve(matrix.name, statistics) for matrix in self.layer.spec.reading(stage)]
         return any(change is not None for change in changes)
 

@@ -15,14 +15,24 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import awq, cholesky, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN
-from warpbus.quantization.algorithms.factored import factored
-from warpbus.quantization.algorithms.gptq import call_for, gptq_rows
+from warpbus.quantization.algorithms.factored import FactoredStack, factored, stacked
+from warpbus.quantization.algorithms.gptq import call_for, gptq_matrices, gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
-from warpbus.quantization.folding import Folded, can_fold, fold, rescaled, tie
+from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
+
+_EXPERT_BYTES = 6 * 2**30
+"""Bytes for the experts that are solved at once."""
+
+EXPERT_SQUARES = 10
+"""Float32 matrices `[in, in]` of an expert that is solved with others: both moments, their factors, and copies of these
+for the solve and in its CUDA graph."""
+
+SOLVE_ROWS = 7
+"""Float32 matrices `[in, rows]` of a matrix that is solved."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,22 @@ class Method(ABC):
             NumericError: if that cannot be done; the message names the matrix.
         """
 
+    def at_once(self, matrix: Matrix) -> int:
+        """How many matrices like this one, of the experts of a layer, are solved at once; a divisor of their number."""
+        del matrix
+        return 1
+
+    def solve_alike(
+        self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
+    ) -> list[Solved]:
+        """Quantize up to `at_once` matrices of one shape and scheme: as `solve` does each of them."""
+        return [self.solve(layer, *each) for each in zip(matrices, statistics, strict=True)]
+
+    def fold_norm(self, layer: LayerQuantization, norm: str) -> None:
+        """Fold factors into a norm that several parameters read (`LayerQuantization.fold_norm`), before any matrix
+        that reads it is solved. By default nothing is folded."""
+        del layer, norm
+
     @classmethod
     @abstractmethod
     def fits(cls, scheme: Scheme) -> bool:
@@ -104,69 +130,145 @@ class Gptq(Method):
         for columns in {matrix.columns for matrix in matrices}:
             self._run.prepare(cholesky.call_for(columns, group.device))
         for matrix in matrices:
-            shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
+            shape = (self.at_once(matrix), parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
             self._run.prepare(call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device))
+
+    def at_once(self, matrix: Matrix) -> int:
+        return solved_at_once(matrix)
+
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        (solved,) = self.solve_alike(layer, [matrix], [statistics])
+        return solved
+
+    def solve_alike(
+        self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
+    ) -> list[Solved]:
+        hessians = FactoredStack(len(matrices))
+        for index, (matrix, found) in enumerate(zip(matrices, statistics, strict=True)):
+            check_weight(layer.weight(matrix), matrix.name)
+            moments = _there(found.moments)
+            hessians.put(index, factored(moments, damping=layer.damping, run=self._run, name=matrix.name))
+        layer.watch.lap("factorization")
+        drift = None
+        if statistics[0].drift is not None:
+            drift = stacked([_there(found.drift) for found in statistics])
+
+        def quantize(parts: Tensor) -> list[tuple[QTensor, Tensor]]:
+            return gptq_matrices(
+                parts,
+                hessians.tensors,
+                matrices[0].scheme,
+                scale_dtype=layer.scale_dtype,
+                drift=drift,
+                run=self._run,
+                names=[matrix.name for matrix in matrices],
+            )
+
+        return [Solved(*each) for each in layer.by_rows([layer.weight(matrix) for matrix in matrices], quantize)]
+
+
+class FoldingMethod(Method):
+    """Columns of a matrix are multiplied by factors, which are folded into what precedes it; then it is rounded.
+
+    What reads one norm gets the same factors: those with the least sum of squared errors, in the outputs of all the
+    matrices. That of an expert counts the tokens that the router sends to it.
+    """
+
+    folds = True
 
     def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
         check_weight(layer.weight(matrix), matrix.name)
-        hessian = factored(_there(statistics.moments), damping=layer.damping, run=self._run, name=matrix.name)
-        layer.watch.lap("factorization")
+        moments, spec = _there(statistics.moments), layer.layer.spec
+        if spec.shared_norm(spec.matrix(matrix.linear)) is not None:
+            return Solved(*_rounded(layer, matrix, layer.weight(matrix), moments, statistics.drift))
+        trials = self.candidates(layer, matrix, statistics, layer.weight(matrix).abs().amax(0).float())
+        best = int(self.losses(layer, matrix, moments, trials).argmin()) if len(trials) > 1 else 0
+        layer.watch.lap("solve")
+        folded = fold(layer.layer, matrix.linear, trials[best], stored=matrix.dtype)
+        scale = folded.scale.float()
+        drift = None if statistics.drift is None else rescaled(statistics.drift, scale)
+        rounded = _rounded(layer, matrix, folded.weight, rescaled(moments, scale), drift)
+        return Solved(*rounded, folded.scale, folded.changed)
 
-        def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
-            return gptq_rows(
-                parts,
-                hessian,
-                matrix.scheme,
-                scale_dtype=layer.scale_dtype,
-                drift=statistics.drift,
-                run=self._run,
-                name=matrix.name,
-            )
+    def fold_norm(self, layer: LayerQuantization, norm: str) -> None:
+        spec = layer.layer.spec
+        readers = spec.folding_into(norm)
+        matrices = {reader.name: layer.matrices[reader.name] for reader in readers}
+        for matrix in matrices.values():
+            check_weight(layer.weight(matrix), matrix.name)
+        absmax = torch.stack([layer.weight(matrix).abs().amax(0).float() for matrix in matrices.values()]).amax(0)
+        inputs = layer.inputs(readers[0].reads, self.needed - {MOMENTS, DRIFT}, every_token=True)
+        trials = powers_of_two(self.candidates(layer, matrices[readers[0].name], inputs, absmax))
+        lost = torch.zeros(len(trials), dtype=torch.float64, device=trials.device)
+        for stage in dict.fromkeys(reader.reads for reader in readers) if len(trials) > 1 else ():
+            found = layer.inputs(stage, frozenset({MOMENTS}))
+            for reader in spec.reading(stage):
+                tokens = layer.routed_tokens(reader.name)
+                losses = self.losses(layer, matrices[reader.name], _there(found.moments), trials)
+                lost += losses * (found.tokens if tokens is None else tokens)
+            layer.watch.lap("solve")
+        layer.fold_norm(norm, trials[int(lost.argmin())])
 
-        return Solved(*layer.by_rows(layer.weight(matrix), quantize))
+    @abstractmethod
+    def candidates(
+        self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor
+    ) -> Tensor:
+        """The factors to choose from, positive float32 `[trials, in]`.
+
+        Args:
+            layer: of the matrix.
+            matrix: any of those that get the same factors.
+            statistics: of their inputs.
+            weight_absmax: float32 `[in]`, the greatest |w| of each of their columns.
+        """
+
+    def losses(self, layer: LayerQuantization, matrix: Matrix, moments: Tensor, trials: Tensor) -> Tensor:
+        """What a matrix loses with each candidate, in one unit for all matrices of a layer: `[trials]`.
+
+        Args:
+            layer, matrix: the matrix.
+            moments: float32 `[in, in]`, of its inputs.
+            trials: at least two of `candidates`.
+        """
+        raise NotImplementedError
 
 
-class Awq(Method):
+class Awq(FoldingMethod):
     """Channels with large inputs scaled up before what is then aimed at is rounded: see `algorithms.awq` and `aim`."""
 
     needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
-    folds = True
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is None
 
-    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
-        check_weight(layer.weight(matrix), matrix.name)
-        moments = _there(statistics.moments)
-        trials = awq.candidates(_tied(layer, matrix, _there(statistics.mean_abs)))
+    def candidates(
+        self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor
+    ) -> Tensor:
+        del weight_absmax
+        return awq.candidates(_tied(layer, matrix, _there(statistics.mean_abs)))
 
+    def losses(self, layer: LayerQuantization, matrix: Matrix, moments: Tensor, trials: Tensor) -> Tensor:
         def lose(parts: Tensor) -> Tensor:
             found = [awq.losses(part, moments, trials, matrix.scheme, scale_dtype=layer.scale_dtype) for part in parts]
             return torch.stack(found).double()
 
-        best = int(layer.summed(layer.weight(matrix), lose).argmin())
-        layer.watch.lap("solve")
-        folded = fold(layer.layer, matrix.linear, trials[best], stored=matrix.dtype)
-        return _rounded(layer, matrix, folded, moments, statistics.drift)
+        return layer.summed(layer.weight(matrix), lose)
 
 
-class SmoothQuant(Method):
+class SmoothQuant(FoldingMethod):
     """Outliers of the inputs moved into the weights, for activations of 8 bits: see `algorithms.smoothquant`."""
 
     needed = frozenset({MOMENTS, MAX_ABS})
-    folds = True
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is not None
 
-    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
-        check_weight(layer.weight(matrix), matrix.name)
-        weights = layer.weight(matrix).abs().amax(0).float()
-        scale = _tied(layer, matrix, smoothing(_there(statistics.max_abs), weights))
-        folded = fold(layer.layer, matrix.linear, scale, stored=matrix.dtype)
-        return _rounded(layer, matrix, folded, _there(statistics.moments))
+    def candidates(
+        self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor
+    ) -> Tensor:
+        return _tied(layer, matrix, smoothing(_there(statistics.max_abs), weight_absmax))[None]
 
 
 def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
@@ -175,6 +277,16 @@ def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, de
     weight, moments = torch.ones(1, 32, size, dtype=dtype, device=device), torch.eye(size, device=device)
     hessian = factored(moments, name="small")
     gptq_rows(weight, hessian, scheme, scale_dtype=scale_dtype, drift=torch.zeros_like(moments), name="small")
+
+
+def solved_at_once(matrix: Matrix) -> int:
+    """How many matrices like this one, of the experts of a layer, gptq solves at once: as many as `_EXPERT_BYTES` hold.
+
+    The number divides that of the experts, so that one CUDA graph serves all of them.
+    """
+    each = 4 * matrix.columns * (EXPERT_SQUARES * matrix.columns + SOLVE_ROWS * sum(matrix.rows))
+    most = max(1, _EXPERT_BYTES // each)
+    return max(count for count in range(1, matrix.experts + 1) if count <= most and matrix.experts % count == 0)
 
 
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant}
@@ -187,24 +299,24 @@ def suits(algorithm: str, config: ModelConfig) -> bool:
 
 
 def _rounded(
-    layer: LayerQuantization, matrix: Matrix, folded: Folded, moments: Tensor, drift: Tensor | None = None
-) -> Solved:
-    """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits.
+    layer: LayerQuantization, matrix: Matrix, weight: Tensor, moments: Tensor, drift: Tensor | None
+) -> tuple[QTensor, float]:
+    """Round a matrix, scaled as its inputs are; ranges are clipped where activations stay in 16 bits.
 
-    With the drift of the inputs, as they were before, what is rounded is what `aim` gives.
+    With the drift of the inputs what is rounded is what `aim` gives.
     """
-    moments = rescaled(moments, folded.scale.float())
     hessian = None
     if drift is not None:
         hessian = factored(moments, damping=layer.damping, activation_order=False, name=matrix.name)
-        drift = rescaled(drift, folded.scale.float())
         layer.watch.lap("factorization")
 
-    def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
+    def quantize(matrices: Tensor) -> list[tuple[QTensor, Tensor]]:
+        (parts,) = matrices
         height = parts.shape[1]
         if hessian is not None and drift is not None:
             # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
-            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in parts])
+            wide = parts.float()
+            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in wide])
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
         rounded = rtn(
             parts.flatten(0, 1),
@@ -216,9 +328,10 @@ def _rounded(
         for index, part in enumerate(parts):
             quantized = rounded.rows(index * height, (index + 1) * height)
             losses[index] = torch.tensor(squared_loss(part, quantized, moments), dtype=torch.float64)
-        return rounded, losses
+        return [(rounded, losses)]
 
-    return Solved(*layer.by_rows(folded.weight, quantize), folded.scale, folded.changed)
+    (found,) = layer.by_rows([weight], quantize)
+    return found
 
 
 def _tied(layer: LayerQuantization, matrix: Matrix, channels: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
 from warpbus.formats.fp8 import dequantized
-from warpbus.models import ModelConfig, read_config, tensor_map
+from warpbus.models import ModelConfig, MoESpec, read_config, tensor_map
 from warpbus.models.families import BY_NAME
 from warpbus.qtensor import Scheme, Schemes
 
@@ -31,6 +31,7 @@ class Matrix:
         columns: its input features.
         dtype: of its tensors in the checkpoint.
         scheme: what it is quantized to. Where the group size does not divide the columns, it is a smaller one.
+        experts: the routed experts of its layer if it belongs to one, which all have such a matrix; otherwise 1.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class Matrix:
     columns: int
     dtype: torch.dtype
     scheme: Scheme
+    experts: int = 1
 
     @property
     def name(self) -> str:
@@ -87,8 +89,9 @@ class Plan:
 
     @property
     def shapes(self) -> tuple[Matrix, ...]:
-        """One matrix of each shape and scheme."""
-        return tuple({(matrix.rows, matrix.columns, matrix.scheme): matrix for matrix in self.matrices}.values())
+        """One matrix of each shape, scheme and number of experts."""
+        keyed = {(matrix.rows, matrix.columns, matrix.scheme, matrix.experts): matrix for matrix in self.matrices}
+        return tuple(keyed.values())
 
     def layer(self, index: int) -> dict[str, Matrix]:
         """The matrices of a decoder layer, by their names in it."""
@@ -209,7 +212,9 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> 
                 )
         scheme = _scheme(schemes, sources).fitting(expected[1])
         rows, dtype = tuple(shape[0] for shape in shapes), checkpoint.dtype(sources[0])
-        found.append(Matrix(index, spec.name, sources, rows, expected[1], dtype, scheme))
+        mlp = config.layers[index].mlp
+        experts = mlp.router.experts if spec.expert is not None and isinstance(mlp, MoESpec) else 1
+        found.append(Matrix(index, spec.name, sources, rows, expected[1], dtype, scheme, experts))
     return found
 
 

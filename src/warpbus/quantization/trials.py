@@ -238,6 +238,8 @@ class _Trying:
         through.quantize(method)
         if candidate.scheme.activations is not None:  # the activations are rounded, too
             for linear, weight in through.quantized.items():
+                if layer.spec.matrix(linear).dequantized:
+                    continue
                 _replace(changed, linear, QuantizedLinear(weight, _bias(changed, linear), dtype=self.dtype))
         after = [unquantized.output(changed, index, state) for state in unseen]
         times = 0.0 if candidate.algorithm == "rtn" else self._times

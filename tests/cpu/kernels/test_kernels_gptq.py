@@ -211,6 +211,40 @@ def test_a_row_depends_on_no_other(rows):
         assert torch.equal(alone, scales[own, 0])
 
 
+def test_matrices_give_the_bits_that_they_give_alone():
+    """Two parts of each of three matrices, which have corners, groups and members of their own."""
+    each = [Block(2, 40, 7, seed=seed) for seed in (20, 21, 22)]
+    alone = [round_columns(*block.columns()) for block in each]
+    stacks = [torch.cat([getattr(block, name) for block in each]) for name in ("weight", "target")]
+    corner, moments, groups = (torch.stack([getattr(block, name) for block in each]) for name in KINDS)
+    scales, zeros = (torch.cat([getattr(block, name) for block in each]) for name in ("scales", "zeros"))
+    grid = scales, zeros, groups, 15
+    for index, found in enumerate(round_columns(*stacks, corner, *grid)):
+        assert torch.equal(found, torch.cat([pair[index] for pair in alone]))
+    gradient, centred = (torch.cat(tensors) for tensors in zip(*((b.gradient(), b.centred) for b in each), strict=True))
+    expected = torch.cat([round_again(b.gradient(), b.moments, b.centred.clone(), *b.grid()) for b in each])
+    assert torch.equal(round_again(gradient, moments, centred.clone(), *grid), expected)
+    members = torch.stack([torch.arange(first, 40, 3)[:13] for first in range(3)])
+    corners = torch.stack([b.moments[own[:, None], own] for b, own in zip(each, members, strict=True)])
+    near = torch.cat([b.gradient()[:, own] for b, own in zip(each, members, strict=True)])
+    changes, fitted = torch.empty_like(near), scales[:, 1].clone()
+    ops.fit_scales(near, centred, members, corners, fitted, torch.bfloat16, changes)
+    for index, block in enumerate(each):
+        own, single = slice(2 * index, 2 * index + 2), block.scales[:, 1].clone()
+        given = block.gradient(), block.centred, members[index], corners[index], single, torch.bfloat16
+        assert torch.equal(changes[own], fit_scales(*given))
+        assert torch.equal(fitted[own], single)
+
+
+def test_matrices_that_do_not_share_the_parts_evenly_are_refused():
+    block = Block(3, 4, 2)
+    corner, groups = block.corner.expand(2, 4, 4).contiguous(), block.groups.expand(2, 4).contiguous()
+    with pytest.raises(TensorError, match=r"^round_columns: 3 parts of 2 matrices: give as many parts of each matrix"):
+        round_columns(*replaced(block.columns(), corner=corner, groups=groups))
+    with pytest.raises(TensorError, match=r"^round_columns: groups has shape \[4\], expected \[2, 4\]"):
+        round_columns(*replaced(block.columns(), corner=corner))
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", [32, 96])
 def test_clip_search_is_the_search_of_the_grid(size, symmetric):
@@ -258,6 +292,7 @@ def replaced(arguments, **changes):
     return [changes.get(name, argument) for name, argument in zip(NAMES, arguments, strict=True)]
 
 
+KINDS = ("corner", "moments", "groups")
 NAMES = ("weight", "target", "corner", "scales", "zeros", "groups", "max_code")
 
 

@@ -73,11 +73,11 @@ def setting(parts=2, rows=6, columns=200, groups=4, seed=4):
     centred = (weight / scales[:, of.long()]).round().clamp(-4, 3)
     factors = factored(correlated(columns, seed), damping=0.0, activation_order=False, name="q")
     gradient = torch.stack([factors.hessian @ part for part in weight - centred * scales[:, of.long()]])
-    return weight, factors.hessian, [gradient, factors, centred, scales, zeros, of, members]
+    return weight, factors.hessian, [gradient, [factors], centred, scales, zeros, of[None], members[None]]
 
 
 def error(weight, hessian, centred, scales, of):
-    change = (weight - centred * scales[:, of.long()]).double()
+    change = (weight - centred * scales[:, of.flatten().long()]).double()
     return ((hessian.double() @ change) * change).sum((1, 2))
 
 
@@ -93,7 +93,7 @@ def test_it_works_in_place_and_never_raises_the_error(columns, groups):
         assert bool((after <= before * (1 + 1e-6)).all())
         before = after
         # What is kept up to date is the gradient of the change as it is.
-        expected = hessian @ (weight - centred * scales[:, of.long()])
+        expected = hessian @ (weight - centred * scales[:, of[0].long()])
         assert torch.allclose(gradient, expected, atol=1e-3 * float(expected.abs().max()))
         assert torch.equal(centred, centred.round())
         assert int(centred.min()) >= -4

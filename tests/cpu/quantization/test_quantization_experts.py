@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from quantization_models import write_model
+from quantization_runs import fingerprint
 from torch import Tensor
 
-from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model
 from warpbus.models.layers import MoE, QuantizedLinear
-from warpbus.quantization import Calibration, Report, quantize
+from warpbus.qtensor import Scheme
+from warpbus.quantization import Calibration, Report, methods, quantize
+from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import LEAST_TOKENS
 
 EXPERTS, TOP_K, LENGTH, SAMPLES = 6, 2, 48, 40
@@ -149,15 +151,30 @@ def test_processes_give_the_same_bits(
     assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
 
 
-@pytest.mark.parametrize("algorithm", ["awq", "smoothquant"])
-def test_methods_that_fold_factors_are_refused(model: Path, tmp_path: Path, algorithm: str) -> None:
-    with pytest.raises(UsageError, match=r"gptq|rtn"):
-        quantize(
-            model,
-            tmp_path / "out",
-            scheme="w8a8-int8" if algorithm == "smoothquant" else "w4a16-g32",
-            algorithm=algorithm,
-            calibration=calibration(),
-            device="cpu",
-        )
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("experts_bytes", [0, 2_000_000])
+def test_experts_solved_at_once_get_the_same_bits(
+    model: Path, tmp_path: Path, experts_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(model, tmp_path / "all")
+    monkeypatch.setattr(methods, "_EXPERT_BYTES", experts_bytes)
+    run(model, tmp_path / "some")
+    assert fingerprint(tmp_path / "all") == fingerprint(tmp_path / "some")
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "columns", "expected"),
+    [
+        (1, 4096, 4096, 1),
+        (6, 128, 128, 6),
+        (64, 3072, 2048, 16),  # GLM-4.7-Flash's gate and up
+        (128, 2816, 4096, 4),  # GLM-4.5-Air's
+        (256, 4096, 6144, 2),  # GLM-5's
+        (7, 6144, 20480, 1),  # none has room beside another
+    ],
+)
+def test_memory_bounds_the_experts_that_are_solved_at_once(
+    experts: int, rows: int, columns: int, expected: int
+) -> None:
+    scheme = Scheme.parse("w4a16-g128")
+    matrix = Matrix(1, "mlp.experts.0.gate_up", ("gate_up",), (rows,), columns, torch.bfloat16, scheme, experts)
+    assert methods.solved_at_once(matrix) == expected

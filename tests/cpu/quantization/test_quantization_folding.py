@@ -162,7 +162,7 @@ def test_rows_of_a_quantized_matrix(text):
     scheme = Scheme.parse("w8a16" if text == "w8a8-int8" else text)
     matrix = rtn(weight, scheme, scale_dtype=torch.float32)
     scale = torch.rand(8, generator=torch.Generator().manual_seed(4)) + 0.5
-    divided = divide_rows(matrix, 16, scale)
+    divided = divide_rows(matrix, torch.arange(16, 24), scale)
     assert torch.equal(divided.qweight, matrix.qweight)
     expected = matrix.dequantize()
     expected[16:] /= scale[:, None]
@@ -180,7 +180,8 @@ def test_quantized_predecessors_leave_the_layer_as_it_is():
     scale = random_scale(config, "mlp.down").float()
     fold(layer, "mlp.down", scale)
     folded = outputs(layer, config)
-    layer.mlp.gate_up.weight.copy_(divide_rows(matrix, config.layers[0].mlp.ffn_size, scale).dequantize())
+    size = config.layers[0].mlp.ffn_size
+    layer.mlp.gate_up.weight.copy_(divide_rows(matrix, torch.arange(size, 2 * size), scale).dequantize())
     for found in (folded, outputs(layer, config)):
         assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()))
 
@@ -210,6 +211,6 @@ def test_bad_scales_are_refused():
         fold(layer, "mlp.down", torch.full((96,), 1e-6))
     matrix = rtn(torch.ones(4, 32), Scheme.parse("w4a16-g32"), scale_dtype=torch.float16)
     with pytest.raises(NumericError, match=r"^scales of a quantized matrix: out of the range of torch\.float16"):
-        divide_rows(matrix, 2, torch.full((2,), 1e-7))
+        divide_rows(matrix, torch.tensor([1, 3]), torch.full((2,), 1e-7))
     with pytest.raises(TensorError, match="expected a scale of shape \\[2\\]"):
-        divide_rows(matrix, 2, torch.ones(3))
+        divide_rows(matrix, torch.tensor([1, 3]), torch.ones(3))

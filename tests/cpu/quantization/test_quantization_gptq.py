@@ -8,8 +8,8 @@ import torch
 from warpbus.errors import NumericError, SchemeError
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms import gptq, rtn
-from warpbus.quantization.algorithms.factored import factored
-from warpbus.quantization.algorithms.gptq import gptq_rows
+from warpbus.quantization.algorithms.factored import FactoredStack, factored
+from warpbus.quantization.algorithms.gptq import gptq_matrices, gptq_rows
 
 SCHEMES = [
     f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 8) for group in ("-g32", "-g128", "") for asym in ("", "-asym")
@@ -243,6 +243,42 @@ def test_parts_give_the_bits_that_they_give_alone(text, drifts):
         assert torch.equal(lost[0], losses[index])
     pairs, _ = gptq_rows(weight[:2], hessian, scheme, scale_dtype=torch.float16, drift=drift)
     assert torch.equal(pairs.qweight, together.rows(0, 14).qweight)
+
+
+@pytest.mark.parametrize(("text", "columns"), [("w3a16-g32", 256), ("w4a16-g64-asym", 1152), ("w8a16", 200)])
+@pytest.mark.parametrize("drifts", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_matrices_give_the_bits_that_they_give_alone(text, columns, drifts, clip):
+    """Experts that are solved at once, each with inputs, and so an order of columns, of its own."""
+    scheme = Scheme.parse(text)
+    weight = random(3 * 2 * 7, columns, seed=20).view(3, 2, 7, columns)
+    hessians = [factored(correlated(columns, seed=30 + index), name="q") for index in range(3)]
+    assert not torch.equal(hessians[0].order, hessians[1].order)
+    stack = FactoredStack(3)
+    for index, hessian in enumerate(hessians):
+        stack.put(index, hessian)
+    drift = 0.02 * random(3 * columns, columns, seed=21).view(3, columns, columns) if drifts else None
+    options = {"scale_dtype": torch.float16, "clip": clip}
+    found = gptq_matrices(weight, stack.tensors, scheme, drift=drift, names=["a", "b", "c"], **options)
+    for index, (quantized, losses) in enumerate(found):
+        own = None if drift is None else drift[index]
+        alone, lost = gptq_rows(weight[index], hessians[index], scheme, drift=own, **options)
+        assert torch.equal(alone.qweight, quantized.qweight)
+        assert torch.equal(alone.scales, quantized.scales)
+        assert scheme.symmetric or torch.equal(alone.zeros, quantized.zeros)
+        assert torch.equal(lost, losses)
+
+
+def test_the_matrix_that_does_not_fit_is_named():
+    stack = FactoredStack(2)
+    for index in range(2):
+        stack.put(index, factored(correlated(64, seed=index), name="q"))
+    weight = random(2 * 4, 64, seed=5).view(2, 1, 4, 64)
+    weight[1] *= 1e9
+    with pytest.raises(NumericError, match=r"^second: "):
+        gptq_matrices(
+            weight, stack.tensors, Scheme.parse("w4a16-g32"), scale_dtype=torch.float16, names=["first", "second"]
+        )
 
 
 @pytest.mark.parametrize("text", ["w3a16-g32", "w4a16-g64-asym", "w8a16"])

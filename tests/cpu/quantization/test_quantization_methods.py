@@ -122,15 +122,17 @@ def test_rows_are_dealt_out_and_gathered(world: int, rows: int, scheme: str) -> 
     seen: list[int] = []
 
     def deal(group: Group) -> tuple[QTensor, float]:
-        def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
+        def quantize(matrices: Tensor) -> list[tuple[QTensor, Tensor]]:
+            (parts,) = matrices
             assert parts.shape == (len(group.shares()), -(-rows // SHARES), 64)
             seen.append(len(parts))
             found = rtn(parts.flatten(0, 1), parsed, scale_dtype=torch.float16, name="q")
             height = parts.shape[1]
             losses = [squared_loss(part, found.rows(i * height, (i + 1) * height)) for i, part in enumerate(parts)]
-            return found, torch.tensor(losses, dtype=torch.float64)
+            return [(found, torch.tensor(losses, dtype=torch.float64))]
 
-        return case("attention.o", scheme, group).layer.by_rows(weight, quantize)
+        (whole,) = case("attention.o", scheme, group).layer.by_rows([weight], quantize)
+        return whole
 
     found = together(world, deal)
     assert sum(seen) == SHARES

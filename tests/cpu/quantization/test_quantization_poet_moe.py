@@ -1,9 +1,11 @@
 """A trained mixture of experts: what it generates, and what quantization costs it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from warpbus.demo import calibration_path, data_path
 from warpbus.engine import LLM, SamplingParams
@@ -43,6 +45,22 @@ def run(model: Path, output: Path, *, scheme: str, algorithm: str = "gptq", samp
     )
 
 
+@pytest.fixture(scope="module")
+def outliers(poet_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same function, but four input channels of the experts are 16 times as large, and their columns smaller."""
+    directory = tmp_path_factory.mktemp("outliers") / "model"
+    shutil.copytree(poet_moe, directory)
+    checkpoint, channels = Checkpoint(poet_moe), [3, 17, 40, 58]
+    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
+    for name, tensor in tensors.items():
+        if "post_attention_layernorm" in name and ".layers.0." not in name:
+            tensor[channels] *= 16
+        elif name.endswith(("mlp.gate.weight", "gate_proj.weight", "up_proj.weight")) and ".layers.0." not in name:
+            tensor[:, channels] /= 16
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
 @pytest.mark.parametrize("scheme", [None, "w4a16-g32"])
 def test_it_writes_verses(poet_moe: Path, tmp_path: Path, scheme: str | None) -> None:
     model = poet_moe
@@ -72,6 +90,28 @@ def test_gptq_is_better_than_rounding(poet_moe: Path, tmp_path: Path) -> None:
     found = scores(poet_moe, gptq=tmp_path / "gptq", rtn=tmp_path / "rtn")
     assert 100 < found["original"].perplexity < 300  # trained: an untrained model has 8,000
     assert found["gptq"].divergence < 0.5 * found["rtn"].divergence
+
+
+def test_awq_is_better_than_rounding(poet_moe: Path, tmp_path: Path) -> None:
+    run(poet_moe, tmp_path / "awq", scheme="w3a16-g32", algorithm="awq", samples=16)
+    run(poet_moe, tmp_path / "rtn", scheme="w3a16-g32", algorithm="rtn")
+    found = scores(poet_moe, awq=tmp_path / "awq", rtn=tmp_path / "rtn")
+    assert found["awq"].divergence < 0.7 * found["rtn"].divergence
+
+
+@pytest.mark.parametrize(("algorithm", "scheme"), [("awq", "w3a16-g32"), ("smoothquant", "w8a8-int8")])
+def test_outliers_before_the_experts_are_folded(
+    poet_moe: Path, outliers: Path, tmp_path: Path, algorithm: str, scheme: str
+) -> None:
+    run(outliers, tmp_path / "folded", scheme=scheme, algorithm=algorithm, samples=16)
+    run(outliers, tmp_path / "rtn", scheme=scheme, algorithm="rtn")
+    found = scores(poet_moe, outliers=outliers, folded=tmp_path / "folded", rtn=tmp_path / "rtn")
+    assert found["outliers"].divergence < 1e-6
+    assert found["folded"].divergence < 0.5 * found["rtn"].divergence
+    name = "model.layers.1.mlp.gate.weight"
+    factors = Checkpoint(tmp_path / "folded").tensor(name).float() / Checkpoint(outliers).tensor(name).float()
+    assert torch.equal(factors, factors[:1].expand_as(factors))
+    assert factors[0, 3] > factors[0].median()
 
 
 def test_all_tokens_calibrate_experts_as_well_as_few_of_their_own(

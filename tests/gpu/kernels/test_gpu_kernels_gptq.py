@@ -121,6 +121,34 @@ def test_round_columns(shape):
     check_codes(centred.double() + zero, wanted / scale, zero, solve.max_code)
 
 
+@pytest.mark.parametrize(("columns", "rows"), [(128, 352), (100, 33), (16, 5)])
+def test_matrices_give_the_bits_that_they_give_alone(columns, rows):
+    """Two parts of each of three matrices, which have corners, groups and members of their own."""
+    each = [Solve(2, columns, rows, 15, seed=seed) for seed in range(3)]
+    whole = Solve(6, columns, rows, 15)
+    for name in ("weight", "target", "scales", "zeros", "centred", "gradient"):
+        setattr(whole, name, torch.cat([getattr(solve, name) for solve in each]))
+    for name in ("corner", "moments", "groups"):
+        setattr(whole, name, torch.stack([getattr(solve, name) for solve in each]))
+    for dtype in (torch.float32, torch.bfloat16):
+        for found, alone in (
+            (whole.rounded(dtype), [solve.rounded(dtype) for solve in each]),
+            (whole.again(dtype), [solve.again(dtype) for solve in each]),
+        ):
+            for index, tensor in enumerate(found):
+                assert torch.equal(tensor, torch.cat([pair[index] for pair in alone]))
+    members = torch.stack([torch.randperm(columns, device="cuda")[: columns // 2] for _ in each])
+    corners = torch.stack([solve.moments[own[:, None], own] for solve, own in zip(each, members, strict=True)])
+    near = torch.cat([solve.gradient[:, own] for solve, own in zip(each, members, strict=True)])
+    scales, changes = whole.scales[:, 1].clone(), torch.empty_like(near)
+    ops.fit_scales(near, whole.centred, members, corners, scales, torch.bfloat16, changes)
+    for index, solve in enumerate(each):
+        own, single = slice(2 * index, 2 * index + 2), solve.scales[:, 1].clone()
+        given = solve.gradient, solve.centred, members[index], corners[index], single, torch.bfloat16
+        assert torch.equal(changes[own], fit_scales(*given))
+        assert torch.equal(scales[own], single)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_round_again(shape):
     solve = Solve(*shape, seed=1)

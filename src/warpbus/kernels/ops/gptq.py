@@ -5,6 +5,10 @@ contiguous, in parts of equal size. Rows are independent of each other, bit for 
 on the rows and parts that are given with it. All tensors may have any strides, with the last axis contiguous: what is
 written is a part of something larger. Nothing waits for the GPU.
 
+Parts may belong to several matrices with inputs of their own, such as experts. Then `corner`, `groups` and `members`
+have one more axis in front, with an entry for each matrix; every matrix has as many parts, one after the other. A part
+gets the same bits as without the other matrices.
+
 What is carried over to other columns can be written in bfloat16, as the products that carry it take it on a GPU. Within
 a block all is in float32.
 """
@@ -51,19 +55,22 @@ _ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel(
     Parameters(
         "const float* weight, const float* target, const float* corner, const float* scales, const float* zeros, "
         "const int* groups, float* centred, void* errors, long long weight_part, int weight_column, "
-        "long long target_part, int target_column, long long corner_row, long long scales_part, int scales_group, "
-        "long long zeros_part, int zeros_group, long long centred_part, int centred_column, long long errors_part, "
-        "int errors_column, int errors_are_narrow, int columns, int rows, int max_code, int vector"
+        "long long target_part, int target_column, long long corner_matrix, long long corner_row, "
+        "long long scales_part, int scales_group, long long zeros_part, int zeros_group, long long centred_part, "
+        "int centred_column, long long errors_part, "
+        "int errors_column, int errors_are_narrow, int columns, int rows, int max_code, long long groups_matrix, "
+        "int matrix_parts, int vector"
     ),
 )
 _ROUND_AGAIN = unit("gptq/round_again.cu").kernel(
     "round_again",
     Parameters(
         "const float* gradient, const float* corner, float* centred, const float* scales, const float* zeros, "
-        "const int* groups, void* changes, long long gradient_part, int gradient_column, long long corner_row, "
+        "const int* groups, void* changes, long long gradient_part, int gradient_column, long long corner_matrix, "
+        "long long corner_row, "
         "long long centred_part, int centred_column, long long scales_part, int scales_group, long long zeros_part, "
         "int zeros_group, long long changes_part, int changes_column, int changes_are_narrow, int columns, "
-        "int rows, int max_code, int vector"
+        "int rows, int max_code, long long groups_matrix, int matrix_parts, int vector"
     ),
 )
 _FIT_SCALES = unit("gptq/fit_scales.cu").kernel(
@@ -71,8 +78,9 @@ _FIT_SCALES = unit("gptq/fit_scales.cu").kernel(
     Parameters(
         "const float* gradient, const float* centred, const long long* members, const float* corner, float* scales, "
         "void* changes, long long gradient_part, long long gradient_column, long long centred_part, "
-        "long long centred_column, long long corner_row, long long scales_part, long long changes_part, "
-        "int changes_column, int changes_are_narrow, int size, int rows, int scale_dtype, int vector"
+        "long long centred_column, long long corner_matrix, long long corner_row, long long scales_part, "
+        "long long changes_part, int changes_column, int changes_are_narrow, int size, int rows, int scale_dtype, "
+        "long long members_matrix, int matrix_parts, int vector"
     ),
 )
 _SEARCH = {
@@ -115,9 +123,9 @@ def round_columns(
 
     Args:
         weight, target: float32 `[parts, columns, rows]`, at most 128 columns.
-        corner: float32 `[columns, columns]`; only what is above the diagonal is used.
+        corner: float32 `[columns, columns]`, or one per matrix; only what is above the diagonal is used.
         scales, zeros: float32 `[parts, groups, rows]`; scales may be negative, zero points are integers.
-        groups: int32 `[columns]`, the group of each column.
+        groups: int32 `[columns]`, or one row per matrix: the group of each column.
         max_code: 1 to 255.
         centred: float32 `[parts, columns, rows]`, filled with the codes less their zero points.
         errors: float32 or bfloat16 `[parts, columns, rows]`, filled. A GPU differs from the CPU by the rounding of the
@@ -154,7 +162,8 @@ def round_again(
 
     Args:
         gradient: float32 `[parts, columns, rows]`, H (W - Q) of these columns, at most 128.
-        corner: float32 `[columns, columns]`, H among these columns; what is below the diagonal is not used.
+        corner: float32 `[columns, columns]`, or one per matrix: H among these columns; only what is above the diagonal
+            and the diagonal are used.
         centred: float32 `[parts, columns, rows]`, the codes less their zero points; changed in place.
         scales, zeros, groups, max_code: as in `round_columns`.
         changes: of the weights, float32 or bfloat16 `[parts, columns, rows]`, filled. A GPU differs from the CPU by the
@@ -187,8 +196,8 @@ def fit_scales(
     Args:
         gradient: float32 `[parts, size, rows]`, H (W - Q) of the group's columns.
         centred: float32 `[parts, columns, rows]`, the codes less their zero points, of all columns.
-        members: int64 `[size]`, which of them are the group's.
-        corner: float32 `[size, size]`, H among the members, symmetric.
+        members: int64 `[size]`, or one row per matrix: which of them are the group's.
+        corner: float32 `[size, size]`, or one per matrix: H among the members, symmetric.
         scales: float32 `[parts, rows]`, those of the group; changed in place.
         scale_dtype: float32, float16 or bfloat16.
         changes: of the members' weights, float32 or bfloat16 `[parts, size, rows]`, filled. A GPU differs from the CPU
@@ -199,13 +208,13 @@ def fit_scales(
     """
     name = "fit_scales"
     check_rank(name, 3, gradient=gradient, centred=centred)
-    check_rank(name, 1, members=members)
+    check_rank(name, 1 if corner.dim() < 3 else 2, members=members)
     check_alike(name, _FLOAT, gradient=gradient, centred=centred, corner=corner, scales=scales)
     check_alike(name, (torch.int64,), members=members)
     parts, _, rows = centred.shape
-    size = len(members)
+    size = members.shape[-1]
     check_shape(name, {"gradient": (parts, size, rows)}, f"there are {size} members", gradient=gradient)
-    check_shape(name, {"corner": (size, size)}, f"there are {size} members", corner=corner)
+    _check_matrices(name, parts, size, f"there are {size} members", corner, members=members)
     check_shape(name, {"scales": (parts, rows)}, "one for each part and row of centred", scales=scales)
     check_device(name, gradient, members=members)
     check_strides(name, gradient=gradient, members=members, centred=centred, corner=corner, scales=scales)
@@ -266,14 +275,22 @@ def _check_block(
         raise TensorError(f"{name}: {first} has {columns} columns, expected at most {LARGEST_BLOCK}: cut it in blocks")
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(others, (parts, columns, rows))
     check_shape(name, expected, f"that of {first}", **{other: volumes[other] for other in others})
-    check_shape(name, {"corner": (columns, columns)}, f"{first} has {columns} columns", corner=corner)
-    check_shape(name, {"groups": (columns,)}, f"{first} has {columns} columns", groups=groups)
+    _check_matrices(name, parts, columns, f"{first} has {columns} columns", corner, groups=groups)
     grid: tuple[int, ...] = (parts, scales.shape[1], rows)
     check_shape(name, {"scales": grid, "zeros": grid}, "[parts, groups, rows]", scales=scales, zeros=zeros)
     check_device(name, volumes[first], groups=groups)
     check_strides(name, **volumes, corner=corner, scales=scales, zeros=zeros, groups=groups)
     if not 1 <= max_code <= _LARGEST_CODE:
         raise UsageError(f"{name}: max_code is {max_code}: give 1 to {_LARGEST_CODE}")
+
+
+def _check_matrices(name: str, parts: int, columns: int, because: str, corner: Tensor, **rows: Tensor) -> None:
+    """What belongs to matrices fits the columns, and they share the parts evenly."""
+    stacked = (len(corner),) if corner.dim() == 3 else ()
+    check_shape(name, {"corner": (*stacked, columns, columns)}, because, corner=corner)
+    check_shape(name, dict.fromkeys(rows, (*stacked, columns)), because, **rows)
+    if stacked and (not stacked[0] or parts % stacked[0]):
+        raise TensorError(f"{name}: {parts} parts of {stacked[0]} matrices: give as many parts of each matrix")
 
 
 def _check_carried(name: str, first: Tensor, **tensors: Tensor) -> None:
@@ -317,7 +334,8 @@ def _launch_round_columns(
             weight_column=weight.stride(1),
             target_part=target.stride(0),
             target_column=target.stride(1),
-            corner_row=corner.stride(0),
+            corner_matrix=_matrix_stride(corner, 3),
+            corner_row=corner.stride(-2),
             scales_part=scales.stride(0),
             scales_group=scales.stride(1),
             zeros_part=zeros.stride(0),
@@ -330,6 +348,8 @@ def _launch_round_columns(
             columns=columns,
             rows=rows,
             max_code=max_code,
+            groups_matrix=_matrix_stride(groups, 2),
+            matrix_parts=parts // _matrices(corner),
             vector=_vectorised(corner),
             shared=_corner_bytes(columns),
         )
@@ -359,7 +379,8 @@ def _launch_round_again(
             changes=changes,
             gradient_part=gradient.stride(0),
             gradient_column=gradient.stride(1),
-            corner_row=corner.stride(0),
+            corner_matrix=_matrix_stride(corner, 3),
+            corner_row=corner.stride(-2),
             centred_part=centred.stride(0),
             centred_column=centred.stride(1),
             scales_part=scales.stride(0),
@@ -372,6 +393,8 @@ def _launch_round_again(
             columns=columns,
             rows=rows,
             max_code=max_code,
+            groups_matrix=_matrix_stride(groups, 2),
+            matrix_parts=parts // _matrices(corner),
             vector=_vectorised(corner),
             shared=_corner_bytes(columns),
         )
@@ -405,7 +428,8 @@ def _launch_fit_scales(
             gradient_column=gradient.stride(1),
             centred_part=centred.stride(0),
             centred_column=centred.stride(1),
-            corner_row=corner.stride(0),
+            corner_matrix=_matrix_stride(corner, 3),
+            corner_row=corner.stride(-2),
             scales_part=scales.stride(0),
             changes_part=changes.stride(0),
             changes_column=changes.stride(1),
@@ -413,6 +437,8 @@ def _launch_fit_scales(
             size=size,
             rows=rows,
             scale_dtype=_SCALE_DTYPES[scale_dtype],
+            members_matrix=_matrix_stride(members, 2),
+            matrix_parts=parts // _matrices(corner),
             vector=_vectorised(corner),
             shared=_fit_bytes(size),
         )
@@ -464,7 +490,17 @@ def _is_narrow(carried: Tensor) -> bool:
 
 def _vectorised(corner: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes."""
-    return corner.data_ptr() % 16 == 0 and corner.stride(0) % 4 == 0
+    return corner.data_ptr() % 16 == 0 and all(stride % 4 == 0 for stride in corner.stride()[:-1])
+
+
+def _matrices(corner: Tensor) -> int:
+    """How many matrices the parts belong to."""
+    return len(corner) if corner.dim() == 3 else 1
+
+
+def _matrix_stride(tensor: Tensor, stacked: int) -> int:
+    """Elements from what belongs to one matrix to the next; `stacked`: axes of a tensor with one entry per matrix."""
+    return tensor.stride(0) if tensor.dim() == stacked else 0
 
 
 def _fake_clip_search(

@@ -29,15 +29,14 @@ def round_columns(
     errors: Tensor,
 ) -> None:
     """The codes of a block of columns and the errors they leave; see `ops.gptq.round_columns`."""
-    wanted = target.clone()
+    wanted, corner = target.clone(), _per_part(corner, 3, len(weight))
     with column_threads(weight):
-        for index, group in enumerate(groups.tolist()):
-            scale, zero = scales[:, group], zeros[:, group]
+        for index, (scale, zero) in enumerate(_grids(scales, zeros, groups)):
             code = nearest(wanted[:, index], scale, zero, max_code).sub_(zero)
             centred[:, index] = code
             error = weight[:, index] - code.mul_(scale)
             errors[:, index] = error
-            wanted[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], error[:, None])
+            wanted[:, index + 1 :].addcmul_(corner[:, index, index + 1 :, None], error[:, None])
 
 
 def round_again(
@@ -51,16 +50,16 @@ def round_again(
     changes: Tensor,
 ) -> None:
     """The changes of a block of columns that are rounded anew; see `ops.gptq.round_again`."""
-    pending = gradient.clone()
+    pending, corner = gradient.clone(), _per_part(corner, 3, len(gradient))
     with column_threads(gradient):
-        for index, group in enumerate(groups.tolist()):
-            scale, zero, column = scales[:, group], zeros[:, group], centred[:, index]
-            wanted = (column * scale).addcdiv_(pending[:, index], corner[index, index])
+        for index, (scale, zero) in enumerate(_grids(scales, zeros, groups)):
+            column = centred[:, index]
+            wanted = (column * scale).addcdiv_(pending[:, index], corner[:, index, index, None])
             rounded = nearest(wanted, scale, zero, max_code).sub_(zero)
             change = (rounded - column).mul_(scale)
             changes[:, index] = change
             column.copy_(rounded)
-            pending[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], change[:, None], value=-1)
+            pending[:, index + 1 :].addcmul_(corner[:, index, index + 1 :, None], change[:, None], value=-1)
 
 
 def fit_scales(
@@ -74,10 +73,11 @@ def fit_scales(
 ) -> None:
     """The change of a group's weights by a better scale; see `ops.gptq.fit_scales`."""
     # A part at a time: then the sums of a part have the same bits whichever parts stand beside it.
-    for slopes, codes, scale, change in zip(gradient, centred, scales, changes, strict=True):
-        own = codes[members]
+    corners, listed = _per_part(corner, 3, len(gradient)), _per_part(members, 2, len(gradient))
+    for part, (slopes, codes, scale, change) in enumerate(zip(gradient, centred, scales, changes, strict=True)):
+        own = codes[listed[part]]
         slope = (own * slopes).sum(0)
-        curvature = (own * (corner @ own)).sum(0)
+        curvature = (own * (corners[part] @ own)).sum(0)
         wanted = scale + slope / curvature.clamp(min=torch.finfo(torch.float32).tiny)
         step = wanted.to(scale_dtype).float() - scale
         # Rounding to the stored dtype may lose more than the fit gains, and a scale of zero could not be divided by.
@@ -98,6 +98,23 @@ def clip_search(
     for part in slices(weight):
         scales[part], zeros[part] = search(weight[part].float().unflatten(1, costs.shape), scheme, scale_dtype, costs)
     return scales, zeros
+
+
+def _per_part(tensor: Tensor, stacked: int, parts: int) -> Tensor:
+    """What belongs to the matrix of each part, `[parts, ...]`; `stacked`: axes of a tensor with an entry per matrix."""
+    each = tensor if tensor.dim() == stacked else tensor[None]
+    return each.repeat_interleave(parts // len(each), 0) if len(each) > 1 else each.expand(parts, *each.shape[1:])
+
+
+def _grids(scales: Tensor, zeros: Tensor, groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The scales and zero points of each column in turn, both `[parts, rows]`."""
+    if groups.dim() == 1 or len(groups) == 1:
+        for group in groups.flatten().tolist():
+            yield scales[:, group], zeros[:, group]
+        return
+    every = torch.arange(len(scales))
+    for own in _per_part(groups, 2, len(scales)).long().T:
+        yield scales[every, own], zeros[every, own]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A Hessian made ready for rounding columns one after the other: damped, ordered, factored."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -45,6 +46,11 @@ class FactoredHessian:
         order = torch.empty(size, dtype=torch.int64, device=device)
         inverses = narrow(torch.empty(-(-size // BLOCK), BLOCK, BLOCK, device=device))
         return cls(order, square, square.clone(), inverses, vector, vector.clone())
+
+    @classmethod
+    def unstack(cls, tensors: Sequence[Tensor]) -> list[Self]:
+        """Several from their stacked `tensors`, each `[n, ...]`: views of them."""
+        return [cls(*each) for each in zip(*tensors, strict=True)]
 
     @cached_property
     def inverse_order(self) -> Tensor:
@@ -127,6 +133,33 @@ def factored(
         )
     upper, pivots, inverses = found
     return FactoredHessian(order, ordered, upper, narrow(inverses), pivots, added[order])
+
+
+class FactoredStack:
+    """The tensors of several `FactoredHessian`s of one size, stacked `[n, ...]` one after the other.
+
+    Args:
+        count: n.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.tensors: tuple[Tensor, ...] = ()
+
+    def put(self, index: int, hessian: FactoredHessian) -> None:
+        """Copy one to its place; what `run` of `factored` gave is free then. A single one is not copied."""
+        if self._count == 1:
+            self.tensors = tuple(tensor[None] for tensor in hessian.tensors)
+            return
+        if not self.tensors:
+            self.tensors = tuple(tensor.new_empty(self._count, *tensor.shape) for tensor in hessian.tensors)
+        for place, tensor in zip(self.tensors, hessian.tensors, strict=True):
+            place[index] = tensor
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one, `[n, ...]`; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _corner(inverses: Tensor, start: int, count: int) -> Tensor:

@@ -5,6 +5,8 @@ H ("activation order"), while the groups stay those of the original columns and 
 the result needs no index of the columns.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN, carry_over, descend
-from warpbus.quantization.algorithms.factored import FactoredHessian, factored
+from warpbus.quantization.algorithms.factored import FactoredHessian, FactoredStack, factored, stacked
 from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit
 from warpbus.quantization.algorithms.precision import narrow, product
 
@@ -70,7 +72,6 @@ def gptq_rows(
     drift: Tensor | None = None,
     clip: bool = True,
     sweeps: int = SWEEPS,
-    run: Replayed | None = None,
     name: str = "weight",
 ) -> tuple[QTensor, Tensor]:
     """Quantize some rows of a matrix; they do not depend on the others.
@@ -81,7 +82,6 @@ def gptq_rows(
         hessian: of the matrix.
         scheme, scale_dtype, clip, sweeps, name: as in `gptq`.
         drift: float32 `[in, in]`, see `aim`; without it the weights themselves are aimed at.
-        run: what launches the loops over the columns as one, where many matrices of one shape are to come.
 
     Returns:
         the quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: of each part tr(dW H dW^T) and tr(W H W^T),
@@ -90,33 +90,85 @@ def gptq_rows(
     Raises:
         NumericError: if a scale does not fit `scale_dtype`.
     """
-    parts, height, size = weight.shape
+    ((found, losses),) = gptq_matrices(
+        weight[None],
+        [tensor[None] for tensor in hessian.tensors],
+        scheme,
+        scale_dtype=scale_dtype,
+        drift=None if drift is None else drift[None],
+        clip=clip,
+        sweeps=sweeps,
+        names=[name],
+    )
+    return found, losses
+
+
+def gptq_matrices(
+    weight: Tensor,
+    hessians: Sequence[Tensor],
+    scheme: Scheme,
+    *,
+    scale_dtype: torch.dtype,
+    drift: Tensor | None = None,
+    clip: bool = True,
+    sweeps: int = SWEEPS,
+    run: Replayed | None = None,
+    names: Sequence[str],
+) -> list[tuple[QTensor, Tensor]]:
+    """Quantize some rows of several matrices of one shape, such as the experts of a layer, column by column at once.
+
+    Args:
+        weight: floating `[matrices, parts, rows, in]`. A part gets the same bits as by `gptq_rows` on the CPU, whatever
+            the other matrices are.
+        hessians: of the matrices, stacked: see `FactoredStack`.
+        drift: float32 `[matrices, in, in]`.
+        run: what launches the loops over the columns as one, where many matrices of one shape are to come.
+        names: of the matrices, for messages.
+        scheme, scale_dtype, clip, sweeps: as in `gptq_rows`.
+
+    Returns:
+        for each matrix what `gptq_rows` gives.
+
+    Raises:
+        NumericError: as `gptq_rows`.
+    """
+    _, parts, height, size = weight.shape
     drift = weight.new_empty(0) if drift is None else drift
     settings = _settings(scheme, scale_dtype, clip=clip, sweeps=sweeps)
     codes, scales, zeros, losses = (run or at_once)(
-        _solve, *(weight, drift, *hessian.tensors), count=scheme.groups(size, name), **settings
+        _solve, *(weight, drift, *hessians), count=scheme.groups(size, names[0]), **settings
     )
-    codes, scales, zeros = (each.transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
-    stored = scales.to(scale_dtype)
-    check_scales(stored, name)
-    return QTensor.from_codes(scheme, codes, stored, None if scheme.symmetric else zeros), losses
+    found = []
+    for index, name in enumerate(names):
+        own = slice(index * parts, (index + 1) * parts)
+        flat = (each[own].transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
+        own_codes, own_scales, own_zeros = flat
+        stored = own_scales.to(scale_dtype)
+        check_scales(stored, name)
+        quantized = QTensor.from_codes(scheme, own_codes, stored, None if scheme.symmetric else own_zeros)
+        found.append((quantized, losses[own]))
+    return found
 
 
 def call_for(
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     scheme: Scheme,
     *,
     scale_dtype: torch.dtype,
     device: torch.device,
 ) -> Call:
-    """What `gptq_rows` gives its `run` for weights `[parts, rows, in]` of a dtype with a drift; of any content."""
-    size = shape[2]
-    hessian = FactoredHessian.blank(size, device)
-    weight, drift = torch.empty(shape, dtype=dtype, device=device), torch.empty_like(hessian.hessian)
+    """What `gptq_matrices` gives its `run` for weights `[matrices, parts, rows, in]` of a dtype with a drift; of any
+    content."""
+    matrices, *_, size = shape
+    stack = FactoredStack(matrices)
+    for index in range(matrices):
+        stack.put(index, FactoredHessian.blank(size, device))
+    weight = torch.empty(shape, dtype=dtype, device=device)
+    drift = torch.empty(matrices, size, size, device=device)
     return Call(
         _solve,
-        (weight, drift, *hessian.tensors),
+        (weight, drift, *stack.tensors),
         {"count": scheme.groups(size, "weight")} | _settings(scheme, scale_dtype),
     )
 
@@ -130,32 +182,39 @@ def _settings(
 def _solve(
     weight: Tensor,
     drift: Tensor,
-    *hessian: Tensor,
+    *hessians: Tensor,
     count: int,
     scheme: Scheme,
     scale_dtype: torch.dtype,
     clip: bool,
     sweeps: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gptq_rows` without a wait for the GPU; `drift` is empty where there is none, `count` are the groups of a row.
+    """`gptq_matrices` without a wait for the GPU; `drift` is empty if there is none, `count` are the groups of a row.
+
+    In it, the parts of all matrices are one axis: `[parts, in, rows]` has all parts of the first matrix first.
 
     Returns:
         the codes, uint8 `[parts, in, rows]`, their scales and zero points, float32 `[parts, groups, rows]`, and what
         `gptq_rows` says of the losses.
     """
-    factors = FactoredHessian(*hessian)
-    order, size = factors.order, weight.shape[2]
-    columns = weight.float().transpose(1, 2)[:, order].contiguous()
+    matrices, parts, height, size = weight.shape
+    factors = FactoredHessian.unstack(hessians)
+    ordered = [own.float().transpose(1, 2)[:, each.order] for own, each in zip(weight, factors, strict=True)]
+    columns = stacked(ordered).contiguous()
     if drift.numel():
-        drift = narrow(drift)[order][:, order]
-        for part in columns:
-            part.copy_(aim(part, factors, drift))
-    scales, zeros = _grid(columns, factors, scheme, scale_dtype, count, clip)
-    groups = (order // (size // count)).int()
-    members = torch.argsort(groups, stable=True).view(count, -1)
+        for own, each, moved in zip(columns, factors, drift, strict=True):
+            own_drift = narrow(moved)[each.order][:, each.order]
+            for part in own:
+                part.copy_(aim(part, each, own_drift))
+    columns = columns.view(matrices * parts, size, height)
+    of_part = [each for each in factors for _ in range(parts)]
+    inverse = torch.stack([each.inverse_order for each in of_part])
+    scales, zeros = _grid(columns, of_part, scheme, scale_dtype, count, clip)
+    groups = stacked([(each.order // (size // count)).int() for each in factors])
+    members = torch.argsort(groups, dim=1, stable=True).view(matrices, count, -1)
     centred, left = _round(columns, factors, scales, zeros, groups, scheme.max_code)
     if sweeps:
-        gradient = torch.stack([product(factors.narrow_hessian, part) for part in left])
+        gradient = torch.stack([product(each.narrow_hessian, part) for each, part in zip(of_part, left, strict=True)])
         descend(
             gradient,
             *(factors, centred, scales, zeros, groups, members),
@@ -163,20 +222,26 @@ def _solve(
             scale_dtype=scale_dtype,
             sweeps=sweeps,
         )
-    errors = torch.addcmul(columns, centred, scales[:, groups.long()], value=-1)
-    losses = torch.stack((_losses(errors, factors), _losses(columns, factors)), dim=1)
-    codes = centred.add_(zeros[:, groups.long()]).to(torch.uint8)[:, factors.inverse_order]
-    return codes, scales, zeros, losses
+    of_column = groups.long().repeat_interleave(parts, 0)[:, :, None].expand(-1, -1, height)
+    errors = torch.addcmul(columns, centred, scales.gather(1, of_column), value=-1)
+    losses = torch.stack((_losses(errors, of_part), _losses(columns, of_part)), dim=1)
+    codes = centred.add_(zeros.gather(1, of_column)).to(torch.uint8)
+    return codes.gather(1, inverse[:, :, None].expand(-1, -1, height)), scales, zeros, losses
 
 
 def _grid(
-    columns: Tensor, hessian: FactoredHessian, scheme: Scheme, scale_dtype: torch.dtype, count: int, clip: bool
+    columns: Tensor,
+    of_part: Sequence[FactoredHessian],
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    count: int,
+    clip: bool,
 ) -> tuple[Tensor, Tensor]:
     """Scales and zero points, both float32 `[parts, groups, rows]`."""
-    inverse, size = hessian.inverse_order, columns.shape[1]
+    size = columns.shape[1]
     found = []
-    for part in columns:
-        weight = part[inverse].T.contiguous()
+    for part, hessian in zip(columns, of_part, strict=True):
+        weight = part[hessian.inverse_order].T.contiguous()
         if clip:
             bits, symmetric = scheme.bits, scheme.symmetric
             found.append(clip_search(weight, hessian.importance, size // count, bits, symmetric, scale_dtype))
@@ -187,30 +252,36 @@ def _grid(
 
 
 def _round(
-    columns: Tensor, hessian: FactoredHessian, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+    columns: Tensor,
+    hessians: Sequence[FactoredHessian],
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
 ) -> tuple[Tensor, Tensor]:
     """The codes less their zero points, float32, and the errors W - Q, narrow, of all columns: `[parts, in, rows]`."""
-    upper, narrowed = hessian.upper, hessian.narrow_upper
+    narrowed = [each.narrow_upper for each in hessians]
     target, centred = columns.clone(), torch.empty_like(columns)
-    errors = torch.empty_like(columns, dtype=narrowed.dtype)
+    errors = torch.empty_like(columns, dtype=narrowed[0].dtype)
     for first in range(0, columns.shape[1], SPAN):
         end = min(first + SPAN, columns.shape[1])
         for start in range(first, end, LARGEST_BLOCK):
             block = slice(start, min(start + LARGEST_BLOCK, end))
+            corner, rest = stacked([each.upper[block, block] for each in hessians]), slice(block.stop, end)
             round_columns(
-                *(columns[:, block], target[:, block], upper[block, block], scales, zeros, groups[block], max_code),
+                *(columns[:, block], target[:, block], corner, scales, zeros, groups[:, block], max_code),
                 centred=centred[:, block],
                 errors=errors[:, block],
             )
-            carry_over(target[:, block.stop : end], narrowed[block, block.stop : end], errors[:, block], sign=1)
-        carry_over(target[:, end:], narrowed[first:end, end:], errors[:, first:end], sign=1)
+            carry_over(target[:, rest], [each[block, rest] for each in narrowed], errors[:, block], sign=1)
+        carry_over(target[:, end:], [each[first:end, end:] for each in narrowed], errors[:, first:end], sign=1)
     return centred, errors
 
 
-def _losses(errors: Tensor, hessian: FactoredHessian) -> Tensor:
+def _losses(errors: Tensor, of_part: Sequence[FactoredHessian]) -> Tensor:
     """tr(E^T H E) of each part, without damping: float64 `[parts]`."""
     found = []
-    for part in errors:
+    for part, hessian in zip(errors, of_part, strict=True):
         weighted = product(hessian.narrow_hessian, narrow(part)).sub_(part * hessian.damped[:, None])
         found.append(weighted.mul_(part).sum(0).sum(dtype=torch.float64))
     return torch.stack(found)

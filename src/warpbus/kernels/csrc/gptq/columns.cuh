@@ -29,17 +29,20 @@ constexpr int kThreads = kBlockRows * kLanes / kRows;
 // Where tile t of the corner begins: tile i has the 16 (i + 1) rows of the corner down to the diagonal, 16 columns wide.
 __device__ __forceinline__ int tile_offset(int t) { return kTile * kTile * t * (t + 1) / 2; }
 
-// The place of a thread: its part, which is that of its whole block, its rows there, and which columns of a tile it owns.
+// The place of a thread: its part, which is that of its whole block, the matrix that the part belongs to, its rows there,
+// and which columns of a tile it owns. A matrix has `matrix_parts` parts, one after the other.
 // A row beyond the last one is the last one again, and nothing of it is stored.
 struct Place {
     long long part;
+    long long matrix;
     int lane;  // of the four
     unsigned int row[kRows];
     bool live[kRows];
 
-    __device__ __forceinline__ explicit Place(int rows) {
+    __device__ __forceinline__ Place(int rows, int matrix_parts) {
         const unsigned int blocks = (rows + kBlockRows - 1) / kBlockRows;  // of a part
         part = blockIdx.x / blocks;
+        matrix = blockIdx.x / blocks / matrix_parts;
         lane = threadIdx.x % 32 / kApart;
         const unsigned int warp = threadIdx.x / 32;
         const unsigned int first = blockIdx.x % blocks * kBlockRows + warp * (kApart * kRows) + threadIdx.x % kApart;

@@ -9,11 +9,12 @@
 // Shapes and layout
 //   gradient            float [parts][size][rows], the rows contiguous
 //   centred             float [parts][columns][rows], the rows contiguous
-//   members             long long [size], 1 to 128 of the columns
-//   corner              float [size][size], symmetric, rows corner_row apart
+//   members             long long [matrices][size], 1 to 128 of the columns
+//   corner              float [matrices][size][size], symmetric, rows corner_row apart
 //   scales              float [parts][rows]; written
 //   changes             float or bfloat16 [parts][size][rows], the rows contiguous
 //   scale_dtype         a number of scale_dtype.cuh
+//   matrix_parts        parts of each matrix, which follow one another
 //   vector              1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with `size`
 // rounded up to W, a multiple of 32: W W floats for the corner, 32 W for c and 256 for the sums of the warps.
@@ -88,8 +89,9 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
     fit_scales(const float* __restrict__ gradient, const float* __restrict__ centred,
                const long long* __restrict__ members, const float* __restrict__ corner, float* __restrict__ scales,
                void* __restrict__ changes, long long gradient_part, long long gradient_column, long long centred_part,
-               long long centred_column, long long corner_row, long long scales_part, long long changes_part,
-               int changes_column, int changes_are_narrow, int size, int rows, int scale_dtype, int vector) {
+               long long centred_column, long long corner_matrix, long long corner_row, long long scales_part,
+               long long changes_part, int changes_column, int changes_are_narrow, int size, int rows, int scale_dtype,
+               long long members_matrix, int matrix_parts, int vector) {
     extern __shared__ float4 storage[];
     __shared__ int own_members[kFitThreads];  // what other loads wait for
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -99,15 +101,16 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
     float* slopes = codes + width * kFitRows;
     float* sums = slopes + kWarps * kFitRows;
 
-    own_members[threadIdx.x] = static_cast<int>(members[min(static_cast<int>(threadIdx.x), size - 1)]);
-    __syncthreads();
-
     // Here a lane has a row. One beyond the last is the last one again, and nothing of it is stored.
     const unsigned int blocks = (rows + kFitRows - 1) / kFitRows;  // of a part
     const long long part = blockIdx.x / blocks;
     const unsigned int index = blockIdx.x % blocks * kFitRows + lane;
     const bool live = index < static_cast<unsigned int>(rows);
     const unsigned int row = min(index, static_cast<unsigned int>(rows) - 1);
+    const long long matrix = blockIdx.x / blocks / matrix_parts;
+    const long long* listed = members + matrix * members_matrix;
+    own_members[threadIdx.x] = static_cast<int>(listed[min(static_cast<int>(threadIdx.x), size - 1)]);
+    __syncthreads();
     const float* own_gradient = gradient + part * gradient_part + row;
     const float* own_centred = centred + part * centred_part + row;
     float& stored = scales[part * scales_part + row];
@@ -128,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
     // A warp copies rows of the corner, a quad a lane; what lies beyond the corner is zero.
     for (int k = warp; k < width; k += kWarps) {
         const int valid = k < size ? min(max(size - 4 * lane, 0), 4) : 0;
-        const float* from = corner + (valid > 0 ? k * corner_row + 4 * lane : 0);
+        const float* from = corner + matrix * corner_matrix + (valid > 0 ? k * corner_row + 4 * lane : 0);
         if (4 * lane < width) begin_quad(own_corner + k * width + 4 * lane, from, valid, vector);
     }
     ptx::cp_async_commit();

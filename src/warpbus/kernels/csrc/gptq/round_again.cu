@@ -10,12 +10,13 @@
 //
 // Shapes and layout
 //   gradient        float [parts][columns][rows], columns 1 to 128, the rows contiguous
-//   corner          float [columns][columns], rows corner_row apart; what is below the diagonal is not used
+//   corner          float [matrices][columns][columns], rows corner_row apart; what is below the diagonal is not used
 //   centred         float [parts][columns][rows], codes less their zero points, the rows contiguous; written
 //   scales, zeros   float [parts][groups][rows]
-//   groups          int [columns], the group of each column
+//   groups          int [matrices][columns], the group of each column
 //   changes         float or bfloat16 [parts][columns][rows], the rows contiguous: rounded where nothing is summed up
 //                   from them any more
+//   matrix_parts    parts of each matrix, which follow one another
 //   vector          1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner. Built like round_columns.cu, with a second quotient in the
@@ -34,18 +35,20 @@ struct Columns {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     round_again(const float* __restrict__ gradient, const float* __restrict__ corner, float* __restrict__ centred,
                 const float* __restrict__ scales, const float* __restrict__ zeros, const int* __restrict__ groups,
-                void* __restrict__ changes, long long gradient_part, int gradient_column, long long corner_row,
+                void* __restrict__ changes, long long gradient_part, int gradient_column, long long corner_matrix, long long corner_row,
                 long long centred_part, int centred_column, long long scales_part, int scales_group,
                 long long zeros_part, int zeros_group, long long changes_part, int changes_column,
-                int changes_are_narrow, int columns, int rows, int max_code, int vector) {
+                int changes_are_narrow, int columns, int rows, int max_code, long long groups_matrix, int matrix_parts,
+                int vector) {
     extern __shared__ float4 storage[];
     __shared__ int own_groups[kTile * kTiles];
     const int count = (columns + kTile - 1) / kTile;
     float* tiles = reinterpret_cast<float*>(storage);
-    begin_corner(tiles, corner, corner_row, columns, 0, 1, vector);
-    load_groups(own_groups, groups, columns);
+    const Place place(rows, matrix_parts);
+    const float* own_corner = corner + place.matrix * corner_matrix;
+    begin_corner(tiles, own_corner, corner_row, columns, 0, 1, vector);
+    load_groups(own_groups, groups + place.matrix * groups_matrix, columns);
 
-    const Place place(rows);
     const float* own_gradient = gradient + place.part * gradient_part;
     float* own_centred = centred + place.part * centred_part;
     const float* own_scales = scales + place.part * scales_part;
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     Sums sums;
     Columns next = load(0);
-    begin_corner(tiles, corner, corner_row, columns, 1, count, vector);
+    begin_corner(tiles, own_corner, corner_row, columns, 1, count, vector);
     wait_corner<1>();  // for tile 0
     for (int t = 0; t < count; ++t) {
         Columns now = next;

@@ -9,12 +9,13 @@
 //
 // Shapes and layout
 //   weight, target   float [parts][columns][rows], columns 1 to 128, the rows contiguous
-//   corner           float [columns][columns], rows corner_row apart; only what is above the diagonal is used
+//   corner           float [matrices][columns][columns], rows corner_row apart; only what is above the diagonal is used
 //   scales, zeros    float [parts][groups][rows]
-//   groups           int [columns], the group of each column
+//   groups           int [matrices][columns], the group of each column
 //   centred          float [parts][columns][rows], the rows contiguous: the codes less their zero points
 //   errors           float or bfloat16 [parts][columns][rows], the rows contiguous: rounded where nothing is summed up
 //                    from them any more
+//   matrix_parts     parts of each matrix, which follow one another
 //   vector           1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner.
@@ -39,18 +40,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     round_columns(const float* __restrict__ weight, const float* __restrict__ target, const float* __restrict__ corner,
                   const float* __restrict__ scales, const float* __restrict__ zeros, const int* __restrict__ groups,
                   float* __restrict__ centred, void* __restrict__ errors, long long weight_part, int weight_column,
-                  long long target_part, int target_column, long long corner_row, long long scales_part,
+                  long long target_part, int target_column, long long corner_matrix, long long corner_row, long long scales_part,
                   int scales_group, long long zeros_part, int zeros_group, long long centred_part, int centred_column,
                   long long errors_part, int errors_column, int errors_are_narrow, int columns, int rows, int max_code,
-                  int vector) {
+                  long long groups_matrix, int matrix_parts, int vector) {
     extern __shared__ float4 storage[];
     __shared__ int own_groups[kTile * kTiles];
     const int count = (columns + kTile - 1) / kTile;
     float* tiles = reinterpret_cast<float*>(storage);
-    begin_corner(tiles, corner, corner_row, columns, 0, 1, vector);
-    load_groups(own_groups, groups, columns);
+    const Place place(rows, matrix_parts);
+    const float* own_corner = corner + place.matrix * corner_matrix;
+    begin_corner(tiles, own_corner, corner_row, columns, 0, 1, vector);
+    load_groups(own_groups, groups + place.matrix * groups_matrix, columns);
 
-    const Place place(rows);
     const float* own_weight = weight + place.part * weight_part;
     const float* own_target = target + place.part * target_part;
     const float* own_scales = scales + place.part * scales_part;
@@ -78,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     Sums sums;
     Columns next = load(0);
-    begin_corner(tiles, corner, corner_row, columns, 1, count, vector);
+    begin_corner(tiles, own_corner, corner_row, columns, 1, count, vector);
     wait_corner<1>();  // for tile 0
     for (int t = 0; t < count; ++t) {
         Columns now = next;

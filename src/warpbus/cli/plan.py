@@ -1,0 +1,107 @@
+"""`warpbus plan`: where a model's weights go on a GPU that need not be here, and how fast it will be."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from warpbus.cli.models import DEMO, model_directory
+from warpbus.cli.options import FieldOption, options_of
+from warpbus.cuda.cards import CARDS, Card, card_named
+from warpbus.cuda.memory_size import parse_memory, short_size
+from warpbus.engine.options import ServiceOptions
+from warpbus.errors import UsageError
+
+if TYPE_CHECKING:  # both load torch
+    from warpbus.engine.plan import Stored
+
+
+@options_of(
+    {"service": ServiceOptions},
+    gpu=...,
+    memory="what may be taken of the GPU's memory: 6GB, 5.5GiB, 50%; default: all of it",
+    scheme=...,
+    max_model_len="context length in tokens; default: as long as fits",
+    max_num_seqs=FieldOption("maximum number of sequences in a batch", default=1),
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8 or fp8", field="kv_dtype"),
+    as_json=...,
+)
+def plan(
+    model: Annotated[str, typer.Argument(help="a model directory, of which config.json is enough, or a known shape")],
+    service: dict[str, Any],
+    gpu: Annotated[str | None, typer.Option(help=f"{', '.join(CARDS)}; default: the one here")] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="plan for weights quantized to this, such as w4a16-g128; default: as stored")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+) -> None:
+    """Plan MODEL for a GPU: where its weights go, room for the KV cache, and tokens per second. Nothing is loaded."""
+    from warpbus.cli.tables import forecast_table
+    from warpbus.engine.forecast import forecast
+
+    card = _card_here() if gpu is None else card_named(gpu)
+    options = ServiceOptions(**service)
+    limit = card.memory if options.memory is None else parse_memory(options.memory, card.memory)
+    stored = _stored(model, scheme)
+    if options.max_model_len is not None and options.max_model_len > stored.config.max_context:
+        raise UsageError(
+            f"max_model_len is {options.max_model_len:,}: the model's context is {stored.config.max_context:,}"
+        )
+    try:
+        found = forecast(
+            stored,
+            card,
+            limit,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            kv_dtype=options.kv_dtype,
+        )
+    except UsageError as error:
+        raise UsageError(f"{model} does not fit {short_size(limit)} of {card.name}: {error}") from None
+    if as_json:
+        print(json.dumps({"model": model} | found.to_json(), ensure_ascii=False))
+    else:
+        Console().print(forecast_table(found, model))
+
+
+def _stored(model: str, scheme: str | None) -> "Stored":
+    """What the weights are: as the checkpoint stores them, or all of one scheme."""
+    import torch
+
+    from warpbus.engine.plan import Stored
+    from warpbus.formats import Checkpoint
+    from warpbus.kernels.ops.arguments import HALVES
+    from warpbus.models import SHAPES, quantized_parameters, read_config, tensor_map
+    from warpbus.qtensor import Scheme
+
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    if model != DEMO and not Path(model).exists():
+        if model not in SHAPES:
+            raise UsageError(
+                f"{model}: no such directory: give one with a config.json, download it with `warpbus pull`, or give a "
+                f"known shape: {', '.join(SHAPES)}"
+            )
+        return Stored.uniform(SHAPES[model], torch.bfloat16, parsed)
+    directory = model_directory(model)
+    if parsed is None:
+        checkpoint = Checkpoint(directory)
+        config = read_config(checkpoint)
+        dtype = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
+        return Stored(config, dtype if dtype in HALVES else torch.bfloat16, quantized_parameters(checkpoint, config))
+    checkpoint = Checkpoint(directory, weights=False)
+    if checkpoint.config.get("quantization_config"):
+        raise UsageError(f"{model}: is quantized already: leave --scheme out")
+    return Stored.uniform(read_config(checkpoint), torch.bfloat16, parsed)
+
+
+def _card_here() -> Card:
+    """The GPU of this machine."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(f"there is no GPU here: name one with --gpu: {', '.join(CARDS)}")
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return replace(card_named(torch.cuda.get_device_name()), memory=memory)

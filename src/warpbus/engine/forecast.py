@@ -1,0 +1,182 @@
+"""What running a model on a GPU is going to be like, without that GPU: where the weights go, and how fast tokens come.
+
+A decode step of one sequence reads the weights that its token uses and the cache, at the bandwidth of a copy. Besides,
+each layer's kernels wait for one another, which takes `LAYER_SECONDS`, whatever their size. The constants are fitted to
+measured steps: docs/benchmarks.md, "Decode steps". Where nothing was measured there is only the upper bound that the
+bytes set.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from warpbus.cuda.cards import Card
+from warpbus.engine.kv_cache import stored_dtype
+from warpbus.engine.plan import MemoryPlan, Stored, plan_memory
+from warpbus.errors import UsageError
+from warpbus.kernels.ops.arguments import HALVES
+from warpbus.models import LatentAttentionSpec, LayerSpec, MoESpec
+from warpbus.models.cost import kv_cache_bytes, packed_bytes
+
+LAYER_SECONDS = {"dense": 17e-6, "experts": 39e-6}
+"""Seconds of a decode step per layer besides reading: 16.1 and 17.5 us were measured with dense layers (ChatGLM2-6B in
+4 and 16 bits on an H100), 39.5 and 38.6 us with experts (GLM-4.5-Air and Qwen3-30B-A3B in 4 bits on an H200)."""
+
+CONTEXT = 512
+"""Tokens of the sequence whose steps are forecast."""
+
+
+@dataclass(frozen=True)
+class WeightsRow:
+    """Weights of one kind.
+
+    Attributes:
+        name: for instance "routed experts".
+        place: "GPU" or "host".
+        nbytes: of all layers.
+        step_bytes: that a decode step of one sequence reads.
+    """
+
+    name: str
+    place: str
+    nbytes: int
+    step_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A model on a card.
+
+    Attributes:
+        card: the GPU.
+        plan: its memory.
+        weights: by their kinds, in the order of the computation; what is on the host is not part of `plan`.
+        read_seconds: of a decode step of one sequence with `CONTEXT` tokens: reading its weights and its cache.
+        kernel_seconds: what its kernels take besides; None where that was not measured.
+        unmeasured: why there is no `kernel_seconds`; empty if there is.
+    """
+
+    card: Card
+    plan: MemoryPlan
+    weights: tuple[WeightsRow, ...]
+    read_seconds: float
+    kernel_seconds: float | None
+    unmeasured: str
+
+    @property
+    def most_tokens_per_second(self) -> float:
+        """Of one sequence, if nothing but reading took time."""
+        return 1 / self.read_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one sequence; None where that is not known."""
+        return None if self.kernel_seconds is None else 1 / (self.read_seconds + self.kernel_seconds)
+
+    def speed(self) -> str:
+        """The speed in one sentence."""
+        read = sum(row.step_bytes for row in self.weights)
+        reading = f"reading {read / 1e9:.2f} GB of weights per token takes {self.read_seconds * 1e3:.2f} ms"
+        if self.kernel_seconds is None:
+            return f"one sequence: at most {self.most_tokens_per_second:,.0f} tokens/s ({reading}); {self.unmeasured}"
+        return (
+            f"one sequence: about {self.tokens_per_second:,.0f} tokens/s ({reading}, the kernels "
+            f"{self.kernel_seconds * 1e3:.2f} ms more)"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain types; sizes in bytes, times in seconds."""
+        return {
+            "gpu": {"name": self.card.name, "memory": self.card.memory, "bandwidth": self.card.bandwidth},
+            "memory": self.plan.to_json(),
+            "weights": [vars(row) for row in self.weights],
+            "context": CONTEXT,
+            "read_seconds": self.read_seconds,
+            "kernel_seconds": self.kernel_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "most_tokens_per_second": self.most_tokens_per_second,
+            "unmeasured": self.unmeasured or None,
+        }
+
+
+def forecast(
+    stored: Stored,
+    card: Card,
+    limit: int,
+    *,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 1,
+    kv_dtype: str = "auto",
+) -> Forecast:
+    """What a model is going to be like on a card, within `limit` bytes of its memory.
+
+    Args:
+        stored: its weights.
+        max_model_len, max_num_seqs, kv_dtype: as `plan_memory`.
+
+    Raises:
+        UsageError: it does not fit; the message says what would.
+    """
+    try:
+        plan = plan_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
+    except UsageError as error:
+        held = "; all experts stay on the GPU: Warpbus does not offload them" if stored.config.has_experts else ""
+        raise UsageError(f"{error}{held}") from None
+    weights = tuple(_weights(stored, plan))
+    cached = kv_cache_bytes(stored.config, stored.dtype, stored_dtype(stored.config, plan.kv_dtype, stored.dtype))
+    read = sum(row.step_bytes for row in weights) + min(CONTEXT, plan.context) * cached
+    unmeasured = _unmeasured(stored, card, plan)
+    kernels = None
+    if not unmeasured:
+        kernels = sum(LAYER_SECONDS[_kind(layer)] for layer in stored.config.layers)
+    return Forecast(card, plan, weights, read / card.bandwidth, kernels, unmeasured)
+
+
+def _kind(layer: LayerSpec) -> str:
+    return "experts" if isinstance(layer.mlp, MoESpec) else "dense"
+
+
+def _weights(stored: Stored, plan: MemoryPlan) -> Iterator[WeightsRow]:
+    """The weights by kinds. A token looks one row of the embedding up, which counts as nothing."""
+    config, sizes = stored.config, stored.sizes()
+    totals: dict[str, int] = {}
+    steps: dict[str, float] = {}
+    for name, size in sizes.items():
+        layer, _, parameter = name.removeprefix("layers.").partition(".")
+        if not name.startswith("layers."):
+            continue
+        matrix, mlp = config.matrix(name), config.layers[int(layer)].mlp
+        routed = matrix is not None and matrix.expert is not None
+        kind = "routed experts" if routed else "attention" if parameter.startswith("attention") else "MLPs"
+        if isinstance(mlp, MoESpec) and kind == "MLPs":
+            kind = "shared experts and routers"
+        used = mlp.router.top_k / mlp.router.experts if routed and isinstance(mlp, MoESpec) else 1.0
+        totals[kind] = totals.get(kind, 0) + size
+        steps[kind] = steps.get(kind, 0.0) + used * size
+    embedding = sizes["embedding.weight"]
+    yield WeightsRow("embedding", "host" if plan.embedding_on_cpu else "GPU", embedding, 0)
+    for kind, total in totals.items():
+        yield WeightsRow(kind, "GPU", total, round(steps[kind]))
+    head = sizes.get("head.weight", 0)
+    if plan.head is not None:
+        head = packed_bytes(plan.head, config.vocab_size, config.hidden_size)
+    yield WeightsRow("head", "GPU", head, head or embedding)  # a tied head is the embedding
+
+
+def _unmeasured(stored: Stored, card: Card, plan: MemoryPlan) -> str:
+    """Why the time of the kernels is not known; empty if it is."""
+    if not card.measured:
+        return f"no steps were timed on {card.name}"
+    if plan.embedding_on_cpu:
+        return "steps with the embedding on the host were not timed"
+    if stored.dtype not in HALVES:
+        return "steps in float32 were not timed"
+    for index, layer in enumerate(stored.config.layers):
+        if isinstance(layer.attention, LatentAttentionSpec):
+            return "steps with multi-head latent attention were not timed"
+        names = [f"layers.{index}.{matrix.name}.weight" for matrix in layer.matrices if matrix.expert is not None]
+        schemes = {stored.quantized.get(name) for name in names}
+        if any(scheme is None or scheme.activations is not None for scheme in schemes) or len(schemes) > 1:
+            return "these experts have no kernels and run one after another"
+    if any(scheme.activations is not None for scheme in stored.quantized.values()):
+        return "steps with activations of 8 bits were not timed"
+    return ""

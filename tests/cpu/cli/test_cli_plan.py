@@ -1,0 +1,86 @@
+"""`warpbus plan` as a person uses it, on a machine without a GPU."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from warpbus.cli.plan import plan
+from warpbus.demo import model_path
+from warpbus.errors import SchemeError, UsageError
+
+app = typer.Typer()
+app.command()(plan)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def planned(*arguments):
+    return json.loads(invoke(*arguments, "--json").stdout)
+
+
+def test_a_known_shape():
+    found = invoke("glm-4.5-air", "--gpu", "h200", "--scheme", "w4a16-g128", "--memory", "80GB")
+    assert found.exit_code == 0
+    for text in ("routed experts", "GPU", "KV cache", "together", "context 100,864", "one sequence: about", "tokens/s"):
+        assert text in found.stdout
+
+
+def test_json():
+    found = planned("qwen3-30b-a3b", "--gpu", "H200", "--scheme", "w4a16-g128", "--memory", "24GB")
+    assert found["model"] == "qwen3-30b-a3b"
+    assert found["gpu"]["name"] == "h200"
+    assert found["memory"]["available"] == 24 * 10**9
+    assert found["memory"]["total"] <= 24 * 10**9
+    assert 400 < found["tokens_per_second"] < found["most_tokens_per_second"]
+    assert {row["place"] for row in found["weights"]} == {"GPU"}
+    shorter = planned("qwen3-30b-a3b", "--gpu", "h200", "--scheme", "w4a16-g128", "--max-model-len", 4096)
+    assert shorter["memory"]["context"] == shorter["memory"]["pool_tokens"] == 4096
+    more = planned("qwen3-30b-a3b", "--gpu", "h200", "--scheme", "w4a16-g128", "--max-num-seqs", 4)
+    assert more["memory"]["pool_tokens"] == 4 * more["memory"]["context"]
+
+
+def test_a_directory_as_it_is_stored_and_as_it_could_be(tmp_path):
+    as_stored, quantized = planned("demo", "--gpu", "h100"), planned("demo", "--gpu", "h100", "--scheme", "w4a16-g128")
+    sizes = [{row["name"]: row["nbytes"] for row in each["weights"]} for each in (as_stored, quantized)]
+    assert sizes[0]["MLPs"] > 3 * sizes[1]["MLPs"]
+    assert sizes[0]["embedding"] == sizes[1]["embedding"]
+    config = tmp_path / "config-only"
+    config.mkdir()
+    shutil.copy(model_path() / "config.json", config)
+    assert planned(config, "--gpu", "h100", "--scheme", "w4a16-g128")["weights"] == quantized["weights"]
+
+
+def test_a_quantized_directory_has_its_scheme(tmp_path):
+    config = json.loads((model_path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UsageError, match="is quantized already: leave --scheme out"):
+        invoke(tmp_path, "--gpu", "h100", "--scheme", "w4a16-g128")
+
+
+def test_what_cannot_be_planned_is_said_in_one_line():
+    with pytest.raises(
+        UsageError, match=r"^glm-4\.5-air does not fit 24\.00 GB of h100: memory is 24\.00 GB, but .*58"
+    ):
+        invoke("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--memory", "24GB")
+    with pytest.raises(UsageError, match=r"the card has 24\.00 GB: give that or less"):
+        invoke("glm-4.5-air", "--gpu", "rtx-4090", "--memory", "40GB")
+    with pytest.raises(UsageError, match=r"^nowhere: no such directory: .*warpbus pull.*glm-4\.7-flash"):
+        invoke("nowhere", "--gpu", "h100")
+    with pytest.raises(UsageError, match="GPU 'gtx' is not known: choose the nearest of h100"):
+        invoke("demo", "--gpu", "gtx")
+    with pytest.raises(UsageError, match="max_model_len is 9,999,999: the model's context is 512"):
+        invoke("demo", "--gpu", "h100", "--max-model-len", 9999999)
+    with pytest.raises(SchemeError):
+        invoke("demo", "--gpu", "h100", "--scheme", "w5")
+
+
+def test_without_a_gpu_one_has_to_be_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="there is no GPU here: name one with --gpu: h100"):
+        invoke("demo")
