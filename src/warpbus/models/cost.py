@@ -103,14 +103,14 @@ def parameter_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[
 
 
 def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype) -> int:
-    """Bytes of the keys and values of a token in all layers.
+    """Bytes of the keys and values of a token in all layers, that of multi-token prediction included.
 
     Args:
         dtype: of the activations.
         stored: of the cache; other than `dtype`, each head's vector has a scale in float32.
     """
     total = 0
-    for layer in config.layers:
+    for layer in config.all_layers:
         entry = layer.attention.cache_entry
         vector = entry.key_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
         total += entry.vectors * entry.heads * vector + entry.index_dim * dtype.itemsize
