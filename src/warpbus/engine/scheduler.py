@@ -113,12 +113,14 @@ class Scheduler:
         self._release(state)
         state.status = "removed"
 
-    def plan(self, drafts: int = 0) -> StepPlan:
+    def plan(self, drafts: int = 0, lookahead: int = 0) -> StepPlan:
         """Choose the work of the next step and record it as launched.
 
         Args:
             drafts: the most draft tokens per sequence. If there are any, `append_tokens` must be called with the tokens
                 of a step before the next plan.
+            lookahead: of each sequence that samples a token, have blocks for so many tokens behind it and its drafts,
+                if there are enough blocks.
         """
         preempted: set[Sequence] = set()
         decoding, draft_limits = self._decoding(drafts, preempted)
@@ -127,7 +129,14 @@ class Scheduler:
             rows = len(decoding) + sum(draft_limits)
             # At least one token, so that no prompt waits forever.
             budget = min(budget, max(1, self._mixed_tokens(rows) - rows))
-        return StepPlan(decoding, draft_limits, self._chunks(budget, admit=not preempted))
+        chunks = self._chunks(budget, admit=not preempted)
+        if lookahead:
+            for sequence, most in zip(decoding, draft_limits, strict=True):
+                self._look_ahead(sequence.scheduler_state, most + lookahead)
+            for chunk in chunks:
+                if chunk.is_last:
+                    self._look_ahead(chunk.sequence.scheduler_state, lookahead)
+        return StepPlan(decoding, draft_limits, chunks)
 
     def append_tokens(self, sequence: Sequence, token_ids: abc.Sequence[int]) -> None:
         """Record the tokens that a step sampled for a sequence: one, plus one for each accepted draft."""
@@ -237,6 +246,10 @@ class Scheduler:
             return False
         state.blocks += taken
         return True
+
+    def _look_ahead(self, state: SchedulerState, tokens: int) -> None:
+        """Extend the block table of a sequence to so many tokens more than are computed, if there are enough blocks."""
+        self._reserve(state, min(state.limit, state.computed + tokens))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it waits first in the queue, to be computed again from its prompt on."""

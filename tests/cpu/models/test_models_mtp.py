@@ -157,7 +157,9 @@ def test_a_model_without_the_layer_is_refused(tmp_path: Path, values: dict[str, 
 @pytest.mark.parametrize("count", ["one", -1, True])
 def test_a_senseless_number_of_layers_is_refused(tmp_path: Path, count: Any) -> None:
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers: expected"):
-        read_config(Checkpoint(write_files(tmp_path / "model", AIR | {"num_nextn_predict_layers": count}, plain_tensors(AIR))))
+        read_config(
+            Checkpoint(write_files(tmp_path / "model", AIR | {"num_nextn_predict_layers": count}, plain_tensors(AIR)))
+        )
 
 
 @pytest.mark.parametrize("values", [AIR, FLASH], ids=["glm4_moe", "glm4_moe_lite"])
