@@ -53,13 +53,11 @@ class ComputedRows:
     """Rows that a step has computed together.
 
     Attributes:
-        count: how many there are.
         sampled: the indices of the rows after which a token is sampled.
         following: the token after each row, or `FROM_DEVICE` where it is sampled; None: it is sampled after each.
         predict: from the tokens after the rows, int64 `[rows]`, to the hidden states of these tokens, `[rows, hidden]`.
     """
 
-    count: int
     sampled: abc.Sequence[int]
     following: abc.Sequence[int] | None
     predict: Callable[[Tensor], Tensor]

@@ -6,7 +6,7 @@ when an answer ends.
 """
 
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from warpbus.engine import mtp
 from warpbus.engine.attention import ChunkSpan, PrefillAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs
+from warpbus.engine.mtp import ComputedRows, draft, predict
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class Runner:
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Sequence] | None = []
-        self._computed: list[mtp.ComputedRows] = []  # by the step that is launched
+        self._computed: list[ComputedRows] = []  # by the step that is launched
         self._outdated = False  # the last tokens on the device are those of a step before the last one
         self._group = None if model.group is None or model.group.world == 1 else model.group
         self._same_devices = self._group is None or self._group.alike()
@@ -112,7 +112,6 @@ class Runner:
         with self._computing(len(decoding) + len(chunks)):
             self._update_tables([*decoding, *(chunk.sequence for chunk in chunks)])
             self._copy_prefix_tails(chunks)
-            self._computed.clear()
             if self._outdated and drafts is None:
                 states = [(each.runner_state.slot, each.scheduler_state) for each in decoding]
                 self._step.load([(slot, state.ids[-1], state.computed - 1) for slot, state in states])
@@ -138,6 +137,7 @@ class Runner:
     def restart(self) -> None:
         """Forget launched steps, whose results are unknown after an error."""
         self._arranged = None
+        self._computed.clear()
 
     def _update_tables(self, sequences: abc.Sequence[Sequence]) -> None:
         """Append new blocks to the block tables on the device, and set adapters and prefix lengths of new sequences."""
@@ -170,7 +170,7 @@ class Runner:
         # If the sampler needs only static parameters, it changes only with the set of sequences.
         if drafts is not None or sequences != self._arranged or not self._sampler.plain:
             self._sampler.arrange(sequences, drafts)
-            self._arranged = sequences
+            self._arranged = sequences if drafts is None else []
 
     def _scores(
         self,
@@ -197,14 +197,14 @@ class Runner:
         elif decoding:
             slots = [sequence.runner_state.slot for sequence in decoding]
             parts.append(step.scores(slots, max(each.scheduler_state.cache_length for each in decoding)))
-            self._computed.append(mtp.ComputedRows(len(slots), range(len(slots)), None, step.predict))
+            self._keep(range(len(slots)), None, step.predict)
         if chunks:
             parts += self._prefill(chunks)
         return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
     def _scores_of(self, rows: StepRows, *, prompts: bool) -> Tensor:
         """As `StepExecutor.scores_of`."""
-        self._computed.append(mtp.ComputedRows(len(rows.tokens), rows.sampled, rows.following, self._step.predict))
+        self._keep(rows.sampled, rows.following, self._step.predict)
         return self._step.scores_of(rows, prompts=prompts)
 
     def _prefill(self, chunks: abc.Sequence[PromptChunk]) -> list[Tensor]:
@@ -227,11 +227,17 @@ class Runner:
         context = PrefillAttention(self._model.config, angles, self._cache, slot_mapping, spans)
         with self._step.with_adapters(rows.slots):
             hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
-        predict = partial(self._predict_prompts, hidden, context)
-        self._computed.append(mtp.ComputedRows(len(tokens), rows.sampled, rows.following, predict))
+        self._keep(rows.sampled, rows.following, partial(self._predict_prompts, hidden, context))
         if not rows.sampled:
             return []
         return [self._model.scores(hidden.index_select(0, to_device(rows.sampled, torch.int64, self._device)))]
+
+    def _keep(
+        self, sampled: abc.Sequence[int], following: abc.Sequence[int] | None, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Keep computed rows for multi-token prediction; arguments as of `ComputedRows`."""
+        if self._mtp:
+            self._computed.append(ComputedRows(sampled, following, compute))
 
     def _predict_prompts(self, hidden: Tensor, context: PrefillAttention, following: Tensor) -> Tensor:
         """Multi-token prediction for the rows of `_prefill`, which gave the states `hidden`; see `ComputedRows`."""
@@ -262,14 +268,13 @@ class Runner:
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
         results = [tokens, best, *(() if logprobs is None else logprobs.tensors)]
-        hidden = None
-        if self._mtp and propose:
-            hidden = mtp.predict(self._computed, tokens)
+        hidden = predict(self._computed, tokens) if propose else None
         if hidden is not None:
-            results.append(mtp.draft(self._step, hidden, tokens, sequences, drafts, propose))
+            results.append(draft(self._step, hidden, tokens, sequences, drafts, propose))
         readback = Readback(results)
-        if self._mtp and not propose:  # nothing waits for it
-            mtp.predict(self._computed, tokens)
+        if not propose:  # nothing waits for it
+            predict(self._computed, tokens)
+        self._computed.clear()
         return SampledTokens(rows, tokens, readback, logprobs, hidden is not None)
 
     def _deterministic(self, params: SamplingParams) -> bool:

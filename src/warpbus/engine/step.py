@@ -455,11 +455,12 @@ class MTPBuffers:
         """Buffers for `rows` rows of a step of `slots` sequences."""
         sequences = batch_bucket(slots) if rows else 0
         return cls(
-            torch.zeros(rows, hidden, dtype=dtype, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.zeros(rows, hidden, dtype=dtype, device=device),
-            *(torch.zeros(sequences, dtype=torch.int32, device=device) for _ in range(2)),
-            torch.zeros(sequences, MOST_MTP_DRAFTS, dtype=torch.int64, device=device),
+            hidden=torch.zeros(rows, hidden, dtype=dtype, device=device),
+            following=torch.zeros(rows, dtype=torch.int64, device=device),
+            predicted=torch.zeros(rows, hidden, dtype=dtype, device=device),
+            positions=torch.zeros(sequences, dtype=torch.int32, device=device),
+            ends=torch.zeros(sequences, dtype=torch.int32, device=device),
+            drafts=torch.zeros(sequences, MOST_MTP_DRAFTS, dtype=torch.int64, device=device),
         )
 
 

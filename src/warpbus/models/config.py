@@ -164,12 +164,11 @@ class ModelConfig:
         given: Any = {name: size for name, size in sizes.items() if size}
 
         def layer_resized(layer: LayerSpec) -> LayerSpec:
-            dense = isinstance(layer.mlp, MLPSpec)
             return replace(
                 layer,
                 hidden_size=hidden_size or layer.hidden_size,
                 attention=replace(layer.attention, **given),
-                mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and dense else layer.mlp,
+                mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and isinstance(layer.mlp, MLPSpec) else layer.mlp,
             )
 
         layers = tuple(map(layer_resized, self.layers))
