@@ -1,5 +1,6 @@
 """Speculation by multi-token prediction: the same answers as without it, and the drafts that the layer gives."""
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -13,11 +14,17 @@ from mtp_models import EXACT, MTP, predictable, reference_drafts
 from warpbus.engine import moving
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.loading import build_engine, open_model
+from warpbus.engine.options import ServiceOptions
+from warpbus.engine.plan import Stored, plan_memory
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.service import Service
 from warpbus.engine.speculation import MOST_MTP_SEQUENCES, DraftPolicy, Speculation
-from warpbus.errors import UsageError
-from warpbus.models import random_model
+from warpbus.errors import CheckpointError, UsageError
+from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.models import SHAPES, AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec, random_model
 from warpbus.models.adapters import Prefix
+from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.qtensor import Scheme
 
 GREEDY = SamplingParams(temperature=0)
@@ -304,3 +311,65 @@ def test_models_and_adapters_without_it_are_refused():
     prefix = Prefix("poet", torch.zeros(shape), torch.zeros(shape))
     with pytest.raises(UsageError, match=r"^speculation is mtp, but the adapter poet is a P-Tuning prefix"):
         Engine(predictable(), speculation="mtp", adapters=[prefix])
+
+
+@pytest.fixture
+def directory(tmp_path):
+    attention, router = AttentionSpec(4, 2, 16, qkv_bias=True), RouterSpec(4, 2, "sigmoid", bias=True)
+    norm, experts = NormSpec(1e-5), MoESpec(router, MLPSpec(32), MLPSpec(32))
+    layers = tuple(LayerSpec(64, attention, mlp, norm) for mlp in (MLPSpec(96), experts))
+    shape = replace(
+        SHAPES["glm-4.5-air"],
+        vocab_size=48,
+        layers=layers,
+        max_context=64,
+        rope=replace(MTP.rope, interleaved=False),
+        stop_ids=(2,),
+    )
+    write_random_checkpoint(tmp_path / "model", shape.with_mtp(), torch.float32, device="cpu")
+    return tmp_path / "model"
+
+
+def test_a_checkpoint_is_loaded_with_its_layer(directory):
+    def engine_of(**options):
+        chosen = ServiceOptions(device="cpu", dtype="float32", max_num_seqs=4, **options)
+        return build_engine(open_model(directory, torch.device("cpu"), chosen), chosen)
+
+    plain, drafting = engine_of(), engine_of(speculation="mtp:2")
+    assert (len(plain.model.layers), len(drafting.model.layers)) == (2, 3)
+    # One layer more has keys and values.
+    assert 2 * drafting._instance.cache.block_bytes == 3 * plain._instance.cache.block_bytes
+    prompts = [[5, 6, 7], [8] * 20]
+    assert drafting.decode(prompts, 20) == plain.decode(prompts, 20)
+    assert drafting.stats().drafted > 0
+
+
+def test_a_checkpoint_without_its_layer_is_refused_before_anything_is_loaded(directory):
+    checkpoint = Checkpoint(directory)
+    broken = directory.parent / "broken"
+    with CheckpointWriter(broken) as writer:
+        writer.write_json("config.json", checkpoint.config)
+        for name in checkpoint.names():
+            if name != "model.layers.2.enorm.weight":
+                writer.add(name, checkpoint.tensor(name))
+        writer.finish()
+    message = r"broken: model\.layers\.2\.enorm\.weight: missing, although config\.json announces"
+    with pytest.raises(CheckpointError, match=message):
+        open_model(broken, torch.device("cpu"), ServiceOptions(device="cpu", speculation="mtp"))
+    with pytest.raises(CheckpointError, match=message):
+        asyncio.run(Service.start(broken, ServiceOptions(device="cpu", speculation="mtp")))
+    assert open_model(broken, torch.device("cpu"), ServiceOptions(device="cpu")).config.mtp is None
+
+
+def test_the_plan_of_the_memory_counts_it():
+    config = replace(SHAPES["glm-4.5-air"], layers=SHAPES["glm-4.5-air"].layers[:4])
+    scheme = Scheme.parse("w4a16-g128")
+    plans = [
+        plan_memory(Stored.uniform(each, torch.bfloat16, scheme), 24 * 10**9, max_model_len=4096, max_num_seqs=4)
+        for each in (config, config.with_mtp())
+    ]
+    plain, more = (plan.parts for plan in plans)
+    layer = config.layers[-1].num_weights * 4.125 / 8
+    projection = 2 * 2 * 4096**2
+    assert layer < more["layers"] - plain["layers"] < layer + projection + 2 * 10**6
+    assert more["KV cache"] > 1.2 * plain["KV cache"]
