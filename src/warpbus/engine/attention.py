@@ -1,5 +1,6 @@
 """Attention over the paged KV cache: for chunks of prompts (prefill) and for single new tokens (decode)."""
 
+import functools
 from collections import abc
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
-from warpbus.kernels.ops.mla import mla_attention
+from warpbus.kernels.ops.mla import mla_attention, mla_queries
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.attention import visible
 from warpbus.kernels.reference.cache import gather
@@ -106,7 +107,7 @@ class PrefillAttention(FusedAttention):
     ) -> Tensor:
         cached, spec = self._cache.layers[layer][0], attention.spec
         angles = self._angles
-        q, latent = _rotated(attention, q_bthd[0], latent_btd[0], angles.table, angles.positions)
+        q, latent = _rotated(attention, q_bthd[0], attention.normed(latent_btd[0]), angles.table, angles.positions)
         _store(latent, self._slot_mapping, cached)
         if index is not None:
             index = _rotated_index(attention, index, angles.table, angles.positions)
@@ -223,20 +224,32 @@ class DecodeAttention(FusedAttention):
         latent_btd: Tensor,
         index: IndexFeatures | None,
     ) -> Tensor:
-        slot_mapping, positions = self._slot_mapping, self._positions
-        if slot_mapping is None:
-            block = self._blocks.gather(1, (positions // BLOCK)[:, None].long())[:, 0]
-            slot_mapping = block.long() * BLOCK + positions % BLOCK
-        cached = self._cache.layers[layer][0]
-        q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions)
-        _store(latent, slot_mapping, cached)
+        positions, cached = self._positions, self._cache.layers[layer][0]
+        q = _absorbed(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions, self._slots, cached)
         if index is not None:
             index = _rotated_index(attention, index, self._table, positions)
             keys = self._cache.index_keys[layer]
             assert keys is not None
-            _store(index.k, slot_mapping, keys)
+            _store(index.k, self._slots, keys)
             self._selected = _select_rows(attention, index, positions, self._blocks, keys, self._limit)
-        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit, self._selected)
+        return _attend_rows(
+            attention,
+            q,
+            positions,
+            self._blocks,
+            cached,
+            self._limit,
+            selected=self._selected,
+            inputs_ready=self._slot_mapping is None,
+        )
+
+    @functools.cached_property
+    def _slots(self) -> Tensor:
+        """The slots of the new tokens, int64 `[batch]`."""
+        if self._slot_mapping is not None:
+            return self._slot_mapping
+        block = self._blocks.gather(1, (self._positions // BLOCK)[:, None].long())[:, 0]
+        return block.long() * BLOCK + self._positions % BLOCK
 
 
 class PositionedAttention(FusedAttention):
@@ -287,9 +300,15 @@ class PositionedAttention(FusedAttention):
     ) -> Tensor:
         assert index is None  # sequences with positions of this kind have prefixes, which indexers do not support
         positions, cached = self._row_positions, self._cache.layers[layer][0]
-        angles = positions.angles
-        q, latent = _rotated(attention, q_bthd[:, 0], latent_btd[:, 0], angles.table, angles.positions)
-        _store(latent, positions.slot_mapping, cached)
+        q = _absorbed(
+            attention,
+            q_bthd[:, 0],
+            latent_btd[:, 0],
+            positions.angles.table,
+            positions.angles.positions,
+            positions.slot_mapping,
+            cached,
+        )
         return _attend_rows(attention, q, positions.last_visible, self._blocks, cached, self._limit)
 
 
@@ -329,6 +348,30 @@ def _select_rows(
     return select_tokens(index.q[:, None], index.weights[:, None], keys, seen[:, None], top_k)[:, 0]
 
 
+def _absorbed(
+    attention: LatentAttention,
+    q_thd: Tensor,
+    latent_td: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cached: Tensor,
+) -> Tensor:
+    """Store the latents of single tokens; their queries in the absorbed form, `[tokens, heads, kv_rank + rope_dim]`."""
+    return mla_queries(
+        q_thd,
+        latent_td,
+        attention.kv_a_norm.weight,
+        attention.by_head,
+        table,
+        positions,
+        slots,
+        cached,
+        eps=attention.kv_a_norm.eps,
+        interleaved=attention.rope.interleaved,
+    )
+
+
 def _attend_rows(
     attention: LatentAttention,
     q_thd: Tensor,
@@ -336,21 +379,25 @@ def _attend_rows(
     blocks: Tensor,
     cached: Tensor,
     limit: int,
+    *,
     selected: Tensor | None = None,
+    inputs_ready: bool = False,
 ) -> Tensor:
     """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`."""
     spec = attention.spec
     attended = mla_attention(
-        attention.absorb(q_thd),
+        q_thd,
         positions,
         blocks,
         cached,
-        value_dim=spec.kv_rank,
+        attention.by_head,
+        value_dim=spec.value_dim,
         scale=spec.query_dim**-0.5,
         limit=limit,
         selected=selected,
+        inputs_ready=inputs_ready,
     )
-    return attention.outputs(attended)[:, None]
+    return attended.flatten(1)[:, None]
 
 
 def _attend(

@@ -45,8 +45,8 @@ from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
 from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
-from warpbus.kernels.ops.attention import has_kernel
-from warpbus.models import Decoder
+from warpbus.kernels.ops import attention, mla
+from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig
 from warpbus.models.adapters import Lora, Prefix
 
 PREFILL_TOKENS = 2048
@@ -113,7 +113,7 @@ class Engine:
         self.dtype = model.final_norm.weight.dtype
         self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
-        kernels = has_kernel(self.dtype, config.attention.head_dim, device)
+        kernels = _has_kernels(config, self.dtype, device)
         if stored_dtype(config, kv_dtype, self.dtype) != self.dtype and not kernels:
             raise UsageError(
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
@@ -558,6 +558,14 @@ class Engine:
         )
         self.abort(sequence)
         return sequence, sequence.take()
+
+
+def _has_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether attention of single tokens has kernels, so that a step can be captured in a CUDA graph."""
+    spec = config.attention
+    if isinstance(spec, LatentAttentionSpec):
+        return mla.has_kernel(dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device)
+    return attention.has_kernel(dtype, spec.head_dim, device)
 
 
 class _NoText:

@@ -1,96 +1,80 @@
-"""mla_attention: the reference against float64, and what is rejected."""
+"""mla_queries and mla_attention: the references against float64, what is rejected, and how kernels cut a row."""
 
 import pytest
 import torch
+from latent_cases import exact_attention, exact_queries, latent_problem, queries_problem
 from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops.mla import mla_attention
+from warpbus.kernels.ops.mla import LatentDevice, has_kernel, mla_attention, mla_queries, other_bytes, plan
 
-NOWHERE = 2**31 - 1  # an entry of a block table that may not be used
-
-
-def problem(positions, *, heads=3, size=24, value_dim=16, block=16, dtype=torch.float32):
-    """Arguments of the operator; whatever no row attends to is NaN, or an entry that may not be used."""
-    used = [position // block + 1 for position in positions]
-    latents = torch.full((sum(used) + 2, 3, 1, 1, block, size), float("nan"), dtype=dtype)[:, 1, 0]
-    table = torch.full((len(positions), max(used, default=0) + 1), NOWHERE, dtype=torch.int32)
-    free = (torch.randperm(sum(used)) + 1).tolist()
-    for row, position in enumerate(positions):
-        table[row, : used[row]] = torch.tensor([free.pop() for _ in range(used[row])])
-        for at in range(position + 1):
-            latents[table[row, at // block], 0, at % block] = torch.randn(size).to(dtype)
-    return {
-        "q": torch.randn(len(positions), heads, size).to(dtype),
-        "positions": torch.tensor(positions, dtype=torch.int32),
-        "blocks": table,
-        "latents": latents,
-        "value_dim": value_dim,
-        "scale": 0.3,
-        "limit": max(positions, default=0) + 1,
-    }
+H100, RTX_4090, A100 = LatentDevice(132, 228 << 10), LatentDevice(128, 100 << 10), LatentDevice(108, 164 << 10)
+SMALL = {"heads": 3, "nope": 10, "rope": 8, "rank": 16, "value": 12}
 
 
-def exact(asked):
-    """Row by row in float64."""
-    latents, block = asked["latents"].double(), asked["latents"].shape[2]
-    found = []
-    for q, position, table in zip(asked["q"].double(), asked["positions"].tolist(), asked["blocks"], strict=True):
-        keys = torch.stack([latents[table[at // block], 0, at % block] for at in range(position + 1)])
-        weights = (q @ keys.T * asked["scale"]).softmax(-1)
-        found.append(weights @ keys[:, : asked["value_dim"]])
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("positions", [[0], [15, 16, 17], [40, 0, 31, 63]], ids=str)
 def test_rows_attend_to_their_own_latents(positions, dtype, tolerance):
-    asked = problem(positions, dtype=dtype)
+    asked = latent_problem(positions, dtype=dtype, **SMALL)
     found = mla_attention(**asked)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), exact(asked), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.double(), exact_attention(asked), rtol=tolerance, atol=tolerance)
 
 
 def test_a_limit_above_the_positions_changes_nothing():
-    asked = problem([5, 20])
+    asked = latent_problem([5, 20], **SMALL)
     found = mla_attention(**asked)
     assert torch.equal(mla_attention(**{**asked, "limit": 48}), found)
 
 
 def test_rows_attend_to_selected_latents_only():
-    asked = problem([40, 17])
-    selected = torch.rand(2, 48) < 0.5
-    selected[:, 3] = True
-    found = mla_attention(**asked, selected=selected)
-    for row, position in enumerate((40, 17)):
-        kept = selected[row, : position + 1].nonzero()[:, 0]
-        keys = torch.stack(
-            [asked["latents"][asked["blocks"][row, at // 16], 0, at % 16] for at in kept.tolist()]
-        ).double()
-        weights = (asked["q"][row].double() @ keys.T * 0.3).softmax(-1)
-        torch.testing.assert_close(found[row].double(), weights @ keys[:, :16], rtol=1e-5, atol=1e-5)
+    asked = latent_problem([40, 17], **SMALL)
+    asked["selected"] = torch.rand(2, 48) < 0.5
+    asked["selected"][:, 3] = True
+    torch.testing.assert_close(mla_attention(**asked).double(), exact_attention(asked), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(mla_attention(**{**asked, "selected": None}).double(), exact_attention(asked))
 
 
 def test_sizes_of_the_published_models_and_no_rows():
-    asked = problem([33], heads=20, size=576, value_dim=512, block=32)
-    torch.testing.assert_close(mla_attention(**asked).double(), exact(asked), rtol=1e-4, atol=1e-5)
-    empty = problem([])
-    assert mla_attention(**{**empty, "limit": 16}).shape == (0, 3, 16)
+    asked = latent_problem([33], block=32)
+    torch.testing.assert_close(mla_attention(**asked).double(), exact_attention(asked), rtol=1e-4, atol=1e-4)
+    empty = latent_problem([], **SMALL)
+    assert mla_attention(**{**empty, "limit": 16}).shape == (0, 3, 12)
 
 
-def test_the_operator_is_registered():
-    opcheck(torch.ops.warpbus.mla_attention.default, (*problem([5, 20]).values(), None))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_queries_are_absorbed_and_latents_stored(dtype, tolerance, interleaved):
+    asked = queries_problem(4, dtype=dtype, interleaved=interleaved, **SMALL)
+    before = asked["latents"].clone()
+    queries, stored = exact_queries(asked)
+    torch.testing.assert_close(mla_queries(**asked).double(), queries, rtol=tolerance, atol=tolerance)
+    blocks, inside = asked["slots"] // 16, asked["slots"] % 16
+    torch.testing.assert_close(asked["latents"][blocks, 0, inside].double(), stored, rtol=tolerance, atol=tolerance)
+    before[blocks, 0, inside] = asked["latents"][blocks, 0, inside]
+    torch.testing.assert_close(asked["latents"], before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_operators_are_registered():
+    asked = {**latent_problem([5, 20], **SMALL), "selected": None, "inputs_ready": False}
+    opcheck(torch.ops.warpbus.mla_attention.default, tuple(asked.values()))
+    asked = queries_problem(2, **SMALL)
+    asked["latents"].zero_()  # opcheck compares what is written, and NaN is not equal to itself
+    opcheck(torch.ops.warpbus.mla_queries.default, tuple(asked.values()))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"q": torch.zeros(2, 24)}, r"q"),
-        ({"q": torch.zeros(2, 3, 20)}, r"latents have shape .* 20\] on cpu"),
+        ({"q": torch.zeros(2, 3, 20)}, r"latents have shape .* 20\] torch.float32 on cpu"),
         ({"latents": torch.zeros(4, 2, 16, 24)}, r"latents have shape \[4, 2, 16, 24\]"),
         ({"latents": torch.zeros(4, 1, 12, 24)}, r"latents has blocks of 12 tokens"),
         ({"latents": torch.zeros(4, 1, 16, 24).half()}, r"latents is torch.float16"),
         ({"latents": torch.zeros(4, 1, 16, 24).to(torch.int8)}, r"scales does not go with a cache of torch.int8"),
+        ({"kv_b": torch.zeros(3, 22, 32)}, r"kv_b has shape \[3, 22, 32\] and q"),
+        ({"kv_b": torch.zeros(4, 22, 16)}, r"kv_b has shape \[4, 22, 16\]"),
+        ({"kv_b": torch.zeros(3, 16, 22).mT}, r"kv_b has shape \[3, 22, 16\], strides"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions are torch.int64, expected torch.int32"),
         ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions"),
         ({"selected": torch.ones(2, 20, dtype=torch.bool)}, r"selected is torch.bool \[2, 20\] .* \[2, 32\] on cpu"),
@@ -100,11 +84,68 @@ def test_the_operator_is_registered():
 )
 def test_tensors_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(TensorError, match=rf"^mla_attention: {message}"):
-        mla_attention(**{**problem([5, 20]), **changes})
+        mla_attention(**{**latent_problem([5, 20], **SMALL), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 8)}, r"q has shape \[2, 3, 8\]"),
+        ({"q": torch.zeros(2, 3, 40)}, r"q has shape \[2, 3, 40\]"),
+        ({"latent": torch.zeros(2, 20)}, r"latent has shape \[2, 20\], expected \[2, 24\]"),
+        ({"norm": torch.zeros(8)}, r"norm has shape \[8\]"),
+        ({"table": torch.zeros(64, 8).half()}, r"table is float16"),
+        ({"latents": torch.zeros(4, 1, 16, 20)}, r"latents has shape \[4, 1, 16, 20\]"),
+        ({"kv_b": torch.zeros(2, 22, 16)}, r"kv_b has shape \[2, 22, 16\]"),
+        ({"slots": torch.zeros(2, dtype=torch.int32)}, r"slots are torch.int32, expected torch.int64"),
+        ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions"),
+    ],
+)
+def test_new_tokens_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(TensorError, match=rf"^mla_queries: {message}"):
+        mla_queries(**{**queries_problem(2, **SMALL), **changes})
 
 
 @pytest.mark.parametrize(("changes"), [{"limit": 0}, {"limit": 49}, {"value_dim": 0}, {"value_dim": 25}], ids=str)
 def test_sizes_that_do_not_fit_are_refused(changes):
     (name,) = changes
     with pytest.raises(UsageError, match=rf"^mla_attention: {name} is {changes[name]}"):
-        mla_attention(**{**problem([5, 20]), **changes})
+        mla_attention(**{**latent_problem([5, 20], **SMALL), **changes})
+
+
+@pytest.mark.parametrize("device", [H100, A100, RTX_4090], ids=["h100", "a100", "rtx4090"])
+@pytest.mark.parametrize("heads", [1, 5, 10, 20, 40, 64, 128])
+@pytest.mark.parametrize("limit", [1, 32, 33, 512, 513, 4096, 8192, 131_072, 200_000])
+def test_the_cut_of_a_row(device, heads, limit):
+    """Blocks have all keys and heads, fit the GPU, and what is summed depends on the limit alone."""
+    cuts = [plan(rows, heads, limit, device) for rows in (1, 2, 8, 32, 64, 256)]
+    for cut in cuts:
+        assert cut.tiles * cut.tile_heads >= heads > (cut.tiles - 1) * cut.tile_heads
+        assert cut.tile_heads <= cut.heads
+        assert cut.blocks * cut.parts_per_block * cut.part_keys >= limit
+        assert (cut.parts - 1) * cut.part_keys < limit
+        assert cut.blocks == -(-cut.parts // cut.parts_per_block)
+        assert cut.units_per_part in (1, 8)
+        stages = cut.shared - other_bytes(cut.heads, cut.keys)
+        assert stages == cut.stages * cut.keys * 584 * 2
+        assert 3 <= cut.stages <= 5
+        assert cut.shared + 1024 <= device.shared
+    assert len({(cut.heads, cut.keys, cut.tile_heads, cut.chunks_per_unit) for cut in cuts}) == 1
+
+
+def test_a_single_sequence_has_many_blocks_and_a_batch_one_wave():
+    assert plan(1, 20, 4096, H100).blocks >= 32
+    batch = plan(32, 20, 4096, H100)
+    assert 100 <= 32 * batch.blocks <= 132
+    assert batch.units_per_part == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [((192, 64, 512, 256), True), ((192, 64, 512, 128), True), ((128, 64, 512, 128), False), ((10, 8, 16, 12), False)],
+)
+def test_there_are_kernels_for_the_published_models(monkeypatch, sizes, wanted):
+    monkeypatch.setattr("warpbus.kernels.ops.mla.architecture", lambda device: "sm_90a")
+    assert has_kernel(torch.bfloat16, *sizes, torch.device("cuda")) is wanted
+    assert not has_kernel(torch.float32, *sizes, torch.device("cuda"))
+    assert not has_kernel(torch.bfloat16, *sizes, torch.device("cpu"))

@@ -6,10 +6,8 @@ import pytest
 import torch
 from gpu_engine_models import GPU
 
-from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.kernels.ops.mla import mla_attention
 from warpbus.models import SHAPES, IndexerSpec, MLPSpec, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
@@ -75,33 +73,8 @@ def test_a_quantized_model_generates_the_same_alone_and_together():
     assert (logits.amax(-1) - chosen).max() < 0.25
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("limit", [BLOCK, 5 * BLOCK])
-def test_mla_attention_in_a_graph(dtype, limit):
-    """Nothing waits for the GPU, and a replay sees new positions, block tables and latents."""
-    generator = torch.Generator(GPU).manual_seed(1)
-
-    def drawn(*shape):
-        return torch.randn(shape, device=GPU, generator=generator).to(dtype)
-
-    q, latents = drawn(3, 20, 576), drawn(20, 1, BLOCK, 576)
-    positions = torch.zeros(3, dtype=torch.int32, device=GPU)
-    blocks = torch.zeros(3, 5, dtype=torch.int32, device=GPU)
-
-    def work():
-        return mla_attention(q, positions, blocks, latents, value_dim=512, scale=256**-0.5, limit=limit)
-
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = work()
-    positions.copy_(torch.tensor([0, limit - 1, limit // 2]))
-    blocks.copy_(torch.randperm(20)[:15].view(3, 5))
-    q.copy_(drawn(3, 20, 576))
-    graph.replay()
-    for row, position in enumerate(positions.tolist()):
-        keys = latents[blocks[row].long(), 0].flatten(0, 1)[: position + 1].double()
-        weights = (q[row].double() @ keys.T * 256**-0.5).softmax(-1)
-        expected = weights @ keys[:, :512]
-        tolerance = 1e-4 if dtype == torch.float32 else 0.03
-        torch.testing.assert_close(found[row].double(), expected, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("config", [LATENT, SPARSE], ids=["latent", "sparse"])
+def test_steps_are_captured_in_graphs(config):
+    engine = Engine(random_model(config, None, GPU, torch.bfloat16), max_model_len=512)
+    engine.decode(PROMPTS, 20)
+    assert engine._instance.step._graphs is not None

@@ -1,13 +1,126 @@
-"""`mla_attention`: multi-head latent attention of rows of queries over the cache of latents."""
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1) of single tokens, in the absorbed form.
+
+All heads share one KV head: a token's key is its latent with its rotary key, its value the latent. `mla_queries` makes
+the queries for such keys and stores the new tokens' latents, `mla_attention` attends and projects to the heads' values.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
+from warpbus.cuda.devices import shared_memory
+from warpbus.cuda.green import multiprocessors
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
+from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import check_alike, check_rank, check_shape
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.ops.cache import check_indices, check_stored
 from warpbus.kernels.reference import mla as reference
+from warpbus.kernels.units import unit
+
+_QUERIES = per_dtype(
+    "mla/queries.cu",
+    "mla_queries",
+    "const ELEMENT* q, const ELEMENT* latent, const ELEMENT* norm, const ELEMENT* kv_b, const float* table, "
+    "const int* positions, const long long* slots, ELEMENT* latents, ELEMENT* out, long long latent_stride, "
+    "long long head_stride, long long block_stride, long long token_stride, int rows, int heads, int shift, "
+    "int interleaved, float eps",
+    HALVES,
+)
+_ATTENTION = Parameters(
+    "const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents, "
+    "const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride, "
+    "long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads, int shift, "
+    "int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale"
+)
+_OUTPUTS = Parameters(
+    "const float* part_values, const float2* part_weights, const int* positions, const ELEMENT* kv_b, ELEMENT* out, "
+    "long long head_stride, int rows, int heads, int value_dim, int parts, int part_keys, int group"
+)
+_NOPE, _ROPE, _RANK = 192, 64, 512  # csrc/mla/shape.cuh
+_KEY = _RANK + _ROPE
+_ROW = _KEY + 8  # kRow
+_ROWS = 16  # of a block of mla_queries and mla_outputs: kTile
+_QUERY_THREADS, _ATTENTION_THREADS, _OUTPUT_THREADS = 128, 256, 512
+_QUERY_COLUMNS = 64
+_HEADS = (8, 16, 24, 32)  # of a tile, rounded up: what mla_attention is compiled for
+_KEYS = (32, 16)  # of a chunk, the latter where shared memory is small
+_VALUES = (32, 64)  # rows of kv_b of a block of mla_outputs
+_STAGES = (3, 5)
+_WARPS = 8
+_GROUP = 8  # units
+_MOST_UNITS = 64  # of a row
+_FINE, _UNIT = 16, 4  # up to so many units they have one chunk; beyond up to so many chunks, until there are too many
+_FEW_ROWS = 4  # up to which mla_outputs has small blocks
+_RESERVED = 1024  # bytes of shared memory that each block takes beside its own
+_AROUND = 2  # what a block takes beside its chunks, in chunks
+
+
+def mla_queries(
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    kv_b: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    *,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Rotate queries and absorb the keys' projection into them; norm, rotate and store the new tokens' latents.
+
+    Args:
+        q: `[b, heads, nope_dim + rope_dim]`, not rotated; float16, bfloat16 or float32.
+        latent: `[b, kv_rank + rope_dim]`, the last stride 1: neither normed nor rotated.
+        norm: `[kv_rank]`, the weight of the RMSNorm of latents, with `eps`.
+        kv_b: `[heads, nope_dim + value_dim, kv_rank]`, contiguous: of each head the projections to keys, then to
+            values.
+        table: float32 `[positions, rope_dim]`: of each position the cosines in the first half, the sines in the second.
+        positions: int32 `[b]`, rows of `table`. Not checked.
+        slots: int64 `[b]`: block * B + token in the block, where a row's latent is stored. Not checked.
+        latents: the cache, `[blocks, 1, B, kv_rank + rope_dim]` in the dtype of `q`, B a power of two from 16 to 256;
+            any strides, the last one 1. Written in place.
+        interleaved: pairs are (2i, 2i+1); otherwise (i, i + rope_dim / 2).
+
+    Returns:
+        `[b, heads, kv_rank + rope_dim]` in the dtype of `q`. Where there is no kernel (`has_kernel`), torch's operators
+        do the work.
+
+    Raises:
+        TensorError: other shapes, dtypes, strides or devices.
+    """
+    name = "mla_queries"
+    check_rank(name, 3, q=q, kv_b=kv_b)
+    check_rank(name, 2, latent=latent, table=table)
+    check_alike(name, q=q, latent=latent, norm=norm, kv_b=kv_b)
+    check_alike(name, (torch.float32,), table=table)
+    check_stored(name, "latents", latents, q.dtype, None, "scales")
+    batch, heads, width = q.shape
+    rank, rope = kv_b.shape[2], table.shape[1]
+    nope = width - rope
+    expected: dict[str, tuple[int, ...]] = {"latent": (batch, rank + rope), "norm": (rank,)}
+    expected["latents"] = (latents.shape[0], 1, latents.shape[2], rank + rope)
+    why = f"kv_b is {list(kv_b.shape)}, table has {rope} columns"
+    check_shape(name, expected, why, latent=latent, norm=norm, latents=latents)
+    _check_kv_b(name, kv_b, heads)
+    if not 0 < nope < kv_b.shape[1] or rope % 2 or latents.dtype != q.dtype:
+        raise TensorError(
+            f"{name}: q has shape {list(q.shape)}, {why}, latents are {latents.dtype}: give q [b, heads, nope_dim + "
+            "columns of table], where nope_dim is less than a head's rows of kv_b, and latents in the dtype of q"
+        )
+    check_shape(name, {"positions": (batch,), "slots": (batch,)}, "one per row", positions=positions, slots=slots)
+    check_indices(name, q.device, torch.int32, positions=positions)
+    check_indices(name, q.device, torch.int64, slots=slots)
+    return _mla_queries(q, latent, norm, kv_b, table, positions, slots, latents, eps, interleaved)
 
 
 def mla_attention(
@@ -15,55 +128,65 @@ def mla_attention(
     positions: Tensor,
     blocks: Tensor,
     latents: Tensor,
+    kv_b: Tensor,
     *,
     value_dim: int,
     scale: float,
     limit: int,
     selected: Tensor | None = None,
+    inputs_ready: bool = False,
 ) -> Tensor:
-    """Attend to all latents up to a position (MLA in its absorbed form; DeepSeek-V2, arXiv:2405.04434, section 2.1).
-
-    All heads share one KV head: a token's key is its latent with its rotary key, its value the first part of the key.
-    On a GPU torch's operators do the work. They copy all latents up to `limit` for each row, and never wait for the
-    GPU.
+    """Attend to all latents up to a position, and project the sums of latents to the heads' values.
 
     Args:
-        q: `[b, heads, d]`, rotated; float16, bfloat16 or float32.
+        q: `[b, heads, d]`: what `mla_queries` gives; float16, bfloat16 or float32.
         positions: int32 `[b]`: the last position that each row attends to; each at least 0 and less than `limit`, which
             is not checked, since it would take the GPU's answer.
-        blocks: int32 `[b, n]`: the row's block table, position p is in block `blocks[row, p // B]` of the cache.
-            Entries past a row's position are not used, whatever they are.
+        blocks: int32 `[b, n]`, the last stride 1: the row's block table, position p is in block `blocks[row, p // B]`
+            of the cache. Entries past a row's position are not used, whatever they are.
         latents: the cache, `[blocks, 1, B, d]` in the dtype of `q`, B a power of two from 16 to 256; any strides, the
             last one 1. What is past a row's position may be anything, also NaN.
-        value_dim: leading features of a key that are its value.
+        kv_b: `[heads, nope_dim + value_dim, kv_rank]`, contiguous: of each head the projections to keys, then to
+            values. The first `kv_rank` features of a key are its value.
+        value_dim: features of a head's value.
         scale: of the scores.
-        limit: greater than all positions.
-        selected: bool `[b, tokens]`, at least the tokens of `ceil(limit / B)` blocks: rows attend to these only. Each
-            row has at least one up to its position.
+        limit: greater than all positions. It decides how a row is cut into parts.
+        selected: bool `[b, tokens]`, at least the tokens of `ceil(limit / B)` blocks, the last stride 1: rows attend to
+            these only. Each row has at least one up to its position.
+        inputs_ready: `positions`, `blocks` and the cache below each row's position are not written by the last kernel
+            that was launched without `dependent`, nor by any after it: as in `decode_attention`.
 
     Returns:
-        `[b, heads, value_dim]` in the dtype of `q`.
+        `[b, heads, value_dim]` in the dtype of `q`; the sums of latents are rounded to it too. The kernels give the
+        same bits at every run, and for a row alone or in any batch with the same `limit`. Where there is no kernel
+        (`has_kernel`), torch's operators copy all latents up to `limit` for each row. Neither waits for the GPU.
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
-        UsageError: `limit` does not fit the block table, or `value_dim` the latents.
+        UsageError: `limit` does not fit the block table, or `value_dim` kv_b.
     """
     name = "mla_attention"
-    check_rank(name, 3, q=q)
+    check_rank(name, 3, q=q, kv_b=kv_b)
     check_rank(name, 2, blocks=blocks)
-    check_alike(name, q=q)
+    check_alike(name, q=q, kv_b=kv_b)
     check_stored(name, "latents", latents, q.dtype, None, "scales")
-    batch, _, size = q.shape
-    if latents.shape[1] != 1 or latents.shape[3] != size or latents.device != q.device:
+    batch, heads, size = q.shape
+    if latents.shape[1] != 1 or latents.shape[3] != size or latents.device != q.device or latents.dtype != q.dtype:
         raise TensorError(
-            f"{name}: latents have shape {list(latents.shape)} on {latents.device}: give [blocks, 1, tokens of a "
-            f"block, {size}] on {q.device}, with the features of q"
+            f"{name}: latents have shape {list(latents.shape)} {latents.dtype} on {latents.device}: give [blocks, 1, "
+            f"tokens of a block, {size}] {q.dtype} on {q.device}, with the features of q"
+        )
+    _check_kv_b(name, kv_b, heads)
+    if kv_b.shape[2] > size:
+        raise TensorError(
+            f"{name}: kv_b has shape {list(kv_b.shape)} and q {list(q.shape)}: give queries of kv_rank + rope_dim "
+            "features: what mla_queries gives"
         )
     one_each = {"positions": (batch,), "blocks": (batch, blocks.shape[1])}
     check_shape(name, one_each, f"one for each of the {batch} rows of q", positions=positions, blocks=blocks)
     check_indices(name, q.device, torch.int32, positions=positions, blocks=blocks)
-    if not 1 <= value_dim <= size:
-        raise UsageError(f"{name}: value_dim is {value_dim}: give one from 1 to {size}, the features of q")
+    if not 1 <= value_dim <= kv_b.shape[1]:
+        raise UsageError(f"{name}: value_dim is {value_dim}: give one from 1 to {kv_b.shape[1]}, a head's rows of kv_b")
     held = blocks.shape[1] * latents.shape[2]
     if not 0 < limit <= held:
         raise UsageError(f"{name}: limit is {limit}, with blocks for {held} tokens: give one from 1 up to that")
@@ -79,13 +202,291 @@ def mla_attention(
             f"{name}: selected is {selected.dtype} {list(selected.shape)} on {selected.device}: give torch.bool "
             f"[{batch}, {read}] on {q.device}"
         )
-    return _mla_attention(q, positions, blocks, latents, value_dim, scale, limit, selected)
+    return _mla_attention(q, positions, blocks, latents, kv_b, value_dim, scale, limit, selected, inputs_ready)
 
 
-_mla_attention = operator(
-    "mla_attention(Tensor q, Tensor positions, Tensor blocks, Tensor latents, int value_dim, float scale, int limit, "
-    "Tensor? selected) -> Tensor",
-    cuda=reference.mla_attention,
-    reference=reference.mla_attention,
-    fake=lambda q, positions, blocks, latents, value_dim, *others: q.new_empty(*q.shape[:2], value_dim),
+def has_kernel(
+    dtype: torch.dtype, nope_dim: int, rope_dim: int, kv_rank: int, value_dim: int, device: torch.device
+) -> bool:
+    """Whether `mla_queries` and `mla_attention` have kernels for such heads on a device.
+
+    They have on GPUs since Ampere for float16 and bfloat16 and the dimensions of GLM-4.7-Flash and GLM-5: 192, 64, 512
+    and any multiple of 64.
+    """
+    return (
+        is_gpu(device)
+        and dtype in HALVES
+        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES[-1]) == (_NOPE, _ROPE, _RANK, 0)
+        and capabilities(architecture(device)).mma
+    )
+
+
+def _check_kv_b(name: str, kv_b: Tensor, heads: int) -> None:
+    # A kernel fetches it before the one ahead has ended, which could be that of a copy.
+    if kv_b.shape[0] != heads or not kv_b.is_contiguous() or kv_b.data_ptr() % 16:
+        raise TensorError(
+            f"{name}: kv_b has shape {list(kv_b.shape)}, strides {kv_b.stride()} and begins at {kv_b.data_ptr():#x}: "
+            f"give [{heads}, nope_dim + value_dim, kv_rank], contiguous, at a multiple of 16 bytes"
+        )
+
+
+@dataclass(frozen=True)
+class LatentDevice:
+    """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
+
+    multiprocessors: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """How heads and keys of a row are cut; the names are those of csrc/mla/attention.cu.
+
+    Attributes:
+        heads, keys: the macros HEADS and KEYS.
+        tiles: of `tile_heads` heads, each with blocks of its own.
+        parts: of each row, of which a block has `parts_per_block`; `blocks` of a row and tile.
+        shared: bytes of dynamic shared memory of a block.
+    """
+
+    heads: int
+    keys: int
+    tiles: int
+    tile_heads: int
+    stages: int
+    chunks_per_unit: int
+    units_per_part: int
+    parts_per_block: int
+    parts: int
+    blocks: int
+    shared: int
+
+    @property
+    def part_keys(self) -> int:
+        """Keys of a part."""
+        return self.units_per_part * self.chunks_per_unit * self.keys
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(rows: int, heads: int, limit: int, device: LatentDevice) -> LatentPlan:
+    """The cut that takes least time, of such the one with most blocks. Units and groups depend on `limit` alone."""
+    compiled, keys, stages, shared = _fitted(heads, device.shared - _RESERVED)
+    tiles = -(-heads // compiled)
+    tile_heads = -(-heads // tiles)
+    chunks = -(-limit // keys)
+    chunks_per_unit = max(min(_UNIT, -(-chunks // _FINE)), -(-chunks // _MOST_UNITS))
+    units = -(-chunks // chunks_per_unit)
+
+    def cut(units_per_part: int, parts_per_block: int) -> tuple[int, int, LatentPlan]:
+        parts = -(-units // units_per_part)
+        blocks = -(-parts // parts_per_block)
+        waves = -(-rows * tiles * blocks // device.multiprocessors)
+        work = waves * (parts_per_block * units_per_part * chunks_per_unit + _AROUND)
+        fitting = next(bound for bound in _HEADS if tile_heads <= bound)
+        found = LatentPlan(
+            *(fitting, keys, tiles, tile_heads, stages, chunks_per_unit),
+            *(units_per_part, parts_per_block, parts, blocks, shared),
+        )
+        return work, -blocks, found
+
+    cuts = [cut(1, count) for count in (1, 2, 4)] + [cut(_GROUP, count) for count in (1, 2, 4, 8)]
+    return min(cuts, key=lambda found: found[:2])[2]
+
+
+def _fitted(heads: int, shared: int) -> tuple[int, int, int, int]:
+    """Heads that a tile has at most, keys of a chunk, stages, and shared memory of a block."""
+    for keys in _KEYS:
+        for most in reversed(_HEADS):
+            compiled = next(bound for bound in _HEADS if -(-heads // -(-heads // most)) <= bound)
+            stage, others = 2 * keys * _ROW, other_bytes(compiled, keys)
+            stages = min(_STAGES[1], (shared - others) // stage)
+            if most >= min(heads, _HEADS[2]) and stages >= _STAGES[0]:
+                return most, keys, stages, others + stages * stage
+    raise UsageError(f"mla_attention: a block has {shared} bytes of shared memory, too few: give a GPU since Ampere")
+
+
+def other_bytes(heads: int, keys: int) -> int:
+    """Bytes of shared memory of a block of mla_attention beside its stages: OTHER_BYTES."""
+    splits = _WARPS // (keys // 16)
+    return heads * (2 * _ROW + 2 * (keys + 8) + 4 * splits * (keys + 4) + 16)
+
+
+@functools.cache
+def _attention_kernel(dtype: torch.dtype, heads: int, keys: int) -> Kernel:
+    others = other_bytes(heads, keys)
+    declared = unit("mla/attention.cu", ELEMENT=ELEMENTS[dtype], HEADS=heads, KEYS=keys, OTHER_BYTES=others)
+    return declared.kernel("mla_attention", _ATTENTION)
+
+
+@functools.cache
+def _outputs_kernel(dtype: torch.dtype, values: int) -> Kernel:
+    return unit("mla/outputs.cu", ELEMENT=ELEMENTS[dtype], VALUES=values).kernel("mla_outputs", _OUTPUTS)
+
+
+def _launch_queries(
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    kv_b: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    batch, heads, width = q.shape
+    rank, rope = kv_b.shape[2], table.shape[1]
+    if not has_kernel(q.dtype, width - rope, rope, rank, kv_b.shape[1] - width + rope, q.device):
+        return reference.mla_queries(q, latent, norm, kv_b, table, positions, slots, latents, eps, interleaved)
+    out = q.new_empty(batch, heads, rank + rope)
+    if batch == 0:
+        return out
+    latent = latent if latent.stride() == (latent.stride(0), 1) and _even(latent) else latent.contiguous().clone()
+    if not _even(latents):
+        raise TensorError(
+            f"mla_queries: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a cache "
+            "whose tokens begin at multiples of 16 bytes"
+        )
+    tiles = -(-batch // _ROWS)
+    _QUERIES[q.dtype](
+        (heads * (_RANK // _QUERY_COLUMNS) + 1, tiles),
+        _QUERY_THREADS,
+        q=_contiguous(q),
+        latent=latent,
+        norm=_contiguous(norm),
+        kv_b=kv_b,
+        table=table.contiguous(),
+        positions=positions.contiguous(),
+        slots=slots.contiguous(),
+        latents=latents,
+        out=out,
+        latent_stride=latent.stride(0),
+        head_stride=kv_b.shape[1] * rank,
+        block_stride=latents.stride(0),
+        token_stride=latents.stride(2),
+        rows=batch,
+        heads=heads,
+        shift=latents.shape[2].bit_length() - 1,
+        interleaved=interleaved,
+        eps=eps,
+        shared=2 * (_NOPE * _QUERY_COLUMNS + _ROWS * width),
+        dependent=True,
+    )
+    return out
+
+
+def _launch_attention(
+    q: Tensor,
+    positions: Tensor,
+    blocks: Tensor,
+    latents: Tensor,
+    kv_b: Tensor,
+    value_dim: int,
+    scale: float,
+    limit: int,
+    selected: Tensor | None,
+    inputs_ready: bool,
+) -> Tensor:
+    batch, heads, size = q.shape
+    rank = kv_b.shape[2]
+    if not has_kernel(q.dtype, kv_b.shape[1] - value_dim, size - rank, rank, value_dim, q.device):
+        return reference.mla_attention(q, positions, blocks, latents, kv_b, value_dim, scale, limit, selected)
+    out = q.new_empty(batch, heads, value_dim)
+    if batch == 0:
+        return out
+    if not _even(latents):
+        raise TensorError(
+            f"mla_attention: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a "
+            "cache whose tokens begin at multiples of 16 bytes"
+        )
+    # A copy is the kernel just ahead: what it writes is not ready.
+    inputs_ready = inputs_ready and positions.is_contiguous() and blocks.stride(1) == 1
+    blocks = blocks if blocks.stride(1) == 1 else blocks.contiguous()
+    if selected is not None and selected.stride(1) != 1:
+        selected = selected.contiguous()
+    cut = plan(batch, heads, limit, LatentDevice(multiprocessors(q.device), shared_memory(q.device)))
+    part_values = torch.empty(batch * heads * cut.parts * rank, dtype=torch.float32, device=q.device)
+    part_weights = torch.empty(batch * heads * cut.parts * 2, dtype=torch.float32, device=q.device)
+    positions = positions.contiguous()
+    _attention_kernel(q.dtype, cut.heads, cut.keys)(
+        (cut.blocks, cut.tiles, batch),
+        _ATTENTION_THREADS,
+        q=_contiguous(q),
+        positions=positions,
+        block_table=blocks,
+        latents=latents,
+        selected=selected,
+        part_values=part_values,
+        part_weights=part_weights,
+        block_table_stride=blocks.stride(0),
+        block_stride=latents.stride(0),
+        token_stride=latents.stride(2),
+        selected_stride=0 if selected is None else selected.stride(0),
+        heads=heads,
+        tile_heads=cut.tile_heads,
+        shift=latents.shape[2].bit_length() - 1,
+        stages=cut.stages,
+        chunks_per_unit=cut.chunks_per_unit,
+        units_per_part=cut.units_per_part,
+        parts_per_block=cut.parts_per_block,
+        parts=cut.parts,
+        inputs_ready=inputs_ready and selected is None,
+        scale=math.log2(math.e) * scale,
+        shared=cut.shared,
+        dependent=True,
+    )
+    values = _VALUES[batch > _FEW_ROWS]
+    sums = 4 * max(1, 64 // values)
+    _outputs_kernel(q.dtype, values)(
+        (heads * value_dim // values, -(-batch // _ROWS)),
+        _OUTPUT_THREADS,
+        part_values=part_values,
+        part_weights=part_weights,
+        positions=positions,
+        kv_b=kv_b,
+        out=out,
+        head_stride=kv_b.shape[1] * rank,
+        rows=batch,
+        heads=heads,
+        value_dim=value_dim,
+        parts=cut.parts,
+        part_keys=cut.part_keys,
+        group=1 if cut.units_per_part == _GROUP else _GROUP,
+        shared=2 * (values + _ROWS) * rank + 4 * sums * _ROWS * (values + 4),
+        dependent=True,
+    )
+    return out
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if aligned(tensor) else tensor.clone()
+
+
+def _even(tensor: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes."""
+    return aligned(tensor) and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+_mla_queries = operator(
+    "mla_queries(Tensor q, Tensor latent, Tensor norm, Tensor kv_b, Tensor table, Tensor positions, Tensor slots, "
+    "Tensor(a!) latents, float eps, bool interleaved) -> Tensor",
+    cuda=_launch_queries,
+    reference=reference.mla_queries,
+    fake=lambda q, latent, *others: q.new_empty(*q.shape[:2], latent.shape[1]),
 )
+_mla_attention = operator(
+    "mla_attention(Tensor q, Tensor positions, Tensor blocks, Tensor latents, Tensor kv_b, int value_dim, float scale, "
+    "int limit, Tensor? selected, bool inputs_ready) -> Tensor",
+    cuda=_launch_attention,
+    reference=lambda *arguments: reference.mla_attention(*arguments[:-1]),
+    fake=lambda q, positions, blocks, latents, kv_b, value_dim, *others: q.new_empty(*q.shape[:2], value_dim),
+)
+
+for _dtype in HALVES:
+    for _values in _VALUES:
+        _outputs_kernel(_dtype, _values)
+    for _heads in _HEADS:
+        for _chunk in _KEYS:
+            _attention_kernel(_dtype, _heads, _chunk)

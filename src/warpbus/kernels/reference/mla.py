@@ -1,10 +1,36 @@
 """Multi-head latent attention over the cache of latents, in plain PyTorch."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.kernels.reference.attention import visible
-from warpbus.kernels.reference.cache import gather
+from warpbus.kernels.reference.cache import gather, write
+from warpbus.kernels.reference.norm import rms_norm
+from warpbus.kernels.reference.rope import rotate
+
+
+def mla_queries(
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    kv_b: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """The queries of the absorbed form; the new latents are written into the cache. See `ops.mla`."""
+    rank, rope = kv_b.shape[2], table.shape[1]
+    angles = table.index_select(0, positions)
+    nope, of_query = q.split((q.shape[2] - rope, rope), dim=-1)
+    compressed, of_key = latent.split((rank, rope), dim=-1)
+    rotated = rotate(of_key[:, None], angles, interleaved)[:, 0]
+    write(torch.cat((rms_norm(compressed, norm, eps), rotated), dim=-1)[:, None], slots, latents, None)
+    absorbed = torch.einsum("thn,hnr->thr", nope, kv_b[:, : nope.shape[2]])
+    return torch.cat((absorbed, rotate(of_query, angles, interleaved)), dim=-1)
 
 
 def mla_attention(
@@ -12,6 +38,7 @@ def mla_attention(
     positions: Tensor,
     blocks: Tensor,
     latents: Tensor,
+    kv_b: Tensor,
     value_dim: int,
     scale: float,
     limit: int,
@@ -27,6 +54,6 @@ def mla_attention(
         seen = seen & selected[:, : seen.shape[1]]
     # The heads stand where torch has the tokens of one sequence: latents are read once for all.
     attended = F.scaled_dot_product_attention(
-        q[:, None], keys, keys[..., :value_dim], attn_mask=seen[:, None, None], scale=scale
+        q[:, None], keys, keys[..., : kv_b.shape[2]], attn_mask=seen[:, None, None], scale=scale
     )
-    return attended[:, 0]
+    return torch.einsum("thr,hvr->thv", attended[:, 0], kv_b[:, -value_dim:]).contiguous()

@@ -64,13 +64,13 @@ class FusedAttention(ABC):
         latent_btd: Tensor,
         index: IndexFeatures | None,
     ) -> Tensor:
-        """Multi-head latent attention: apply RoPE to queries and rotary keys, store the new latents, attend causally.
+        """Multi-head latent attention: norm the new latents, apply RoPE, store the latents, attend causally.
 
         Args:
             layer: the index of the layer.
             attention: expands latents to keys and values, or absorbs the expansion into queries and outputs.
             q_bthd: `[batch, tokens, heads, nope_dim + rope_dim]`, not rotated.
-            latent_btd: normed latents and rotary keys `[batch, tokens, kv_rank + rope_dim]`, not rotated.
+            latent_btd: latents and rotary keys `[batch, tokens, kv_rank + rope_dim]`, neither normed nor rotated.
             index: of the layer's indexer, not rotated; None if it has none.
 
         Returns:

@@ -69,6 +69,7 @@ class LatentAttention(nn.Module):
             return context.attend_latent(layer, self, q, latent, index)
         assert positions_bt is not None
         assert angles is not None
+        latent = self.normed(latent)
         q = torch.cat((q[..., : self.spec.nope_dim], self._rotated(q[..., self.spec.nope_dim :], angles)), dim=-1)
         rotary = self._rotated(latent[..., None, self.spec.kv_rank :], angles)[..., 0, :]
         k, v = self.expand(torch.cat((latent[..., : self.spec.kv_rank], rotary), dim=-1))
@@ -95,6 +96,11 @@ class LatentAttention(nn.Module):
             assert self.q_a_norm is not None
             return self.q_a_norm(queries)
         return self.kv_a_norm(latent[..., : self.spec.kv_rank])
+
+    def normed(self, latent: Tensor) -> Tensor:
+        """Latents with rotary keys `[..., kv_rank + rope_dim]`, as projected, with their norm applied to the latents."""
+        compressed, rotary = latent.split((self.spec.kv_rank, self.spec.rope_dim), dim=-1)
+        return torch.cat((self.kv_a_norm(compressed), rotary), dim=-1)
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head.
@@ -123,24 +129,25 @@ class LatentAttention(nn.Module):
             the keys of `expand`.
         """
         nope, rotary = q.split((self.spec.nope_dim, self.spec.rope_dim), dim=-1)
-        of_keys = self._by_head()[:, : self.spec.nope_dim]
+        of_keys = self.by_head[:, : self.spec.nope_dim]
         return torch.cat((torch.einsum("thn,hnr->thr", nope, of_keys), rotary), dim=-1)
 
     def outputs(self, attended: Tensor) -> Tensor:
         """The heads' outputs `[tokens, heads value_dim]` from weighted sums of latents `[tokens, heads, kv_rank]`."""
-        of_values = self._by_head()[:, self.spec.nope_dim :]
+        of_values = self.by_head[:, self.spec.nope_dim :]
         return torch.einsum("thr,hvr->thv", attended, of_values).flatten(-2)
 
-    def _by_head(self) -> Tensor:
+    @property
+    def by_head(self) -> Tensor:
         """The weight of `kv_b`, `[heads, nope_dim + value_dim, kv_rank]`, which is never quantized after loading."""
         return self.kv_b.weight.unflatten(0, (self.spec.num_heads, -1))
 
     def _projected(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor, IndexFeatures | None]:
-        """What is projected from hidden states; nothing is rotated.
+        """What is projected from hidden states; latents are not normed, and nothing is rotated.
 
         Returns:
-            queries `[..., heads, nope_dim + rope_dim]`; normed latents and rotary keys `[..., kv_rank + rope_dim]`; and
-            the features of the indexer, if there is one.
+            queries `[..., heads, nope_dim + rope_dim]`; latents and rotary keys `[..., kv_rank + rope_dim]`; and the
+            features of the indexer, if there is one.
         """
         index = None
         if self.indexer is not None and norm is not None:
@@ -152,8 +159,6 @@ class LatentAttention(nn.Module):
             queries = project(self.q_b, queries)
         elif self.q_b is not None:
             queries = project(self.q_b, queries, norm=self.q_a_norm)
-        compressed, rotary = latent.split((self.spec.kv_rank, self.spec.rope_dim), dim=-1)
-        latent = torch.cat((self.kv_a_norm(compressed), rotary), dim=-1)
         return queries.unflatten(-1, (self.spec.num_heads, -1)), latent, index
 
     def _first(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:

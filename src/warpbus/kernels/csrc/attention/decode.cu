@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         if (has_new && warp == 1) insert(stage.values, at.fresh->rows[1], new_row);
     };
     if (chunks == 1) insert_key(at.stage(0));
-    wait_for_copies(stages - 1);
+    ptx::cp_async_wait(stages - 1);
     __syncthreads();
 
     const attention::Parts own = {part_values + head * parts * head_dim, part_weights + head * parts, query_count,
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         unit.weigh(weighed, scores, largest, value_scales, place);
         if (chunk + 2 == chunks) insert_key(at.stage(next));
         if (chunk + 1 == chunks) insert_value(stage);
-        wait_for_copies(stages - 2);
+        ptx::cp_async_wait(stages - 2);
         __syncthreads();
         begin_values(chunk + stages - 1, previous);
         begin_keys(chunk + stages, index);

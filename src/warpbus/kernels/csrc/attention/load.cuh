@@ -135,14 +135,6 @@ __device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, 
     attention::cp_async_4(ptx::shared_address(scales + threadIdx.x), from, there ? 4 : 0);
 }
 
-// Wait until at most `newest` (0 to 3) of the newest groups of copies are under way.
-__device__ __forceinline__ void wait_for_copies(int newest) {
-    if (newest == 0) ptx::cp_async_wait<0>();
-    else if (newest == 1) ptx::cp_async_wait<1>();
-    else if (newest == 2) ptx::cp_async_wait<2>();
-    else ptx::cp_async_wait<3>();
-}
-
 // Where the pair of dimensions from `dim` on stands in a row of queries. Codes of keys come out of ldmatrix four at a
 // time, so a thread has four neighbouring dimensions of each 16 in place of two and two: the queries follow that order.
 __device__ __forceinline__ int query_column(int dim) {

@@ -47,6 +47,14 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// The same for a number (0 to 3) that the compiler does not know.
+__device__ __forceinline__ void cp_async_wait(int pending) {
+    if (pending == 0) cp_async_wait<0>();
+    else if (pending == 1) cp_async_wait<1>();
+    else if (pending == 2) cp_async_wait<2>();
+    else cp_async_wait<3>();
+}
+
 // ---- Matrix fragments (sm_75, stmatrix sm_90) ----
 
 // Load four 8x8 matrices of 16-bit elements. Lanes 8i to 8i+7 give the addresses of the rows of matrix i, 16 bytes each

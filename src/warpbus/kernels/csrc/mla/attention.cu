@@ -1,0 +1,441 @@
+// Multi-head latent attention (MLA) in its absorbed form: one query per head and row over the cache of latents.
+//
+// Computes, for each row, softmax(q k^T * scale) v over the keys 0 to position, where a token's key is its latent with
+// its rotary key, its value the latent, and all heads share both. The result is left in parts, which mla/outputs.cu adds
+// up. Weights and sums are float32.
+//
+// Shapes and layout
+//   q            [rows, heads, kKeyDim] ELEMENT, contiguous
+//   positions    int [rows]
+//   block_table  int [rows, n], the last stride 1: key p of a row is in block block_table[row, p >> shift] of the cache
+//   latents      [blocks, 1 << shift, kKeyDim] ELEMENT; strides of blocks and tokens in elements, multiples of 8; all
+//                begins at multiples of 16 bytes; shift is at least 4
+//   selected     bool [rows, n], rows `selected_stride` apart: keys that a row attends to; null: all
+//   part_values, part_weights  float [rows, heads, parts, kRank], float2 [rows, heads, parts]: see attention/combine.cuh.
+//                Only parts with keys up to the position are written.
+//   chunks_per_unit   chunks of KEYS keys make a unit, units_per_part (1 or those of a group) units a part, parts_per_block parts
+//                are the work of a block; how many there are in all depends on `limit`, which all positions are below
+//   inputs_ready nothing but q and the keys at the positions is an output of kernels that may still run
+//   scale        log2(e) times that of the scores
+//
+// Macros
+//   ELEMENT  __half or __nv_bfloat16
+//   HEADS    8, 16, 24 or 32: heads of a tile, rounded up
+//   KEYS     32, or 16 where shared memory is small: keys of a chunk
+//   OTHER_BYTES  of shared memory, as the host asks for it: of all that is no stage
+//
+// Grid: (blocks of a row, tiles of heads, rows), 256 threads. Dynamic shared memory: Memory and `stages` (3 to 5) chunks.
+//
+// How it works. The keys of a chunk are the rows of a matrix product and the heads its columns, so that a tile of 20
+// heads takes 24 columns and a key is read once for all of them. Chunks come by cp.async in `stages` stages. Warps share
+// the products with queries by keys and by features; then each warp weighs the keys for some heads; then warps share the
+// products with values by features. The last and the first step are one for two chunks, so that a chunk takes two
+// barriers. Exponents are integers and additions form one tree: units one after another to groups, groups one after
+// another to a row. Where a part is a group, its block adds up the units; otherwise mla/outputs.cu does. So the result
+// does not depend on what a block has, and that of a row not on the batch around it.
+#include "attention/cache.cuh"
+#include "common/tile.cuh"
+#include "mla/shape.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kKeyTiles = KEYS / 16;
+constexpr int kSplits = kWarps / kKeyTiles;  // of the features, among warps with the same keys
+constexpr int kSteps = kKeyDim / 16;
+constexpr int kSplitSteps = (kSteps + kSplits - 1) / kSplits;
+constexpr int kHeadTiles = HEADS / 8;
+constexpr int kHeadPairs = (kHeadTiles + 1) / 2;
+constexpr int kOwnHeads = HEADS / kWarps;       // that a warp weighs keys for
+constexpr int kDimTiles = kRank / 16 / kWarps;  // of the values, of a warp
+constexpr int kPieces = kKeyDim / kChunk;       // of 16 bytes, of a key
+static_assert(kPieces == 2 * 32 + 8, "begin_chunk copies keys of 72 pieces");
+// Rows in shared memory, so long that fragments are read and written without bank conflicts. In the order of tile.cuh
+// each ldmatrix would compute its address; here it is a constant away from the first.
+constexpr int kRow = kKeyDim + kChunk;
+constexpr int kScoreRow = KEYS + 4;
+constexpr int kWeightRow = KEYS + kChunk;
+constexpr unsigned int kAll = 0xffffffff;
+
+// What a chunk's sums are multiplied with: those of the unit before its products; at the end of a unit those of its
+// group, and those of the unit on their way to the group.
+struct Factors {
+    float keep, group_keep, take, unused;
+};
+
+struct Memory {
+    ELEMENT queries[HEADS * kRow];
+    ELEMENT weights[HEADS * kWeightRow];
+    float scores[kSplits][HEADS * kScoreRow];  // of each part of the features
+    Factors factors[HEADS];
+};
+static_assert(sizeof(Memory) == OTHER_BYTES, "the host asks for other room beside the stages");
+constexpr int kStage = KEYS * kRow;
+
+// What a lane gives to load a 16 x 16 block of a matrix with rows of `Row` elements as A or transposed A, and as B.
+template <int Row>
+__device__ __forceinline__ const ELEMENT* below_place(const ELEMENT* matrix) {
+    const int lane = threadIdx.x % 32;
+    return matrix + lane % 16 * Row + lane / 16 * kChunk;
+}
+template <int Row>
+__device__ __forceinline__ const ELEMENT* right_place(const ELEMENT* matrix) {
+    const int lane = threadIdx.x % 32;
+    return matrix + (lane % 8 + lane / 16 * 8) * Row + lane / 8 % 2 * kChunk;
+}
+
+// B fragments of the heads 16 * pair to 16 * pair + 15, of which the last 8 may not be there, from `columns` on.
+template <int Row>
+__device__ __forceinline__ void load_heads(ptx::uint32 (&b)[4], const ELEMENT* columns, int pair) {
+    const bool half = 2 * pair + 1 == kHeadTiles;  // then the first 8 are loaded twice
+    const int back = half && threadIdx.x % 32 >= 16 ? 8 * Row : 0;
+    ptx::ldmatrix_x4(b, ptx::shared_address(columns + 16 * pair * Row - back));
+}
+
+// Products of a chunk's keys with the queries, of this warp's keys and features, into `scores`.
+__device__ __forceinline__ void multiply_keys(Memory& memory, const ELEMENT* keys) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tile = warp % kKeyTiles, split = warp / kKeyTiles;
+    float sums[2][kHeadTiles][4] = {};  // of even and odd steps: a product waits for the one before it in its sums
+    const ELEMENT* rows = below_place<kRow>(keys + 16 * tile * kRow + 16 * split * kSplitSteps);
+    const ELEMENT* queries = right_place<kRow>(memory.queries + 16 * split * kSplitSteps);
+    constexpr bool kEven = kSplitSteps * kSplits == kSteps;
+    const int steps = min(kSplitSteps, kSteps - split * kSplitSteps);
+    // A step's fragments are asked for before the products of the step ahead of it.
+    ptx::uint32 a[2][4], b[2][kHeadPairs][4];
+    const auto load = [&](int i) {
+        ptx::ldmatrix_x4(a[i % 2], ptx::shared_address(rows + 16 * i));
+#pragma unroll
+        for (int pair = 0; pair < kHeadPairs; ++pair) load_heads<kRow>(b[i % 2][pair], queries + 16 * i, pair);
+    };
+    load(0);
+#pragma unroll
+    for (int i = 0; i < kSplitSteps; ++i) {
+        if (i + 1 < kSplitSteps && (kEven || i + 1 < steps)) load(i + 1);
+        if (!kEven && i >= steps) continue;
+#pragma unroll
+        for (int n = 0; n < kHeadTiles; ++n) {
+            const ptx::uint32(&of_pair)[4] = b[i % 2][n / 2];
+            ptx::mma_m16n8k16<ELEMENT>(sums[i % 2][n], a[i % 2], of_pair[n % 2 * 2], of_pair[n % 2 * 2 + 1]);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int head = 8 * n + 2 * (lane % 4) + i % 2;
+            const int key = 16 * tile + lane / 4 + i / 2 * 8;
+            memory.scores[split][head * kScoreRow + key] = sums[0][n][i] + sums[1][n][i];
+        }
+    }
+}
+
+// Of the heads that a warp weighs keys for, number warp + kWarps * i: the exponents so far, and the sums of weights, those
+// of the unit of this lane's keys.
+struct Running {
+    float unit_exponent[kOwnHeads], unit_weight[kOwnHeads];
+    float group_exponent[kOwnHeads], group_weight[kOwnHeads];
+
+    __device__ __forceinline__ void clear_unit(int i) {
+        unit_exponent[i] = attention::minus_infinity();
+        unit_weight[i] = 0.0f;
+    }
+    __device__ __forceinline__ void clear_group(int i) {
+        group_exponent[i] = attention::minus_infinity();
+        group_weight[i] = 0.0f;
+    }
+
+    // Weigh the keys of a chunk; a lane has one key, which counts where it is `seen`. Heads go side by side: each step
+    // waits for the one before it.
+    __device__ __forceinline__ void weigh(Memory& memory, bool seen, float scale, bool ends_unit) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float score[kOwnHeads];
+        Factors factors[kOwnHeads];
+        bool grows = false;
+#pragma unroll
+        for (int i = 0; i < kOwnHeads; ++i) {
+            const int at = (warp + kWarps * i) * kScoreRow + lane % KEYS;
+            float sum = 0.0f;
+#pragma unroll
+            for (int split = 0; split < kSplits; ++split) sum += memory.scores[split][at];
+            score[i] = seen ? sum * scale : attention::minus_infinity();
+            factors[i] = {1.0f, 0.0f, 0.0f, 0.0f};
+            grows = grows || score[i] > unit_exponent[i];
+        }
+        if (__any_sync(kAll, grows)) {  // seldom behind the first chunks
+            float largest[kOwnHeads];
+#pragma unroll
+            for (int i = 0; i < kOwnHeads; ++i) largest[i] = score[i];
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+                for (int i = 0; i < kOwnHeads; ++i) {
+                    largest[i] = fmaxf(largest[i], __shfl_xor_sync(kAll, largest[i], offset));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kOwnHeads; ++i) {
+                const float exponent = fmaxf(unit_exponent[i], ceilf(largest[i]));
+                const bool same = exponent == unit_exponent[i];  // also where both are minus infinity
+                factors[i].keep = same ? 1.0f : attention::power_of_two(unit_exponent[i] - exponent);
+                unit_exponent[i] = exponent;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kOwnHeads; ++i) {
+            const float from = unit_exponent[i] == attention::minus_infinity() ? 0.0f : unit_exponent[i];
+            const float weight = attention::exp2_flushed(score[i] - from);
+            if (lane < KEYS) {
+                memory.weights[(warp + kWarps * i) * kWeightRow + lane] = from_float<ELEMENT>(weight);
+            }
+            unit_weight[i] = fmaf(unit_weight[i], factors[i].keep, weight);
+        }
+        if (ends_unit) {
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+                for (int i = 0; i < kOwnHeads; ++i) {
+                    unit_weight[i] += __shfl_xor_sync(kAll, unit_weight[i], offset);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kOwnHeads; ++i) {
+                const float joined = fmaxf(group_exponent[i], unit_exponent[i]);
+                factors[i].group_keep = attention::power_of_two(group_exponent[i] - joined);
+                factors[i].take = attention::power_of_two(unit_exponent[i] - joined);
+                group_exponent[i] = joined;
+                group_weight[i] = fmaf(unit_weight[i], factors[i].take, group_weight[i] * factors[i].group_keep);
+                clear_unit(i);
+            }
+        }
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < kOwnHeads; ++i) memory.factors[warp + kWarps * i] = factors[i];
+        }
+    }
+};
+
+using Sums = float[kDimTiles][kHeadTiles][4];
+
+// Add the products of a chunk's weights with this warp's features of its values to the unit's sums.
+__device__ __forceinline__ void multiply_values(Sums& sums, const Memory& memory, const ELEMENT* values) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float keep[kHeadTiles][2];
+    bool raised = false;
+#pragma unroll
+    for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            keep[n][i] = memory.factors[8 * n + 2 * (lane % 4) + i].keep;
+            raised = raised || keep[n][i] != 1.0f;
+        }
+    }
+    if (__any_sync(kAll, raised)) {
+#pragma unroll
+        for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) sums[d][n][i] *= keep[n][i % 2];
+            }
+        }
+    }
+    const ELEMENT* rows = right_place<kRow>(values + 16 * warp * kDimTiles);
+    const ELEMENT* weights = right_place<kWeightRow>(memory.weights);
+    ptx::uint32 a[2][4], b[2][kHeadPairs][4];
+    const auto load = [&](int i) {  // block i of the chunk: kDimTiles for each 16 keys
+        const int step = i / kDimTiles, d = i % kDimTiles;
+        if (d == 0) {
+#pragma unroll
+            for (int pair = 0; pair < kHeadPairs; ++pair) {
+                load_heads<kWeightRow>(b[step % 2][pair], weights + 16 * step, pair);
+            }
+        }
+        ptx::ldmatrix_x4_trans(a[i % 2], ptx::shared_address(rows + 16 * step * kRow + 16 * d));
+    };
+    load(0);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16 * kDimTiles; ++i) {
+        if (i + 1 < KEYS / 16 * kDimTiles) load(i + 1);
+#pragma unroll
+        for (int n = 0; n < kHeadTiles; ++n) {
+            const ptx::uint32(&of_pair)[4] = b[i / kDimTiles % 2][n / 2];
+            ptx::mma_m16n8k16<ELEMENT>(sums[i % kDimTiles][n], a[i % 2], of_pair[n % 2 * 2], of_pair[n % 2 * 2 + 1]);
+        }
+    }
+}
+
+// Add a unit to its group, and clear it.
+__device__ __forceinline__ void finish_unit(Sums& group, Sums& unit, const Memory& memory) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Factors factors = memory.factors[8 * n + 2 * (lane % 4) + i % 2];
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) {
+                group[d][n][i] = fmaf(unit[d][n][i], factors.take, group[d][n][i] * factors.group_keep);
+                unit[d][n][i] = 0.0f;
+            }
+        }
+    }
+}
+
+// The kernel ahead may write q, positions, block_table and latents: not __restrict__ (see ptx::griddepcontrol_wait).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents,
+                  const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
+                  long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads,
+                  int shift, int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts,
+                  int inputs_ready, float scale) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    Memory& memory = *reinterpret_cast<Memory*>(shared);
+    ELEMENT* stage0 = reinterpret_cast<ELEMENT*>(shared + sizeof(Memory));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long row = blockIdx.z;
+    const int first_head = blockIdx.y * tile_heads;
+    const int head_count = min(tile_heads, heads - first_head);
+    const int first_key = blockIdx.x * parts_per_block * units_per_part * chunks_per_unit * KEYS;
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+    if (!inputs_ready) ptx::griddepcontrol_wait();
+#else
+    inputs_ready = 0;  // no kernel begins before the one ahead has ended
+#endif
+    const int position = positions[row];
+    if (first_key > position) {
+        if (inputs_ready) ptx::griddepcontrol_wait();  // who waits for this kernel has waited for those ahead of it
+        return;
+    }
+    const int most = parts_per_block * units_per_part * chunks_per_unit;
+    const int chunks = min(most, (position - first_key) / KEYS + 1);
+    const int* row_table = block_table + row * block_table_stride;
+
+    // A warp copies kRows keys, all of one block of the cache: two times 32 pieces of each, then the last pieces of all.
+    constexpr int kRows = KEYS / kWarps;
+    const int mask = (1 << shift) - 1;
+    long long ahead = 0;  // the block of the next chunk's keys
+    const auto look_ahead = [&](int chunk) {
+        const int key = first_key + chunk * KEYS + warp * kRows;
+        if (key <= position) ahead = row_table[key >> shift];
+    };
+    const auto begin_chunk = [&](int chunk, int index, int last) {
+        if (chunk < chunks) {
+            const int first = first_key + chunk * KEYS + warp * kRows;
+            const ELEMENT* from = latents + ahead * block_stride + (first & mask) * token_stride + lane * kChunk;
+            const ptx::uint32 to = ptx::shared_address(stage0 + index * kStage + warp * kRows * kRow + lane * kChunk);
+            look_ahead(chunk + 1);
+            if (first + kRows <= last) {
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+                    ptx::cp_async_16(to + 2 * i * kRow, from + i * token_stride);
+                    ptx::cp_async_16(to + 2 * (i * kRow + 32 * kChunk), from + i * token_stride + 32 * kChunk);
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < kRows; ++i) {  // zeros past the position, whatever the memory holds
+                    const int valid = first + i < last ? 16 : 0;
+                    if (first + i == position && valid == 0) continue;
+                    const ELEMENT* piece = valid == 0 ? latents : from + i * token_stride;
+                    ptx::cp_async_16(to + 2 * i * kRow, piece, valid);
+                    ptx::cp_async_16(to + 2 * (i * kRow + 32 * kChunk), valid == 0 ? piece : piece + 32 * kChunk, valid);
+                }
+            }
+            const int row = lane / 8;
+            if (row < kRows && (first + row != position || position < last)) {
+                const int valid = first + row < last ? 16 : 0, skip = 64 - 8 * row;  // pieces; `to` is at piece `lane`
+                const ELEMENT* piece = valid == 0 ? latents : from + row * token_stride + skip * kChunk;
+                ptx::cp_async_16(to + 2 * (row * kRow + skip * kChunk), piece, valid);
+            }
+        }
+        ptx::cp_async_commit();
+    };
+    // The key at the position is an output of the kernel ahead. If its chunk is one of the first, it comes by itself.
+    const int late = inputs_ready && first_key + (stages - 1) * KEYS > position ? position : -1;
+    look_ahead(0);
+    for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);
+    if (inputs_ready) ptx::griddepcontrol_wait();
+    if (late >= first_key && threadIdx.x < kPieces) {
+        const ELEMENT* from = latents + row_table[late >> shift] * block_stride + (late & mask) * token_stride;
+        *reinterpret_cast<uint4*>(stage0 + (late - first_key) * kRow + threadIdx.x * kChunk) =
+            *reinterpret_cast<const uint4*>(from + threadIdx.x * kChunk);
+    }
+
+    const ELEMENT* own = q + (row * heads + first_head) * kKeyDim;
+    for (int at = threadIdx.x; at < HEADS * kPieces; at += kThreads) {
+        const int head = at / kPieces, piece = at % kPieces;
+        uint4 x = {};
+        if (head < head_count) x = *reinterpret_cast<const uint4*>(own + head * kKeyDim + piece * kChunk);
+        *reinterpret_cast<uint4*>(memory.queries + head * kRow + piece * kChunk) = x;
+    }
+    const unsigned char* row_selected = selected + row * selected_stride;
+    const auto seen = [&](int chunk) {
+        const int key = first_key + chunk * KEYS + lane;
+        return lane < KEYS && key <= position && (selected == nullptr || row_selected[key] != 0);
+    };
+    Running running;
+#pragma unroll
+    for (int i = 0; i < kOwnHeads; ++i) {
+        running.clear_unit(i);
+        running.clear_group(i);
+    }
+    Sums unit = {}, group = {};
+    int unit_left = chunks_per_unit;    // chunks, for weigh
+    int part_left = units_per_part;     // units, of the sums
+    int part = blockIdx.x * parts_per_block;
+
+    ptx::cp_async_wait(stages - 2);
+    __syncthreads();
+    multiply_keys(memory, stage0);
+    __syncthreads();
+    bool ends = --unit_left == 0 || chunks == 1;
+    running.weigh(memory, seen(0), scale, ends);
+    ptx::cp_async_wait(stages - 3);
+    __syncthreads();
+    int index = 0;  // of the chunk's stage
+    // Here the chunk's weights and the next one's keys are there, and the stage of the one before is free.
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        const int next = index + 1 == stages ? 0 : index + 1;
+        begin_chunk(chunk + stages - 1, index == 0 ? stages - 1 : index - 1, position + 1);
+        multiply_values(unit, memory, stage0 + index * kStage);
+        if (ends) {
+            unit_left = chunks_per_unit;
+            finish_unit(group, unit, memory);
+            if (--part_left == 0 || chunk + 1 == chunks) {
+                part_left = units_per_part;
+                const long long first = (row * heads + first_head) * parts + part;
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+                    for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int head = 8 * n + 2 * (lane % 4) + i % 2;
+                            const int dim = 16 * (warp * kDimTiles + d) + lane / 4 + i / 2 * 8;
+                            if (head < head_count) part_values[(first + head * parts) * kRank + dim] = group[d][n][i];
+                            group[d][n][i] = 0.0f;
+                        }
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kOwnHeads; ++i) {
+                    const int head = warp + kWarps * i;
+                    if (head < head_count && lane == 0) {
+                        part_weights[first + head * parts] =
+                            make_float2(running.group_exponent[i], running.group_weight[i]);
+                    }
+                    running.clear_group(i);
+                }
+                ++part;
+            }
+        }
+        if (chunk + 1 == chunks) break;
+        multiply_keys(memory, stage0 + next * kStage);
+        index = next;
+        __syncthreads();
+        ends = --unit_left == 0 || chunk + 2 == chunks;
+        running.weigh(memory, seen(chunk + 1), scale, ends);
+        ptx::cp_async_wait(stages - 3);
+        __syncthreads();
+    }
+}

@@ -1,0 +1,165 @@
+"""mla_queries and mla_attention on a GPU against float64: heads, lengths, blocks, graphs; the same bits for any cut."""
+
+import pytest
+import torch
+from latent_cases import exact_attention, exact_queries, latent_problem, queries_problem
+
+from warpbus.errors import TensorError
+from warpbus.kernels.ops import mla
+from warpbus.kernels.ops.mla import LatentDevice, mla_attention, mla_queries
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+HALVES = [torch.float16, torch.bfloat16]
+TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seed(seed):
+    """Each test has random numbers of its own."""
+
+
+def asked_for(positions, dtype=torch.bfloat16, **options):
+    return latent_problem(positions, dtype=dtype, device="cuda", **options)
+
+
+def check(asked):
+    dtype = asked["q"].dtype
+    found = mla_attention(**asked)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.double(), exact_attention(asked), rtol=tolerance, atol=tolerance)
+    assert torch.equal(mla_attention(**asked), found)
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("heads", [1, 5, 8, 10, 16, 20, 24, 32, 40, 64])
+def test_heads(dtype, heads):
+    check(asked_for([0, 31, 32, 700, 95], dtype, heads=heads))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("block", [16, 32, 64, 256])
+@pytest.mark.parametrize("position", [0, 15, 31, 32, 127, 128, 511, 512, 1023, 2048, 4095, 5000])
+def test_lengths_and_blocks(dtype, block, position):
+    check(asked_for([position, position // 2], dtype, block=block))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 40, 130])
+@pytest.mark.parametrize("value", [64, 128, 256])
+def test_rows_and_values(rows, value):
+    check(asked_for([37 * row % 900 for row in range(rows)], value=value, block=32))
+
+
+@pytest.mark.parametrize("limit", [20_000, 131_072])
+def test_long_sequences(limit):
+    check(asked_for([limit - 1, 3, limit // 2], block=32, limit=limit))
+
+
+def test_large_scores_overflow_nothing():
+    asked = asked_for([300, 5])
+    asked["q"] *= 100
+    check(asked)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_selected_keys(rows):
+    asked = asked_for([900 + row for row in range(rows)])
+    asked["selected"] = torch.rand(rows, 960, device="cuda") < 0.05
+    asked["selected"][:, 7] = True
+    asked["selected"][0, 100:800] = False  # whole units without a key
+    check(asked)
+
+
+@pytest.mark.parametrize("limit", [400, 1000, 4096, 9000])
+@pytest.mark.parametrize("heads", [20, 64])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(limit, heads):
+    positions = [(limit - 1 - 131 * row) % limit for row in range(40)]
+    asked = asked_for(positions, limit=limit, block=32, heads=heads)
+    together = check(asked)
+    for rows in ([0], [7], [3, 20], list(range(12))):
+        part = {**asked, **{name: asked[name][rows].contiguous() for name in ("q", "positions", "blocks")}}
+        assert torch.equal(mla_attention(**part), together[rows])
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 20, 132, 1000])
+def test_the_cut_changes_no_bits(monkeypatch, multiprocessors):
+    asked = asked_for([4095, 4000, 100], limit=4096, block=32)
+    expected = check(asked)
+    monkeypatch.setattr(mla, "multiprocessors", lambda device: multiprocessors)
+    assert torch.equal(mla_attention(**asked), expected)
+
+
+@pytest.mark.parametrize("heads", [5, 20, 64])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gpus_with_little_shared_memory(monkeypatch, heads, dtype):
+    monkeypatch.setattr(mla, "shared_memory", lambda device: 100 << 10)
+    assert mla.plan(3, heads, 3000, LatentDevice(132, 100 << 10)).keys == 16
+    check(asked_for([2999, 17, 640], dtype, limit=3000, block=16, heads=heads))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 100])
+@pytest.mark.parametrize("heads", [1, 20, 64])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_queries(dtype, rows, heads, interleaved):
+    asked = queries_problem(rows, heads=heads, dtype=dtype, interleaved=interleaved, device="cuda")
+    before = asked["latents"].clone()
+    queries, stored = exact_queries(asked)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(mla_queries(**asked).double(), queries, rtol=tolerance, atol=tolerance)
+    blocks, inside = asked["slots"] // 16, asked["slots"] % 16
+    written = asked["latents"][blocks, 0, inside]
+    torch.testing.assert_close(written.double(), stored, rtol=tolerance, atol=tolerance)
+    before[blocks, 0, inside] = written
+    assert torch.equal(before.view(torch.int16), asked["latents"].view(torch.int16))
+
+
+def test_queries_of_a_row_are_the_same_alone_and_in_a_batch():
+    asked = queries_problem(40, dtype=torch.bfloat16, device="cuda")
+    together = mla_queries(**asked)
+    part = {**asked, **{name: asked[name][9:10] for name in ("q", "latent", "positions", "slots")}}
+    assert torch.equal(mla_queries(**part), together[9:10])
+
+
+@pytest.mark.parametrize("inputs_ready", [False, True])
+@pytest.mark.parametrize("tokens", [40, 700])
+def test_a_graph_of_both_follows_positions_blocks_and_latents(inputs_ready, tokens):
+    """The attention sees the latents that the kernel just ahead has stored."""
+    asked = asked_for([0, 0, 0], limit=tokens, block=32)
+    new = queries_problem(3, block=32, dtype=torch.bfloat16, device="cuda")
+    cache = torch.full((80, 1, 32, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
+    asked |= {"latents": cache, "kv_b": new["kv_b"], "inputs_ready": inputs_ready}
+    new |= {"latents": cache, "positions": asked["positions"]}
+    new["table"] = torch.cat((torch.rand(tokens, 32).cos(), torch.rand(tokens, 32).sin()), dim=1).cuda()
+
+    def work():
+        queries = mla_queries(**new)
+        return queries, mla_attention(**{**asked, "q": queries})
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        queries, found = work()
+    for _ in range(3):
+        positions = torch.randint(tokens, (3,))
+        cache.normal_()
+        asked["blocks"].copy_(torch.randperm(80)[: asked["blocks"].numel()].view(3, -1))
+        asked["positions"].copy_(positions)
+        slots = asked["blocks"].cpu().gather(1, positions[:, None] // 32)[:, 0].long() * 32 + positions % 32
+        new["slots"].copy_(slots)
+        new["q"].normal_()
+        torch.cuda.synchronize()
+        graph.replay()
+        expected = exact_attention({**asked, "q": queries})
+        torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_caches_that_kernels_cannot_read_are_refused():
+    asked = asked_for([5])
+    shifted = torch.zeros(4 * 16 * 577, dtype=torch.bfloat16, device="cuda").view(4, 1, 16, 577)[..., 1:]
+    with pytest.raises(TensorError, match="^mla_attention: latents begin at"):
+        mla_attention(**{**asked, "latents": shifted})
+    new = queries_problem(1, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(TensorError, match="^mla_queries: latents begin at"):
+        mla_queries(**{**new, "latents": shifted})
