@@ -31,13 +31,13 @@ class Drafting:
         self.accepted = 0
 
     @property
-    def mtp(self) -> bool:
-        """The model's layer of multi-token prediction proposes the drafts."""
-        return self._speculation.mtp
+    def mtp_tokens(self) -> int:
+        """The most draft tokens per sequence that multi-token prediction proposes; 0 if it does not."""
+        return self._speculation.tokens if self._speculation.mtp else 0
 
     def needs_host(self, scheduler: Scheduler) -> bool:
         """The next step verifies or proposes drafts: the host has to know the last token of each sequence before."""
-        if not self.mtp:
+        if not self._speculation.mtp:
             return self._speculation.tokens > 0
         return bool(self._proposed or self._affordable(scheduler))
 
@@ -47,7 +47,7 @@ class Drafting:
         Args:
             ahead: the step is launched before the tokens of the last one are read.
         """
-        if not self.mtp:
+        if not self._speculation.mtp:
             return scheduler.plan(self._speculation.tokens)
         self._wanted = 0 if ahead else self._affordable(scheduler)
         return scheduler.plan(self._proposed, max(0, self._wanted - 1))
@@ -76,7 +76,7 @@ class Drafting:
     def record(self, drafted: int, accepted: int) -> None:
         """Count the drafts of a sequence that were verified, and of these the accepted ones."""
         self.accepted += accepted
-        self._policy.record(drafted if self.mtp else 0, accepted)
+        self._policy.record(drafted if self._speculation.mtp else 0, accepted)
 
     def restart(self) -> None:
         """Forget what launched steps propose, after an error."""
@@ -88,7 +88,7 @@ class Drafting:
 
     def _propose(self, sequence: Sequence, most: int) -> list[int]:
         state = sequence.runner_state
-        if self.mtp:
+        if self._speculation.mtp:
             return state.drafts[:most]
         state.ngrams.extend(sequence.scheduler_state.ids[len(state.ngrams) :])
         return state.ngrams.propose(most)

@@ -131,7 +131,7 @@ class Engine:
         )
         self.max_model_len = min(self.max_model_len, blocks * BLOCK)
         self._drafting = Drafting(Speculation.parse(speculation), max_num_seqs)
-        if self._drafting.mtp:
+        if self._drafting.mtp_tokens:
             check_mtp(config, adapters)
         count = 1 + self._prefixes.blocks + blocks + self._prefixes.extra_blocks
         cache = KVCache(config, count, device=device, dtype=self.dtype, kv_dtype=kv_dtype)
@@ -144,9 +144,9 @@ class Engine:
             most_graphs=most_graphs,
             selection=adapt(model, adapters),
             prefix_length=self._prefixes.longest,
-            mtp=self._drafting.mtp,
+            drafts=self._drafting.mtp_tokens,
         )
-        runner = Runner(model, cache, step, batch_bucket(self._drafting.rows), mtp=self._drafting.mtp)
+        runner = Runner(model, cache, step, batch_bucket(self._drafting.rows), mtp=self._drafting.mtp_tokens > 0)
         self._instance = ModelInstance(model, device, cache, step, runner, offloadable)
         self._blocks = BlockAllocator(
             count,

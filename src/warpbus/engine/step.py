@@ -51,6 +51,8 @@ MIXED_ROWS = 1024
 """The most rows of a graph of prompts and decoding sequences; with more rows, launching kernel by kernel costs
 little."""
 
+_CAPTURED_DRAFTING = (1, 2, 4)  # sequences for which graphs with drafts are captured ahead
+
 FROM_DEVICE = -1
 """Stands for a token id that the host does not know yet: the last token of the row's sequence."""
 
@@ -112,7 +114,8 @@ class StepExecutor:
         most_graphs: how many graphs are kept, the last used ones; None: all.
         selection: of the model's adapters; None if it has none.
         prefix_length: cache positions of the longest prefix.
-        mtp: the layer of multi-token prediction computes the rows of each step, too (`predict`, `draft`).
+        drafts: the most tokens that multi-token prediction drafts per sequence (`draft`). If there are any, its layer
+            computes the rows of each step, too (`predict`).
 
     Attributes:
         last: int64 `[slots + 1]`, the last token of each sequence: the input of its next step.
@@ -139,7 +142,7 @@ class StepExecutor:
         most_graphs: int | None = None,
         selection: Selection | None = None,
         prefix_length: int = 0,
-        mtp: bool = False,
+        drafts: int = 0,
     ) -> None:
         self._model = model
         self._selection = selection or Selection(())
@@ -168,7 +171,8 @@ class StepExecutor:
         self._host_rows = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(sampled, model.config.vocab_size, dtype=dtype, device=device)
-        self._mtp = MTPBuffers.of(rows if mtp else 0, slots, model.config.hidden_size, device=device, dtype=dtype)
+        self._drafts = drafts
+        self._mtp = MTPBuffers.of(rows if drafts else 0, slots, model.config.hidden_size, device=device, dtype=dtype)
         self._computed: GraphKey | None = None  # the last step, whose rows `predict` computes
         # Graphs run one after another: their kernels share counters.
         counted = max(rows * model.config.attention.num_kv_heads, workspace.MOST_OF_A_PRODUCT)
@@ -329,6 +333,21 @@ class StepExecutor:
         # The largest first: the intermediate results of the others fit into its memory.
         for key in sorted(keys, reverse=True):
             self._replay(self._graphs, key)
+        if self._drafts:
+            self._capture_drafts(rows, limit)
+
+    def _capture_drafts(self, rows: int, limit: int) -> None:
+        """The same for multi-token prediction: prompts, and all drafts of few sequences."""
+        assert self._graphs is not None
+        few = [count for count in _CAPTURED_DRAFTING if count <= rows]
+        verified = {batch_bucket(count * (self._drafts + 1)) for count in few}
+        for bucket in sorted(verified, reverse=True):
+            self._replay(self._graphs, (bucket, limit, "host", False))
+        prompts = {bucket for bucket in _MIXED_BUCKETS if bucket <= self._mixed_rows}
+        for bucket in sorted(verified | prompts, reverse=True):
+            self._run_mtp((bucket, limit, "predict", False))
+        for count in few:
+            self._run_mtp((batch_bucket(count), limit, f"draft {self._drafts}", False))
 
     def _replay(self, graphs: "_GraphCache | _ProgramCache", key: GraphKey) -> None:
         def work() -> None:

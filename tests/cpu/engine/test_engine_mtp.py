@@ -200,6 +200,20 @@ def test_it_goes_on_after_a_rest(monkeypatch):
     assert engine.stats().steps > engine.stats().drafted / 10
 
 
+def test_graphs_captured_ahead_are_those_that_steps_use(model):
+    engine = as_on_a_gpu(Engine(model, speculation="mtp:2", max_num_seqs=4))
+    engine._instance.step.capture(4, 300)
+    captured = set(engine._instance.step._graphs.keys)
+    expected, _ = answers(model, GREEDY, tokens=20, prompts=PROMPTS[:4])
+    requests = [request(prompt, tokens=20) for prompt in PROMPTS[:4]]
+    finish(engine, requests)
+    assert [each.token_ids for each in requests] == [each.token_ids for each in expected]
+    used = set(engine._instance.step._graphs.keys)
+    # Three sequences, or four that have fewer drafts at their ends, are captured when they are first needed.
+    assert {key[2] for key in captured} == {"decode", "mixed", "host", "predict", "draft 2"}
+    assert len(used & captured) > len(used - captured)
+
+
 def test_it_moves_to_another_device(model):
     expected, _ = answers(model, SEEDED)
     engine = Engine(model, speculation="mtp:2")
