@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_models import PROMPTS, SMALL, as_on_a_gpu, assert_best, finish
 from mtp_models import EXACT, MTP, predictable, reference_drafts
+from test_engine_engine import Alternating
 
 from warpbus.engine import moving
 from warpbus.engine.blocks import BLOCK
@@ -17,7 +18,8 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import Stored, plan_memory
-from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sampling_params import Grammar, SamplingParams
+from warpbus.engine.sequence import Sequence
 from warpbus.engine.service import Service
 from warpbus.engine.speculation import MOST_MTP_SEQUENCES, DraftPolicy, Speculation
 from warpbus.errors import CheckpointError, UsageError
@@ -167,6 +169,62 @@ def test_stop_tokens_end_an_answer_within_its_drafts(model):
     found, _ = answers(model, stops, speculation="mtp:4")
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert found[0].finish_reason == "stop"
+
+
+def test_grammars_forbid_drafts(model):
+    """Drafts that the grammar forbids are rejected; those of other requests in the batch are not."""
+
+    def mixed(**options):
+        free = [request(prompt, tokens=25) for prompt in PROMPTS]
+        params = SamplingParams(temperature=0, grammar=Grammar("regex", "any: the matcher is given"))
+        settings = {"limit": 25, "stop_ids": frozenset(), "stream": free[0]._stream}
+        bound = [Sequence(0, prompt, params, matcher=Alternating(), **settings) for prompt in PROMPTS]
+        engine = Engine(model, **options)
+        finish(engine, [each for pair in zip(free, bound, strict=True) for each in pair])
+        return [each.token_ids for each in (*free, *bound)], engine.stats()
+
+    expected, _ = mixed()
+    found, stats = mixed(speculation="mtp:3")
+    assert found == expected
+    assert all(token % 2 == (at + 1) % 2 for answer in found[len(PROMPTS) :] for at, token in enumerate(answer))
+    assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("part", ["predict", "draft"])
+@pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["kernel by kernel", "graphs"])
+def test_a_step_that_fails_is_computed_again(model, part, kind, monkeypatch):
+    engine, calls = kind(Engine(model, speculation="mtp:2")), []
+    whole = getattr(engine._instance.step, part)
+
+    def failing(*arguments):
+        calls.append(part)
+        if len(calls) in (3, 7):
+            raise RuntimeError("the device stumbled")
+        return whole(*arguments)
+
+    monkeypatch.setattr(engine._instance.step, part, failing)
+    requests = [request(prompt, tokens=30, params=SEEDED) for prompt in PROMPTS]
+    for each in requests:
+        engine.add(each)
+    failures = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures == 2
+    assert [each.token_ids for each in requests] == alone(model, SEEDED)
+
+
+def test_a_damaged_layer_changes_no_answer():
+    model = predictable()
+    expected, _ = answers(model, GREEDY)
+    with torch.no_grad():
+        model.layers[MTP.num_layers].attention.o.weight.fill_(torch.nan)
+    found, stats = answers(model, GREEDY, speculation="mtp:3")
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert all(each.error is None for each in found)
+    assert stats.drafted > 0
 
 
 def test_it_rests_where_drafts_are_wrong_and_steps_run_ahead():
