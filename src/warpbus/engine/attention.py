@@ -2,7 +2,6 @@
 
 import functools
 from collections import abc
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,37 +9,18 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
-from warpbus.kernels.ops.mla import mla_attention, mla_queries
+from warpbus.kernels.ops.mla import mla_attention, mla_queries, mla_rope_and_cache
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.attention import visible
 from warpbus.kernels.reference.cache import gather
 from warpbus.kernels.reference.rope import rotate
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
-
-
-@dataclass(frozen=True)
-class ChunkSpan:
-    """A chunk of a prompt in a flat list of tokens.
-
-    Attributes:
-        begin, end: its tokens in the list are `begin` to `end - 1`.
-        start: the position of its first token in the sequence.
-        blocks: int32 `[n]`, the block table of the sequence, on the device; None if nothing is cached before the chunk.
-        bidirectional: how many leading tokens of the sequence attend to each other in both directions.
-        prefix_length: cache positions before the first token; all tokens attend to them.
-    """
-
-    begin: int
-    end: int
-    start: int
-    blocks: Tensor | None
-    bidirectional: int = 0
-    prefix_length: int = 0
 
 
 class PrefillAttention(FusedAttention):
@@ -69,6 +49,7 @@ class PrefillAttention(FusedAttention):
         self._spans = spans
         # Of each chunk the tokens that the last layer with an indexer has selected; None: all.
         self._selected: list[Tensor | None] = [None] * len(spans)
+        self._joined_spans: JoinedSpans | None = None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config, angles = self._config, self._angles
@@ -83,18 +64,23 @@ class PrefillAttention(FusedAttention):
             interleaved=config.rope.interleaved,
         )
         attended = torch.empty_like(q)
-        for span in self._spans:
-            part = slice(span.begin, span.end)
+        joined = self._joined(q, expanded=False)
+        for span in joined.alone:
+            part = span.part
             keys, values = k[part], v[part]
             if span.blocks is not None:
-                length = span.prefix_length + span.start + span.end - span.begin
-                keys, values = self._read(stored, span.blocks, length, q.dtype)
+                keys, values = self._read(stored, span.blocks, span.seen, q.dtype)
             first = min(max(0, span.bidirectional - span.start), span.end - span.begin)
             if first:
                 seen = span.prefix_length + span.bidirectional
                 attended[part][:first] = _attend(q[part][:first], keys[:seen], values[:seen], causal=False)
             if first < span.end - span.begin:
                 attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
+        if joined:
+            keys, values, key_scales, value_scales = stored
+            keys, values = joined.keys(k, keys, key_scales), joined.keys(v, values, value_scales)
+            for part, found in joined.attend(q, keys, values):
+                attended[part] = found
         return attended.flatten(-2)[None]
 
     def attend_latent(
@@ -105,28 +91,64 @@ class PrefillAttention(FusedAttention):
         latent_btd: Tensor,
         index: IndexFeatures | None,
     ) -> Tensor:
-        cached, spec = self._cache.layers[layer][0], attention.spec
-        angles = self._angles
-        q, latent = _rotated(attention, q_bthd[0], attention.normed(latent_btd[0]), angles.table, angles.positions)
-        _store(latent, self._slot_mapping, cached)
+        cached, spec, angles = self._cache.layers[layer][0], attention.spec, self._angles
+        q = q_bthd[0]
+        latent = mla_rope_and_cache(
+            q,
+            latent_btd[0],
+            attention.kv_a_norm.weight,
+            angles.table,
+            angles.positions,
+            self._slot_mapping,
+            cached,
+            eps=attention.kv_a_norm.eps,
+            interleaved=attention.rope.interleaved,
+        )
         if index is not None:
             index = _rotated_index(attention, index, angles.table, angles.positions)
             self._select(attention, index, self._cache.index_keys[layer])
-        outputs = []
-        for span, selected in zip(self._spans, self._selected, strict=True):
-            part = slice(span.begin, span.end)
-            if span.blocks is None:
-                keys, values = attention.expand(latent[part])
-                outputs.append(_attend(q[part], keys, values, causal=True, selected=selected).flatten(-2))
-            else:
-                # Absorbed: keys and values of all heads would take much more memory than the latents.
-                length = span.start + span.end - span.begin
-                keys = gather_cache(cached, None, span.blocks, length, q.dtype).expand(-1, spec.num_heads, -1)
-                queries, values = attention.absorb(q[part]), keys[..., : spec.kv_rank]
-                scale = spec.query_dim**-0.5
-                attended = _attend(queries, keys, values, causal=True, scale=scale, selected=selected)
-                outputs.append(attention.outputs(attended))
-        return torch.cat(outputs)[None]
+        if any(selected is not None for selected in self._selected) or spec.value_dim != spec.query_dim:
+            outputs = [
+                self._attend_span(attention, q, latent, cached, span, selected)
+                for span, selected in zip(self._spans, self._selected, strict=True)
+            ]
+            return torch.cat(outputs).flatten(-2)[None]
+        attended = torch.empty_like(q)
+        joined = self._joined(q, expanded=True)
+        for span in joined.alone:
+            attended[span.part] = self._attend_span(attention, q, latent, cached, span, None)
+        if joined:
+            keys, values = attention.expand(joined.keys(latent[:, None], cached, None)[:, 0])
+            for part, found in joined.attend(q, keys, values):
+                attended[part] = found
+        return attended.flatten(-2)[None]
+
+    def _joined(self, q: Tensor, *, expanded: bool) -> JoinedSpans:
+        """The chunks that are attended together: the same ones in each layer."""
+        if self._joined_spans is None:
+            self._joined_spans = JoinedSpans(self._spans, q, expanded=expanded)
+        return self._joined_spans
+
+    def _attend_span(
+        self,
+        attention: LatentAttention,
+        q: Tensor,
+        latent: Tensor,
+        cached: Tensor,
+        span: ChunkSpan,
+        selected: Tensor | None,
+    ) -> Tensor:
+        """Attention of one chunk, `[tokens, heads, value_dim]`."""
+        if span.blocks is None:
+            keys, values = attention.expand(latent[span.part])
+            return _attend(q[span.part], keys, values, causal=True, selected=selected)
+        # Absorbed: keys and values of all heads would take much more memory than the latents.
+        spec = attention.spec
+        keys = gather_cache(cached, None, span.blocks, span.seen, q.dtype).expand(-1, spec.num_heads, -1)
+        queries, values = attention.absorb(q[span.part]), keys[..., : spec.kv_rank]
+        scale = spec.query_dim**-0.5
+        attended = _attend(queries, keys, values, causal=True, scale=scale, selected=selected)
+        return attention.outputs(attended)
 
     def _select(self, attention: LatentAttention, index: IndexFeatures, cached: Tensor | None) -> None:
         """Store the index keys of the chunks, and select the tokens that they attend to."""
@@ -135,7 +157,7 @@ class PrefillAttention(FusedAttention):
         top_k = attention.spec.indexer.top_k
         _store(index.k, self._slot_mapping, cached)
         for at, span in enumerate(self._spans):
-            part, length = slice(span.begin, span.end), span.start + span.end - span.begin
+            part, length = span.part, span.seen
             if length <= top_k:
                 continue
             keys = index.k[part]
@@ -312,20 +334,9 @@ class PositionedAttention(FusedAttention):
         return _attend_rows(attention, q, positions.last_visible, self._blocks, cached, self._limit)
 
 
-def _rotated(
-    attention: LatentAttention, q_thd: Tensor, latent_td: Tensor, table: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Apply RoPE to the rotary features of queries `[tokens, heads, query_dim]` and latents `[tokens, features]`."""
-    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
-    nope, of_query = q_thd.split((attention.spec.nope_dim, attention.spec.rope_dim), dim=-1)
-    compressed, of_key = latent_td.split((attention.spec.kv_rank, attention.spec.rope_dim), dim=-1)
-    q = torch.cat((nope, rotate(of_query, angles, interleaved)), dim=-1)
-    return q, torch.cat((compressed, rotate(of_key[:, None], angles, interleaved)[:, 0]), dim=-1)
-
-
-def _store(latent_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
-    """Store latents and rotated rotary keys in slots (block * BLOCK + offset) of a layer's cache."""
-    cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = latent_td
+def _store(key_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
+    """Store index keys in slots (block * BLOCK + offset) of a layer's cache."""
+    cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = key_td
 
 
 def _rotated_index(attention: LatentAttention, index: IndexFeatures, table: Tensor, positions: Tensor) -> IndexFeatures:

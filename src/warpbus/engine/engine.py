@@ -46,11 +46,14 @@ from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
 from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
 from warpbus.kernels.ops import attention, mla
-from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig
+from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 4096
 """The token budget for prompts in a step without decoding sequences."""
+
+EXPERTS_PREFILL_TOKENS = 8192
+"""The same for a mixture of experts, where an expert has only a part of the tokens."""
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
 _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
@@ -119,7 +122,8 @@ class Engine:
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
                 f"{device}: give auto, or float16 or bfloat16 on a GPU"
             )
-        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS
+        experts = any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
+        self._prefill_tokens = prefill_tokens or (EXPERTS_PREFILL_TOKENS if experts else PREFILL_TOKENS)
         self._prefixes = Prefixes(adapters, config)
         blocks = cache_blocks(
             model,
@@ -161,6 +165,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             prefill_tokens=self._prefill_tokens,
             mixed_tokens=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
+            clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
         )
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[_LaunchedStep] = deque()

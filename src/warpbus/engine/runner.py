@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from warpbus.engine.attention import ChunkSpan, PrefillAttention
+from warpbus.engine.attention import PrefillAttention
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs

@@ -20,6 +20,9 @@ from warpbus.engine.blocks import BLOCK, BlockAllocator, block_keys
 from warpbus.engine.sequence import Sequence
 from warpbus.engine.sequence_state import SchedulerState
 
+BACKLOG = 4
+"""Mixed steps that a backlog takes at least: with fewer, prompts are prefilled soon enough beside those that decode."""
+
 
 @dataclass(frozen=True)
 class PromptChunk:
@@ -59,6 +62,8 @@ class Scheduler:
             longer is prefilled alone.
         mixed_tokens: maps the number of decoding tokens to the token budget of a mixed step, decoding tokens included;
             it limits how long decoding sequences wait for prompts. None: the budget is `prefill_tokens`.
+        clears_backlogs: with much more waiting than a mixed step prefills, its budget for prompts is `prefill_tokens`:
+            all sequences end earlier, though those that decode wait longer for a token.
 
     Attributes:
         waiting, running: the sequences, oldest first.
@@ -73,11 +78,13 @@ class Scheduler:
         max_num_seqs: int,
         prefill_tokens: int,
         mixed_tokens: Callable[[int], int] | None = None,
+        clears_backlogs: bool = False,
     ) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
         self._mixed_tokens = mixed_tokens
+        self._clears_backlogs = clears_backlogs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -128,7 +135,8 @@ class Scheduler:
         if decoding and self._mixed_tokens is not None:
             rows = len(decoding) + sum(draft_limits)
             # At least one token, so that no prompt waits forever.
-            budget = min(budget, max(1, self._mixed_tokens(rows) - rows))
+            mixed = min(budget, max(1, self._mixed_tokens(rows) - rows))
+            budget = budget if self._clears_backlogs and self._waits(BACKLOG * mixed) else mixed
         chunks = self._chunks(budget, admit=not preempted)
         if lookahead:
             for sequence, most in zip(decoding, draft_limits, strict=True):
@@ -137,6 +145,15 @@ class Scheduler:
                 if chunk.is_last:
                     self._look_ahead(chunk.sequence.scheduler_state, lookahead)
         return StepPlan(decoding, draft_limits, chunks)
+
+    def _waits(self, tokens: int) -> bool:
+        """Whether more prompt tokens than `tokens` wait to be prefilled; prefixes that are cached count too."""
+        for sequence in self:
+            state = sequence.scheduler_state
+            tokens -= 0 if state.decoding else state.length - state.computed
+            if tokens < 0:
+                return True
+        return False
 
     def append_tokens(self, sequence: Sequence, token_ids: abc.Sequence[int]) -> None:
         """Record the tokens that a step sampled for a sequence: one, plus one for each accepted draft."""

@@ -8,8 +8,9 @@ import torch
 from dense_configs import with_traits
 from engine_models import SMALL
 
-from warpbus.engine.attention import ChunkSpan, DecodeAttention, PrefillAttention
+from warpbus.engine.attention import DecodeAttention, PrefillAttention
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles
 from warpbus.models.layers import CausalAttention, Rotary, rotate

@@ -153,8 +153,8 @@ def test_rows_with_positions_of_their_own_attend_as_far_as_they_see():
         rotate(each[None, None], angles, LATENT.rope.interleaved)[0, 0] for each in (q[:, 12:], latents[7:8, 64:])
     ]
     seen = latents[:8].clone()
-    seen[7, 64:] = rotated[1][0]
+    seen[7] = torch.cat((attention.kv_a_norm(latents[7, :64]), rotated[1][0]))
     assert torch.allclose(cache.layers[0][0][2, 0, 7], seen[7])
     scores = attention.absorb(torch.cat((q[:, :12], rotated[0]), dim=-1)[None])[0] @ seen.T * spec.query_dim**-0.5
-    expected = attention.outputs((scores.softmax(-1) @ seen[:, :64])[None])
+    expected = attention.outputs((scores.softmax(-1) @ seen[:, :64])[None]).flatten(-2)
     torch.testing.assert_close(found[0], expected)

@@ -421,6 +421,21 @@ def test_what_is_gone_can_be_removed_again():
     assert (machine.blocks.used, machine.scheduler.running, len(machine.scheduler.waiting)) == (0, [], 0)
 
 
+@pytest.mark.parametrize(("waiting", "piece"), [(12, 3), (13, 20)])
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_backlog_is_prefilled_in_large_chunks(waiting, piece, clears):
+    """One sequence decodes and 3 tokens fit beside it: up to 12 that wait are no backlog."""
+    scheduler = Scheduler(
+        BlockAllocator(100), max_num_seqs=4, prefill_tokens=20, mixed_tokens=lambda _: 4, clears_backlogs=clears
+    )
+    scheduler.add(sequence([1, 2], 10))
+    scheduler.plan()
+    scheduler.add(sequence(list(range(waiting)), 10))
+    plan = scheduler.plan()
+    assert len(plan.decoding) == 1
+    assert sum(chunk.end - chunk.start for chunk in plan.chunks) == (min(piece, waiting) if clears else 3)
+
+
 @pytest.mark.parametrize("mixed", [None, 6])
 def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed):
     scheduler = Scheduler(

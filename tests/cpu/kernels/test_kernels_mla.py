@@ -6,9 +6,13 @@ from latent_cases import exact_attention, exact_queries, latent_problem, queries
 from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops.mla import LatentDevice, has_kernel, mla_attention, mla_queries, other_bytes, plan
+from warpbus.kernels.ops.mla import has_kernel, mla_attention, mla_queries, mla_rope_and_cache
+from warpbus.kernels.ops.mla_plan import LatentDevice, other_bytes, plan, wgmma_bytes
 
-H100, RTX_4090, A100 = LatentDevice(132, 228 << 10), LatentDevice(128, 100 << 10), LatentDevice(108, 164 << 10)
+H100 = LatentDevice(132, 228 << 10, wgmma=True)
+B200 = LatentDevice(148, 228 << 10, wgmma=False)
+A100 = LatentDevice(108, 164 << 10, wgmma=False)
+RTX_4090 = LatentDevice(128, 100 << 10, wgmma=False)
 SMALL = {"heads": 3, "nope": 10, "rope": 8, "rank": 16, "value": 12}
 
 
@@ -55,12 +59,29 @@ def test_queries_are_absorbed_and_latents_stored(dtype, tolerance, interleaved):
     torch.testing.assert_close(asked["latents"], before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_prompts_rotate_in_place(interleaved):
+    asked = queries_problem(4, interleaved=interleaved, **SMALL)
+    queries, stored = exact_queries(asked)
+    own, nope = asked["q"].clone(), asked["q"][..., :10].clone()
+    others = {name: asked[name] for name in asked if name not in ("q", "kv_b")}
+    torch.testing.assert_close(mla_rope_and_cache(own, **others).double(), stored, rtol=1e-5, atol=1e-5)
+    assert torch.equal(own[..., :10], nope)
+    torch.testing.assert_close(own[..., 10:].double(), queries[..., 16:], rtol=1e-5, atol=1e-5)
+    blocks, inside = asked["slots"] // 16, asked["slots"] % 16
+    torch.testing.assert_close(asked["latents"][blocks, 0, inside].double(), stored, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TensorError, match=r"^mla_rope_and_cache: q has shape \[4, 3, 18\], strides"):
+        mla_rope_and_cache(asked["q"].transpose(0, 1).contiguous().transpose(0, 1), **others)
+
+
 def test_the_operators_are_registered():
     asked = {**latent_problem([5, 20], **SMALL), "selected": None, "inputs_ready": False}
     opcheck(torch.ops.warpbus.mla_attention.default, tuple(asked.values()))
     asked = queries_problem(2, **SMALL)
     asked["latents"].zero_()  # opcheck compares what is written, and NaN is not equal to itself
     opcheck(torch.ops.warpbus.mla_queries.default, tuple(asked.values()))
+    del asked["kv_b"]
+    opcheck(torch.ops.warpbus.mla_rope_and_cache.default, tuple(asked.values()))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +134,7 @@ def test_sizes_that_do_not_fit_are_refused(changes):
         mla_attention(**{**latent_problem([5, 20], **SMALL), **changes})
 
 
-@pytest.mark.parametrize("device", [H100, A100, RTX_4090], ids=["h100", "a100", "rtx4090"])
+@pytest.mark.parametrize("device", [H100, B200, A100, RTX_4090], ids=["h100", "b200", "a100", "rtx4090"])
 @pytest.mark.parametrize("heads", [1, 5, 10, 20, 40, 64, 128])
 @pytest.mark.parametrize("limit", [1, 32, 33, 512, 513, 4096, 8192, 131_072, 200_000])
 def test_the_cut_of_a_row(device, heads, limit):
@@ -126,9 +147,11 @@ def test_the_cut_of_a_row(device, heads, limit):
         assert (cut.parts - 1) * cut.part_keys < limit
         assert cut.blocks == -(-cut.parts // cut.parts_per_block)
         assert cut.units_per_part in (1, 8)
-        stages = cut.shared - other_bytes(cut.heads, cut.keys)
-        assert stages == cut.stages * cut.keys * 584 * 2
-        assert 3 <= cut.stages <= 5
+        if device.wgmma:
+            assert (cut.keys, cut.shared) == (64, wgmma_bytes(cut.heads))
+        else:
+            assert cut.shared - other_bytes(cut.heads, cut.keys) == cut.stages * cut.keys * 584 * 2
+            assert 3 <= cut.stages <= 5
         assert cut.shared + 1024 <= device.shared
     assert len({(cut.heads, cut.keys, cut.tile_heads, cut.chunks_per_unit) for cut in cuts}) == 1
 

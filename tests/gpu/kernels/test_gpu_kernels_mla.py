@@ -6,7 +6,8 @@ from latent_cases import exact_attention, exact_queries, latent_problem, queries
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import mla
-from warpbus.kernels.ops.mla import LatentDevice, mla_attention, mla_queries
+from warpbus.kernels.ops.mla import mla_attention, mla_queries, mla_rope_and_cache
+from warpbus.kernels.ops.mla_plan import LatentDevice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -73,7 +74,9 @@ def test_selected_keys(rows):
 
 @pytest.mark.parametrize("limit", [400, 1000, 4096, 9000])
 @pytest.mark.parametrize("heads", [20, 64])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(limit, heads):
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(monkeypatch, limit, heads):
+    """Where the projection to values has the same kernel: that of many rows is cuBLAS's."""
+    monkeypatch.setattr(mla, "_FEW_ROWS", 1000)
     positions = [(limit - 1 - 131 * row) % limit for row in range(40)]
     asked = asked_for(positions, limit=limit, block=32, heads=heads)
     together = check(asked)
@@ -90,12 +93,19 @@ def test_the_cut_changes_no_bits(monkeypatch, multiprocessors):
     assert torch.equal(mla_attention(**asked), expected)
 
 
-@pytest.mark.parametrize("heads", [5, 20, 64])
+@pytest.mark.parametrize("heads", [5, 16, 20, 64])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_gpus_with_little_shared_memory(monkeypatch, heads, dtype):
-    monkeypatch.setattr(mla, "shared_memory", lambda device: 100 << 10)
-    assert mla.plan(3, heads, 3000, LatentDevice(132, 100 << 10)).keys == 16
-    check(asked_for([2999, 17, 640], dtype, limit=3000, block=16, heads=heads))
+@pytest.mark.parametrize(("shared", "keys"), [(228, 32), (164, 32), (100, 16)], ids=["b200", "a100", "rtx4090"])
+@pytest.mark.parametrize("positions", [[2999, 17, 640, 33], [0], [31, 32, 500]], ids=str)
+def test_gpus_without_wgmma(monkeypatch, heads, dtype, shared, keys, positions):
+    device = LatentDevice(132, shared << 10, wgmma=False)
+    monkeypatch.setattr(mla, "_device", lambda _: device)
+    assert mla.plan(4, heads, 3000, device).keys == keys
+    check(asked_for(positions, dtype, limit=3000, block=16, heads=heads))
+    asked = asked_for(positions, dtype, limit=3000, block=16, heads=heads)
+    asked["selected"] = torch.rand(len(positions), 3008, device="cuda") < 0.1
+    asked["selected"][:, 0] = True
+    check(asked)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -115,6 +125,21 @@ def test_queries(dtype, rows, heads, interleaved):
     assert torch.equal(before.view(torch.int16), asked["latents"].view(torch.int16))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("heads", [1, 20, 64])
+def test_prompts_rotate_in_place(dtype, interleaved, heads):
+    asked = queries_problem(50, heads=heads, dtype=dtype, interleaved=interleaved, device="cuda")
+    queries, stored = exact_queries(asked)
+    own = asked["q"].clone()
+    others = {name: asked[name] for name in asked if name not in ("q", "kv_b")}
+    found, tolerance = mla_rope_and_cache(own, **others), TOLERANCES[dtype]
+    torch.testing.assert_close(found.double(), stored, rtol=tolerance, atol=tolerance)
+    assert torch.equal(own[..., :192], asked["q"][..., :192])
+    torch.testing.assert_close(own[..., 192:].double(), queries[..., 512:], rtol=tolerance, atol=tolerance)
+    assert torch.equal(asked["latents"][asked["slots"] // 16, 0, asked["slots"] % 16], found)
+
+
 def test_queries_of_a_row_are_the_same_alone_and_in_a_batch():
     asked = queries_problem(40, dtype=torch.bfloat16, device="cuda")
     together = mla_queries(**asked)
@@ -122,10 +147,13 @@ def test_queries_of_a_row_are_the_same_alone_and_in_a_batch():
     assert torch.equal(mla_queries(**part), together[9:10])
 
 
+@pytest.mark.parametrize("wgmma", [True, False])
 @pytest.mark.parametrize("inputs_ready", [False, True])
 @pytest.mark.parametrize("tokens", [40, 700])
-def test_a_graph_of_both_follows_positions_blocks_and_latents(inputs_ready, tokens):
+def test_a_graph_of_both_follows_positions_blocks_and_latents(monkeypatch, inputs_ready, tokens, wgmma):
     """The attention sees the latents that the kernel just ahead has stored."""
+    if not wgmma:
+        monkeypatch.setattr(mla, "_device", lambda _: LatentDevice(132, 228 << 10, wgmma=False))
     asked = asked_for([0, 0, 0], limit=tokens, block=32)
     new = queries_problem(3, block=32, dtype=torch.bfloat16, device="cuda")
     cache = torch.full((80, 1, 32, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -158,8 +186,8 @@ def test_a_graph_of_both_follows_positions_blocks_and_latents(inputs_ready, toke
 def test_caches_that_kernels_cannot_read_are_refused():
     asked = asked_for([5])
     shifted = torch.zeros(4 * 16 * 577, dtype=torch.bfloat16, device="cuda").view(4, 1, 16, 577)[..., 1:]
-    with pytest.raises(TensorError, match="^mla_attention: latents begin at"):
+    with pytest.raises(TensorError, match=r"^mla_attention: latents begin at"):
         mla_attention(**{**asked, "latents": shifted})
     new = queries_problem(1, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(TensorError, match="^mla_queries: latents begin at"):
+    with pytest.raises(TensorError, match=r"^mla_queries: latents begin at"):
         mla_queries(**{**new, "latents": shifted})

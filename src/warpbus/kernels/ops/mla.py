@@ -2,11 +2,12 @@
 
 All heads share one KV head: a token's key is its latent with its rotary key, its value the latent. `mla_queries` makes
 the queries for such keys and stores the new tokens' latents, `mla_attention` attends and projects to the heads' values.
+Prompts expand the latents to keys and values of each head instead, behind `mla_rope_and_cache`.
 """
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,18 @@ from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.ops.cache import check_indices, check_stored
+from warpbus.kernels.ops.mla_plan import GROUP, HEADS, KEYS, WGMMA_KEYS, LatentDevice, other_bytes, plan, wgmma_bytes
 from warpbus.kernels.reference import mla as reference
 from warpbus.kernels.units import unit
 
+_ROPE_AND_CACHE = per_dtype(
+    "mla/queries.cu",
+    "mla_rope_and_cache",
+    "ELEMENT* q, const ELEMENT* latent, const ELEMENT* norm, const float* table, const int* positions, "
+    "const long long* slots, ELEMENT* latents, ELEMENT* out, long long latent_stride, long long block_stride, "
+    "long long token_stride, int heads, int shift, int interleaved, float eps",
+    HALVES,
+)
 _QUERIES = per_dtype(
     "mla/queries.cu",
     "mla_queries",
@@ -40,27 +50,27 @@ _ATTENTION = Parameters(
     "long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads, int shift, "
     "int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale"
 )
-_OUTPUTS = Parameters(
+_OUTPUTS = per_dtype(
+    "mla/outputs.cu",
+    "mla_outputs",
     "const float* part_values, const float2* part_weights, const int* positions, const ELEMENT* kv_b, ELEMENT* out, "
-    "long long head_stride, int rows, int heads, int value_dim, int parts, int part_keys, int group"
+    "long long head_stride, int rows, int heads, int value_dim, int parts, int part_keys, int group",
+    HALVES,
+)
+_COMBINE = per_dtype(
+    "mla/outputs.cu",
+    "mla_combine",
+    "const float* part_values, const float2* part_weights, const int* positions, ELEMENT* attended, int heads, "
+    "int parts, int part_keys, int group",
+    HALVES,
 )
 _NOPE, _ROPE, _RANK = 192, 64, 512  # csrc/mla/shape.cuh
-_KEY = _RANK + _ROPE
-_ROW = _KEY + 8  # kRow
 _ROWS = 16  # of a block of mla_queries and mla_outputs: kTile
 _QUERY_THREADS, _ATTENTION_THREADS, _OUTPUT_THREADS = 128, 256, 512
 _QUERY_COLUMNS = 64
-_HEADS = (8, 16, 24, 32)  # of a tile, rounded up: what mla_attention is compiled for
-_KEYS = (32, 16)  # of a chunk, the latter where shared memory is small
-_VALUES = (32, 64)  # rows of kv_b of a block of mla_outputs
-_STAGES = (3, 5)
-_WARPS = 8
-_GROUP = 8  # units
-_MOST_UNITS = 64  # of a row
-_FINE, _UNIT = 16, 4  # up to so many units they have one chunk; beyond up to so many chunks, until there are too many
-_FEW_ROWS = 4  # up to which mla_outputs has small blocks
-_RESERVED = 1024  # bytes of shared memory that each block takes beside its own
-_AROUND = 2  # what a block takes beside its chunks, in chunks
+_VALUES = 32  # rows of kv_b of a block of mla_outputs: kValues
+_OUTPUT_SPLITS = 8  # kSplits there
+_FEW_ROWS = 8  # up to which mla_outputs multiplies with kv_b: it reads all of it for each 16 rows
 
 
 def mla_queries(
@@ -100,27 +110,49 @@ def mla_queries(
     """
     name = "mla_queries"
     check_rank(name, 3, q=q, kv_b=kv_b)
-    check_rank(name, 2, latent=latent, table=table)
-    check_alike(name, q=q, latent=latent, norm=norm, kv_b=kv_b)
-    check_alike(name, (torch.float32,), table=table)
-    check_stored(name, "latents", latents, q.dtype, None, "scales")
-    batch, heads, width = q.shape
-    rank, rope = kv_b.shape[2], table.shape[1]
-    nope = width - rope
-    expected: dict[str, tuple[int, ...]] = {"latent": (batch, rank + rope), "norm": (rank,)}
-    expected["latents"] = (latents.shape[0], 1, latents.shape[2], rank + rope)
-    why = f"kv_b is {list(kv_b.shape)}, table has {rope} columns"
-    check_shape(name, expected, why, latent=latent, norm=norm, latents=latents)
-    _check_kv_b(name, kv_b, heads)
-    if not 0 < nope < kv_b.shape[1] or rope % 2 or latents.dtype != q.dtype:
+    check_alike(name, q=q, kv_b=kv_b)
+    _check_kv_b(name, kv_b, q.shape[1])
+    _check_new(name, q, latent, norm, table, positions, slots, latents, kv_b.shape[2])
+    if not 0 < q.shape[2] - table.shape[1] < kv_b.shape[1]:
         raise TensorError(
-            f"{name}: q has shape {list(q.shape)}, {why}, latents are {latents.dtype}: give q [b, heads, nope_dim + "
-            "columns of table], where nope_dim is less than a head's rows of kv_b, and latents in the dtype of q"
+            f"{name}: q has shape {list(q.shape)}, kv_b is {list(kv_b.shape)}, table has {table.shape[1]} columns: "
+            "give q [b, heads, nope_dim + columns of table], where nope_dim is less than a head's rows of kv_b"
         )
-    check_shape(name, {"positions": (batch,), "slots": (batch,)}, "one per row", positions=positions, slots=slots)
-    check_indices(name, q.device, torch.int32, positions=positions)
-    check_indices(name, q.device, torch.int64, slots=slots)
     return _mla_queries(q, latent, norm, kv_b, table, positions, slots, latents, eps, interleaved)
+
+
+def mla_rope_and_cache(
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    *,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Rotate queries in place; norm, rotate and store the new tokens' latents.
+
+    Args:
+        q: `[t, heads, nope_dim + rope_dim]`, contiguous; float16, bfloat16 or float32. The last features are rotated.
+        latent, norm, table, positions, slots, latents, eps, interleaved: as of `mla_queries`.
+
+    Returns:
+        The latents with their rotary keys as they are stored, `[t, kv_rank + rope_dim]`.
+
+    Raises:
+        TensorError: other shapes, dtypes, strides or devices.
+    """
+    name = "mla_rope_and_cache"
+    _check_new(name, q, latent, norm, table, positions, slots, latents, norm.numel())
+    if not q.is_contiguous() or q.shape[2] <= table.shape[1]:
+        raise TensorError(
+            f"{name}: q has shape {list(q.shape)}, strides {q.stride()}, and table has {table.shape[1]} columns: give "
+            "contiguous queries of nope_dim + rope_dim features"
+        )
+    return _mla_rope_and_cache(q, latent, norm, table, positions, slots, latents, eps, interleaved)
 
 
 def mla_attention(
@@ -158,8 +190,9 @@ def mla_attention(
 
     Returns:
         `[b, heads, value_dim]` in the dtype of `q`; the sums of latents are rounded to it too. The kernels give the
-        same bits at every run, and for a row alone or in any batch with the same `limit`. Where there is no kernel
-        (`has_kernel`), torch's operators copy all latents up to `limit` for each row. Neither waits for the GPU.
+        same bits at every run, and the sums of latents of a row have the same bits alone and in any batch with the
+        same `limit`. Where there is no kernel (`has_kernel`), torch's operators copy all latents up to `limit` for each
+        row. Neither waits for the GPU.
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
@@ -211,14 +244,46 @@ def has_kernel(
     """Whether `mla_queries` and `mla_attention` have kernels for such heads on a device.
 
     They have on GPUs since Ampere for float16 and bfloat16 and the dimensions of GLM-4.7-Flash and GLM-5: 192, 64, 512
-    and any multiple of 64.
+    and any multiple of 32.
     """
     return (
         is_gpu(device)
         and dtype in HALVES
-        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES[-1]) == (_NOPE, _ROPE, _RANK, 0)
+        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, _ROPE, _RANK, 0)
         and capabilities(architecture(device)).mma
     )
+
+
+def _check_new(
+    name: str,
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    rank: int,
+) -> None:
+    """What is projected from new tokens fits the rotary table and the cache."""
+    check_rank(name, 3, q=q)
+    check_rank(name, 2, latent=latent, table=table)
+    check_alike(name, q=q, latent=latent, norm=norm)
+    check_alike(name, (torch.float32,), table=table)
+    check_stored(name, "latents", latents, q.dtype, None, "scales")
+    batch, rope = len(q), table.shape[1]
+    expected: dict[str, tuple[int, ...]] = {"latent": (batch, rank + rope), "norm": (rank,)}
+    expected["latents"] = (latents.shape[0], 1, latents.shape[2], rank + rope)
+    why = f"latents of {rank} features, and a table of {rope} columns"
+    check_shape(name, expected, why, latent=latent, norm=norm, latents=latents)
+    if rope % 2 or latents.dtype != q.dtype:
+        raise TensorError(
+            f"{name}: table has {rope} columns, latents are {latents.dtype}: give an even number, and latents in "
+            f"{q.dtype}, the dtype of q"
+        )
+    check_shape(name, {"positions": (batch,), "slots": (batch,)}, "one per row", positions=positions, slots=slots)
+    check_indices(name, q.device, torch.int32, positions=positions)
+    check_indices(name, q.device, torch.int64, slots=slots)
 
 
 def _check_kv_b(name: str, kv_b: Tensor, heads: int) -> None:
@@ -230,97 +295,18 @@ def _check_kv_b(name: str, kv_b: Tensor, heads: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class LatentDevice:
-    """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
-
-    multiprocessors: int
-    shared: int
-
-
-@dataclass(frozen=True)
-class LatentPlan:
-    """How heads and keys of a row are cut; the names are those of csrc/mla/attention.cu.
-
-    Attributes:
-        heads, keys: the macros HEADS and KEYS.
-        tiles: of `tile_heads` heads, each with blocks of its own.
-        parts: of each row, of which a block has `parts_per_block`; `blocks` of a row and tile.
-        shared: bytes of dynamic shared memory of a block.
-    """
-
-    heads: int
-    keys: int
-    tiles: int
-    tile_heads: int
-    stages: int
-    chunks_per_unit: int
-    units_per_part: int
-    parts_per_block: int
-    parts: int
-    blocks: int
-    shared: int
-
-    @property
-    def part_keys(self) -> int:
-        """Keys of a part."""
-        return self.units_per_part * self.chunks_per_unit * self.keys
-
-
-@functools.lru_cache(maxsize=4096)
-def plan(rows: int, heads: int, limit: int, device: LatentDevice) -> LatentPlan:
-    """The cut that takes least time, of such the one with most blocks. Units and groups depend on `limit` alone."""
-    compiled, keys, stages, shared = _fitted(heads, device.shared - _RESERVED)
-    tiles = -(-heads // compiled)
-    tile_heads = -(-heads // tiles)
-    chunks = -(-limit // keys)
-    chunks_per_unit = max(min(_UNIT, -(-chunks // _FINE)), -(-chunks // _MOST_UNITS))
-    units = -(-chunks // chunks_per_unit)
-
-    def cut(units_per_part: int, parts_per_block: int) -> tuple[int, int, LatentPlan]:
-        parts = -(-units // units_per_part)
-        blocks = -(-parts // parts_per_block)
-        waves = -(-rows * tiles * blocks // device.multiprocessors)
-        work = waves * (parts_per_block * units_per_part * chunks_per_unit + _AROUND)
-        fitting = next(bound for bound in _HEADS if tile_heads <= bound)
-        found = LatentPlan(
-            *(fitting, keys, tiles, tile_heads, stages, chunks_per_unit),
-            *(units_per_part, parts_per_block, parts, blocks, shared),
-        )
-        return work, -blocks, found
-
-    cuts = [cut(1, count) for count in (1, 2, 4)] + [cut(_GROUP, count) for count in (1, 2, 4, 8)]
-    return min(cuts, key=lambda found: found[:2])[2]
-
-
-def _fitted(heads: int, shared: int) -> tuple[int, int, int, int]:
-    """Heads that a tile has at most, keys of a chunk, stages, and shared memory of a block."""
-    for keys in _KEYS:
-        for most in reversed(_HEADS):
-            compiled = next(bound for bound in _HEADS if -(-heads // -(-heads // most)) <= bound)
-            stage, others = 2 * keys * _ROW, other_bytes(compiled, keys)
-            stages = min(_STAGES[1], (shared - others) // stage)
-            if most >= min(heads, _HEADS[2]) and stages >= _STAGES[0]:
-                return most, keys, stages, others + stages * stage
-    raise UsageError(f"mla_attention: a block has {shared} bytes of shared memory, too few: give a GPU since Ampere")
-
-
-def other_bytes(heads: int, keys: int) -> int:
-    """Bytes of shared memory of a block of mla_attention beside its stages: OTHER_BYTES."""
-    splits = _WARPS // (keys // 16)
-    return heads * (2 * _ROW + 2 * (keys + 8) + 4 * splits * (keys + 4) + 16)
+def _device(device: torch.device) -> LatentDevice:
+    wgmma = capabilities(architecture(device)).wgmma
+    return LatentDevice(multiprocessors(device), shared_memory(device), wgmma)
 
 
 @functools.cache
 def _attention_kernel(dtype: torch.dtype, heads: int, keys: int) -> Kernel:
-    others = other_bytes(heads, keys)
-    declared = unit("mla/attention.cu", ELEMENT=ELEMENTS[dtype], HEADS=heads, KEYS=keys, OTHER_BYTES=others)
+    source, needs, bytes_of = "mla/sm80_attention.cu", "sm_80", {"OTHER_BYTES": other_bytes(heads, keys)}
+    if keys == WGMMA_KEYS:
+        source, needs, bytes_of = "mla/sm90_attention.cu", "sm_90a", {"SHARED_BYTES": wgmma_bytes(heads)}
+    declared = unit(source, needs=needs, ELEMENT=ELEMENTS[dtype], HEADS=heads, KEYS=keys, **bytes_of)
     return declared.kernel("mla_attention", _ATTENTION)
-
-
-@functools.cache
-def _outputs_kernel(dtype: torch.dtype, values: int) -> Kernel:
-    return unit("mla/outputs.cu", ELEMENT=ELEMENTS[dtype], VALUES=values).kernel("mla_outputs", _OUTPUTS)
 
 
 def _launch_queries(
@@ -342,12 +328,7 @@ def _launch_queries(
     out = q.new_empty(batch, heads, rank + rope)
     if batch == 0:
         return out
-    latent = latent if latent.stride() == (latent.stride(0), 1) and _even(latent) else latent.contiguous().clone()
-    if not _even(latents):
-        raise TensorError(
-            f"mla_queries: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a cache "
-            "whose tokens begin at multiples of 16 bytes"
-        )
+    latent = _new_latents("mla_queries", latent, latents)
     tiles = -(-batch // _ROWS)
     _QUERIES[q.dtype](
         (heads * (_RANK // _QUERY_COLUMNS) + 1, tiles),
@@ -374,6 +355,64 @@ def _launch_queries(
         dependent=True,
     )
     return out
+
+
+def _launch_rope_and_cache(
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    tokens, heads, width = q.shape
+    rank, rope = norm.numel(), table.shape[1]
+    if not has_kernel(q.dtype, width - rope, rope, rank, _VALUES, q.device):
+        return reference.mla_rope_and_cache(q, latent, norm, table, positions, slots, latents, eps, interleaved)
+    out = q.new_empty(tokens, rank + rope)
+    if tokens == 0:
+        return out
+    latent = _new_latents("mla_rope_and_cache", latent, latents)
+    if q.data_ptr() % 16:
+        raise TensorError(f"mla_rope_and_cache: q begins at {q.data_ptr():#x}: give one at a multiple of 16 bytes")
+    _ROPE_AND_CACHE[q.dtype](
+        tokens,
+        _QUERY_THREADS,
+        q=q,
+        latent=latent,
+        norm=_contiguous(norm),
+        table=table.contiguous(),
+        positions=positions.contiguous(),
+        slots=slots.contiguous(),
+        latents=latents,
+        out=out,
+        latent_stride=latent.stride(0),
+        block_stride=latents.stride(0),
+        token_stride=latents.stride(2),
+        heads=heads,
+        shift=latents.shape[2].bit_length() - 1,
+        interleaved=interleaved,
+        eps=eps,
+        dependent=True,
+    )
+    return out
+
+
+def _new_latents(name: str, latent: Tensor, latents: Tensor) -> Tensor:
+    """The new latents in rows that kernels can read.
+
+    Raises:
+        TensorError: the cache has tokens that they cannot write.
+    """
+    if not _even(latents):
+        raise TensorError(
+            f"{name}: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a cache whose "
+            "tokens begin at multiples of 16 bytes"
+        )
+    return latent if latent.stride(1) == 1 and _even(latent) else latent.clone(memory_format=torch.contiguous_format)
 
 
 def _launch_attention(
@@ -405,7 +444,7 @@ def _launch_attention(
     blocks = blocks if blocks.stride(1) == 1 else blocks.contiguous()
     if selected is not None and selected.stride(1) != 1:
         selected = selected.contiguous()
-    cut = plan(batch, heads, limit, LatentDevice(multiprocessors(q.device), shared_memory(q.device)))
+    cut = plan(batch, heads, limit, _device(q.device))
     part_values = torch.empty(batch * heads * cut.parts * rank, dtype=torch.float32, device=q.device)
     part_weights = torch.empty(batch * heads * cut.parts * 2, dtype=torch.float32, device=q.device)
     positions = positions.contiguous()
@@ -436,24 +475,30 @@ def _launch_attention(
         shared=cut.shared,
         dependent=True,
     )
-    values = _VALUES[batch > _FEW_ROWS]
-    sums = 4 * max(1, 64 // values)
-    _outputs_kernel(q.dtype, values)(
-        (heads * value_dim // values, -(-batch // _ROWS)),
+    parts: dict[str, Any] = {
+        "part_values": part_values,
+        "part_weights": part_weights,
+        "positions": positions,
+        "heads": heads,
+        "parts": cut.parts,
+        "part_keys": cut.part_keys,
+        "group": 1 if cut.units_per_part == GROUP else GROUP,
+    }
+    if batch > _FEW_ROWS:
+        attended = q.new_empty(batch, heads, rank)
+        _COMBINE[q.dtype]((heads, batch), rank // 4, **parts, attended=attended, dependent=True)
+        torch.bmm(attended.transpose(0, 1), kv_b[:, -value_dim:].mT, out=out.transpose(0, 1))
+        return out
+    _OUTPUTS[q.dtype](
+        (heads * value_dim // _VALUES, -(-batch // _ROWS)),
         _OUTPUT_THREADS,
-        part_values=part_values,
-        part_weights=part_weights,
-        positions=positions,
+        **parts,
         kv_b=kv_b,
         out=out,
         head_stride=kv_b.shape[1] * rank,
         rows=batch,
-        heads=heads,
         value_dim=value_dim,
-        parts=cut.parts,
-        part_keys=cut.part_keys,
-        group=1 if cut.units_per_part == _GROUP else _GROUP,
-        shared=2 * (values + _ROWS) * rank + 4 * sums * _ROWS * (values + 4),
+        shared=2 * (_VALUES + _ROWS) * rank + 4 * _OUTPUT_SPLITS * _ROWS * (_VALUES + 4),
         dependent=True,
     )
     return out
@@ -476,6 +521,13 @@ _mla_queries = operator(
     reference=reference.mla_queries,
     fake=lambda q, latent, *others: q.new_empty(*q.shape[:2], latent.shape[1]),
 )
+_mla_rope_and_cache = operator(
+    "mla_rope_and_cache(Tensor(a!) q, Tensor latent, Tensor norm, Tensor table, Tensor positions, Tensor slots, "
+    "Tensor(b!) latents, float eps, bool interleaved) -> Tensor",
+    cuda=_launch_rope_and_cache,
+    reference=reference.mla_rope_and_cache,
+    fake=lambda q, latent, *others: latent.new_empty(latent.shape),
+)
 _mla_attention = operator(
     "mla_attention(Tensor q, Tensor positions, Tensor blocks, Tensor latents, Tensor kv_b, int value_dim, float scale, "
     "int limit, Tensor? selected, bool inputs_ready) -> Tensor",
@@ -485,8 +537,6 @@ _mla_attention = operator(
 )
 
 for _dtype in HALVES:
-    for _values in _VALUES:
-        _outputs_kernel(_dtype, _values)
-    for _heads in _HEADS:
-        for _chunk in _KEYS:
+    for _heads in HEADS:
+        for _chunk in (WGMMA_KEYS, *KEYS):
             _attention_kernel(_dtype, _heads, _chunk)

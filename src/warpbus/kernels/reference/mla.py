@@ -23,14 +23,33 @@ def mla_queries(
     interleaved: bool,
 ) -> Tensor:
     """The queries of the absorbed form; the new latents are written into the cache. See `ops.mla`."""
-    rank, rope = kv_b.shape[2], table.shape[1]
-    angles = table.index_select(0, positions)
-    nope, of_query = q.split((q.shape[2] - rope, rope), dim=-1)
-    compressed, of_key = latent.split((rank, rope), dim=-1)
-    rotated = rotate(of_key[:, None], angles, interleaved)[:, 0]
-    write(torch.cat((rms_norm(compressed, norm, eps), rotated), dim=-1)[:, None], slots, latents, None)
-    absorbed = torch.einsum("thn,hnr->thr", nope, kv_b[:, : nope.shape[2]])
-    return torch.cat((absorbed, rotate(of_query, angles, interleaved)), dim=-1)
+    nope_dim = q.shape[2] - table.shape[1]
+    q = q.clone(memory_format=torch.contiguous_format)
+    mla_rope_and_cache(q, latent, norm, table, positions, slots, latents, eps, interleaved)
+    nope, of_query = q.split((nope_dim, table.shape[1]), dim=-1)
+    absorbed = torch.einsum("thn,hnr->thr", nope, kv_b[:, :nope_dim])
+    return torch.cat((absorbed, of_query), dim=-1)
+
+
+def mla_rope_and_cache(
+    q: Tensor,
+    latent: Tensor,
+    norm: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    latents: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    """Rotate queries in place; the new latents, which are written into the cache. See `ops.mla`."""
+    rank, angles = norm.numel(), table.index_select(0, positions)
+    of_query = q[..., q.shape[2] - table.shape[1] :]
+    of_query.copy_(rotate(of_query, angles, interleaved))
+    rotated = rotate(latent[:, None, rank:], angles, interleaved)[:, 0]
+    stored = torch.cat((rms_norm(latent[:, :rank], norm, eps), rotated), dim=-1)
+    write(stored[:, None], slots, latents, None)
+    return stored
 
 
 def mla_attention(

@@ -98,7 +98,7 @@ class LatentAttention(nn.Module):
         return self.kv_a_norm(latent[..., : self.spec.kv_rank])
 
     def normed(self, latent: Tensor) -> Tensor:
-        """Latents with rotary keys `[..., kv_rank + rope_dim]`, as projected, with their norm applied to the latents."""
+        """Projected latents and rotary keys, `[..., kv_rank + rope_dim]`, with the norm applied to the latents."""
         compressed, rotary = latent.split((self.spec.kv_rank, self.spec.rope_dim), dim=-1)
         return torch.cat((self.kv_a_norm(compressed), rotary), dim=-1)
 
@@ -115,8 +115,10 @@ class LatentAttention(nn.Module):
         compressed, rotary = latent.split((spec.kv_rank, spec.rope_dim), dim=-1)
         expanded = project(self.kv_b, compressed).unflatten(-1, (spec.num_heads, -1))
         nope, values = expanded.split((spec.nope_dim, spec.value_dim), dim=-1)
-        rotary = rotary[..., None, :].expand(*nope.shape[:-1], -1)
-        return torch.cat((nope, rotary), dim=-1), values
+        keys = nope.new_empty(*nope.shape[:-1], spec.query_dim)
+        keys[..., : spec.nope_dim] = nope
+        keys[..., spec.nope_dim :] = rotary[..., None, :]
+        return keys, values
 
     def absorb(self, q: Tensor) -> Tensor:
         """Queries of the absorbed form.
@@ -133,9 +135,9 @@ class LatentAttention(nn.Module):
         return torch.cat((torch.einsum("thn,hnr->thr", nope, of_keys), rotary), dim=-1)
 
     def outputs(self, attended: Tensor) -> Tensor:
-        """The heads' outputs `[tokens, heads value_dim]` from weighted sums of latents `[tokens, heads, kv_rank]`."""
+        """The heads' outputs `[tokens, heads, value_dim]` from weighted sums of latents `[tokens, heads, kv_rank]`."""
         of_values = self.by_head[:, self.spec.nope_dim :]
-        return torch.einsum("thr,hvr->thv", attended, of_values).flatten(-2)
+        return torch.einsum("thr,hvr->thv", attended, of_values)
 
     @property
     def by_head(self) -> Tensor:

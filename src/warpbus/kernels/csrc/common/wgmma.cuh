@@ -35,7 +35,9 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading, i
 constexpr int kDescriptorUnit = 16;
 
 // The places of the accumulators in the instruction's text (P) and the operands themselves (D), by their number.
+#define WGMMA_P4 "%0, %1, %2, %3"
 #define WGMMA_P8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_P12 WGMMA_P8 ", %8, %9, %10, %11"
 #define WGMMA_P16 WGMMA_P8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_P24 WGMMA_P16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WGMMA_P32 WGMMA_P24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -56,7 +58,10 @@ constexpr int kDescriptorUnit = 16;
 #define WGMMA_8(C, d, i)                                                                                               \
     C((d)[(i) + 0]), C((d)[(i) + 1]), C((d)[(i) + 2]), C((d)[(i) + 3]),                                                \
     C((d)[(i) + 4]), C((d)[(i) + 5]), C((d)[(i) + 6]), C((d)[(i) + 7])
+#define WGMMA_4(C, d, i) C((d)[(i) + 0]), C((d)[(i) + 1]), C((d)[(i) + 2]), C((d)[(i) + 3])
+#define WGMMA_D4(C, d) WGMMA_4(C, d, 0)
 #define WGMMA_D8(C, d) WGMMA_8(C, d, 0)
+#define WGMMA_D12(C, d) WGMMA_D8(C, d), WGMMA_4(C, d, 8)
 #define WGMMA_D16(C, d) WGMMA_D8(C, d), WGMMA_8(C, d, 8)
 #define WGMMA_D24(C, d) WGMMA_D16(C, d), WGMMA_8(C, d, 16)
 #define WGMMA_D32(C, d) WGMMA_D24(C, d), WGMMA_8(C, d, 24)
@@ -90,7 +95,19 @@ constexpr bool is_half<__half> = true;
 // D = A B, or D += A B with `accumulate`. TransA, TransB: 0 for a K-major operand, 1 for an MN-major one.
 template <typename Element, int N, int TransA, int TransB>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64 a, uint64 b, int accumulate) {
-    if constexpr (N == 64) {
+    if constexpr (N == 8) {
+        if constexpr (is_half<Element>) WGMMA(8, "f16", 4, "%4", "%5", "%6", "%7", "%8");
+        else WGMMA(8, "bf16", 4, "%4", "%5", "%6", "%7", "%8");
+    } else if constexpr (N == 16) {
+        if constexpr (is_half<Element>) WGMMA(16, "f16", 8, "%8", "%9", "%10", "%11", "%12");
+        else WGMMA(16, "bf16", 8, "%8", "%9", "%10", "%11", "%12");
+    } else if constexpr (N == 24) {
+        if constexpr (is_half<Element>) WGMMA(24, "f16", 12, "%12", "%13", "%14", "%15", "%16");
+        else WGMMA(24, "bf16", 12, "%12", "%13", "%14", "%15", "%16");
+    } else if constexpr (N == 32) {
+        if constexpr (is_half<Element>) WGMMA(32, "f16", 16, "%16", "%17", "%18", "%19", "%20");
+        else WGMMA(32, "bf16", 16, "%16", "%17", "%18", "%19", "%20");
+    } else if constexpr (N == 64) {
         if constexpr (is_half<Element>) WGMMA(64, "f16", 32, "%32", "%33", "%34", "%35", "%36");
         else WGMMA(64, "bf16", 32, "%32", "%33", "%34", "%35", "%36");
     } else if constexpr (N == 80) {
@@ -130,7 +147,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64 a, uint64 b, int
         if constexpr (is_half<Element>) WGMMA(256, "f16", 128, "%128", "%129", "%130", "%131", "%132");
         else WGMMA(256, "bf16", 128, "%128", "%129", "%130", "%131", "%132");
     } else {
-        static_assert(N == 0, "wgmma: N is a multiple of 16 from 64 to 256");
+        static_assert(N == 0, "wgmma: N is 8, 16, 24, 32, or a multiple of 16 from 64 to 256");
     }
 }
 
@@ -215,5 +232,6 @@ __device__ __forceinline__ void wgmma_arrived(int (&d)[Count]) {
 #undef WGMMA_S8
 #undef WGMMA_RS
 #undef WGMMA_8
+#undef WGMMA_4
 
 }  // namespace ptx

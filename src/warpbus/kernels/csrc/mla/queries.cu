@@ -44,9 +44,9 @@ __device__ __forceinline__ unsigned int rotated(const ELEMENT* head, int dim, co
     return pack_pair<ELEMENT>(x.x, x.y);
 }
 
-// Norm a latent, rotate its key, and store both. One warp calls it.
+// Norm a latent, rotate its key, and store both at `to`, and at `copy` unless it is null. One warp calls it.
 __device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMENT* norm, const float* angles,
-                                             ELEMENT* to, float eps, bool interleaved) {
+                                             ELEMENT* to, ELEMENT* copy, float eps, bool interleaved) {
     constexpr int kPieces = kRank / (32 * kChunk);
     const int lane = threadIdx.x % 32;
     Vector16<ELEMENT> pieces[kPieces];
@@ -73,8 +73,11 @@ __device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMEN
             pieces[i].element[j] = from_float<ELEMENT>(to_float(normed) * to_float(scale.element[j]));
         }
         *reinterpret_cast<Vector16<ELEMENT>*>(to + dim) = pieces[i];
+        if (copy != nullptr) *reinterpret_cast<Vector16<ELEMENT>*>(copy + dim) = pieces[i];
     }
-    *reinterpret_cast<unsigned int*>(to + kRank + 2 * lane) = rotated(latent + kRank, 2 * lane, angles, interleaved);
+    const unsigned int key = rotated(latent + kRank, 2 * lane, angles, interleaved);
+    *reinterpret_cast<unsigned int*>(to + kRank + 2 * lane) = key;
+    if (copy != nullptr) *reinterpret_cast<unsigned int*>(copy + kRank + 2 * lane) = key;
 }
 
 // The kernel ahead may write q, latent, positions and slots: not __restrict__ (see ptx::griddepcontrol_wait).
@@ -107,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const long long slot = slots[row];
             ELEMENT* to = latents + (slot >> shift) * block_stride + (slot & ((1 << shift) - 1)) * token_stride;
             store_latent(latent + row * latent_stride, norm, table + static_cast<long long>(positions[row]) * kRope, to,
-                         eps, interleaved);
+                         nullptr, eps, interleaved);
         }
         return;
     }
@@ -147,5 +150,33 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             *reinterpret_cast<unsigned int*>(out + at * kKeyDim + column) =
                 pack_pair<ELEMENT>(sums[i % 2][i / 2 * 2], sums[i % 2][i / 2 * 2 + 1]);
         }
+    }
+}
+
+// For prompts, whose latents are expanded: rotate the queries in place; norm, rotate and store the latents, also in `out`,
+// [rows, kKeyDim] contiguous. Everything else as above. Grid: rows; 128 threads.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_rope_and_cache(ELEMENT* q, const ELEMENT* latent, const ELEMENT* __restrict__ norm, const float* table,
+                       const int* positions, const long long* slots, ELEMENT* latents, ELEMENT* out,
+                       long long latent_stride, long long block_stride, long long token_stride, int heads, int shift,
+                       int interleaved, float eps) {
+    const long long row = blockIdx.x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+#endif
+    const float* angles = table + static_cast<long long>(positions[row]) * kRope;
+    if (warp == 0) {
+        const long long slot = slots[row];
+        ELEMENT* to = latents + (slot >> shift) * block_stride + (slot & ((1 << shift) - 1)) * token_stride;
+        store_latent(latent + row * latent_stride, norm, angles, to, out + row * kKeyDim, eps, interleaved);
+        return;
+    }
+    for (int head = warp - 1; head < heads; head += kWarps - 1) {
+        ELEMENT* rotary = q + (row * heads + head) * kQueryDim + kNope;
+        const unsigned int pair = rotated(rotary, 2 * lane, angles, interleaved);
+        __syncwarp();  // all lanes have read their partners
+        *reinterpret_cast<unsigned int*>(rotary + 2 * lane) = pair;
     }
 }

@@ -33,20 +33,15 @@
 // barriers. Exponents are integers and additions form one tree: units one after another to groups, groups one after
 // another to a row. Where a part is a group, its block adds up the units; otherwise mla/outputs.cu does. So the result
 // does not depend on what a block has, and that of a row not on the batch around it.
-#include "attention/cache.cuh"
-#include "common/tile.cuh"
-#include "mla/shape.cuh"
+#include "common/ptx.cuh"
+#include "mla/sums.cuh"
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
+constexpr int kChunk = 8;  // elements of 16 bytes
 constexpr int kKeyTiles = KEYS / 16;
 constexpr int kSplits = kWarps / kKeyTiles;  // of the features, among warps with the same keys
 constexpr int kSteps = kKeyDim / 16;
 constexpr int kSplitSteps = (kSteps + kSplits - 1) / kSplits;
-constexpr int kHeadTiles = HEADS / 8;
 constexpr int kHeadPairs = (kHeadTiles + 1) / 2;
-constexpr int kOwnHeads = HEADS / kWarps;       // that a warp weighs keys for
-constexpr int kDimTiles = kRank / 16 / kWarps;  // of the values, of a warp
 constexpr int kPieces = kKeyDim / kChunk;       // of 16 bytes, of a key
 static_assert(kPieces == 2 * 32 + 8, "begin_chunk copies keys of 72 pieces");
 // Rows in shared memory, so long that fragments are read and written without bank conflicts. In the order of tile.cuh
@@ -54,13 +49,6 @@ static_assert(kPieces == 2 * 32 + 8, "begin_chunk copies keys of 72 pieces");
 constexpr int kRow = kKeyDim + kChunk;
 constexpr int kScoreRow = KEYS + 4;
 constexpr int kWeightRow = KEYS + kChunk;
-constexpr unsigned int kAll = 0xffffffff;
-
-// What a chunk's sums are multiplied with: those of the unit before its products; at the end of a unit those of its
-// group, and those of the unit on their way to the group.
-struct Factors {
-    float keep, group_keep, take, unused;
-};
 
 struct Memory {
     ELEMENT queries[HEADS * kRow];
@@ -129,116 +117,28 @@ __device__ __forceinline__ void multiply_keys(Memory& memory, const ELEMENT* key
     }
 }
 
-// Of the heads that a warp weighs keys for, number warp + kWarps * i: the exponents so far, and the sums of weights, those
-// of the unit of this lane's keys.
-struct Running {
-    float unit_exponent[kOwnHeads], unit_weight[kOwnHeads];
-    float group_exponent[kOwnHeads], group_weight[kOwnHeads];
-
-    __device__ __forceinline__ void clear_unit(int i) {
-        unit_exponent[i] = attention::minus_infinity();
-        unit_weight[i] = 0.0f;
+// Weigh the keys of a chunk; a lane has one key, which counts where it is `seen`.
+__device__ __forceinline__ void weigh(Running& running, Memory& memory, bool seen, float scale, bool ends_unit) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float scores[kOwnHeads][1];
+#pragma unroll
+    for (int i = 0; i < kOwnHeads; ++i) {
+        const int at = (warp + kWarps * i) * kScoreRow + lane % KEYS;
+        float sum = 0.0f;
+#pragma unroll
+        for (int split = 0; split < kSplits; ++split) sum += memory.scores[split][at];
+        scores[i][0] = seen ? sum * scale : attention::minus_infinity();
     }
-    __device__ __forceinline__ void clear_group(int i) {
-        group_exponent[i] = attention::minus_infinity();
-        group_weight[i] = 0.0f;
+    running.weigh(scores, memory.factors, ends_unit);
+#pragma unroll
+    for (int i = 0; i < kOwnHeads; ++i) {
+        if (lane < KEYS) memory.weights[(warp + kWarps * i) * kWeightRow + lane] = from_float<ELEMENT>(scores[i][0]);
     }
-
-    // Weigh the keys of a chunk; a lane has one key, which counts where it is `seen`. Heads go side by side: each step
-    // waits for the one before it.
-    __device__ __forceinline__ void weigh(Memory& memory, bool seen, float scale, bool ends_unit) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        float score[kOwnHeads];
-        Factors factors[kOwnHeads];
-        bool grows = false;
-#pragma unroll
-        for (int i = 0; i < kOwnHeads; ++i) {
-            const int at = (warp + kWarps * i) * kScoreRow + lane % KEYS;
-            float sum = 0.0f;
-#pragma unroll
-            for (int split = 0; split < kSplits; ++split) sum += memory.scores[split][at];
-            score[i] = seen ? sum * scale : attention::minus_infinity();
-            factors[i] = {1.0f, 0.0f, 0.0f, 0.0f};
-            grows = grows || score[i] > unit_exponent[i];
-        }
-        if (__any_sync(kAll, grows)) {  // seldom behind the first chunks
-            float largest[kOwnHeads];
-#pragma unroll
-            for (int i = 0; i < kOwnHeads; ++i) largest[i] = score[i];
-#pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2) {
-#pragma unroll
-                for (int i = 0; i < kOwnHeads; ++i) {
-                    largest[i] = fmaxf(largest[i], __shfl_xor_sync(kAll, largest[i], offset));
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kOwnHeads; ++i) {
-                const float exponent = fmaxf(unit_exponent[i], ceilf(largest[i]));
-                const bool same = exponent == unit_exponent[i];  // also where both are minus infinity
-                factors[i].keep = same ? 1.0f : attention::power_of_two(unit_exponent[i] - exponent);
-                unit_exponent[i] = exponent;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kOwnHeads; ++i) {
-            const float from = unit_exponent[i] == attention::minus_infinity() ? 0.0f : unit_exponent[i];
-            const float weight = attention::exp2_flushed(score[i] - from);
-            if (lane < KEYS) {
-                memory.weights[(warp + kWarps * i) * kWeightRow + lane] = from_float<ELEMENT>(weight);
-            }
-            unit_weight[i] = fmaf(unit_weight[i], factors[i].keep, weight);
-        }
-        if (ends_unit) {
-#pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2) {
-#pragma unroll
-                for (int i = 0; i < kOwnHeads; ++i) {
-                    unit_weight[i] += __shfl_xor_sync(kAll, unit_weight[i], offset);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kOwnHeads; ++i) {
-                const float joined = fmaxf(group_exponent[i], unit_exponent[i]);
-                factors[i].group_keep = attention::power_of_two(group_exponent[i] - joined);
-                factors[i].take = attention::power_of_two(unit_exponent[i] - joined);
-                group_exponent[i] = joined;
-                group_weight[i] = fmaf(unit_weight[i], factors[i].take, group_weight[i] * factors[i].group_keep);
-                clear_unit(i);
-            }
-        }
-        if (lane == 0) {
-#pragma unroll
-            for (int i = 0; i < kOwnHeads; ++i) memory.factors[warp + kWarps * i] = factors[i];
-        }
-    }
-};
-
-using Sums = float[kDimTiles][kHeadTiles][4];
+}
 
 // Add the products of a chunk's weights with this warp's features of its values to the unit's sums.
 __device__ __forceinline__ void multiply_values(Sums& sums, const Memory& memory, const ELEMENT* values) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float keep[kHeadTiles][2];
-    bool raised = false;
-#pragma unroll
-    for (int n = 0; n < kHeadTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            keep[n][i] = memory.factors[8 * n + 2 * (lane % 4) + i].keep;
-            raised = raised || keep[n][i] != 1.0f;
-        }
-    }
-    if (__any_sync(kAll, raised)) {
-#pragma unroll
-        for (int n = 0; n < kHeadTiles; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-#pragma unroll
-                for (int d = 0; d < kDimTiles; ++d) sums[d][n][i] *= keep[n][i % 2];
-            }
-        }
-    }
+    const int warp = threadIdx.x / 32;
     const ELEMENT* rows = right_place<kRow>(values + 16 * warp * kDimTiles);
     const ELEMENT* weights = right_place<kWeightRow>(memory.weights);
     ptx::uint32 a[2][4], b[2][kHeadPairs][4];
@@ -259,24 +159,8 @@ __device__ __forceinline__ void multiply_values(Sums& sums, const Memory& memory
 #pragma unroll
         for (int n = 0; n < kHeadTiles; ++n) {
             const ptx::uint32(&of_pair)[4] = b[i / kDimTiles % 2][n / 2];
-            ptx::mma_m16n8k16<ELEMENT>(sums[i % kDimTiles][n], a[i % 2], of_pair[n % 2 * 2], of_pair[n % 2 * 2 + 1]);
-        }
-    }
-}
-
-// Add a unit to its group, and clear it.
-__device__ __forceinline__ void finish_unit(Sums& group, Sums& unit, const Memory& memory) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < kHeadTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const Factors factors = memory.factors[8 * n + 2 * (lane % 4) + i % 2];
-#pragma unroll
-            for (int d = 0; d < kDimTiles; ++d) {
-                group[d][n][i] = fmaf(unit[d][n][i], factors.take, group[d][n][i] * factors.group_keep);
-                unit[d][n][i] = 0.0f;
-            }
+            float(&sum)[4] = reinterpret_cast<float(&)[4]>(sums[i % kDimTiles][4 * n]);
+            ptx::mma_m16n8k16<ELEMENT>(sum, a[i % 2], of_pair[n % 2 * 2], of_pair[n % 2 * 2 + 1]);
         }
     }
 }
@@ -374,67 +258,41 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         return lane < KEYS && key <= position && (selected == nullptr || row_selected[key] != 0);
     };
     Running running;
-#pragma unroll
-    for (int i = 0; i < kOwnHeads; ++i) {
-        running.clear_unit(i);
-        running.clear_group(i);
-    }
+    running.clear();
     Sums unit = {}, group = {};
-    int unit_left = chunks_per_unit;    // chunks, for weigh
-    int part_left = units_per_part;     // units, of the sums
-    int part = blockIdx.x * parts_per_block;
+    Progress progress(chunks_per_unit, units_per_part);
+    long long part = (row * heads + first_head) * parts + blockIdx.x * parts_per_block;  // of the first head
 
     ptx::cp_async_wait(stages - 2);
     __syncthreads();
     multiply_keys(memory, stage0);
     __syncthreads();
-    bool ends = --unit_left == 0 || chunks == 1;
-    running.weigh(memory, seen(0), scale, ends);
+    bool ends = progress.ends_unit(chunks == 1);
+    weigh(running, memory, seen(0), scale, ends);
     ptx::cp_async_wait(stages - 3);
     __syncthreads();
     int index = 0;  // of the chunk's stage
     // Here the chunk's weights and the next one's keys are there, and the stage of the one before is free.
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const int next = index + 1 == stages ? 0 : index + 1;
+        const bool last = chunk + 1 == chunks;
         begin_chunk(chunk + stages - 1, index == 0 ? stages - 1 : index - 1, position + 1);
+        keep_unit(unit, memory.factors);
         multiply_values(unit, memory, stage0 + index * kStage);
         if (ends) {
-            unit_left = chunks_per_unit;
-            finish_unit(group, unit, memory);
-            if (--part_left == 0 || chunk + 1 == chunks) {
-                part_left = units_per_part;
-                const long long first = (row * heads + first_head) * parts + part;
-#pragma unroll
-                for (int d = 0; d < kDimTiles; ++d) {
-#pragma unroll
-                    for (int n = 0; n < kHeadTiles; ++n) {
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int head = 8 * n + 2 * (lane % 4) + i % 2;
-                            const int dim = 16 * (warp * kDimTiles + d) + lane / 4 + i / 2 * 8;
-                            if (head < head_count) part_values[(first + head * parts) * kRank + dim] = group[d][n][i];
-                            group[d][n][i] = 0.0f;
-                        }
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < kOwnHeads; ++i) {
-                    const int head = warp + kWarps * i;
-                    if (head < head_count && lane == 0) {
-                        part_weights[first + head * parts] =
-                            make_float2(running.group_exponent[i], running.group_weight[i]);
-                    }
-                    running.clear_group(i);
-                }
+            finish_unit(group, unit, memory.factors);
+            if (progress.ends_part(last)) {
+                store_part(group, running, part_values + part * kRank, part_weights + part, parts, head_count,
+                           16 * warp * kDimTiles, 16);
                 ++part;
             }
         }
-        if (chunk + 1 == chunks) break;
+        if (last) break;
         multiply_keys(memory, stage0 + next * kStage);
         index = next;
         __syncthreads();
-        ends = --unit_left == 0 || chunk + 2 == chunks;
-        running.weigh(memory, seen(chunk + 1), scale, ends);
+        ends = progress.ends_unit(chunk + 2 == chunks);
+        weigh(running, memory, seen(chunk + 1), scale, ends);
         ptx::cp_async_wait(stages - 3);
         __syncthreads();
     }

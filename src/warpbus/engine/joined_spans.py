@@ -1,0 +1,118 @@
+"""Attention of chunks of several prompts in one call (FlashAttention-2 with variable lengths; Dao, 2023)."""
+
+from collections import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpbus.engine.logits import to_device
+from warpbus.kernels.ops.cache import gather_cache
+from warpbus.models.layers.packed_attention import can_pack
+
+LONGEST_ALONE = 1024
+"""Tokens: a chunk with as many and nothing cached before it is faster by itself, in cuDNN's kernel."""
+
+MOST_EXPANDED = 32_768
+"""Tokens whose latents are expanded at a time to keys and values of all heads; a chunk that sees more is not joined."""
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """A chunk of a prompt in a flat list of tokens.
+
+    Attributes:
+        begin, end: its tokens in the list are `begin` to `end - 1`.
+        start: the position of its first token in the sequence.
+        blocks: int32 `[n]`, the block table of the sequence, on the device; None if nothing is cached before the chunk.
+        bidirectional: how many leading tokens of the sequence attend to each other in both directions.
+        prefix_length: cache positions before the first token; all tokens attend to them.
+    """
+
+    begin: int
+    end: int
+    start: int
+    blocks: Tensor | None
+    bidirectional: int = 0
+    prefix_length: int = 0
+
+    @property
+    def part(self) -> slice:
+        """Its tokens in the list."""
+        return slice(self.begin, self.end)
+
+    @property
+    def seen(self) -> int:
+        """Cache positions up to its end."""
+        return self.prefix_length + self.start + self.end - self.begin
+
+
+class JoinedSpans:
+    """The chunks of a step that are attended in one call; the others are `alone`.
+
+    Args:
+        spans: all chunks of the step.
+        q: queries of any layer, `[tokens, heads, head_dim]`.
+        expanded: keys and values are made from latents.
+    """
+
+    def __init__(self, spans: abc.Sequence[ChunkSpan], q: Tensor, *, expanded: bool) -> None:
+        joined: list[ChunkSpan] = []
+        seen = 0
+        for span in spans:
+            long = span.blocks is None and span.end - span.begin >= LONGEST_ALONE
+            if (
+                can_pack(q)
+                and not span.bidirectional
+                and not long
+                and (not expanded or seen + span.seen <= MOST_EXPANDED)
+            ):
+                joined.append(span)
+                seen += span.seen
+        self._spans = joined if len(joined) > 1 or (joined and joined[0].blocks is not None) else []
+        self.alone = [span for span in spans if span not in self._spans]
+        if self._spans:
+            lengths = [span.end - span.begin for span in self._spans], [span.seen for span in self._spans]
+            self._longest = max(lengths[0]), max(lengths[1])
+            ends = [[sum(each[:count]) for count in range(len(each) + 1)] for each in lengths]
+            self._bounds = to_device(ends, torch.int32, q.device)
+
+    def __bool__(self) -> bool:
+        """Whether there are joined chunks."""
+        return bool(self._spans)
+
+    def keys(self, new: Tensor, stored: Tensor, scales: Tensor | None) -> Tensor:
+        """What the chunks attend to, one chunk behind the other: `[keys, kv_heads, features]`.
+
+        Args:
+            new: of the tokens of the step, `[tokens, kv_heads, features]`.
+            stored, scales: a layer's cache, see `gather_cache`.
+        """
+        if not self.alone and all(span.blocks is None for span in self._spans):
+            return new
+        return torch.cat(
+            [
+                new[span.part]
+                if span.blocks is None
+                else gather_cache(stored, scales, span.blocks, span.seen, new.dtype)
+                for span in self._spans
+            ]
+        )
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor]]:
+        """Causal attention of the joined chunks' queries.
+
+        Args:
+            q: `[tokens, heads, head_dim]` of all tokens of the step.
+            keys, values: `[keys, kv_heads, head_dim]`, as of `keys`.
+
+        Returns:
+            tokens of the step, and what is attended for them, `[tokens, heads, head_dim]`.
+        """
+        queries = torch.cat([q[span.part] for span in self._spans]) if self.alone else q
+        flash = torch.ops.aten._flash_attention_forward
+        found = flash(queries, keys, values, *self._bounds, *self._longest, 0.0, True, False)[0]
+        if not self.alone:
+            return [(slice(0, len(q)), found)]
+        parts = found.split([span.end - span.begin for span in self._spans])
+        return [(span.part, part) for span, part in zip(self._spans, parts, strict=True)]

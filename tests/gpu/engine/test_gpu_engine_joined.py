@@ -1,0 +1,74 @@
+"""Chunks of several prompts are attended in one call: what each is by itself, with and without what is cached."""
+
+import pytest
+import torch
+
+from warpbus.engine.joined_spans import LONGEST_ALONE, ChunkSpan, JoinedSpans
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+BLOCK = 32
+
+
+def spans_of(lengths):
+    """Chunks of `(cached, new)` tokens, whose blocks follow each other."""
+    spans, begin, block = [], 0, 0
+    for cached, new in lengths:
+        count = -(-(cached + new) // BLOCK)
+        table = torch.arange(block, block + count, dtype=torch.int32, device="cuda") if cached else None
+        spans.append(ChunkSpan(begin, begin + new, cached, table))
+        begin, block = begin + new, block + count
+    return spans, begin, block
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 2, 128), (20, 20, 256), (6, 3, 64)])
+@pytest.mark.parametrize(
+    ("lengths", "alone"),
+    [
+        ([(0, 40), (0, 7), (0, 300)], 0),
+        ([(64, 50), (0, 20), (100, 1)], 0),
+        ([(500, 30)], 0),
+        ([(0, 30)], 1),
+        ([(0, 30), (0, LONGEST_ALONE), (33, 60)], 1),
+    ],
+    ids=str,
+)
+def test_chunks_are_attended_as_each_alone(heads, kv_heads, size, lengths, alone):
+    spans, tokens, blocks = spans_of(lengths)
+    q, k, v = (torch.randn(tokens, n, size, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads))
+    stored = torch.randn(2, blocks, kv_heads, BLOCK, size, device="cuda").bfloat16()
+    for span in spans:
+        if span.blocks is not None:
+            for which, new in enumerate((k, v)):
+                flat = stored[which, span.blocks.long()].transpose(1, 2).flatten(0, 1)
+                flat[span.start : span.seen] = new[span.part]
+                stored[which, span.blocks.long()] = flat.unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    joined = JoinedSpans(spans, q, expanded=False)
+    assert len(joined.alone) == alone
+    found = joined.attend(q, joined.keys(k, stored[0], None), joined.keys(v, stored[1], None)) if joined else []
+    assert sum(len(part) for _, part in found) == sum(new for _, new in lengths) - sum(
+        span.end - span.begin for span in joined.alone
+    )
+    attended = torch.full((tokens, heads, size), float("nan"), device="cuda")
+    for part, rows in found:
+        attended[part] = rows.float()
+    for span in spans:
+        if span in joined.alone:
+            continue
+        keys, values = k[span.part], v[span.part]
+        if span.blocks is not None:
+            keys, values = (each[span.blocks.long()].transpose(1, 2).flatten(0, 1)[: span.seen] for each in stored)
+        keys, values = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[span.part].double(), keys) * size**-0.5
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device="cuda").tril(span.start)
+        expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), values)
+        torch.testing.assert_close(attended[span.part].double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_float32_and_bidirectional_chunks_stay_alone():
+    spans, tokens, _ = spans_of([(0, 20), (0, 30)])
+    q = torch.randn(tokens, 4, 64, device="cuda")
+    assert JoinedSpans(spans, q, expanded=False).alone == spans
+    both = [ChunkSpan(0, 20, 0, None, bidirectional=5), ChunkSpan(20, 50, 0, None, bidirectional=9)]
+    assert JoinedSpans(both, q.half(), expanded=False).alone == both
+    assert not JoinedSpans(both, q.half(), expanded=False)
