@@ -44,7 +44,9 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
         "maximum number of tokens in the KV cache; requests beyond that wait", field="cache_tokens"
     ),
     prefix_caching="reuse the KV cache of common prompt prefixes",
-    speculation="n-gram speculative decoding: maximum draft tokens per step",
+    speculation=FieldOption(
+        "draft tokens per step: N for n-gram lookup, mtp:1 to mtp:4 for multi-token prediction", metavar="N|mtp:N"
+    ),
     tensor_parallel_size=FieldOption("number of GPUs per model", field="tensor_parallel"),
     api_key=...,
     api_key_file=...,

@@ -28,17 +28,20 @@ import torch
 from warpbus.cuda.remote import is_gpu
 from warpbus.engine.adapters import adapt, check_adapter, salt_of
 from warpbus.engine.blocks import BLOCK, BlockAllocator
+from warpbus.engine.drafting import Drafting
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
 from warpbus.engine.kv_cache import KVCache, stored_dtype
 from warpbus.engine.logits import LogitsRow
+from warpbus.engine.mtp import check_mtp
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import Runner, SampledTokens
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Scheduler, StepPlan
+from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.sequence_state import RunnerState, SchedulerState
+from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
 from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
@@ -74,8 +77,9 @@ class Engine:
         mixed_rows: the most tokens of a step that both decodes and prefills.
         most_graphs: how many CUDA graphs are kept, the last used ones; None: all.
         prefix_caching: prompts with a common prefix share the blocks of it.
-        speculation: the most draft tokens per sequence and step, proposed by n-gram lookup. With speculation, a step is
-            launched only after the tokens of the last one were read.
+        speculation: the draft tokens per sequence and step: a number for n-gram lookup, "mtp:1" to "mtp:4" for the
+            model's layer of multi-token prediction. With drafts, a step is launched only after the tokens of the last
+            one were read.
         offloadable: the model's weights, for an engine that can sleep.
         adapters: that sequences can name.
 
@@ -88,7 +92,7 @@ class Engine:
         dtype: of the activations.
 
     Raises:
-        UsageError: an 8-bit cache without kernels that read it.
+        UsageError: an 8-bit cache without kernels that read it, or a speculation that the model cannot do.
         DeviceError: no memory for a cache.
     """
 
@@ -104,7 +108,7 @@ class Engine:
         mixed_rows: int = MIXED_ROWS,
         most_graphs: int | None = None,
         prefix_caching: bool = True,
-        speculation: int = 0,
+        speculation: int | str = 0,
         offloadable: OffloadableModel | None = None,
         adapters: abc.Sequence[Lora | Prefix] = (),
     ) -> None:
@@ -130,12 +134,13 @@ class Engine:
             cache_tokens=cache_tokens,
         )
         self.max_model_len = min(self.max_model_len, blocks * BLOCK)
-        self._speculation = speculation
-        self._most_rows = max_num_seqs + speculation
+        self._drafting = Drafting(Speculation.parse(speculation), max_num_seqs)
+        if self._drafting.mtp_tokens:
+            check_mtp(config, adapters)
         count = 1 + self._prefixes.blocks + blocks + self._prefixes.extra_blocks
         cache = KVCache(config, count, device=device, dtype=self.dtype, kv_dtype=kv_dtype)
         step = StepExecutor(
-            *(model, cache, max_num_seqs, self._most_rows, self.max_model_len),
+            *(model, cache, max_num_seqs, self._drafting.rows, self.max_model_len),
             device=device,
             dtype=self.dtype,
             graphs=kernels and not model.waits_for_gpu,
@@ -143,8 +148,9 @@ class Engine:
             most_graphs=most_graphs,
             selection=adapt(model, adapters),
             prefix_length=self._prefixes.longest,
+            drafts=self._drafting.mtp_tokens,
         )
-        runner = Runner(model, cache, step, batch_bucket(self._most_rows))
+        runner = Runner(model, cache, step, batch_bucket(self._drafting.rows), mtp=self._drafting.mtp_tokens > 0)
         self._instance = ModelInstance(model, device, cache, step, runner, offloadable)
         self._blocks = BlockAllocator(
             count,
@@ -164,8 +170,6 @@ class Engine:
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[_LaunchedStep] = deque()
         self._steps = 0
-        self._drafted = 0
-        self._accepted = 0
         self._planning = 0.0
         self._launching = 0.0
         self._adapters = {adapter.name: adapter for adapter in adapters}
@@ -228,8 +232,8 @@ class Engine:
             blocks_used=blocks.used,
             blocks_idle=blocks.idle,
             cache_bytes=self._instance.cache.nbytes,
-            drafted=self._drafted,
-            accepted=self._accepted,
+            drafted=self._drafting.drafted,
+            accepted=self._drafting.accepted,
             planning=self._planning,
             launching=self._launching,
         )
@@ -295,15 +299,15 @@ class Engine:
         if not ahead and self._launched:
             return self._read()
         started = time.perf_counter()
-        plan = self._scheduler.plan(self._speculation)
+        plan = self._drafting.plan(self._scheduler, ahead=ahead)
         planned = time.perf_counter()
         self._planning += planned - started
         if plan:
             self._steps += 1
-            drafts = self._drafts(plan) if self._speculation else None
+            drafts, propose = self._drafting.drafts(plan, ahead=ahead)
             for chunk in plan.chunks:
                 self._assign_slot(chunk.sequence)
-            self._launched.append((self._instance.runner.launch(plan.decoding, plan.chunks, drafts), drafts))
+            self._launched.append((self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose), drafts))
             self._launching += time.perf_counter() - planned
         elif not self._launched and self._scheduler.waiting:
             return [self._refuse_first()]
@@ -498,7 +502,7 @@ class Engine:
         return (
             is_gpu(self.device)
             and not self._instance.step.host_embedding
-            and not self._speculation
+            and not self._drafting.needs_host(self._scheduler)
             and self._samples_without_host()
         )
 
@@ -512,6 +516,7 @@ class Engine:
         for sequence in self._scheduler:
             sequence.rewind()
         self._scheduler.restart()
+        self._drafting.restart()
         self._instance.runner.restart()
 
     def _assign_slot(self, sequence: Sequence) -> None:
@@ -521,20 +526,6 @@ class Engine:
             sequence.cached_tokens = state.cached_tokens
             sequence.queue_seconds = time.perf_counter() - state.arrived
             sequence.runner_state = RunnerState(self._slots.pop(), self._loras.get(sequence.adapter, 0))
-
-    def _drafts(self, plan: StepPlan) -> list[list[int]]:
-        """Draft tokens for the decoding sequences, as far as the step has rows for them."""
-        # A prompt that ends is sampled, too.
-        rows = self._most_rows - len(plan.decoding) - sum(chunk.is_last for chunk in plan.chunks)
-        drafts: list[list[int]] = []
-        for sequence, most in zip(plan.decoding, plan.draft_limits, strict=True):
-            ngrams = sequence.runner_state.ngrams
-            ngrams.extend(sequence.scheduler_state.ids[len(ngrams) :])
-            found = ngrams.propose(min(most, rows)) if most and rows else []
-            rows -= len(found)
-            drafts.append(found)
-        self._drafted += sum(map(len, drafts))
-        return drafts
 
     def _read(self) -> list[tuple[Sequence, TextPiece]]:
         """Read the tokens of the earliest launched step."""
@@ -551,7 +542,7 @@ class Engine:
             if sequence.scheduler_state.active:  # else it ended with the step before, or was aborted
                 with sequence.contain_faults():
                     kept = sequence.extend(guess, [(token, logprob) for _, token, logprob in own])
-                    self._accepted += len(kept) - 1
+                    self._drafting.record(len(guess), len(kept) - 1)
                     self._scheduler.append_tokens(sequence, kept)
                 if sequence.ended:
                     self.abort(sequence)

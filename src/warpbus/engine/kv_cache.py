@@ -39,9 +39,9 @@ class KVCache:
     Attributes:
         count: blocks for which addresses are reserved.
         committed: how many blocks, the first ones, have memory.
-        layers: of each layer keys and values `[count, kv_heads, BLOCK, head_dim]`, and for 8-bit storage their float32
-            scales `[count, kv_heads, BLOCK]`, else None twice. With multi-head latent attention the values are a view
-            of the keys. Only committed blocks may be accessed.
+        layers: of each layer, that of multi-token prediction included, keys and values `[count, kv_heads, BLOCK,
+            head_dim]`, and for 8-bit storage their float32 scales `[count, kv_heads, BLOCK]`, else None twice. With
+            multi-head latent attention the values are a view of the keys. Only committed blocks may be accessed.
         index_keys: of each layer the keys of its indexer `[count, 1, BLOCK, index_dim]`; None if it has none.
     """
 
@@ -51,17 +51,17 @@ class KVCache:
         self.count = count
         self.committed = 0
         stored, entry = stored_dtype(config, kv_dtype, dtype), config.attention.cache_entry
-        shape = (count, config.num_layers, entry.vectors, entry.heads, BLOCK)
+        shape = (count, len(config.all_layers), entry.vectors, entry.heads, BLOCK)
         self._parts = [_ArenaTensor((*shape, entry.key_dim), stored, device)]
         if stored != dtype:
             self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
-        for layer in range(config.num_layers):
+        for layer in range(len(config.all_layers)):
             keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, -1))
             values = values[..., : entry.value_dim]
             key_scales, value_scales = scales or (None, None)
             self.layers.append((keys, values, key_scales, value_scales))
-        dims = [layer.attention.cache_entry.index_dim for layer in config.layers]
+        dims = [layer.attention.cache_entry.index_dim for layer in config.all_layers]
         self.index_keys: list[Tensor | None] = [None] * len(dims)
         indexers = [layer for layer, dim in enumerate(dims) if dim]
         if indexers:

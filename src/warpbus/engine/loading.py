@@ -16,6 +16,7 @@ from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
 from warpbus.engine.prefixes import Prefixes
+from warpbus.engine.speculation import Speculation
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
@@ -57,7 +58,8 @@ def open_model(
         CheckpointError: the directory is missing, damaged or not understood, or a hub does not give it.
     """
     checkpoint = Checkpoint(find_model(model, progress=progress, check=check_loadable))
-    config = read_config(checkpoint)
+    speculation = Speculation.parse(options.speculation)
+    config = read_config(checkpoint, mtp="required" if speculation.mtp else "unused")
     stored = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
     chosen = default_dtype(device, stored) if options.dtype == "auto" else resolve_dtype(options.dtype)
     length = config.max_context if options.max_model_len is None else options.max_model_len
@@ -83,7 +85,7 @@ def open_model(
             ),
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs + options.speculation,  # drafts are rows of a step, too
+            max_num_seqs=speculation.rows(options.max_num_seqs),
             kv_dtype=options.kv_dtype,
         )
         length = plan.context
@@ -125,6 +127,7 @@ def build_engine(
         head=None if plan is None else plan.head,
         embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
+        mtp=opened.config.mtp is not None,
     )
     adapters = opened.adapters
     if group is not None and group.world > 1:

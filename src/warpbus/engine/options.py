@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from warpbus.cuda.dtype_names import dtype_name
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.speculation import Speculation
 from warpbus.errors import UsageError
-
-MOST_SPECULATION = 1024
-"""The most draft tokens per sequence and step: each needs a row of logits."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,8 @@ class ServiceOptions:
             block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
         prefill_tokens: the most prompt tokens per step; None: the engine's default.
         prefix_caching: prompts with a common prefix share the blocks of it.
-        speculation: the most draft tokens per request and step, proposed by n-gram lookup, up to 1,024; 0: no
-            speculation.
+        speculation: the most draft tokens per request and step, proposed by n-gram lookup, up to 1,024; or "mtp:1" to
+            "mtp:4" ("mtp" is "mtp:1"), proposed by the model's layer of multi-token prediction; 0: no speculation.
         max_restarts: how often the processes are restarted after deaths in a row, with less than a minute of service
             between them, before the service gives up.
         watchdog_timeout: after so many seconds without progress a living engine is killed and restarted: a process
@@ -57,7 +55,7 @@ class ServiceOptions:
     cache_tokens: int | None = None
     prefill_tokens: int | None = None
     prefix_caching: bool = True
-    speculation: int = 0
+    speculation: int | str = 0
     max_restarts: int = 5
     watchdog_timeout: float = 300.0
     adapters: tuple[tuple[str, str], ...] = ()
@@ -70,7 +68,6 @@ class ServiceOptions:
             ("max_queue", 0),
             ("cache_tokens", 2 * BLOCK),
             ("prefill_tokens", 1),
-            ("speculation", 0),
             ("max_model_len", 2),
             ("max_restarts", 0),
             ("tensor_parallel", 1),
@@ -78,8 +75,7 @@ class ServiceOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
-        if self.speculation > MOST_SPECULATION:
-            raise UsageError(f"speculation is {self.speculation}: give a whole number, 0 to {MOST_SPECULATION:,}")
+        Speculation.parse(self.speculation)
         check_limit("watchdog_timeout", self.watchdog_timeout)
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):

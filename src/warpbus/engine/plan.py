@@ -271,13 +271,14 @@ def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
         or stored.dtype not in HALVES
         or not layers.keys() <= stored.quantized.keys()
         or any(matrix.dequantized for _, matrix in stored.config.matrices)
+        or stored.config.mtp is not None
         or (plain_head and rows > 1)
     )
 
 
 def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
     """What is alive at once while a piece of the prompts passes through a layer, with room to spare."""
-    return tokens * max(map(activation_features, set(config.layers))) * dtype.itemsize
+    return tokens * max(map(activation_features, set(config.all_layers))) * dtype.itemsize
 
 
 def _piece(config: ModelConfig, dtype: torch.dtype, limit: int, max_model_len: int | None) -> int:

@@ -6,9 +6,10 @@ when an answer ends.
 """
 
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs
+from warpbus.engine.mtp import ComputedRows, draft, predict
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
@@ -42,14 +44,20 @@ class SampledTokens:
     tokens: Tensor
     _readback: Readback
     _logprobs: Logprobs | None
+    _drafts: bool = False  # the last tensor of the readback has the draft tokens of each sequence
 
     def read(self) -> list[tuple[Sequence, int | None, TokenLogprob | None]]:
         """The tokens; None where the logits hold NaN or infinity. Waits for the step.
+
+        The sequences get the draft tokens of multi-token prediction, `RunnerState.drafts`.
 
         Raises:
             DeviceError: a remote device had no memory for the step.
         """
         chosen, best, *rest = self._readback.read()
+        if self._drafts:
+            for sequence, drafts in zip(dict.fromkeys(self.sequences), rest.pop().tolist(), strict=True):
+                sequence.runner_state.drafts = drafts
         logprobs = {} if self._logprobs is None else self._logprobs.with_tensors(rest).read()
         found = zip(self.sequences, chosen.tolist(), best.isfinite().tolist(), strict=True)
         return [
@@ -66,19 +74,23 @@ class Runner:
         cache: its memory is committed for all blocks of launched sequences.
         step: the state of the sequences on the device.
         rows: the most tokens sampled in a step, those after drafts included.
+        mtp: the layer of multi-token prediction computes each step, too.
 
     Raises (all methods):
         DeviceError: the device's memory is full.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, step: StepExecutor, rows: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, step: StepExecutor, rows: int, *, mtp: bool = False) -> None:
         self._model = model
+        self._mtp = mtp
         self._cache = cache
         self._step = step
         self._device = step.last.device
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Sequence] | None = []
+        self._computed: list[ComputedRows] = []  # by the step that is launched
+        self._outdated = False  # the last tokens on the device are those of a step before the last one
         self._group = None if model.group is None or model.group.world == 1 else model.group
         self._same_devices = self._group is None or self._group.alike()
 
@@ -88,16 +100,23 @@ class Runner:
         decoding: abc.Sequence[Sequence],
         chunks: abc.Sequence[PromptChunk],
         drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+        propose: int = 0,
     ) -> SampledTokens:
         """Launch a step; it samples a token for each decoding sequence and for each prompt's last chunk.
 
         Args:
             drafts: for each decoding sequence the draft tokens to verify: a token is sampled after each of them too.
                 The host then knows the last token of every sequence.
+            propose: how many tokens per sequence multi-token prediction drafts for the next step. If it does, the host
+                knows the last tokens (`drafts`).
         """
         with self._computing(len(decoding) + len(chunks)):
             self._update_tables([*decoding, *(chunk.sequence for chunk in chunks)])
             self._copy_prefix_tails(chunks)
+            if self._outdated and drafts is None:
+                states = [(each.runner_state.slot, each.scheduler_state) for each in decoding]
+                self._step.load([(slot, state.ids[-1], state.computed - 1) for slot, state in states])
+            self._outdated = drafts is not None
             guesses = drafts if drafts is not None else [()] * len(decoding)
             scores = self._scores(decoding, guesses, chunks, drafts is not None or self._step.host_embedding)
             prefilled = [(chunk.sequence, chunk.end) for chunk in chunks if chunk.is_last]
@@ -107,7 +126,9 @@ class Runner:
                 [*decoding, *(sequence for sequence, _ in prefilled)],
                 None if drafts is None else [*drafts, *[()] * len(prefilled)],
             )
-            sampled = self._sample(rows, scores)
+            sampling = [*decoding, *(sequence for sequence, _ in prefilled)]
+            verified = [*guesses, *[()] * len(prefilled)]
+            sampled = self._sample(rows, scores, sampling, verified, propose)
             if rows and drafts is None:
                 positions = [*(each.scheduler_state.computed for each in decoding), *(end for _, end in prefilled)]
                 slots = [sequence.runner_state.slot for sequence in rows]
@@ -117,6 +138,7 @@ class Runner:
     def restart(self) -> None:
         """Forget launched steps, whose results are unknown after an error."""
         self._arranged = None
+        self._computed.clear()
 
     def _update_tables(self, sequences: abc.Sequence[Sequence]) -> None:
         """Append new blocks to the block tables on the device, and set adapters and prefix lengths of new sequences."""
@@ -149,7 +171,7 @@ class Runner:
         # If the sampler needs only static parameters, it changes only with the set of sequences.
         if drafts is not None or sequences != self._arranged or not self._sampler.plain:
             self._sampler.arrange(sequences, drafts)
-            self._arranged = sequences
+            self._arranged = sequences if drafts is None else []
 
     def _scores(
         self,
@@ -169,16 +191,22 @@ class Runner:
             sequence.scheduler_state.cache_length for sequence in (*decoding, *(chunk.sequence for chunk in chunks))
         )
         if chunks and step.fits_graph(count, longest):
-            return step.scores_of(_step_rows(decoding, guesses, chunks, known), prompts=True)
+            return self._scores_of(_step_rows(decoding, guesses, chunks, known), prompts=True)
         parts: list[Tensor] = []
         if decoding and known:
-            parts.append(step.scores_of(_step_rows(decoding, guesses, (), known), prompts=False))
+            parts.append(self._scores_of(_step_rows(decoding, guesses, (), known), prompts=False))
         elif decoding:
             slots = [sequence.runner_state.slot for sequence in decoding]
             parts.append(step.scores(slots, max(each.scheduler_state.cache_length for each in decoding)))
+            self._keep(range(len(slots)), None, step.predict)
         if chunks:
             parts += self._prefill(chunks)
         return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
+
+    def _scores_of(self, rows: StepRows, *, prompts: bool) -> Tensor:
+        """As `StepExecutor.scores_of`."""
+        self._keep(rows.sampled, rows.following, self._step.predict)
+        return self._step.scores_of(rows, prompts=prompts)
 
     def _prefill(self, chunks: abc.Sequence[PromptChunk]) -> list[Tensor]:
         """Prefill chunks of prompts without a graph; the logits after the last chunks, if there are any."""
@@ -200,11 +228,36 @@ class Runner:
         context = PrefillAttention(self._model.config, angles, self._cache, slot_mapping, spans)
         with self._step.with_adapters(rows.slots):
             hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
+        self._keep(rows.sampled, rows.following, partial(self._predict_prompts, hidden, context))
         if not rows.sampled:
             return []
         return [self._model.scores(hidden.index_select(0, to_device(rows.sampled, torch.int64, self._device)))]
 
-    def _sample(self, rows: list[Sequence], scores: Tensor | None) -> SampledTokens:
+    def _keep(
+        self, sampled: abc.Sequence[int], following: abc.Sequence[int] | None, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Keep computed rows for multi-token prediction; arguments as of `ComputedRows`."""
+        if self._mtp:
+            self._computed.append(ComputedRows(sampled, following, compute))
+
+    def _predict_prompts(self, hidden: Tensor, context: PrefillAttention, following: Tensor) -> Tensor:
+        """Multi-token prediction for the rows of `_prefill`, which gave the states `hidden`; see `ComputedRows`."""
+        model = self._model
+        return model.predict(following[None], model.final_norm(hidden)[None], context=context)[0]
+
+    def _sample(
+        self,
+        rows: list[Sequence],
+        scores: Tensor | None,
+        sequences: abc.Sequence[Sequence],
+        drafts: abc.Sequence[abc.Sequence[int]],
+        propose: int,
+    ) -> SampledTokens:
+        """Sample the tokens of rows, compute the layer of multi-token prediction, and propose draft tokens.
+
+        Args:
+            sequences, drafts: to which the rows belong: one for each sequence, and one for each of its drafts.
+        """
         if scores is None:
             tokens, best = torch.zeros(0, dtype=torch.int64, device=self._device), torch.zeros(0, device=self._device)
             logprobs = None
@@ -215,8 +268,15 @@ class Runner:
                 self._group.broadcast(tokens)
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
-        readback = Readback([tokens, best, *(() if logprobs is None else logprobs.tensors)])
-        return SampledTokens(rows, tokens, readback, logprobs)
+        results = [tokens, best, *(() if logprobs is None else logprobs.tensors)]
+        hidden = predict(self._computed, tokens) if propose else None
+        if hidden is not None:
+            results.append(draft(self._step, hidden, tokens, sequences, drafts, propose))
+        readback = Readback(results)
+        if not propose:  # nothing waits for it
+            predict(self._computed, tokens)
+        self._computed.clear()
+        return SampledTokens(rows, tokens, readback, logprobs, hidden is not None)
 
     def _deterministic(self, params: SamplingParams) -> bool:
         """All processes that share the model sample the same token: they have gathered the same logits, bit by bit."""
@@ -248,9 +308,12 @@ def _step_rows(
         first = state.computed - 1
         rows.sampled += range(len(rows.tokens), len(rows.tokens) + len(own) + 1)
         rows.tokens += [state.ids[-1] if known else FROM_DEVICE, *own]
+        rows.following += [FROM_DEVICE] * (len(own) + 1)
         _append_positions(rows, sequence, first, first + len(own) + 1)
     for chunk in chunks:
         rows.tokens += chunk.sequence.scheduler_state.ids[chunk.start : chunk.end]
+        rows.following += chunk.sequence.scheduler_state.ids[chunk.start + 1 : chunk.end + 1]
+        rows.following += [FROM_DEVICE] * (len(rows.tokens) - len(rows.following))
         _append_positions(rows, chunk.sequence, chunk.start, chunk.end)
         if chunk.is_last:
             rows.sampled.append(len(rows.tokens) - 1)

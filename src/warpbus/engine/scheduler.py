@@ -120,12 +120,14 @@ class Scheduler:
         self._release(state)
         state.status = "removed"
 
-    def plan(self, drafts: int = 0) -> StepPlan:
+    def plan(self, drafts: int = 0, lookahead: int = 0) -> StepPlan:
         """Choose the work of the next step and record it as launched.
 
         Args:
             drafts: the most draft tokens per sequence. If there are any, `append_tokens` must be called with the tokens
                 of a step before the next plan.
+            lookahead: of each sequence that samples a token, have blocks for so many tokens behind it and its drafts,
+                if there are enough blocks.
         """
         preempted: set[Sequence] = set()
         decoding, draft_limits = self._decoding(drafts, preempted)
@@ -135,7 +137,14 @@ class Scheduler:
             # At least one token, so that no prompt waits forever.
             mixed = min(budget, max(1, self._mixed_tokens(rows) - rows))
             budget = budget if self._clears_backlogs and self._waits(BACKLOG * mixed) else mixed
-        return StepPlan(decoding, draft_limits, self._chunks(budget, admit=not preempted))
+        chunks = self._chunks(budget, admit=not preempted)
+        if lookahead:
+            for sequence, most in zip(decoding, draft_limits, strict=True):
+                self._look_ahead(sequence.scheduler_state, most + lookahead)
+            for chunk in chunks:
+                if chunk.is_last:
+                    self._look_ahead(chunk.sequence.scheduler_state, lookahead)
+        return StepPlan(decoding, draft_limits, chunks)
 
     def _waits(self, tokens: int) -> bool:
         """Whether more prompt tokens than `tokens` wait to be prefilled; prefixes that are cached count too."""
@@ -254,6 +263,10 @@ class Scheduler:
             return False
         state.blocks += taken
         return True
+
+    def _look_ahead(self, state: SchedulerState, tokens: int) -> None:
+        """Extend the block table of a sequence to so many tokens more than are computed, if there are enough blocks."""
+        self._reserve(state, min(state.limit, state.computed + tokens))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks; it waits first in the queue, to be computed again from its prompt on."""

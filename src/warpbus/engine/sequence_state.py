@@ -102,7 +102,8 @@ class RunnerState:
         adapter: the number of its LoRA, from 1 on; 0: none.
         table_length: how many entries of the block table on the device are valid.
         preemptions: the value of `SchedulerState.preemptions` for which they are.
-        ngrams: proposes draft tokens; used with speculation only.
+        ngrams: proposes draft tokens; used with n-gram speculation only.
+        drafts: the draft tokens after the last token that multi-token prediction has proposed.
     """
 
     slot: int = -1
@@ -110,3 +111,4 @@ class RunnerState:
     table_length: int = 0
     preemptions: int = 0
     ngrams: NgramIndex = field(default_factory=NgramIndex)
+    drafts: list[int] = field(default_factory=list)

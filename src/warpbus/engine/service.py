@@ -38,6 +38,7 @@ from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.supervisor import (
     EngineDied,
@@ -116,7 +117,8 @@ class Service:
         """See `start`."""
         self.model = model
         self.options = options
-        self.config = read_config(checkpoint)
+        mtp = Speculation.parse(options.speculation).mtp
+        self.config = read_config(checkpoint, mtp="required" if mtp else "unused")
         longest = options.max_model_len or self.config.max_context
         if longest > self.config.max_context:
             raise UsageError(

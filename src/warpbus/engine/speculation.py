@@ -1,10 +1,104 @@
-"""Speculative decoding without a draft model: n-gram lookup in the sequence itself proposes the draft tokens.
+"""Speculative decoding: the model verifies several draft tokens of a sequence in one step.
 
-Answers that quote their prompt, such as summaries, corrections and code, repeat long parts of it (prompt lookup
-decoding; Saxena, 2023). The model verifies all draft tokens in one step.
+N-gram lookup in the sequence itself proposes draft tokens, because answers that quote their prompt, such as summaries,
+corrections and code, repeat long parts of it (prompt lookup decoding; Saxena, 2023). Or the model's layer of
+multi-token prediction (MTP) proposes them (`warpbus.engine.mtp`).
+
+Verification is rejection sampling (Leviathan et al., 2023) of drafts that were not sampled: after each draft a token is
+sampled as without speculation, and the draft is accepted if it is this token. So answers, sampled ones included, have
+the same tokens as without speculation, up to rounding.
 """
 
 from collections import abc
+from dataclasses import dataclass
+from typing import Self
+
+from warpbus.errors import UsageError
+
+MOST_NGRAM_DRAFTS = 1024
+"""The most draft tokens of n-gram lookup per sequence and step: each needs a row of logits."""
+
+MOST_MTP_DRAFTS = 4
+"""The same of multi-token prediction."""
+
+MOST_MTP_SEQUENCES = 32
+"""With more running sequences, multi-token prediction drafts no tokens: their rows fill the device by themselves."""
+
+_LEAST_ACCEPTANCE = ((4, 0.25), (16, 0.4), (MOST_MTP_SEQUENCES, 0.6))
+# By the number of running sequences: the share of the drafts of a position that have to be accepted.
+_WEIGHT = 1 / 32  # of a draft in the moving average of its position
+_PERIOD, _TRIAL = 512, 32  # in the first _TRIAL of each _PERIOD of steps, all positions are drafted and measured
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Where draft tokens come from, and how many there are.
+
+    Attributes:
+        tokens: the most draft tokens per sequence and step; 0: no speculation.
+        mtp: multi-token prediction proposes them; else n-gram lookup.
+    """
+
+    tokens: int = 0
+    mtp: bool = False
+
+    @classmethod
+    def parse(cls, value: int | str) -> Self:
+        """From a number of tokens for n-gram lookup, "mtp" for one token of multi-token prediction, or "mtp:2" for two.
+
+        Raises:
+            UsageError: anything else, or a number out of range.
+        """
+        source, _, count = ("mtp", "", "1") if value == "mtp" else str(value).rpartition(":")
+        mtp, most = source == "mtp", MOST_MTP_DRAFTS if source == "mtp" else MOST_NGRAM_DRAFTS
+        is_count = not isinstance(value, bool) and count.isascii() and count.isdigit()
+        if source not in ("", "mtp") or str(value).startswith(":") or not is_count or not mtp <= int(count) <= most:
+            raise UsageError(
+                f"speculation is {value!r}: give a whole number, 0 to {MOST_NGRAM_DRAFTS:,}, for n-gram lookup, or "
+                f"mtp:1 to mtp:{MOST_MTP_DRAFTS} for multi-token prediction"
+            )
+        return cls(int(count), mtp)
+
+    def rows(self, sequences: int) -> int:
+        """The most rows of a step for so many sequences: the tokens that it samples, those after drafts included."""
+        return sequences + self.tokens * (min(sequences, MOST_MTP_SEQUENCES) if self.mtp else 1)
+
+
+class DraftPolicy:
+    """How many tokens multi-token prediction drafts: those that pay, by measured acceptance and running sequences.
+
+    A draft costs time of the device, more with more sequences, because its row is computed, in a mixture of experts by
+    experts of its own. A moving average over the last drafts says for each position (first draft, second, ...) which
+    share was accepted. Positions are used up to the first whose share is below a limit: 25 % with up to 4 running
+    sequences, 40 % with up to 16, 60 % with up to 32; with more sequences there are no drafts. In 32 of 512 steps all
+    positions are used, so that the averages stay current. Nothing depends on time, so that processes which share a
+    model decide alike.
+
+    Args:
+        most: draft tokens per sequence and step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._accepted = [1.0] * most
+        self._step = 0
+
+    def count(self, sequences: int) -> int:
+        """The draft tokens per sequence of a step with so many running sequences."""
+        least = next((share for most, share in _LEAST_ACCEPTANCE if sequences <= most), None)
+        if least is None:
+            return 0
+        if self._step % _PERIOD < _TRIAL:
+            return len(self._accepted)
+        return next((at for at, share in enumerate(self._accepted) if share < least), len(self._accepted))
+
+    def advance(self) -> None:
+        """Count a step."""
+        self._step += 1
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Record how many draft tokens of a sequence were verified and accepted in a step."""
+        for at in range(drafted):
+            self._accepted[at] += _WEIGHT * ((at < accepted) - self._accepted[at])
 
 
 class NgramIndex:

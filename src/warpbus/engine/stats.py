@@ -34,3 +34,8 @@ class Stats:
     accepted: int
     planning: float = 0.0
     launching: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of the draft tokens that were accepted, from 0 to 1; 0 before the first draft."""
+        return self.accepted / self.drafted if self.drafted else 0.0

@@ -19,11 +19,12 @@ from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.remote import Recorded, RemoteBackend, remote_backend
 from warpbus.cuda.streams import running_on
 from warpbus.engine.attention import DecodeAttention, PositionedAttention
-from warpbus.engine.blocks import BLOCK
+from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import pinned, to_device
 from warpbus.engine.positions import PositionState, RopeAngles, needs_position_state
-from warpbus.kernels.ops import workspace
+from warpbus.engine.speculation import MOST_MTP_DRAFTS
+from warpbus.kernels.ops import sampling, workspace
 from warpbus.models import Decoder
 from warpbus.models.layers import FusedAttention, Selection
 
@@ -50,6 +51,8 @@ MIXED_ROWS = 1024
 """The most rows of a graph of prompts and decoding sequences; with more rows, launching kernel by kernel costs
 little."""
 
+_CAPTURED_DRAFTING = (1, 2, 4)  # sequences for which graphs with drafts are captured ahead
+
 FROM_DEVICE = -1
 """Stands for a token id that the host does not know yet: the last token of the row's sequence."""
 
@@ -66,8 +69,9 @@ _MIXED_READ = 2**29
 
 GraphKey = tuple[int, int, str, bool]
 """Of a graph: rows; the bound of their cache lengths; the use: "decode" (one row per sequence, all inputs on the
-device), "host" (rows from the host, all sampled) or "mixed" (rows from the host, some sampled); whether rows may have
-adapters."""
+device), "host" (rows from the host, all sampled) or "mixed" (rows from the host, some sampled), or of multi-token
+prediction "predict decode" and "predict" (the rows of such a step) or "draft 1" to "draft 4" (so many draft tokens per
+sequence); whether rows may have adapters."""
 
 
 @dataclass
@@ -80,10 +84,12 @@ class StepRows:
         slot_mapping: where their keys and values are stored: block * BLOCK + offset.
         slots: of their sequences.
         sampled: the indices of the rows after which a token is sampled.
+        following: the token after each row, or `FROM_DEVICE` where it is sampled.
         cache_length: the most cache positions that a row attends to.
     """
 
     tokens: list[int] = field(default_factory=list)
+    following: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -108,6 +114,8 @@ class StepExecutor:
         most_graphs: how many graphs are kept, the last used ones; None: all.
         selection: of the model's adapters; None if it has none.
         prefix_length: cache positions of the longest prefix.
+        drafts: the most tokens that multi-token prediction drafts per sequence (`draft`). If there are any, its layer
+            computes the rows of each step, too (`predict`).
 
     Attributes:
         last: int64 `[slots + 1]`, the last token of each sequence: the input of its next step.
@@ -134,6 +142,7 @@ class StepExecutor:
         most_graphs: int | None = None,
         selection: Selection | None = None,
         prefix_length: int = 0,
+        drafts: int = 0,
     ) -> None:
         self._model = model
         self._selection = selection or Selection(())
@@ -162,6 +171,9 @@ class StepExecutor:
         self._host_rows = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(sampled, model.config.vocab_size, dtype=dtype, device=device)
+        self._drafts = drafts
+        self._mtp = MTPBuffers.of(rows if drafts else 0, slots, model.config.hidden_size, device=device, dtype=dtype)
+        self._computed: GraphKey | None = None  # the last step, whose rows `predict` computes
         # Graphs run one after another: their kernels share counters.
         counted = max(rows * model.config.attention.num_kv_heads, workspace.MOST_OF_A_PRODUCT)
         self._counters = torch.zeros(counted, dtype=torch.int32, device=device)
@@ -186,6 +198,7 @@ class StepExecutor:
         key = batch_bucket(count), length_bucket(longest, self._capacity), "decode", self._any_adapter(slots)
         self._load_slots(slots, key[0])
         self._replay(self._graphs, key)
+        self._computed = key
         return self._scores[:count]
 
     def fits_graph(self, rows: int, longest: int) -> bool:
@@ -217,8 +230,56 @@ class StepExecutor:
             return self._compute((count, self._whole_blocks(longest), use, adapted))[:sampled]
         bucket = next(size for size in _MIXED_BUCKETS if size >= count) if prompts else batch_bucket(count)
         self._load_slots(rows.slots, bucket)
-        self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use, adapted))
+        key = bucket, length_bucket(longest, self._capacity), use, adapted
+        self._replay(self._graphs, key)
+        self._computed = key
         return self._scores[:sampled]
+
+    def predict(self, following: Tensor) -> Tensor:
+        """Multi-token prediction for the rows of the last call of `scores` or `scores_of`: stores keys and values.
+
+        Args:
+            following: int64 `[rows]`, the token after each row.
+
+        Returns:
+            the hidden states of these tokens as `Decoder.predict` gives them, `[rows, hidden]`; the next call
+            overwrites them.
+        """
+        assert self._computed is not None
+        count, limit, use, _ = self._computed
+        self._mtp.following[: len(following)].copy_(following)
+        self._run_mtp((count, limit, "predict decode" if use == "decode" else "predict", False))
+        return self._mtp.predicted[: len(following)]
+
+    def draft(
+        self, hidden: Tensor, positions: Tensor, slots: abc.Sequence[int], ends: Tensor, longest: int, count: int
+    ) -> Tensor:
+        """Draft tokens of some sequences, each from the hidden state that the one before gives.
+
+        Args:
+            hidden: `[sequences, hidden]`, from `predict`, of the last token of each sequence.
+            positions: int32 `[sequences]`, of the token before it.
+            slots: of the sequences.
+            ends: int32 `[sequences]`: the cache positions for which each sequence has blocks. Keys and values of draft
+                tokens beyond are stored in the null block: these drafts are poor.
+            longest: cache positions of the longest sequence.
+            count: draft tokens per sequence, 1 to 4.
+
+        Returns:
+            int64 `[sequences, count]`; the next call overwrites them.
+        """
+        rows, longest = len(slots), min(longest + count, self._capacity)
+        padded, limit = rows, self._whole_blocks(longest)
+        if self._graphs is not None:
+            padded, limit = batch_bucket(rows), length_bucket(longest, self._capacity)
+        self._load_slots(slots, padded)
+        buffers = self._mtp
+        buffers.hidden[:rows].copy_(hidden)
+        for buffer, values in ((buffers.positions, positions), (buffers.ends, ends)):
+            buffer[:padded].zero_()
+            buffer[:rows].copy_(values)
+        self._run_mtp((padded, limit, f"draft {count}", False))
+        return buffers.drafts[:rows, :count]
 
     def advance(self, slots: list[int], tokens: Tensor, positions: abc.Sequence[int] | None) -> None:
         """Set the tokens `[sequences]` sampled for some sequences as their last ones.
@@ -272,6 +333,21 @@ class StepExecutor:
         # The largest first: the intermediate results of the others fit into its memory.
         for key in sorted(keys, reverse=True):
             self._replay(self._graphs, key)
+        if self._drafts:
+            self._capture_drafts(rows, limit)
+
+    def _capture_drafts(self, rows: int, limit: int) -> None:
+        """The same for multi-token prediction: prompts, and all drafts of few sequences."""
+        assert self._graphs is not None
+        few = [count for count in _CAPTURED_DRAFTING if count <= rows]
+        verified = {batch_bucket(count * (self._drafts + 1)) for count in few}
+        for bucket in sorted(verified, reverse=True):
+            self._replay(self._graphs, (bucket, limit, "host", False))
+        prompts = {bucket for bucket in _MIXED_BUCKETS if bucket <= self._mixed_rows}
+        for bucket in sorted(verified | prompts, reverse=True):
+            self._run_mtp((bucket, limit, "predict", False))
+        for count in few:
+            self._run_mtp((batch_bucket(count), limit, f"draft {self._drafts}", False))
 
     def _replay(self, graphs: "_GraphCache | _ProgramCache", key: GraphKey) -> None:
         def work() -> None:
@@ -280,6 +356,19 @@ class StepExecutor:
             self._scores[: len(scores)].copy_(scores)
 
         graphs.run(key, work)
+
+    def _run_mtp(self, key: GraphKey) -> None:
+        """Run a use of multi-token prediction; without a graph if the host has to look embeddings up."""
+        compute = self._compute_drafts if key[2].startswith("draft") else self._compute_predictions
+        if self._graphs is None or self.host_embedding:
+            compute(key)
+            return
+
+        def work() -> None:
+            with workspace.use_counters(self._counters):
+                compute(key)
+
+        self._graphs.run(key, work)
 
     def _any_adapter(self, slots: abc.Sequence[int]) -> bool:
         return any(self._assigned[slot] for slot in slots)
@@ -304,16 +393,14 @@ class StepExecutor:
         self._embedded[: len(tokens)].copy_(rows, non_blocking=True)
 
     def _compute(self, key: GraphKey) -> Tensor:
+        self._computed = key
         rows, limit, use, adapted = key
         model, slots = self._model, self._slots[:rows]
-        blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, slots)
-        decode = use == "decode"
-        positions = self.positions.index_select(0, slots) if decode else self._host_rows[1, :rows].int()
-        slot_mapping = None if decode else self._host_rows[2, :rows]
+        positions, slot_mapping, blocks = self._attended(rows, limit, decode=use == "decode")
         # After positions and block tables, which attention takes as complete when it starts (`inputs_ready`): this
         # kernel starts only when those that compute them have ended.
         tokens = self.last.index_select(0, slots)
-        if not decode:
+        if use != "decode":
             known = self._host_rows[0, :rows]
             tokens = torch.where(known == FROM_DEVICE, tokens, known)
         context: FusedAttention
@@ -325,9 +412,75 @@ class StepExecutor:
         x = self._embedded[:rows] if self.host_embedding else model.embed(tokens[:, None])
         with self._selection.rows(self.adapters.index_select(0, slots) if adapted else None):
             hidden = model.transform(x, None, context)[:, 0]
+        if len(self._mtp.hidden):
+            self._mtp.hidden[:rows].copy_(model.final_norm(hidden))
         if use == "mixed":
             hidden = hidden.index_select(0, self._host_rows[3, : min(rows, len(self._scores))])
         return model.scores(hidden)
+
+    def _attended(self, rows: int, limit: int, *, decode: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The positions, the slot mapping (None: as the positions say) and the block tables of a step's rows."""
+        blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, self._slots[:rows])
+        if decode:
+            return self.positions.index_select(0, self._slots[:rows]), None, blocks
+        return self._host_rows[1, :rows].int(), self._host_rows[2, :rows], blocks
+
+    def _compute_predictions(self, key: GraphKey) -> None:
+        rows, limit, use, _ = key
+        model, buffers = self._model, self._mtp
+        positions, slot_mapping, blocks = self._attended(rows, limit, decode=use == "predict decode")
+        context = DecodeAttention(model.config, self.table, self._cache, positions, blocks, limit, slot_mapping)
+        predicted = model.predict(buffers.following[:rows, None], buffers.hidden[:rows, None], context=context)
+        buffers.predicted[:rows].copy_(predicted[:, 0])
+
+    def _compute_drafts(self, key: GraphKey) -> None:
+        rows, limit, use, _ = key
+        model, buffers, count = self._model, self._mtp, int(use.removeprefix("draft "))
+        blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, self._slots[:rows])
+        hidden, ends = buffers.hidden[:rows], buffers.ends[:rows]
+        for at in range(count):
+            tokens, _ = sampling.argmax(model.logits(hidden))
+            buffers.drafts[:rows, at] = tokens
+            if at + 1 == count:
+                return
+            wanted = buffers.positions[:rows] + at + 1
+            positions = torch.minimum(wanted, (ends - 1).clamp_min(0))
+            block = blocks.gather(1, (positions // BLOCK)[:, None].long())[:, 0].long()
+            slot_mapping = torch.where(wanted < ends, block * BLOCK, NULL_BLOCK * BLOCK) + wanted % BLOCK
+            context = DecodeAttention(model.config, self.table, self._cache, positions, blocks, limit, slot_mapping)
+            hidden = model.predict(tokens[:, None], hidden[:, None], context=context)[:, 0]
+
+
+@dataclass(frozen=True)
+class MTPBuffers:
+    """Inputs and outputs of multi-token prediction, at fixed addresses; without rows if there is none.
+
+    Attributes:
+        hidden: `[rows, hidden]`, the normed hidden states of the last step's rows, or those that are drafted from.
+        following: int64 `[rows]`, the token after each row.
+        predicted: `[rows, hidden]`, the results of `Decoder.predict`.
+        positions, ends, drafts: of `StepExecutor.draft`, int32 `[sequences]` twice and int64 `[sequences, 4]`.
+    """
+
+    hidden: Tensor
+    following: Tensor
+    predicted: Tensor
+    positions: Tensor
+    ends: Tensor
+    drafts: Tensor
+
+    @classmethod
+    def of(cls, rows: int, slots: int, hidden: int, *, device: torch.device, dtype: torch.dtype) -> "MTPBuffers":
+        """Buffers for `rows` rows of a step of `slots` sequences."""
+        sequences = batch_bucket(slots) if rows else 0
+        return cls(
+            hidden=torch.zeros(rows, hidden, dtype=dtype, device=device),
+            following=torch.zeros(rows, dtype=torch.int64, device=device),
+            predicted=torch.zeros(rows, hidden, dtype=dtype, device=device),
+            positions=torch.zeros(sequences, dtype=torch.int32, device=device),
+            ends=torch.zeros(sequences, dtype=torch.int32, device=device),
+            drafts=torch.zeros(sequences, MOST_MTP_DRAFTS, dtype=torch.int64, device=device),
+        )
 
 
 def mixed_step_rows(decoding: int) -> int:

@@ -1,7 +1,7 @@
 """Models: what a decoder computes (`decoder`, `layers`), which models it is (`families`), and how it is loaded."""
 
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
-from warpbus.models.decoder import Decoder, DecoderLayer
+from warpbus.models.decoder import Decoder, DecoderLayer, PredictionLayer
 from warpbus.models.families import Family, TensorMap
 from warpbus.models.latent_spec import IndexerSpec, LatentAttentionSpec
 from warpbus.models.layer_spec import AttentionSpec, Axis, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
@@ -32,6 +32,7 @@ __all__ = [
     "MoESpec",
     "ModelConfig",
     "NormSpec",
+    "PredictionLayer",
     "Progress",
     "RopeConfig",
     "RopeScaling",

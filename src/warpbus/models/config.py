@@ -60,6 +60,7 @@ class ModelConfig:
         max_context: the longest sequence that the positions allow, in tokens.
         tie_embeddings: the head shares the weight of the embedding.
         stop_ids: generation ends at any of these tokens.
+        mtp: the layer of multi-token prediction, number `num_layers`; None if there is none, or it is not used.
         prompt_end: the token after which generation begins (<sop> of ChatGLM-6B). Tokens before the first one in a
             sequence attend to each other in both directions. None if all attention is causal.
     """
@@ -72,10 +73,17 @@ class ModelConfig:
     tie_embeddings: bool = False
     stop_ids: tuple[int, ...] = ()
     prompt_end: int | None = None
+    mtp: LayerSpec | None = None
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers, that of multi-token prediction excluded."""
         return len(self.layers)
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """The decoder layers and, if there is one, the layer of multi-token prediction."""
+        return self.layers if self.mtp is None else (*self.layers, self.mtp)
 
     @property
     def hidden_size(self) -> int:
@@ -113,21 +121,21 @@ class ModelConfig:
     @property
     def matrices(self) -> Iterator[tuple[int, MatrixSpec]]:
         """All matrices of the layers, each with the index of its layer."""
-        return ((index, matrix) for index, layer in enumerate(self.layers) for matrix in layer.matrices)
+        return ((index, matrix) for index, layer in enumerate(self.all_layers) for matrix in layer.matrices)
 
     def matrix(self, parameter: str) -> MatrixSpec | None:
         """The matrix whose weight or bias is `parameter`, such as `layers.0.mlp.down.weight`; None if there is none."""
         if not parameter.startswith("layers."):
             return None
         _, index, name = parameter.split(".", 2)
-        return self.layers[int(index)].by_name.get(name.rpartition(".")[0])
+        return self.all_layers[int(index)].by_name.get(name.rpartition(".")[0])
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all parameters of the model by their names; a tied head has none."""
         ends = (self.vocab_size, self.hidden_size)
         found: dict[str, tuple[int, ...]] = {"embedding.weight": ends}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.all_layers):
             found |= {f"layers.{index}.{name}": shape for name, shape in layer.parameters.items()}
         found |= self.norm.parameters("final_norm", self.hidden_size)
         return found if self.tie_embeddings else found | {"head.weight": ends}
@@ -154,14 +162,20 @@ class ModelConfig:
         """
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         given: Any = {name: size for name, size in sizes.items() if size}
-        layers = tuple(
-            replace(
+
+        def layer_resized(layer: LayerSpec) -> LayerSpec:
+            return replace(
                 layer,
                 hidden_size=hidden_size or layer.hidden_size,
                 attention=replace(layer.attention, **given),
                 mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and isinstance(layer.mlp, MLPSpec) else layer.mlp,
             )
-            for layer in self.layers
-        )
+
+        layers = tuple(map(layer_resized, self.layers))
         count = num_layers or self.num_layers
-        return replace(self, layers=(layers + layers[-1:] * count)[:count])
+        mtp = None if self.mtp is None else layer_resized(self.mtp)
+        return replace(self, layers=(layers + layers[-1:] * count)[:count], mtp=mtp)
+
+    def with_mtp(self) -> Self:
+        """The same model with a layer of multi-token prediction that is otherwise like its last layer."""
+        return replace(self, mtp=replace(self.layers[-1], predicts=True))

@@ -136,7 +136,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     if source is None:
         in_fp8 = len(fp8_matrices(checkpoint))
         checkpoint = _opened_fp8(checkpoint, to)
-    config = read_config(checkpoint)
+    config = read_config(checkpoint, mtp="stored")
     schemes = quantized_parameters(checkpoint, config)
     if source is not None and not schemes:
         raise CheckpointError(

@@ -183,7 +183,7 @@ class _RunningConversion:
     def compare(self, directory: Path, digests: dict[str, bytes]) -> None:
         """Read everything back; raises StorageError if a digest differs."""
         found = Checkpoint(directory)
-        quantized_parameters(found, read_config(found))
+        quantized_parameters(found, read_config(found, mtp="stored"))
         target, quantized = self.plan.target, self.plan.schemes
         declared = None if target is None else target.read_schemes(found.config)
         for done, (name, expected) in enumerate(digests.items()):

@@ -103,14 +103,14 @@ def parameter_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[
 
 
 def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype) -> int:
-    """Bytes of the keys and values of a token in all layers.
+    """Bytes of the keys and values of a token in all layers, that of multi-token prediction included.
 
     Args:
         dtype: of the activations.
         stored: of the cache; other than `dtype`, each head's vector has a scale in float32.
     """
     total = 0
-    for layer in config.layers:
+    for layer in config.all_layers:
         entry = layer.attention.cache_entry
         vector = entry.key_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
         total += entry.vectors * entry.heads * vector + entry.index_dim * dtype.itemsize
@@ -120,7 +120,8 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
 def activation_features(layer: LayerSpec) -> int:
     """Numbers of a token that are alive at once while it passes through a layer, with room to spare."""
     copied = 2 * layer.mlp.expert_rows * layer.hidden_size  # inputs and outputs of the experts, sorted by expert
-    return 4 * layer.hidden_size + 2 * layer.attention.projected + layer.mlp.widened + layer.mlp.inner + copied
+    joined = 3 * layer.hidden_size if layer.predicts else 0  # the parts of its input, and the states they come from
+    return 4 * layer.hidden_size + 2 * layer.attention.projected + layer.mlp.widened + layer.mlp.inner + copied + joined
 
 
 def forward_flop(config: ModelConfig) -> int:

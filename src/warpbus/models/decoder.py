@@ -130,6 +130,38 @@ class DecoderLayer(nn.Module):
         return normed, None, normed * self.spec.normed_residual
 
 
+class PredictionLayer(DecoderLayer):
+    """The layer of multi-token prediction (MTP): from a token and the hidden state before it to the next hidden state.
+
+    Attributes:
+        embedding_norm, hidden_norm: norm the two parts of the input.
+        projection: from both parts, the embedding first, to the hidden size.
+        output_norm: norms the output, which then enters the model's head.
+    """
+
+    def __init__(self, spec: LayerSpec, rope: RopeConfig) -> None:
+        super().__init__(spec, rope)
+        self.embedding_norm = make_norm(spec.norm, spec.hidden_size)
+        self.hidden_norm = make_norm(spec.norm, spec.hidden_size)
+        self.projection = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+        self.output_norm = make_norm(spec.norm, spec.hidden_size)
+
+    def joined(self, embedded_btd: Tensor, hidden_btd: Tensor) -> Tensor:
+        """The input of the layer, `[batch, tokens, hidden]`.
+
+        Args:
+            embedded_btd: embeddings of tokens.
+            hidden_btd: for each of them, the normed hidden state of the token before it.
+        """
+        parts = self.embedding_norm(embedded_btd), self.hidden_norm(hidden_btd)
+        return project(self.projection, torch.cat(parts, dim=-1))
+
+
+def make_layer(spec: LayerSpec, rope: RopeConfig) -> DecoderLayer:
+    """A layer of a decoder, without weights of its own if the default device is "meta"."""
+    return (PredictionLayer if spec.predicts else DecoderLayer)(spec, rope)
+
+
 def _dense(spec: LayerSpec, *, gated: bool) -> MLP:
     """The MLP of a layer without experts."""
     (widening,), (down,) = spec.reading("mlp.normed"), spec.reading("mlp.inner")
@@ -150,6 +182,7 @@ class Decoder(nn.Module):
 
     Attributes:
         config: the shape of this decoder, which may be one part of a sharded model.
+        layers: those of `ModelConfig.all_layers`.
         group: the processes that share the model (`warpbus.models.parallel`); None if it is not sharded.
     """
 
@@ -159,7 +192,7 @@ class Decoder(nn.Module):
         self.group: Group | None = None
         self.rotary = Rotary(config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec, config.rope) for spec in config.layers)
+        self.layers = nn.ModuleList(make_layer(spec, config.rope) for spec in config.all_layers)
         self.final_norm = make_norm(config.norm, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -231,9 +264,38 @@ class Decoder(nn.Module):
             if prompts_bt is None and isinstance(context, CausalAttention):
                 prompts_bt = context.prompts_bt
             angles = self.rotary(positions_bt, x_btd.dtype, prompts_bt)
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(range(self.config.num_layers), self.layers, strict=False):
             x_btd = layer(x_btd, index, positions_bt, angles, context)
         return x_btd
+
+    def predict(
+        self,
+        tokens_bt: Tensor,
+        hidden_btd: Tensor,
+        positions_bt: Tensor | None = None,
+        context: AttentionContext | FusedAttention | None = None,
+    ) -> Tensor:
+        """Multi-token prediction: the hidden states of tokens, for `logits`, without the decoder layers.
+
+        Args:
+            tokens_bt: token ids `[batch, tokens]`.
+            hidden_btd: for each of them, the hidden state of the token before it: the output of `hidden`, or of this
+                method, `[batch, tokens, hidden]`.
+            positions_bt: of the tokens before them, as `hidden`.
+            context: what to attend to, as `hidden`.
+
+        Returns:
+            `[batch, tokens, hidden]`.
+        """
+        layer = self.layers[self.config.num_layers]
+        assert isinstance(layer, PredictionLayer)
+        context, angles = context or CausalAttention(), None
+        if not isinstance(context, FusedAttention):
+            if positions_bt is None:
+                positions_bt = torch.arange(tokens_bt.shape[1], device=tokens_bt.device).expand_as(tokens_bt)
+            angles = self.rotary(positions_bt, hidden_btd.dtype)
+        x_btd = layer.joined(self.embed(tokens_bt), hidden_btd)
+        return layer.output_norm(layer(x_btd, self.config.num_layers, positions_bt, angles, context))
 
     def scores(self, x: Tensor) -> Tensor:
         """Logits of the next token, `[..., vocabulary]`, for the output of `transform`."""

@@ -419,6 +419,9 @@ class LayerSpec:
         output_norms: each sublayer's output is normed before it is added (GLM-4-0414).
         normed_residual: a sublayer's output is added to its *normed* input times this (ChatGLM-6B); 0 is the usual
             residual, the input itself.
+        predicts: it is the layer of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437, section 2.2). Its input
+            is a projection of a token's embedding and of the hidden state of the token before; both are normed first.
+            The projection is never quantized.
     """
 
     hidden_size: int
@@ -427,6 +430,7 @@ class LayerSpec:
     norm: NormSpec
     output_norms: bool = False
     normed_residual: float = 0.0
+    predicts: bool = False
 
     @cached_property
     def matrices(self) -> tuple[MatrixSpec, ...]:
@@ -519,4 +523,8 @@ class LayerSpec:
         found |= self.attention.parameters(self.hidden_size)
         if isinstance(self.mlp, MoESpec):
             found |= self.mlp.parameters(self.hidden_size)
+        if self.predicts:
+            for name in ("embedding_norm", "hidden_norm", "output_norm"):
+                found |= self.norm.parameters(name, self.hidden_size)
+            found["projection.weight"] = (self.hidden_size, 2 * self.hidden_size)
         return found

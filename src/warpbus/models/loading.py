@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from warpbus.formats.fp8 import dequantized
 from warpbus.formats.layout import Layout, layout_of
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
-from warpbus.models.decoder import Decoder, DecoderLayer
+from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
@@ -35,14 +35,19 @@ _ELEMENTS_AT_ONCE = 2**24
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_config(checkpoint: Checkpoint) -> ModelConfig:
+def read_config(checkpoint: Checkpoint, *, mtp: Literal["unused", "stored", "required"] = "unused") -> ModelConfig:
     """Read the model's shape from config.json, and its stop tokens from generation_config.json if that lists any.
 
     Stop ids beyond the vocabulary, which cannot be generated, are dropped.
 
+    Args:
+        mtp: whether the config has the layer of multi-token prediction: "unused": no; "stored": if the checkpoint has
+            all of its tensors; "required": yes.
+
     Raises:
         UnknownArchitectureError: no family declares the model_type.
-        CheckpointError: a value is missing, invalid or not supported; the message names its key.
+        CheckpointError: a value is missing, invalid or not supported, and the message names its key; or a required
+            layer of multi-token prediction is not announced or not complete.
     """
     generation = Fields(checkpoint.load_json("generation_config.json") or {}, "generation_config.json")
     try:
@@ -50,7 +55,31 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
         stop_ids = generation.token_ids("eos_token_id", config.stop_ids)
     except CheckpointError as error:
         raise type(error)(f"{checkpoint.directory}: {error}") from None
-    return replace(config, stop_ids=tuple(token for token in stop_ids if token < config.vocab_size))
+    config = replace(config, stop_ids=tuple(token for token in stop_ids if token < config.vocab_size))
+    if mtp == "unused":
+        return replace(config, mtp=None)
+    missing = _missing_mtp(checkpoint, config)
+    if missing is not None and mtp == "required":
+        raise CheckpointError(f"{checkpoint.directory}: {missing}")
+    return config if missing is None else replace(config, mtp=None)
+
+
+def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
+    """Why multi-token prediction cannot be used; None if it can."""
+    advice = "use a checkpoint that has it, or other speculation than mtp"
+    if config.mtp is None:
+        return f"config.json: num_nextn_predict_layers: there is no layer of multi-token prediction (MTP): {advice}"
+    layout = layout_of(checkpoint.config)
+    for parameter, names in tensor_map(config).items():
+        if not parameter.startswith(f"layers.{config.num_layers}."):
+            continue
+        for name in names:
+            if name not in checkpoint and not (layout and layout.is_quantized(checkpoint, _prefix(name))):
+                return (
+                    f"{name}: missing, although config.json announces a layer of multi-token prediction (MTP) with "
+                    f"num_nextn_predict_layers: {advice}"
+                )
+    return None
 
 
 def check_loadable(config: dict[str, Any], *, processes: int = 1) -> None:
@@ -98,6 +127,7 @@ def load_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
+    mtp: bool = False,
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
@@ -120,6 +150,7 @@ def load_model(
             then has the config of this process's part, with the whole vocabulary and embedding. Hidden states and
             logits are complete and bit-identical on every process. Each process reads only its part of the file; in
             formats other than compressed-tensors it reads each matrix as a whole.
+        mtp: load the layer of multi-token prediction, too.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -129,7 +160,7 @@ def load_model(
         CheckpointError: the config is not supported, or the file has weights that the decoder does not use.
         UsageError: the model cannot be sharded over so many processes, or a scheme does not fit a matrix.
     """
-    config = read_config(checkpoint)
+    config = read_config(checkpoint, mtp="required" if mtp else "unused")
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
@@ -189,10 +220,11 @@ def load_layer(
     Raises:
         UsageError: there is no layer `index`.
     """
-    if not 0 <= index < config.num_layers:
-        raise UsageError(f"layer {index}: expected 0 to {config.num_layers - 1}, the layers of {checkpoint.directory}")
+    layers = config.all_layers
+    if not 0 <= index < len(layers):
+        raise UsageError(f"layer {index}: expected 0 to {len(layers) - 1}, the layers of {checkpoint.directory}")
     with torch.device("meta"):
-        layer = DecoderLayer(config.layers[index], config.rope)
+        layer = make_layer(layers[index], config.rope)
     source = _Source.open(checkpoint, config, device, dtype)
     prefix = f"layers.{index}."
     for parameter in source.tensors:

@@ -104,7 +104,8 @@ class Part:
     @cached_property
     def config(self) -> ModelConfig:
         """The config of this part: its own heads, KV heads and FFN; vocabulary and hidden size of the whole model."""
-        return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
+        mtp = None if self.whole.mtp is None else self._layer(self.whole.mtp)
+        return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)), mtp=mtp)
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
         attention = whole.attention.shard(
@@ -189,7 +190,7 @@ class Part:
     def join(self, model: Decoder, group: Group) -> None:
         """Add the collectives to a loaded decoder of this part, so that `group` together computes the whole decoder."""
         group = model.group = group.linked()
-        for layer, spec in zip(model.layers, self.whole.layers, strict=True):
+        for layer, spec in zip(model.layers, self.whole.all_layers, strict=True):
             for path in _reduced(spec):
                 parent, _, name = path.rpartition(".")
                 owner = layer.get_submodule(parent)

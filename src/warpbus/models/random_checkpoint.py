@@ -54,7 +54,7 @@ def write_random_checkpoint(
     Args:
         directory: where the model is to be.
         shape: one of `SHAPES`, or a config of the family chatglm, chatglm2, glm4_moe, glm4_moe_lite, llama or
-            qwen3_moe.
+            qwen3_moe; with a layer of multi-token prediction if the config has one.
         dtype: of all tensors, float16, bfloat16 or float32.
         seed: the same one draws the same model on the same kind of device.
         layers: decoder layers, in place of the shape's.
@@ -76,7 +76,7 @@ def write_random_checkpoint(
     expected = config.num_parameters * dtype.itemsize
 
     def check(written: Path) -> None:
-        found = read_config(Checkpoint(written))
+        found = read_config(Checkpoint(written), mtp="stored")
         if found != config:
             raise UsageError(f"{directory}: config.json of {config.family} cannot say {config}: it would say {found}")
 
@@ -264,6 +264,7 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
     found = {
         "intermediate_size": dense[0].ffn_size if dense else 1,
         "first_k_dense_replace": len(dense),
+        "num_nextn_predict_layers": 0 if config.mtp is None else 1,
     }
     if not mixtures:
         return found | {"n_routed_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 1}

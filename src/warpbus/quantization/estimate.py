@@ -159,7 +159,7 @@ def estimate(
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.dtype)
     matrices = plan.layer(0).values()
-    part = plan.bytes_quantized // plan.config.num_layers
+    part = plan.bytes_quantized // len(plan.config.all_layers)
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
     moved = plan.checkpoint.total_bytes + plan.bytes_after
@@ -218,7 +218,7 @@ def _working_memory(
         # One matrix at a time: itself, in float32, and what it becomes.
         return {"a matrix": max(sum(matrix.rows) * matrix.columns for matrix in matrices) * 16}
     own, models = math.ceil(tokens * most), 2 if DRIFT in needed else 1
-    layers = set(config.layers)
+    layers = set(config.all_layers)
     attended = config.attention.width
     inner = max(layer.mlp.inner for layer in layers)
     squares = len(needed & {MOMENTS, DRIFT})

@@ -43,7 +43,7 @@ from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
 from warpbus.quantization.sources import Sources, check_finite
-from warpbus.quantization.states import embed
+from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
@@ -196,7 +196,7 @@ class _QuantizationRun:
             # It begins while the method gets ready, and while the processes still find each other.
             reading, method = Reading(plan, group.device), _ready(job.algorithm, group, plan)
         needs, keep = _agreed(group, send, job, plan, place, rates)
-        done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
+        done = torch.zeros(len(plan.config.all_layers), dtype=torch.int64, device=group.device)
         writer, sources = None, None
         parts = FinishedParts(job.output)
         if group.is_first:
@@ -248,7 +248,7 @@ class _QuantizationRun:
         config = self.plan.checkpoint.config | {"quantization_config": quantization_config(self.plan)}
         files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
         files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
-        layers = [layer_part(index) for index in range(self.plan.config.num_layers)]
+        layers = [layer_part(index) for index, _ in enumerate(self.plan.config.all_layers)]
         ends = [part for part, _ in end_parts(self.plan)]
         self.writer.finish(config, files, [*ends, *layers])
         self.send(report)
@@ -262,6 +262,8 @@ class _QuantizationRun:
         self.watch.lap("reading")
         for index, layer in enumerate(reading.layers()):
             self.watch.lap("reading")
+            if index == plan.config.num_layers:
+                enter_mtp(states, layer, plan.checkpoint, plan.config)
             through = LayerQuantization(
                 layer,
                 index,
@@ -322,7 +324,7 @@ class _QuantizationRun:
         """Each tensor of the checkpoint by itself: rows do not depend on each other. One process does it."""
         if self.writer is None:
             return
-        for index in range(self.plan.config.num_layers):
+        for index, _ in enumerate(self.plan.config.all_layers):
             if index in self.finished:
                 for result in self._recorded(index):
                     self._tell(result)
@@ -452,7 +454,7 @@ def _agreed(
         assert rates is not None, "the first process always measures"
         earlier = FinishedParts(job.output)
         parts = earlier.parts()
-        layers = () if job.restart else range(plan.config.num_layers)
+        layers = () if job.restart else range(len(plan.config.all_layers))
         needs = estimate(
             plan,
             output=job.output,

@@ -81,7 +81,7 @@ def mixed_schemes(
     data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}
-    last = plan.config.num_layers - 1
+    last = len(plan.config.all_layers) - 1
     for index, layer, (states,) in unquantized.layers(plan, data, device=place, dtype=dtype, last=last):
         moments = _importance(layer, index, states, Group(0, 1, place))
         expected = [unquantized.output(layer, index, state) for state in states]

@@ -122,7 +122,7 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
             raise CheckpointError(
                 f"{model}: is quantized already (config.json has {key}): give the original checkpoint instead"
             )
-    config = read_config(checkpoint)
+    config = read_config(checkpoint, mtp="stored")
     schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
     chosen = layout_named(layout)
     matrices = tuple(_matrices(checkpoint, config, schemes))
@@ -163,16 +163,17 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
 
 
 def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:
-    """The linear layers that are kept: the head, routers, indexers, and layers that the decoder does not use."""
+    """The linear layers that are kept: the head, routers, indexers, the projection of multi-token prediction, and
+    layers that the decoder does not use."""
     tensors = tensor_map(replace(config, tie_embeddings=False))
     yield tensors["head.weight"][0].removesuffix(".weight")
     for parameter, names in tensors.items():
         layer, _, _ = parameter.partition(".")
         if layer == "layers" and config.matrix(parameter) is None and len(config.parameters[parameter]) == 2:
             yield names[0].removesuffix(".weight")
-    ignores = BY_NAME[config.family].ignores
+    ignores, used = BY_NAME[config.family].ignores, {name for names in tensors.values() for name in names}
     for name in checkpoint.names():
-        if ignores(config, name) and name.endswith(".weight") and len(checkpoint.shape(name)) == 2:
+        if name not in used and ignores(config, name) and name.endswith(".weight") and len(checkpoint.shape(name)) == 2:
             yield name.removesuffix(".weight")
 
 
@@ -181,7 +182,7 @@ def _not_quantized(
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The names of the tensors that are not quantized: those of each layer, and those outside of the layers."""
     quantized = {source for matrix in matrices for source in matrix.sources}
-    kept: list[list[str]] = [[] for _ in range(config.num_layers)]
+    kept: list[list[str]] = [[] for _ in config.all_layers]
     for parameter, names in tensor_map(config).items():
         if parameter.startswith("layers."):
             kept[int(parameter.split(".")[1])] += [name for name in names if name not in quantized]

@@ -35,7 +35,7 @@ class Reading:
 
     def layers(self) -> Iterator[DecoderLayer]:
         """All layers, once."""
-        count = self._plan.config.num_layers
+        count = len(self._plan.config.all_layers)
         with self._pool:
             for index in range(count):
                 assert self._layer is not None

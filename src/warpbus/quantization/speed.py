@@ -67,7 +67,7 @@ def _step(
     config: ModelConfig, scheme: Scheme | None, copies: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
     """The products of one token with the matrices of so many random layers, ready to be run."""
-    shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=())
+    shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=(), mtp=None)
     model = random_model(shape, scheme, device, dtype)
     pairs = []
     for index, matrix in shape.matrices:

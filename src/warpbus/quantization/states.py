@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from warpbus.dist import SHARES, Group
-from warpbus.models import ModelConfig
-from warpbus.models.layers import CausalAttention, Rotary, Routing, prompt_lengths
+from warpbus.formats import Checkpoint
+from warpbus.models import DecoderLayer, ModelConfig, PredictionLayer, tensor_map
+from warpbus.models.layers import CausalAttention, Rotary, Routing, make_norm, prompt_lengths
 from warpbus.quantization.calibration import Calibration
 
 COMPARED_TOKENS = 2**17
@@ -20,6 +22,7 @@ class States:
 
     Attributes:
         share: the share of all tokens that the batch belongs to.
+        ids: the tokens, int64 `[batch, tokens]`, on the CPU.
         x: what enters the next layer, `[batch, tokens, hidden]`.
         original: what enters it in the unquantized model, where that runs alongside for this batch.
         real: bool `[batch, tokens]`, false where there is padding; `None` where there is none. Padding is on the right,
@@ -32,6 +35,7 @@ class States:
     """
 
     share: int
+    ids: Tensor
     x: Tensor
     original: Tensor | None
     real: Tensor | None
@@ -110,5 +114,32 @@ def embed(
                 prompts = prompt_lengths(batch.ids, config.prompt_end).to(group.device)
             angles = rotary(positions, dtype, prompts)
             contexts = CausalAttention(prompts_bt=prompts), CausalAttention(prompts_bt=prompts)
-            states.append(States(share, x, original, real, positions, angles, *contexts))
+            states.append(States(share, batch.ids, x, original, real, positions, angles, *contexts))
     return states
+
+
+@torch.no_grad()
+def enter_mtp(states: list[States], layer: DecoderLayer, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Make of the outputs of the last decoder layer the inputs of the layer of multi-token prediction.
+
+    The input of a token has the embedding of the token after it. The last token of each sequence has none, and counts
+    as padding from here on.
+
+    Args:
+        states: are changed.
+        layer: that of multi-token prediction.
+        checkpoint: has the embedding and the final norm.
+        config: of the model.
+    """
+    assert isinstance(layer, PredictionLayer)
+    tensors, like = tensor_map(config), layer.projection.weight
+    table = checkpoint.tensor(tensors["embedding.weight"][0])
+    norm = make_norm(config.norm, config.hidden_size).to(like.device, like.dtype)
+    norm.weight.copy_(checkpoint.tensor(tensors["final_norm.weight"][0]))
+    for state in states:
+        embedded = table[state.ids.roll(-1, 1)].to(like.device, like.dtype)
+        state.x = layer.joined(embedded, norm(state.x))
+        if state.original is not None:
+            state.original = layer.joined(embedded, norm(state.original))
+        real = torch.ones(state.ids.shape, dtype=torch.bool, device=like.device) if state.real is None else state.real
+        state.real = F.pad(real[:, 1:], (0, 1))

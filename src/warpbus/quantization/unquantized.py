@@ -11,7 +11,7 @@ from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.preflight import Plan
-from warpbus.quantization.states import States, embed
+from warpbus.quantization.states import States, embed, enter_mtp
 
 
 @torch.no_grad()
@@ -29,6 +29,8 @@ def layers(
     del table
     for index in range(last + 1):
         layer = load_layer(plan.checkpoint, plan.config, index, device=device, dtype=dtype)
+        if index == plan.config.num_layers:
+            enter_mtp([*itertools.chain(*states)], layer, plan.checkpoint, plan.config)
         yield index, layer, states
         if index < last:
             for state in itertools.chain(*states):

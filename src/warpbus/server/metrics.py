@@ -43,6 +43,9 @@ _ENGINE_METRICS = (
     _EngineMetric("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
     _EngineMetric("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
     _EngineMetric("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
+    _EngineMetric(
+        "spec_decode_draft_acceptance_rate", "acceptance", False, "share of the guessed tokens that were right, 0 to 1"
+    ),
     _EngineMetric("engine_steps", "steps", True, "steps of the engine"),
 )
 

@@ -281,9 +281,9 @@ def test_times_are_measured_without_what_the_caller_does(llm, monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     launch = Runner.launch
 
-    def slow(self, decoding, pieces, drafts=None):
+    def slow(self, decoding, pieces, *drafts):
         now[0] += 2.0 if pieces else 0.5
-        return launch(self, decoding, pieces, drafts)
+        return launch(self, decoding, pieces, *drafts)
 
     monkeypatch.setattr(Runner, "launch", slow)
     for chunk in llm.generate("1", SamplingParams(temperature=0, max_tokens=11), stream=True):

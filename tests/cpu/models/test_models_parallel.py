@@ -121,6 +121,24 @@ def test_logits_of_plain_models(tmp_path: Path, values: dict[str, Any]) -> None:
         assert model.config.vocab_size == 45
 
 
+@pytest.mark.parametrize("values", [GLM4_MOE, GLM4_MOE_LITE], ids=["glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("world", [2, 3])
+@torch.no_grad()
+def test_multi_token_prediction(tmp_path: Path, values: dict[str, Any], world: int) -> None:
+    values = values | {"num_nextn_predict_layers": 1}
+    directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
+    whole = load(directory, mtp=True)
+    hidden = whole.hidden(TOKENS)[:, :-1]
+    expected = whole.logits(whole.predict(TOKENS[:, 1:], hidden))
+
+    def predicted(group: Group) -> Tensor:
+        part = load(directory, group, mtp=True)
+        return part.logits(part.predict(TOKENS[:, 1:], part.hidden(TOKENS)[:, :-1]))
+
+    for found in together(world, predicted):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+
+
 def test_logits_with_eight_bits_of_everything(tmp_path: Path) -> None:
     """Inputs of o and down are rounded with another scale, so that results differ as by a rounding."""
     for scheme, tolerance in (("w8a8-int8", 0.05), ("w8a8-fp8", 0.2)):

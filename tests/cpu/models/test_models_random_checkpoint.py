@@ -34,6 +34,29 @@ def test_the_shape_is_read_back_and_activations_are_moderate(tmp_path, name):
     assert logits.abs().max() < 100
 
 
+@pytest.mark.parametrize("name", ["glm-4.5-air", "glm-4.7-flash"])
+@torch.no_grad()
+def test_layers_of_multi_token_prediction(tmp_path, name):
+    shape = narrowed(SHAPES[name]).with_mtp().resized(num_layers=2)
+    few = {"experts": 8, "top_k": 2}
+    layers = tuple(
+        replace(layer, mlp=replace(layer.mlp, router=replace(layer.mlp.router, **few)))
+        if isinstance(layer.mlp, MoESpec)
+        else layer
+        for layer in shape.all_layers
+    )
+    attention = replace(shape.rope, rotary_dim=4) if name == "glm-4.5-air" else shape.rope
+    shape = replace(shape, layers=layers[:-1], mtp=layers[-1], rope=attention)
+    assert write_random_checkpoint(tmp_path / "model", shape, device="cpu") == shape
+    checkpoint = Checkpoint(tmp_path / "model")
+    assert read_config(checkpoint, mtp="required") == shape
+    assert read_config(checkpoint) == replace(shape, mtp=None)
+    model = load_model(checkpoint, device="cpu", dtype=torch.float32, mtp=True)
+    tokens = torch.arange(200)[None] % shape.vocab_size
+    drafted = model.logits(model.predict(tokens[:, 1:], model.hidden(tokens)[:, :-1]))
+    assert 0.1 < drafted.std() < 5
+
+
 def narrowed(shape):
     """The same shape with small matrices."""
     if not shape.has_experts:

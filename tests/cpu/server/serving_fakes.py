@@ -170,8 +170,8 @@ class FakeService:
             blocks_used=30,
             blocks_idle=10,
             cache_bytes=1 << 20,
-            drafted=0,
-            accepted=0,
+            drafted=40,
+            accepted=30,
         )
 
     async def sleep(self):

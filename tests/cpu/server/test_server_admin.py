@@ -146,6 +146,9 @@ def test_metrics_count_and_time():
     assert found["warpbus:num_preemptions_total",] == 5
     assert found["warpbus:num_requests_waiting",] == 2
     assert found["warpbus:kv_cache_bytes_mapped",] == 1 << 20
+    assert found["warpbus:spec_decode_num_draft_tokens_total",] == 40
+    assert found["warpbus:spec_decode_num_accepted_tokens_total",] == 30
+    assert found["warpbus:spec_decode_draft_acceptance_rate",] == 0.75
 
 
 class Sleepless(FakeService):

@@ -55,7 +55,7 @@ def expand(
         the tensors of this config. Of the tables only those parameters are taken that a layer's spec has.
     """
     tensors = {name: names for name, names in whole.items() if not (config.tie_embeddings and name == "head.weight")}
-    for index, spec in enumerate(config.layers):
+    for index, spec in enumerate(config.all_layers):
         start = prefix.format(index)
         experts = spec.mlp.router.experts if isinstance(spec.mlp, MoESpec) else 0
         for pattern, names in layer.items():

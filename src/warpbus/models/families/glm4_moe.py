@@ -45,21 +45,23 @@ def mixture(fields: Fields, *, scale: float = 1.0) -> MoESpec:
     return MoESpec(_sigmoid_router(fields, scale), MLPSpec(width), MLPSpec(shared * width) if shared else None)
 
 
-def _layer_mlps(fields: Fields) -> moe.LayerMLP:
+def _layer_mlps(fields: Fields, experts: MoESpec) -> moe.LayerMLP:
     """The MLP of each layer: the first layers are dense. Raises CheckpointError naming the key that is wrong."""
     dense_layers = int(fields.number("first_k_dense_replace", 0, MAX_LAYERS, default=1))
-    dense, experts = MLPSpec(fields.size("intermediate_size")), mixture(fields)
+    dense = MLPSpec(fields.size("intermediate_size"))
     return lambda index: dense if index < dense_layers else experts
 
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
+    experts = mixture(fields)
     return native.read(
         values,
         "glm4_moe",
         rotary_part=0.5,
         stop_ids=glm.STOP_IDS,
-        mlps=_layer_mlps(fields),
+        mlps=_layer_mlps(fields, experts),
+        mtp=experts,
         qk_norm=fields.flag("use_qk_norm", default=False),
         qkv_bias=fields.flag("attention_bias", default=False),
     )

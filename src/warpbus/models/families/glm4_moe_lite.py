@@ -40,13 +40,14 @@ def layer_mlps(fields: Fields, dense_layers: int, experts: MoESpec) -> moe.Layer
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
-    attention = mla.attention(fields)
+    attention, experts = mla.attention(fields), mixture(fields, scale=_SCALE)
     return native.read(
         values,
         "glm4_moe_lite",
         interleaved=fields.flag("rope_interleave", default=True),
         stop_ids=STOP_IDS,
-        mlps=layer_mlps(fields, 1, mixture(fields, scale=_SCALE)),
+        mlps=layer_mlps(fields, 1, experts),
+        mtp=experts,
         latent_attention=lambda index: attention,
     )
 

@@ -58,6 +58,7 @@ def _indexer_kinds(fields: Fields) -> list[str]:
 def _config(values: Mapping[str, Any]) -> ModelConfig:
     kinds = values.get("layer_types")
     fields = Fields(values)
+    experts = mixture(fields, scale=_SCALE)
     if kinds is not None and not (isinstance(kinds, list) and all(kind == "indexed_attention" for kind in kinds)):
         raise fields.wrong("layer_types", "indexed_attention for every layer")
     return native.read(
@@ -65,7 +66,8 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         "glm_moe_dsa",
         interleaved=True,
         stop_ids=STOP_IDS,
-        mlps=layer_mlps(fields, _DENSE_LAYERS, mixture(fields, scale=_SCALE)),
+        mlps=layer_mlps(fields, _DENSE_LAYERS, experts),
+        mtp=experts,
         latent_attention=_layer_attention(fields),
     )
 

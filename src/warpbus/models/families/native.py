@@ -11,7 +11,7 @@ from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULA
 from warpbus.models.families.moe import LayerMLP
 from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
 from warpbus.models.latent_spec import LatentAttentionSpec
-from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 
 WHOLE = {
     "embedding.weight": ("model.embed_tokens.weight",),
@@ -29,6 +29,14 @@ LAYER = {
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.down.weight": ("mlp.down_proj.weight",),
 }
+
+MTP = {
+    "embedding_norm.weight": ("enorm.weight",),
+    "hidden_norm.weight": ("hnorm.weight",),
+    "projection.weight": ("eh_proj.weight",),
+    "output_norm.weight": ("shared_head.norm.weight",),
+}
+"""The tensors of the layer of multi-token prediction besides those of a decoder layer."""
 
 QK_NORMS = {f"attention.{part}_norm.weight": (f"self_attn.{part}_norm.weight",) for part in "qk"}
 
@@ -51,6 +59,7 @@ def read(
     output_norms: bool = False,
     mlps: LayerMLP | None = None,
     latent_attention: LayerAttention | None = None,
+    mtp: MoESpec | None = None,
     **biases_and_norms: bool,
 ) -> ModelConfig:
     """Read a config.json of Hugging Face's keys.
@@ -67,6 +76,8 @@ def read(
         output_norms: see `LayerSpec`.
         mlps: the MLP of each layer; by default all are dense ones of intermediate_size.
         latent_attention: the attention of each layer of a family with MLA; by default queries are grouped.
+        mtp: the experts of the layer of multi-token prediction, which has the attention of the first layer. The file
+            says whether there is one.
         biases_and_norms: further fields of `AttentionSpec`.
 
     Raises:
@@ -97,6 +108,7 @@ def read(
     # Layers of one kind share their table.
     sublayers = list(zip(attention, layer_mlps, strict=True))
     kinds = {each: LayerSpec(hidden, *each, norm, output_norms) for each in set(sublayers)}
+    announced = fields.number("num_nextn_predict_layers", 0, MAX_LAYERS, default=0) >= 1
     return ModelConfig(
         family=family,
         vocab_size=vocabulary,
@@ -106,6 +118,7 @@ def read(
         max_context=int(context * rope.position_scale),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
         stop_ids=fields.token_ids("eos_token_id", stop_ids),
+        mtp=LayerSpec(hidden, attention[0], mtp, norm, output_norms, predicts=True) if announced and mtp else None,
     )
 
 
@@ -125,11 +138,12 @@ def _grouped_attention(
 
 def tensors(config: ModelConfig, layer: Mapping[str, tuple[str, ...]] = LAYER) -> TensorMap:
     """The tensor map of a model named as Hugging Face does, its layers as in the table `layer`."""
-    return expand(config, WHOLE, layer, "model.layers.{}.")
+    return expand(config, WHOLE, {**layer, **MTP}, "model.layers.{}.")
 
 
 def is_prediction_layer(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor is of a layer after the last one: multi-token prediction, which the decoder does not use."""
+    """Whether a tensor is of a layer after the last one: of multi-token prediction that is not used, or a copy of the
+    embedding or the head."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= config.num_layers
 
