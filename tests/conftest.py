@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from warpbus.demo import model_path
 
 CHROMIUM = Path("/usr/bin/chromium")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which some of them send to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is the machine's business.
 hypothesis.settings.register_profile(
