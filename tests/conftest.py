@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ import pytest
 # As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine. libgomp reads this
 # when torch is imported. With threads that spin, tests take ten times as long beside other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Of several processes of pytest-xdist each computes with its share of the cores.
+if WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 import torch
 
 from warpbus.demo import model_path
 
 CHROMIUM = Path("/usr/bin/chromium")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which some of them send to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is the machine's business.
 hypothesis.settings.register_profile(

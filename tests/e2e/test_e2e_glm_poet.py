@@ -19,6 +19,8 @@ from warpbus.models.templates import load_template
 from warpbus.models.tokenizers import load_tokenizer
 
 PROMPT = [{"role": "user", "content": "写一首题为《春夜》的五言绝句。"}]
+# Half of the demo's. GPTQ loses 0.35 of what rounding loses with 128 samples, 0.45 with 64.
+SAMPLES = 128
 
 
 def load(directory):
@@ -35,14 +37,16 @@ def poet():
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    """The packaged model at 3 and 4 bits by both algorithms, as the demo makes them."""
+    """The packaged model at 3 and 4 bits by both algorithms, as the demo makes them of more samples."""
     root = tmp_path_factory.mktemp("quantized")
-    return showcase.quantize_all(root, "cpu", lambda what, done, total: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(showcase, "CALIBRATION_SAMPLES", SAMPLES)
+        return showcase.quantize_all(root, "cpu", lambda what, done, total: None)
 
 
 def test_gptq_loses_at_most_half_of_rounding_and_two_percent_at_four_bits(poet, quantized):
     tokenizer, template = poet
-    documents = read_documents(data_path("validation.jsonl"), tokenizer, template, length=512, limit=250)
+    documents = read_documents(data_path("validation.jsonl"), tokenizer, template, length=512, limit=120)
     compared = (showcase.ORIGINAL, "w3a16-g128-rtn", "w3a16-g128-gptq", "w4a16-g128-gptq")
     scores = score({name: load(quantized[name]) for name in compared}, documents)
     original = scores[showcase.ORIGINAL].perplexity
@@ -56,8 +60,7 @@ def test_saved_and_loaded_again_it_gives_the_same_logits_bit_for_bit(poet, quant
     _, template = poet
     ids = torch.tensor([template.render(PROMPT)])
     first = load(quantized[showcase.BEST])
-    samples = showcase.CALIBRATION_SAMPLES
-    warpbus.quantize(model_path(), tmp_path / "again", calibration=calibration_path(), samples=samples, device="cpu")
+    warpbus.quantize(model_path(), tmp_path / "again", calibration=calibration_path(), samples=SAMPLES, device="cpu")
     second = load(tmp_path / "again")
     with torch.no_grad():
         assert torch.equal(first(ids), second(ids))

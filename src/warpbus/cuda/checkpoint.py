@@ -115,11 +115,13 @@ class CudaCheckpoint:
             status.append(getattr(self._driver, name)(ctypes.c_int(pid), argument))
             ended.set()
 
-        threading.Thread(target=call, name=name, daemon=True).start()
+        thread = threading.Thread(target=call, name=name, daemon=True)
         try:
+            thread.start()
             ended.wait(self._seconds)
         except BaseException:
-            ended.wait(self._seconds)  # the driver does not stop halfway: what to undo is known at its end
+            if thread.ident is not None:
+                ended.wait(self._seconds)  # the driver does not stop halfway: what to undo is known at its end
             raise
         if not status:
             raise DeviceError(f"process {pid}: {name} has not returned within {self._seconds:g} s and may never do so")

@@ -15,13 +15,20 @@ OLD, NEW = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0
 
 
 class FakeDriver:
-    """A library that writes down its calls; `status` is what the next ones return."""
+    """A library that writes down its calls.
+
+    Attributes:
+        status: what the next calls return.
+        hangs: a checkpoint ends once it is set.
+        entered: called when a checkpoint begins.
+    """
 
     def __init__(self):
         self.calls = []
         self.status = 0
         self.hangs = threading.Event()
         self.hangs.set()
+        self.entered = lambda: None
 
     def cuInit(self, flags):  # noqa: N802
         return 0
@@ -35,6 +42,7 @@ class FakeDriver:
         return self._done("lock", pid, len(raw), int.from_bytes(raw[:4], "little"), any(raw[4:]))
 
     def cuCheckpointProcessCheckpoint(self, pid, arguments):  # noqa: N802
+        self.entered()
         self.hangs.wait(5)
         return self._done("checkpoint", pid, arguments)
 
@@ -116,12 +124,15 @@ def test_a_call_that_hangs_is_left(library):
 def test_an_interrupt_waits_for_the_end_of_the_call(library):
     """The driver goes on with it in any case; what to undo is known only once it has ended."""
     library.hangs.clear()
-    checkpoint = CudaCheckpoint()
     here = threading.get_ident()
-    threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT]).start()
-    threading.Timer(0.3, library.hangs.set).start()
+
+    def interrupt():
+        signal.pthread_kill(here, signal.SIGINT)
+        threading.Timer(0.2, library.hangs.set).start()
+
+    library.entered = interrupt
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.checkpoint(7)
+        CudaCheckpoint().checkpoint(7)
     assert library.calls == [("checkpoint", 7, None)]
 
 
