@@ -102,7 +102,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Matcher(Protocol):
-    """The state of an answer in its grammar (`warpbus.engine.grammar.GrammarMatcher`)."""
+    """The state of an answer in its grammar (`warpbus.engine.grammar.GrammarMatcher`), or in the thinking before it
+    (`warpbus.engine.thinking.ThinkingMatcher`)."""
 
     def accept(self, token: int, /) -> bool:
         """Advance by a token; False, and no change, if the grammar does not allow it."""
@@ -155,7 +156,7 @@ class Sequence:
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
         error: why it ended without a finish reason: an error of this request alone; else None.
         stop_ids: the tokens that end it.
-        matcher: the state in the request's grammar, advanced with the tokens; None without a grammar.
+        matcher: the state in the request's grammar and thinking, advanced with the tokens; None without either.
         adapter: the name of the engine's adapter that it uses; None: the model without an adapter.
         cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
         cached_tokens: tokens of the prompt found in the prefix cache.
@@ -177,8 +178,8 @@ class Sequence:
         adapter: str | None = None,
         cache_salt: bytes = b"",
     ) -> None:
-        if (params.grammar is None) != (matcher is None):
-            raise ValueError("a request has a matcher where it has a grammar, and nowhere else")
+        if params.constrained != (matcher is not None):
+            raise ValueError("a request has a matcher where it has a grammar or thinking, and nowhere else")
         self.index = index
         self.prompt = prompt
         self.params = params

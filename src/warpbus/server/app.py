@@ -13,10 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.engine import Grammar
 from warpbus.server import admin, failures
-from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
+from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
+from warpbus.server.conversations import prepare_chat
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
@@ -82,7 +82,7 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
     )
     failures.install(app)
     _add_generation(app, models, Responder(options, metrics))
-    admin.add_routes(app, models, metrics)
+    admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
     app.openapi = partial(_schema, app, app.openapi)  # type: ignore[method-assign]
     return app
@@ -94,35 +94,13 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = _named(models, body.model, request)
-        service = model.awake()
-        salt = cache_salt(request.scope)
-        count = answers_of(body, 1, options)
-        tools = tools_of(body, model, options)
-        grammar = _one_grammar(grammar_of(body, options), tools)
-        messages = messages_of(body.messages, model, tools.offered)
-        prompt = await _in_thread(request, model, lambda: service.template.render(messages))
-        params = sampling_params(
-            body,
-            wanted=body.max_completion_tokens or body.max_tokens,
-            space=room(prompt, service.max_model_len),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            options=options,
-            grammar=grammar,
-        )
+        chat = await prepare_chat(body, _named(models, body.model, request), request, options)
         return await responder.respond(
             request,
-            model,
-            ChatForm(
-                model,
-                service.tokenizer,
-                count,
-                tools,
-                logprobs=bool(body.logprobs),
-                grammar=grammar is not None,
-            ),
-            [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)],
-            per_prompt=count,
+            chat.model,
+            ChatForm(chat, logprobs=bool(body.logprobs)),
+            chat.requests,
+            per_prompt=len(chat.requests),
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
         )
@@ -178,14 +156,6 @@ def _named(models: Models, name: str, request: Request) -> Model:
 
 async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:
     return await unless_gone(request.receive, model.in_thread(work))
-
-
-def _one_grammar(asked: Grammar | None, tools: ToolUse) -> Grammar | None:
-    if asked is not None and tools.grammar is not None:
-        raise RequestError(
-            400, "tool_choice: a call that is required leaves no room for a grammar", param="tool_choice"
-        )
-    return tools.grammar or asked
 
 
 def _is_open(path: str) -> bool:

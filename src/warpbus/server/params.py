@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from warpbus.engine import Grammar, SamplingParams
+from warpbus.engine import Grammar, SamplingParams, Thinking
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.server.options import ServerOptions
 from warpbus.server.request_error import RequestError
@@ -44,6 +44,7 @@ def sampling_params(
     logprobs: int | None,
     options: ServerOptions,
     grammar: Grammar | None,
+    thinking: Thinking | None = None,
 ) -> SamplingParams:
     """The parameters of a request's first answer.
 
@@ -54,6 +55,7 @@ def sampling_params(
         logprobs: as in `SamplingParams`.
         options: of the server.
         grammar: that the answer has to follow.
+        thinking: as in `SamplingParams`.
 
     Raises:
         RequestError, UsageError: a value is out of range.
@@ -86,7 +88,7 @@ def sampling_params(
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         given["logit_bias"] = _biases(body.logit_bias)
-    return SamplingParams(max_tokens=most, logprobs=logprobs, grammar=grammar, **given)
+    return SamplingParams(max_tokens=most, logprobs=logprobs, grammar=grammar, thinking=thinking, **given)
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:

@@ -17,6 +17,7 @@ from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError
 from warpbus.models.templates import Template
+from warpbus.models.templates.thinking import ThinkingTokens, find_thinking
 from warpbus.models.templates.tools import ToolDialect, find_dialect
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.server.request_error import RequestError
@@ -93,6 +94,7 @@ class _ModelState:
 
     def __init__(self, name: str) -> None:
         self.dialect: ToolDialect | None = None
+        self.thinking: ThinkingTokens | None = None
         self.context: int | None = None
         self.service: ServiceProtocol | None = None
         # One thread: the caches of tokenizers and templates are not thread-safe.
@@ -118,6 +120,11 @@ class Model:
     def dialect(self) -> ToolDialect | None:
         """The dialect of its tool calls, or None."""
         return self._shared.dialect
+
+    @property
+    def thinking(self) -> ThinkingTokens | None:
+        """The tokens around its thinking, or None."""
+        return self._shared.thinking
 
     @property
     def context(self) -> int | None:
@@ -171,6 +178,7 @@ class Model:
     def loaded(self, service: ServiceProtocol) -> None:
         """Record that the model and its adapters are ready."""
         self._shared.dialect = find_dialect(service.template)
+        self._shared.thinking = find_thinking(service.template, service.tokenizer)
         self._shared.context = service.max_model_len
         self._shared.service = service
 

@@ -27,6 +27,10 @@ Json = dict[str, Any]
 class Form(Protocol):
     """The format of an endpoint's answers. One object per HTTP request; `index` is the number of an answer in it."""
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of thinking so far, in all answers."""
+
     def opening(self) -> list[Json]:
         """The first chunks of a stream."""
 
@@ -58,13 +62,14 @@ class Usage:
         """Tokens of the prompts found in the prefix cache."""
         return sum(self._cached.values())
 
-    def json(self) -> Json:
-        """OpenAI's `usage`."""
+    def json(self, reasoning_tokens: int) -> Json:
+        """OpenAI's `usage`; `reasoning_tokens` are those of the output that are thinking."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
 
 
@@ -146,7 +151,7 @@ async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form
         async for index, piece in pieces:
             answers[index].append(piece)
     choices = [form.whole(index, found) for index, found in enumerate(answers)]
-    return JSONResponse({**form.wrap(choices, streamed=False), "usage": usage.json()})
+    return JSONResponse({**form.wrap(choices, streamed=False), "usage": usage.json(form.reasoning_tokens)})
 
 
 class EventStream(Response):
@@ -210,7 +215,7 @@ class EventStream(Response):
                 coming = self._first = asyncio.ensure_future(anext(self._pieces))
         except StopAsyncIteration:
             if self._usage is not None:
-                yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json()})
+                yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json(form.reasoning_tokens)})
             yield b"data: [DONE]\n\n"
         except Exception as error:
             yield _encoded(body_of(as_request_error(error, path)))

@@ -28,6 +28,7 @@ ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 21)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
 
 
@@ -82,6 +83,8 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="what an assistant thought before its content")
+    reasoning: str | None = Field(None, description="the same as reasoning_content")
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -111,7 +114,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class FunctionTool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -204,16 +207,38 @@ class Generating(Body):
         return self
 
 
-class ChatRequest(Generating):
+class Templated(Body):
+    """The fields of every request whose prompt a chat template writes."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        None, description="variables of the chat template, such as enable_thinking"
+    )
+    enable_thinking: bool | None = Field(None, description="the variable of the chat template of this name")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="a variable of the chat template; none also sets enable_thinking to false"
+    )
+    add_generation_prompt: bool | None = Field(None, description="the prompt ends with what begins an answer")
+    continue_final_message: bool | None = Field(None, description="the answer continues the last message")
+
+    @model_validator(mode="after")
+    def _ends_in_one_way(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other: give one of them")
+        return self
+
+
+class ChatRequest(Generating, Templated):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = Field(None, description="false leaves the thinking out of the answer")
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="the most tokens of the thinking")
     modalities: list[Literal["text"]] | None = None
     store: bool | None = Field(None, description="not used")
     metadata: dict[str, Any] | None = Field(None, description="not used")
@@ -262,13 +287,13 @@ class CompletionRequest(Generating):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """POST /tokenize: a text, which becomes what it is in a completion, or a conversation."""
 
     model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
-    add_generation_prompt: bool = True
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

@@ -180,7 +180,7 @@ def test_pieces_have_the_logprobs_of_their_tokens():
 
 
 def test_a_grammar_is_never_passed_over():
-    with pytest.raises(ValueError, match="a matcher where it has a grammar"):
+    with pytest.raises(ValueError, match="a matcher where it has a grammar or thinking"):
         sequence(grammar=Grammar("json_object"))
 
 
