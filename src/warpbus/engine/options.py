@@ -4,6 +4,7 @@ The command line reads them, and therefore this module imports nothing that load
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from warpbus.cuda.dtype_names import dtype_name
 from warpbus.dist.watchdog import check_limit
@@ -12,6 +13,9 @@ from warpbus.errors import UsageError
 
 MOST_SPECULATION = 1024
 """The most draft tokens per sequence and step: each needs a row of logits."""
+
+GenerationConfig = Literal["auto", "none"]
+"""Whether the model's `generation_config.json` gives the defaults of sampling parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class ServiceOptions:
             sends no heartbeat, or a step makes no progress (on a GPU: takes so long).
         adapters: (name, directory) of each adapter that requests can name: LoRA of PEFT's format, or P-Tuning's
             prefixes.
+        generation_config: "auto" makes the sampling parameters of the model's `generation_config.json` the defaults of
+            requests; "none" does not.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is sharded.
         cluster: "auto" or "ray://HOST:PORT": the processes run on machines of a Ray cluster, on each of which the model
             directory has the same path. None: on this machine.
@@ -61,6 +67,7 @@ class ServiceOptions:
     max_restarts: int = 5
     watchdog_timeout: float = 300.0
     adapters: tuple[tuple[str, str], ...] = ()
+    generation_config: GenerationConfig = "auto"
     tensor_parallel: int = 1
     cluster: str | None = None
 
@@ -80,6 +87,8 @@ class ServiceOptions:
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
         if self.speculation > MOST_SPECULATION:
             raise UsageError(f"speculation is {self.speculation}: give a whole number, 0 to {MOST_SPECULATION:,}")
+        if self.generation_config not in get_args(GenerationConfig):
+            raise UsageError(f"generation_config is {self.generation_config!r}: give auto or none")
         check_limit("watchdog_timeout", self.watchdog_timeout)
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):

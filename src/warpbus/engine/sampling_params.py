@@ -98,9 +98,11 @@ class SamplingParams:
         min_tokens: stop tokens, those of `stop_token_ids` included, are not allowed before so many other tokens, unless
             a grammar has ended or allows stop tokens only: grammars have precedence. Stop strings are not affected.
         stop: generation ends before the first of these strings, which is not part of the text.
+        include_stop_str_in_output: the text ends with the stop string instead of before it.
         stop_token_ids: generation also ends with one of these tokens, whose text is not shown.
         seed: the same seed samples the same tokens, whatever else is in the batch. None: different in every call.
         ignore_eos: continue after the model's stop tokens, to `max_tokens` or a stop string: for benchmarks.
+        priority: requests with lower values leave the queue first; equal ones, first come, first served.
         logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
             20). None: no logprobs.
 
@@ -125,6 +127,8 @@ class SamplingParams:
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)
     grammar: Grammar | None = None
     thinking: Thinking | None = None
+    include_stop_str_in_output: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -147,8 +151,10 @@ class SamplingParams:
             _check("seed", self.seed, "a whole number, 0 or more", low=0, whole=True)
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, f"a whole number from 0 to {MOST_LOGPROBS}", 0, MOST_LOGPROBS, whole=True)
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {self.ignore_eos!r}: give True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}: give True or False")
+        _check("priority", self.priority, "a whole number", low=-math.inf, whole=True)
         self._check_stop_tokens()
         self._check_biases()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):

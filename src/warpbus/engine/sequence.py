@@ -70,20 +70,27 @@ class TextStream(Protocol):
 
 
 class StopStrings:
-    """Finds the first stop string in a streamed text, and holds back text that could begin one."""
+    """Finds the first stop string in a streamed text, and holds back text that could begin one.
 
-    def __init__(self, stops: abc.Sequence[str]) -> None:
+    Args:
+        stops: the stop strings.
+        include: the text ends with the stop string; otherwise before it.
+    """
+
+    def __init__(self, stops: abc.Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string was found; the text then ends before it."""
+        """The text that can be shown now, and whether a stop string was found; the text then ends there."""
         if not self._stops:
             return text, False
         self._held += text
-        begins = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if begins:
-            shown, self._held = self._held[: min(begins)], ""
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, size = min(found)
+            shown, self._held = self._held[: at + size if self._include else at], ""
             return shown, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
@@ -205,7 +212,7 @@ class Sequence:
         self._taken_tokens = 0
         self._taken_text = 0
         self._stream = stream
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
 
     @property
     def below_minimum(self) -> bool:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 import warpbus
 from warpbus.models.tokenizers import encode_prompt
-from warpbus.server.conversations import offered_tools, render_prompt
+from warpbus.server.conversations import named_model, offered_tools, render_prompt
 from warpbus.server.generation import unless_gone
 from warpbus.server.metrics import CONTENT_TYPE, Metrics
 from warpbus.server.options import ServerOptions
@@ -43,6 +43,8 @@ def _described(model: Model) -> dict[str, Any]:
     base = model.base
     found = {"id": model.name, "object": "model", "created": model.created, "owned_by": "warpbus"}
     found |= {"root": (base or model).name, "parent": None if base is None else base.name}
+    if model.generation_defaults:
+        found["default_sampling_params"] = model.generation_defaults
     if model.context is not None:
         found |= {
             "max_model_len": model.context,
@@ -56,7 +58,7 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text, as /v1/completions has it, or of a conversation."""
-        model = models.find(body.model)
+        model = named_model(models, body, request, options)
         service = model.service
 
         def work() -> list[int]:
@@ -70,7 +72,7 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of token ids."""
-        model = models.find(body.model)
+        model = named_model(models, body, request, options)
         service = model.service
         text = await unless_gone(request.receive, model.in_thread(lambda: service.tokenizer.decode(body.tokens)))
         return {"prompt": text}

@@ -16,16 +16,16 @@ import warpbus
 from warpbus.server import admin, failures
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
-from warpbus.server.conversations import prepare_chat
+from warpbus.server.conversations import named_model, prepare_chat
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
-from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params
+from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params, truncated
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
-from warpbus.server.responses import Responder
+from warpbus.server.responses import Responder, UsageStyle
 from warpbus.server.schema import ChatRequest, CompletionRequest
 
 _ERROR = {
@@ -94,7 +94,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        chat = await prepare_chat(body, _named(models, body.model, request), request, options)
+        chat = await prepare_chat(body, named_model(models, body, request, options), request, options)
         return await responder.respond(
             request,
             chat.model,
@@ -102,18 +102,19 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             chat.requests,
             per_prompt=len(chat.requests),
             stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            usage=UsageStyle.of(body.stream_options),
         )
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        model = _named(models, body.model, request)
+        model = named_model(models, body, request, options)
         service = model.awake()
         salt = cache_salt(request.scope)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
+        prompts = [truncated(prompt, body, service.max_model_len) for prompt in prompts]
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
@@ -126,6 +127,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 space=room(prompt, service.max_model_len),
                 logprobs=body.logprobs,
                 options=options,
+                defaults=service.generation_defaults,
                 grammar=grammar,
             )
             requests += [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)]
@@ -138,7 +140,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             requests,
             per_prompt=count,
             stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            usage=UsageStyle.of(body.stream_options),
         )
 
     @app.post("/v1/embeddings", include_in_schema=False)
@@ -146,12 +148,6 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         raise RequestError(
             501, "these models generate text: they are not served for embeddings", code="embeddings_not_supported"
         )
-
-
-def _named(models: Models, name: str, request: Request) -> Model:
-    model = models.find(name)
-    request.scope["state"]["record"].model = model.name
-    return model
 
 
 async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:

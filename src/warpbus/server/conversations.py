@@ -15,15 +15,24 @@ from warpbus.models.templates.thinking import ThinkingStart
 from warpbus.models.templates.tools import Tool, ToolCall, Turn
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.server.answers import AnswerReader
-from warpbus.server.generation import GenerationRequest, unless_gone
+from warpbus.server.generation import GenerationRequest, RequestRecord, unless_gone
 from warpbus.server.guard import cache_salt
 from warpbus.server.options import ServerOptions
-from warpbus.server.params import answers_of, check_size, for_answer, grammar_of, room, sampling_params
-from warpbus.server.registry import Model
+from warpbus.server.params import answers_of, check_size, for_answer, grammar_of, room, sampling_params, truncated
+from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
-from warpbus.server.schema import ChatMessage, ChatRequest, FunctionTool, NamedTool, Templated
+from warpbus.server.schema import (
+    ChatMessage,
+    ChatRequest,
+    FunctionTool,
+    NamedTool,
+    NamesModel,
+    Templated,
+    unknown_fields,
+)
 
 # Variables of a template that other fields set.
+_TOLD = {"name", "description", "parameters"}  # of a tool
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -60,6 +69,24 @@ class PreparedChat:
     readers: list[AnswerReader]
 
 
+def named_model(models: Models, body: NamesModel, request: Request, options: ServerOptions) -> Model:
+    """The model that a body names, with the access log told of it and of unknown fields.
+
+    Raises:
+        RequestError: there is no such model; or an unknown field, if the server is strict.
+    """
+    record: RequestRecord = request.scope["state"]["record"]
+    record.ignored = unknown_fields(body)
+    if record.ignored and options.strict:
+        name = record.ignored[0]
+        raise RequestError(
+            400, f"{name}: not known or not supported; leave it out", param=name.partition(".")[0], code="unknown"
+        )
+    model = models.find(body.model)
+    record.model = model.name
+    return model
+
+
 async def prepare_chat(body: ChatRequest, model: Model, request: Request, options: ServerOptions) -> PreparedChat:
     """Check a request and render its prompt.
 
@@ -75,6 +102,7 @@ async def prepare_chat(body: ChatRequest, model: Model, request: Request, option
     prompt: list[int] = await unless_gone(
         request.receive, model.in_thread(lambda: render_prompt(body.messages, body, model, tools.offered, options))
     )
+    prompt = truncated(prompt, body, service.max_model_len)
     start: ThinkingStart = "over" if model.thinking is None else model.thinking.start(prompt)
     thinking = None
     if model.thinking is not None and start != "over" and (grammar or body.thinking_token_budget is not None):
@@ -86,6 +114,7 @@ async def prepare_chat(body: ChatRequest, model: Model, request: Request, option
         space=room(prompt, service.max_model_len),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         options=options,
+        defaults=service.generation_defaults,
         grammar=grammar,
         thinking=thinking,
     )
@@ -197,7 +226,7 @@ def tools_of(body: ChatRequest, model: Model, options: ServerOptions) -> ToolUse
 
 def offered_tools(tools: abc.Sequence[FunctionTool]) -> list[dict[str, Any]]:
     """Tools as the model is told of them."""
-    return [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools]
+    return [tool.function.model_dump(exclude_none=True, include=_TOLD) for tool in tools]
 
 
 def _one_grammar(asked: Grammar | None, tools: ToolUse) -> Grammar | None:

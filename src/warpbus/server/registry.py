@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, get_args
 
@@ -58,6 +58,7 @@ class ServiceProtocol(Protocol):
 
     tokenizer: Tokenizer
     template: Template
+    generation_defaults: dict[str, float]
     max_model_len: int
 
     def generate(
@@ -130,6 +131,12 @@ class Model:
     def context(self) -> int | None:
         """Tokens of the longest prompt with its answer; None while it loads."""
         return self._shared.context
+
+    @property
+    def generation_defaults(self) -> Mapping[str, float]:
+        """The defaults of sampling parameters; empty while it loads."""
+        service = self._shared.service
+        return {} if service is None else service.generation_defaults
 
     @property
     def state(self) -> str:

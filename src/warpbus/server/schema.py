@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI's API and the common extensions to it have them; strict about types.
 
-A field that is not declared here is refused by name, since a server that ignores what was asked gives wrong answers in
-silence. Fields that change no answer (`user`, `metadata`, ...) are taken and not used.
+Fields that change no answer (`user`, `metadata`, ...) are taken and not used. Fields of other servers that would change
+the answer and are not supported are refused by name. All others are unknown: `unknown_fields` finds them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,28 @@ MOST_CHOICES = 128
 _BIGGEST = 2**63 - 1
 _MOST_FIELDS = 64
 
+# Fields of other servers that change the answer.
+_UNSUPPORTED = frozenset(
+    (
+        "allowed_token_ids",
+        "bad_words",
+        "chat_template",
+        "ebnf",
+        "function_call",
+        "functions",
+        "grammar",
+        "guided_grammar",
+        "json_schema",
+        "length_penalty",
+        "logits_processors",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "regex",
+        "structural_tag",
+        "use_beam_search",
+    )
+)
+
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -41,7 +63,7 @@ def _few(biases: Any) -> Any:
 class Body(BaseModel):
     """What all bodies have in common."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -49,6 +71,18 @@ class Body(BaseModel):
         if isinstance(data, dict) and len(data) > _MOST_FIELDS:
             raise ValueError(f"it has {len(data):,} fields, and at most {_MOST_FIELDS} can be right")
         return data
+
+
+def unknown_fields(value: Any, path: str = "") -> list[str]:
+    """The names of the fields of a body that are not declared, such as `messages.0.cache`."""
+    if isinstance(value, list):
+        return [name for at, item in enumerate(value) for name in unknown_fields(item, f"{path}{at}.")]
+    if not isinstance(value, Body):
+        return []
+    found = [path + name for name in value.model_extra or ()]
+    for name in type(value).model_fields:
+        found += unknown_fields(getattr(value, name), f"{path}{name}.")
+    return found
 
 
 class TextPart(Body):
@@ -135,9 +169,11 @@ class NamedTool(Body):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk with the usage. `include_obfuscation` changes nothing."""
+    """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: every chunk has the usage so far.
+    `include_obfuscation` changes nothing."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -172,7 +208,13 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
 
 
-class Generating(Body):
+class NamesModel(Body):
+    """A request that names a model."""
+
+    model: ModelName | None = None
+
+
+class Generating(NamesModel):
     """The fields of every request that generates."""
 
     model: ModelName
@@ -187,7 +229,12 @@ class Generating(Body):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=2**31, description="keep so many tokens of the prompt's end; -1: as many as the context holds"
+    )
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower values are answered first")
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-_BIGGEST - 1, le=_BIGGEST)
     n: int | None = Field(None, ge=1)
@@ -199,6 +246,13 @@ class Generating(Body):
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = Field(None, description="not used")
+
+    @model_validator(mode="after")
+    def _asks_for_nothing_else(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in _UNSUPPORTED and value not in (None, False):
+                raise ValueError(f"{name} is not supported: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -287,10 +341,9 @@ class CompletionRequest(Generating):
         return self
 
 
-class TokenizeRequest(Templated):
+class TokenizeRequest(NamesModel, Templated):
     """POST /tokenize: a text, which becomes what it is in a completion, or a conversation."""
 
-    model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
@@ -302,8 +355,7 @@ class TokenizeRequest(Templated):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(NamesModel):
     """POST /detokenize."""
 
-    model: ModelName | None = None
     tokens: TokenIds

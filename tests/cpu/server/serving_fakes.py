@@ -108,6 +108,7 @@ class FakeService:
             else RoleTokenTemplate(self.tokenizer, sop=sop, stop_ids=(STOP,))
         )
         self.max_model_len = max_model_len
+        self.generation_defaults = {}
         self.script = None
         self.pause = 0.0
         self.asked = []
