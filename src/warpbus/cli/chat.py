@@ -40,6 +40,9 @@ COMMANDS = {
     "/quit": "leave (also Ctrl-D); Ctrl-C stops an answer",
 }
 
+# Of a model that recommends no sampling parameters.
+_DEFAULTS = {"temperature": 0.7, "top_p": 0.9}
+
 DEMO_GREETING = """\
 [bold]glm-poet[/] writes classical Chinese poems. Try:
   [bold]写一首题为《春夜》的五言绝句。[/]  [dim]a five-character quatrain titled "Spring Night"[/]
@@ -53,10 +56,15 @@ DEMO_GREETING = """\
     prompt=...,
     system=...,
     adapter=...,
-    temperature=FieldOption("0 takes the most likely token every time", default=0.7),
-    top_p=FieldOption("draw among the likeliest tokens with this much probability", default=0.9),
-    top_k="draw among this many likeliest tokens; 0: all",
-    repetition_penalty="above 1, tokens that were there are less likely",
+    temperature=FieldOption("0 takes the most likely token every time; by default the model's, or 0.7", default=None),
+    top_p=FieldOption(
+        "draw among the likeliest tokens with this much probability; by default the model's, or 0.9", default=None
+    ),
+    top_k=FieldOption("draw among this many likeliest tokens; 0: all; by default the model's", default=None),
+    repetition_penalty=FieldOption(
+        "above 1, tokens that were there are less likely; by default the model's", default=None
+    ),
+    generation_config="auto: the model's generation_config.json gives default sampling parameters; none: it does not",
     max_tokens=FieldOption("the longest answer, in tokens", default=1024),
     seed="of the first answer; each next one counts on",
     device="auto, cpu, cuda or cuda:N",
@@ -85,10 +93,13 @@ def chat(
         raise UsageError("--prompt is empty: give the text to answer")
     directory = model_directory(model)
     named = None if adapter is None else one_adapter(adapter)
+    from warpbus.models.generation_defaults import read_generation_defaults
+
+    recommended = {} if engine.pop("generation_config") == "none" else read_generation_defaults(directory)
     with _loading(model) as progress:
         from warpbus.engine import LLM
 
-        params = SamplingParams(**sampling)
+        params = SamplingParams(**{**_DEFAULTS, **recommended, **sampling})
         llm = LLM(
             directory,
             **engine,

@@ -56,6 +56,8 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     insecure="accept unauthenticated or unencrypted connections from other machines",
     allow_origin=FieldOption("allowed CORS origin", field="allow_origins"),
     allowed_host=FieldOption("additional host name accepted on loopback", field="allowed_hosts"),
+    generation_config="auto: the model's generation_config.json gives default sampling parameters; none: it does not",
+    strict="refuse requests with unknown fields, which are otherwise ignored with a warning",
     max_tokens="maximum max_tokens of a request",
     max_n="maximum n of a request",
     max_body_bytes="maximum size of a request",

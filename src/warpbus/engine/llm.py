@@ -23,11 +23,12 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.sequence import FinishReason, Sequence, TextPiece, TokenLogprob
+from warpbus.engine.thinking import matcher_of
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import read_schemes
 from warpbus.models import Progress
 from warpbus.models.templates import Message, load_template
-from warpbus.models.templates.tools import AnswerStream, find_dialect
+from warpbus.models.templates.tools import find_dialect
 from warpbus.models.tokenizers import StreamDecoder, encode_prompt, load_tokenizer
 
 Adapters = str | abc.Sequence[str | None] | None
@@ -293,9 +294,9 @@ class LLM:
         if dialect is None:
             yield from chunks
             return
-        stream = AnswerStream(dialect, ())
+        stream = dialect.stream(())
         for chunk in chunks:
-            text = stream.push(chunk.text)
+            text, _ = stream.push(chunk.text)
             if chunk.completion is not None:
                 text += stream.flush()[0]
             yield replace(chunk, text=text)
@@ -355,7 +356,7 @@ class LLM:
                     limit=min(own.max_tokens, room),
                     stop_ids=self.stop_ids,
                     stream=StreamDecoder(self.tokenizer, keep_first_space=own.grammar is not None),
-                    matcher=None if own.grammar is None else self._grammars.compile(own.grammar),
+                    matcher=matcher_of(own, self.stop_ids, lambda grammar: self._grammars.compile(grammar)),
                     adapter=name,
                 )
             )

@@ -4,12 +4,16 @@ The command line reads them, and therefore this module imports nothing that load
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from warpbus.cuda.dtype_names import dtype_name
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import Speculation
 from warpbus.errors import UsageError
+
+GenerationConfig = Literal["auto", "none"]
+"""Whether the model's `generation_config.json` gives the defaults of sampling parameters."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class ServiceOptions:
             sends no heartbeat, or a step makes no progress (on a GPU: takes so long).
         adapters: (name, directory) of each adapter that requests can name: LoRA of PEFT's format, or P-Tuning's
             prefixes.
+        generation_config: "auto" makes the sampling parameters of the model's `generation_config.json` the defaults of
+            requests; "none" does not.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is sharded.
         cluster: "auto" or "ray://HOST:PORT": the processes run on machines of a Ray cluster, on each of which the model
             directory has the same path. None: on this machine.
@@ -59,6 +65,7 @@ class ServiceOptions:
     max_restarts: int = 5
     watchdog_timeout: float = 300.0
     adapters: tuple[tuple[str, str], ...] = ()
+    generation_config: GenerationConfig = "auto"
     tensor_parallel: int = 1
     cluster: str | None = None
 
@@ -76,6 +83,8 @@ class ServiceOptions:
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
         Speculation.parse(self.speculation)
+        if self.generation_config not in get_args(GenerationConfig):
+            raise UsageError(f"generation_config is {self.generation_config!r}: give auto or none")
         check_limit("watchdog_timeout", self.watchdog_timeout)
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):

@@ -47,6 +47,31 @@ class Grammar:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """The thinking with which an answer may begin, between two tokens.
+
+    Attributes:
+        opening, closing: the ids of the tokens, such as `<think>` and `</think>`.
+        opened: the prompt ends within the thinking; otherwise the answer may begin with `opening`.
+        budget: the most tokens between the two, after which `closing` is the only one allowed. None: any number.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    opening: int
+    closing: int
+    opened: bool
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("thinking: opening", self.opening, "a token id", low=0, whole=True)
+        _check("thinking: closing", self.closing, "a token id", low=0, whole=True)
+        if self.budget is not None:
+            _check("thinking_token_budget", self.budget, "a whole number, 0 or more", low=0, whole=True)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled, and when to stop.
 
@@ -61,6 +86,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence of the token in the answer (OpenAI's API), -2 to 2.
         logit_bias: added to the logits of these token ids, -100 to 100.
         grammar: the answer matches it, unless `max_tokens` cuts it off.
+        thinking: the answer may begin with thinking, behind which the grammar applies. None: there is no thinking, or
+            it needs no limit.
         temperature: logits are divided by it, 0 to 100. Below 1e-6 the most likely token is taken (greedy).
         top_k: sample from the `top_k` most likely tokens only. 0: from all.
         top_p: sample from the most likely tokens that together reach this probability only (nucleus sampling; Holtzman
@@ -71,9 +98,11 @@ class SamplingParams:
         min_tokens: stop tokens, those of `stop_token_ids` included, are not allowed before so many other tokens, unless
             a grammar has ended or allows stop tokens only: grammars have precedence. Stop strings are not affected.
         stop: generation ends before the first of these strings, which is not part of the text.
+        include_stop_str_in_output: the text ends with the stop string instead of before it.
         stop_token_ids: generation also ends with one of these tokens, whose text is not shown.
         seed: the same seed samples the same tokens, whatever else is in the batch. None: different in every call.
         ignore_eos: continue after the model's stop tokens, to `max_tokens` or a stop string: for benchmarks.
+        priority: requests with lower values leave the queue first; equal ones, first come, first served.
         logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
             20). None: no logprobs.
 
@@ -97,6 +126,9 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)
     grammar: Grammar | None = None
+    thinking: Thinking | None = None
+    include_stop_str_in_output: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -119,8 +151,10 @@ class SamplingParams:
             _check("seed", self.seed, "a whole number, 0 or more", low=0, whole=True)
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, f"a whole number from 0 to {MOST_LOGPROBS}", 0, MOST_LOGPROBS, whole=True)
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {self.ignore_eos!r}: give True or False")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}: give True or False")
+        _check("priority", self.priority, "a whole number", low=-math.inf, whole=True)
         self._check_stop_tokens()
         self._check_biases()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -129,13 +163,23 @@ class SamplingParams:
             raise UsageError("ignore_eos is True, but a grammar ends with a stop token: leave one of them out")
 
     @property
+    def constrained(self) -> bool:
+        """A grammar or a budget of thinking limits the tokens."""
+        return self.grammar is not None or self.thinking is not None
+
+    @property
     def greedy(self) -> bool:
         """No random numbers are needed."""
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
     def check_ids(self, vocab_size: int) -> None:
         """Raises UsageError if `logit_bias` or `stop_token_ids` name a token outside the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        tags = () if self.thinking is None else (self.thinking.opening, self.thinking.closing)
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("thinking", tags),
+        ):
             strange = [token for token in ids if token >= vocab_size]
             if strange:
                 raise UsageError(f"{name} has the token id {strange[0]}: give ids below {vocab_size}, the vocabulary")

@@ -53,7 +53,8 @@ class StepPlan:
 
 
 class Scheduler:
-    """Admits sequences first come, first served, and preempts the youngest one when memory runs out.
+    """Admits sequences by priority, equal ones first come, first served, and preempts the youngest one when memory runs
+    out.
 
     Args:
         blocks: of the cache; enough for one sequence of the maximum length.
@@ -66,7 +67,8 @@ class Scheduler:
             all sequences end earlier, though those that decode wait longer for a token.
 
     Attributes:
-        waiting, running: the sequences, oldest first.
+        waiting: the sequences in the order in which they are admitted: those that were preempted, then by priority.
+        running: the sequences, oldest first.
         preemptions: how often a sequence was preempted.
         prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
     """
@@ -100,9 +102,12 @@ class Scheduler:
         yield from self.waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the waiting queue."""
+        """Put a sequence into the waiting queue, behind all that have waited longer and are not less urgent."""
         sequence.scheduler_state.status = "waiting"
-        self.waiting.append(sequence)
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].params.priority > sequence.params.priority:
+            at -= 1
+        self.waiting.insert(at, sequence)
 
     def remove(self, sequence: Sequence, *, unshare: bool = False) -> None:
         """Drop a sequence that runs or waits, and release its blocks; does nothing if it does neither.

@@ -70,20 +70,27 @@ class TextStream(Protocol):
 
 
 class StopStrings:
-    """Finds the first stop string in a streamed text, and holds back text that could begin one."""
+    """Finds the first stop string in a streamed text, and holds back text that could begin one.
 
-    def __init__(self, stops: abc.Sequence[str]) -> None:
+    Args:
+        stops: the stop strings.
+        include: the text ends with the stop string; otherwise before it.
+    """
+
+    def __init__(self, stops: abc.Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string was found; the text then ends before it."""
+        """The text that can be shown now, and whether a stop string was found; the text then ends there."""
         if not self._stops:
             return text, False
         self._held += text
-        begins = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if begins:
-            shown, self._held = self._held[: min(begins)], ""
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, size = min(found)
+            shown, self._held = self._held[: at + size if self._include else at], ""
             return shown, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
@@ -102,7 +109,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Matcher(Protocol):
-    """The state of an answer in its grammar (`warpbus.engine.grammar.GrammarMatcher`)."""
+    """The state of an answer in its grammar (`warpbus.engine.grammar.GrammarMatcher`), or in the thinking before it
+    (`warpbus.engine.thinking.ThinkingMatcher`)."""
 
     def accept(self, token: int, /) -> bool:
         """Advance by a token; False, and no change, if the grammar does not allow it."""
@@ -155,7 +163,7 @@ class Sequence:
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
         error: why it ended without a finish reason: an error of this request alone; else None.
         stop_ids: the tokens that end it.
-        matcher: the state in the request's grammar, advanced with the tokens; None without a grammar.
+        matcher: the state in the request's grammar and thinking, advanced with the tokens; None without either.
         adapter: the name of the engine's adapter that it uses; None: the model without an adapter.
         cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
         cached_tokens: tokens of the prompt found in the prefix cache.
@@ -177,8 +185,8 @@ class Sequence:
         adapter: str | None = None,
         cache_salt: bytes = b"",
     ) -> None:
-        if (params.grammar is None) != (matcher is None):
-            raise ValueError("a request has a matcher where it has a grammar, and nowhere else")
+        if params.constrained != (matcher is not None):
+            raise ValueError("a request has a matcher where it has a grammar or thinking, and nowhere else")
         self.index = index
         self.prompt = prompt
         self.params = params
@@ -204,7 +212,7 @@ class Sequence:
         self._taken_tokens = 0
         self._taken_text = 0
         self._stream = stream
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
 
     @property
     def below_minimum(self) -> bool:

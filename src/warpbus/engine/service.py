@@ -53,6 +53,7 @@ from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, 
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.models import ModelConfig, Progress, check_loadable, read_config
+from warpbus.models.generation_defaults import read_generation_defaults
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -102,6 +103,7 @@ class Service:
         config: the model's `ModelConfig`.
         tokenizer, template: how text and conversations become tokens.
         stop_ids: generation ends at any of these tokens.
+        generation_defaults: see `read_generation_defaults`; empty if `options.generation_config` is "none".
         max_model_len: the longest prompt with its answer, in tokens.
     """
 
@@ -111,6 +113,7 @@ class Service:
     tokenizer: Tokenizer
     template: Template
     stop_ids: frozenset[int]
+    generation_defaults: dict[str, float]
     max_model_len: int
 
     def __init__(self, model: Path, options: ServiceOptions, checkpoint: Checkpoint, progress: Progress | None) -> None:
@@ -128,6 +131,9 @@ class Service:
         self.tokenizer = load_tokenizer(checkpoint.directory)
         self.template = load_template(checkpoint.directory, checkpoint.config, self.tokenizer)
         self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
+        self.generation_defaults = (
+            {} if options.generation_config == "none" else read_generation_defaults(checkpoint.directory)
+        )
         self._progress = progress
         self._state: State = "restarting"
         self._reason = "the engine is being started"

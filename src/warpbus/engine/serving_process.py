@@ -35,6 +35,7 @@ from warpbus.engine.sampling_params import Grammar
 from warpbus.engine.sequence import Sequence, TextPiece, request_fault
 from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.engine.stats import Stats
+from warpbus.engine.thinking import matcher_of
 from warpbus.errors import UsageError, WarpbusError
 from warpbus.models import Progress
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
@@ -162,7 +163,7 @@ class _SequenceFactory:
             limit=min(params.max_tokens, max_model_len - len(command.prompt)),
             stop_ids=self._stop_ids,
             stream=StreamDecoder(self._tokenizer, keep_first_space=params.grammar is not None),
-            matcher=None if params.grammar is None else self._matcher(params.grammar),
+            matcher=matcher_of(params, self._stop_ids, self._matcher),
             adapter=command.adapter,
             cache_salt=command.cache_salt,
         )

@@ -12,17 +12,18 @@ from starlette.responses import JSONResponse, Response
 
 import warpbus
 from warpbus.models.tokenizers import encode_prompt
-from warpbus.server.chat import messages_of
+from warpbus.server.conversations import named_model, offered_tools, render_prompt
 from warpbus.server.generation import unless_gone
 from warpbus.server.metrics import CONTENT_TYPE, Metrics
+from warpbus.server.options import ServerOptions
 from warpbus.server.registry import RETRY_SECONDS, Model, Models
 from warpbus.server.schema import DetokenizeRequest, TokenizeRequest
 
 
-def add_routes(app: FastAPI, models: Models, metrics: Metrics) -> None:
+def add_routes(app: FastAPI, models: Models, metrics: Metrics, options: ServerOptions) -> None:
     """Add all of them to the application."""
     _add_models(app, models)
-    _add_text(app, models)
+    _add_text(app, models, options)
     _add_state(app, models, metrics)
 
 
@@ -42,23 +43,28 @@ def _described(model: Model) -> dict[str, Any]:
     base = model.base
     found = {"id": model.name, "object": "model", "created": model.created, "owned_by": "warpbus"}
     found |= {"root": (base or model).name, "parent": None if base is None else base.name}
+    if model.generation_defaults:
+        found["default_sampling_params"] = model.generation_defaults
     if model.context is not None:
-        found |= {"max_model_len": model.context, "tools": model.dialect is not None}
+        found |= {
+            "max_model_len": model.context,
+            "tools": model.dialect is not None,
+            "reasoning": model.thinking is not None,
+        }
     return {**found, "state": model.state}
 
 
-def _add_text(app: FastAPI, models: Models) -> None:
+def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text, as /v1/completions has it, or of a conversation."""
-        model = models.find(body.model)
+        model = named_model(models, body, request, options)
         service = model.service
 
         def work() -> list[int]:
             if body.messages is None:
                 return encode_prompt(service.tokenizer, body.prompt or "")
-            messages = messages_of(body.messages, model)
-            return service.template.render(messages, add_generation_prompt=body.add_generation_prompt)
+            return render_prompt(body.messages, body, model, offered_tools(body.tools or ()), options)
 
         tokens = await unless_gone(request.receive, model.in_thread(work))
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len}
@@ -66,7 +72,7 @@ def _add_text(app: FastAPI, models: Models) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of token ids."""
-        model = models.find(body.model)
+        model = named_model(models, body, request, options)
         service = model.service
         text = await unless_gone(request.receive, model.in_thread(lambda: service.tokenizer.decode(body.tokens)))
         return {"prompt": text}

@@ -13,19 +13,19 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.engine import Grammar
 from warpbus.server import admin, failures
-from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
+from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
+from warpbus.server.conversations import named_model, prepare_chat
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
-from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params
+from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params, truncated
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
-from warpbus.server.responses import Responder
+from warpbus.server.responses import Responder, UsageStyle
 from warpbus.server.schema import ChatRequest, CompletionRequest
 
 _ERROR = {
@@ -82,7 +82,7 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
     )
     failures.install(app)
     _add_generation(app, models, Responder(options, metrics))
-    admin.add_routes(app, models, metrics)
+    admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
     app.openapi = partial(_schema, app, app.openapi)  # type: ignore[method-assign]
     return app
@@ -94,48 +94,27 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = _named(models, body.model, request)
-        service = model.awake()
-        salt = cache_salt(request.scope)
-        count = answers_of(body, 1, options)
-        tools = tools_of(body, model, options)
-        grammar = _one_grammar(grammar_of(body, options), tools)
-        messages = messages_of(body.messages, model, tools.offered)
-        prompt = await _in_thread(request, model, lambda: service.template.render(messages))
-        params = sampling_params(
-            body,
-            wanted=body.max_completion_tokens or body.max_tokens,
-            space=room(prompt, service.max_model_len),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            options=options,
-            grammar=grammar,
-        )
+        chat = await prepare_chat(body, named_model(models, body, request, options), request, options)
         return await responder.respond(
             request,
-            model,
-            ChatForm(
-                model,
-                service.tokenizer,
-                count,
-                tools,
-                logprobs=bool(body.logprobs),
-                grammar=grammar is not None,
-            ),
-            [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)],
-            per_prompt=count,
+            chat.model,
+            ChatForm(chat, logprobs=bool(body.logprobs)),
+            chat.requests,
+            per_prompt=len(chat.requests),
             stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            usage=UsageStyle.of(body.stream_options),
         )
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        model = _named(models, body.model, request)
+        model = named_model(models, body, request, options)
         service = model.awake()
         salt = cache_salt(request.scope)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
+        prompts = [truncated(prompt, body, service.max_model_len) for prompt in prompts]
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
@@ -148,6 +127,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 space=room(prompt, service.max_model_len),
                 logprobs=body.logprobs,
                 options=options,
+                defaults=service.generation_defaults,
                 grammar=grammar,
             )
             requests += [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)]
@@ -160,7 +140,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             requests,
             per_prompt=count,
             stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            usage=UsageStyle.of(body.stream_options),
         )
 
     @app.post("/v1/embeddings", include_in_schema=False)
@@ -170,22 +150,8 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         )
 
 
-def _named(models: Models, name: str, request: Request) -> Model:
-    model = models.find(name)
-    request.scope["state"]["record"].model = model.name
-    return model
-
-
 async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:
     return await unless_gone(request.receive, model.in_thread(work))
-
-
-def _one_grammar(asked: Grammar | None, tools: ToolUse) -> Grammar | None:
-    if asked is not None and tools.grammar is not None:
-        raise RequestError(
-            400, "tool_choice: a call that is required leaves no room for a grammar", param="tool_choice"
-        )
-    return tools.grammar or asked
 
 
 def _is_open(path: str) -> bool:

@@ -40,6 +40,8 @@ class TextForm:
         logprobs: are wanted.
     """
 
+    reasoning_tokens = 0
+
     def __init__(self, model: Model, tokenizer: Tokenizer, echoes: abc.Sequence[str], *, logprobs: bool) -> None:
         self._head = {
             "id": new_id("cmpl"),

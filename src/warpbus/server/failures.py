@@ -116,10 +116,6 @@ def _of_validation(error: RequestValidationError) -> RequestError:
         return RequestError(400, f"the body is not JSON ({first['ctx']['error']}, at {field})", code="invalid_json")
     if field is None and first["type"] in ("model_attributes_type", "model_type", "missing"):
         return RequestError(400, "the body has to be a JSON object, with content-type: application/json")
-    if first["type"] == "extra_forbidden":
-        return RequestError(
-            400, f"{field}: not known or not supported; leave it out", param=location[0], code="unknown"
-        )
     message = str(first["msg"]).removeprefix("Value error, ")
     return RequestError(400, f"{field}: {message}" if field else message, param=location[0] if location else None)
 

@@ -35,13 +35,14 @@ class GenerationRequest:
 
 @dataclass
 class RequestRecord:
-    """What the access log records of a request, besides its HTTP line."""
+    """What the access log records of a request, besides its HTTP line; `ignored` are unknown fields of its body."""
 
     model: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token: float | None = None
+    ignored: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
 

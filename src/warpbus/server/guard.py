@@ -26,6 +26,7 @@ from warpbus.server.request_error import RequestError
 _access = logging.getLogger("warpbus.access")
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_MOST_NAMED = 10
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _SALT = "cache_salt"  # of a scope's state
 
@@ -53,6 +54,8 @@ class AccessLog:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = name
                 headers["x-content-type-options"] = "nosniff"
+                if record.ignored:
+                    headers["warning"] = f'299 - "unknown fields were ignored: {_joined(record.ignored)}"'
             await send(message)
 
         try:
@@ -76,8 +79,16 @@ def _line(scope: Scope, name: str, status: int, record: RequestRecord) -> str:
             f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.output_tokens} "
             f"ttft={'-' if record.first_token is None else f'{record.first_token:.3f}s'}"
         )
+    if record.ignored:
+        words.append(f"ignored={_joined(record.ignored)}")
     words.append(f"time={time.monotonic() - record.started:.3f}s")
     return " ".join(words)
+
+
+def _joined(fields: list[str]) -> str:
+    """The names of some fields, which a client has chosen, without spaces, quotes and characters beyond ASCII."""
+    shown = [re.sub(r"[^\w.-]", "?", name[:80], flags=re.ASCII) for name in fields[:_MOST_NAMED]]
+    return ",".join(shown + ["..."] * (len(fields) > _MOST_NAMED))
 
 
 class Guard:

@@ -33,6 +33,7 @@ class ServerOptions:
         body_timeout: the most seconds for receiving a request body, and for sending each part of an answer.
         heartbeat: after so many seconds without data a stream gets a comment line.
         shutdown_timeout: how many seconds running requests get at shutdown.
+        strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
         UsageError: a value is out of range, files are missing, or anyone could connect without a key or TLS.
@@ -56,6 +57,7 @@ class ServerOptions:
     body_timeout: float = 60.0
     heartbeat: float = 15.0
     shutdown_timeout: float = 30.0
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("port", 0), ("max_body_bytes", 1), ("max_n", 1), ("max_connections", 1)):

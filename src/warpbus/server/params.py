@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from warpbus.engine import Grammar, SamplingParams
+from warpbus.engine import Grammar, SamplingParams, Thinking
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.server.options import ServerOptions
 from warpbus.server.request_error import RequestError
@@ -27,6 +28,26 @@ def answers_of(body: Generating, prompts: int, options: ServerOptions) -> int:
     return wanted
 
 
+def truncated(prompt: list[int], body: Generating, context: int) -> list[int]:
+    """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 leaves room for `max_tokens`, at least one.
+
+    Raises:
+        RequestError: nothing would be left.
+    """
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most < 0:
+        most = context - (body.max_tokens or 1)
+    if most < 1:
+        raise RequestError(
+            400,
+            "truncate_prompt_tokens: no token of the prompt is left; give 1 or more",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-most:]
+
+
 def room(prompt: list[int], context: int) -> int:
     """The most tokens of an answer. ContextLengthError if the prompt leaves no room."""
     if len(prompt) >= context:
@@ -43,7 +64,9 @@ def sampling_params(
     space: int,
     logprobs: int | None,
     options: ServerOptions,
+    defaults: Mapping[str, float],
     grammar: Grammar | None,
+    thinking: Thinking | None = None,
 ) -> SamplingParams:
     """The parameters of a request's first answer.
 
@@ -53,7 +76,9 @@ def sampling_params(
         space: the room that its prompt leaves.
         logprobs: as in `SamplingParams`.
         options: of the server.
+        defaults: the sampling parameters that the model recommends.
         grammar: that the answer has to follow.
+        thinking: as in `SamplingParams`.
 
     Raises:
         RequestError, UsageError: a value is out of range.
@@ -62,7 +87,8 @@ def sampling_params(
     if wanted is not None and limit is not None and wanted > limit:
         raise RequestError(400, f"max_tokens is {wanted}: this server allows {limit}", param="max_tokens")
     most = min(space, limit or space) if wanted is None else wanted
-    given: dict[str, Any] = {
+    given: dict[str, Any] = dict(defaults)
+    given |= {
         name: value
         for name in (
             "temperature",
@@ -73,6 +99,8 @@ def sampling_params(
             "frequency_penalty",
             "min_tokens",
             "ignore_eos",
+            "include_stop_str_in_output",
+            "priority",
         )
         if (value := getattr(body, name)) is not None
     }
@@ -86,7 +114,7 @@ def sampling_params(
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         given["logit_bias"] = _biases(body.logit_bias)
-    return SamplingParams(max_tokens=most, logprobs=logprobs, grammar=grammar, **given)
+    return SamplingParams(max_tokens=most, logprobs=logprobs, grammar=grammar, thinking=thinking, **given)
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:

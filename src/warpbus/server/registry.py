@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, get_args
 
@@ -17,6 +17,7 @@ from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError
 from warpbus.models.templates import Template
+from warpbus.models.templates.thinking import ThinkingTokens, find_thinking
 from warpbus.models.templates.tools import ToolDialect, find_dialect
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.server.request_error import RequestError
@@ -57,6 +58,7 @@ class ServiceProtocol(Protocol):
 
     tokenizer: Tokenizer
     template: Template
+    generation_defaults: dict[str, float]
     max_model_len: int
 
     def generate(
@@ -93,6 +95,7 @@ class _ModelState:
 
     def __init__(self, name: str) -> None:
         self.dialect: ToolDialect | None = None
+        self.thinking: ThinkingTokens | None = None
         self.context: int | None = None
         self.service: ServiceProtocol | None = None
         # One thread: the caches of tokenizers and templates are not thread-safe.
@@ -120,9 +123,20 @@ class Model:
         return self._shared.dialect
 
     @property
+    def thinking(self) -> ThinkingTokens | None:
+        """The tokens around its thinking, or None."""
+        return self._shared.thinking
+
+    @property
     def context(self) -> int | None:
         """Tokens of the longest prompt with its answer; None while it loads."""
         return self._shared.context
+
+    @property
+    def generation_defaults(self) -> Mapping[str, float]:
+        """The defaults of sampling parameters; empty while it loads."""
+        service = self._shared.service
+        return {} if service is None else service.generation_defaults
 
     @property
     def state(self) -> str:
@@ -171,6 +185,7 @@ class Model:
     def loaded(self, service: ServiceProtocol) -> None:
         """Record that the model and its adapters are ready."""
         self._shared.dialect = find_dialect(service.template)
+        self._shared.thinking = find_thinking(service.template, service.tokenizer)
         self._shared.context = service.max_model_len
         self._shared.service = service
 

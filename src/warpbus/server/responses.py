@@ -8,6 +8,7 @@ import uuid
 from collections import abc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from enum import Enum, auto
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -20,12 +21,17 @@ from warpbus.server.generation import GenerationRequest, Generations, RequestRec
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Model
+from warpbus.server.schema import StreamOptions
 
 Json = dict[str, Any]
 
 
 class Form(Protocol):
     """The format of an endpoint's answers. One object per HTTP request; `index` is the number of an answer in it."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of tokens of thinking so far, in all answers."""
 
     def opening(self) -> list[Json]:
         """The first chunks of a stream."""
@@ -58,14 +64,30 @@ class Usage:
         """Tokens of the prompts found in the prefix cache."""
         return sum(self._cached.values())
 
-    def json(self) -> Json:
-        """OpenAI's `usage`."""
+    def json(self, reasoning_tokens: int) -> Json:
+        """OpenAI's `usage`; `reasoning_tokens` are those of the output that are thinking."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
+
+
+class UsageStyle(Enum):
+    """Which chunks of a stream have the usage: none, one at the end, or every chunk."""
+
+    NONE = auto()
+    LAST = auto()
+    EVERY = auto()
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> UsageStyle:
+        """By OpenAI's `stream_options`, of which vLLM's `continuous_usage_stats` needs `include_usage`."""
+        if options is None or not options.include_usage:
+            return cls.NONE
+        return cls.EVERY if options.continuous_usage_stats else cls.LAST
 
 
 class Responder:
@@ -89,7 +111,7 @@ class Responder:
         *,
         per_prompt: int,
         stream: bool,
-        include_usage: bool,
+        usage: UsageStyle = UsageStyle.NONE,
     ) -> Response:
         """Generate, and return the response.
 
@@ -97,21 +119,21 @@ class Responder:
             jobs: the answers to the first prompt, then those to the next.
             per_prompt: how many answers each prompt gets.
             stream: as server-sent events.
-            include_usage: the last chunk of a stream has the usage.
+            usage: which chunks of a stream have the usage.
 
         Raises:
             WarpbusError: as `Generations.pieces`, before anything is sent.
             ClientGoneError: the client disconnected.
         """
         record: RequestRecord = request.scope["state"]["record"]
-        usage = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
-        record.prompt_tokens = usage.prompt_tokens
+        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
+        record.prompt_tokens = counts.prompt_tokens
         generations = Generations(
             model, requests, timeout=self.options.request_timeout, metrics=self.metrics, record=record
         )
-        pieces = _counted(generations.pieces(), usage, per_prompt, record)
+        pieces = _counted(generations.pieces(), counts, per_prompt, record)
         if not stream:
-            return await unless_gone(request.receive, _whole(pieces, form, len(requests), usage))
+            return await unless_gone(request.receive, _whole(pieces, form, len(requests), counts))
         first = asyncio.ensure_future(anext(pieces))
         try:
             # An error before the first heartbeat gets its own HTTP status; after it, the stream has begun.
@@ -123,7 +145,7 @@ class Responder:
             await asyncio.gather(first, return_exceptions=True)
             await pieces.aclose()
             raise
-        return EventStream(pieces, first, form, usage if include_usage else None, self.options.heartbeat)
+        return EventStream(pieces, first, form, counts, usage, self.options.heartbeat)
 
 
 async def _wait_done(task: asyncio.Future[Any], seconds: float) -> None:
@@ -146,7 +168,7 @@ async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form
         async for index, piece in pieces:
             answers[index].append(piece)
     choices = [form.whole(index, found) for index, found in enumerate(answers)]
-    return JSONResponse({**form.wrap(choices, streamed=False), "usage": usage.json()})
+    return JSONResponse({**form.wrap(choices, streamed=False), "usage": usage.json(form.reasoning_tokens)})
 
 
 class EventStream(Response):
@@ -160,7 +182,8 @@ class EventStream(Response):
         pieces: AsyncGenerator[tuple[int, TextPiece], None],
         first: asyncio.Future[tuple[int, TextPiece]],
         form: Form,
-        usage: Usage | None,
+        usage: Usage,
+        style: UsageStyle,
         heartbeat: float,
     ) -> None:
         super().__init__(
@@ -171,6 +194,7 @@ class EventStream(Response):
         self._first = first
         self._form = form
         self._usage = usage
+        self._style = style
         self._heartbeat = heartbeat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +219,8 @@ class EventStream(Response):
 
     async def _events(self, path: str) -> AsyncIterator[bytes]:
         form = self._form
-        yield b"".join([self._event(chunk) for chunk in form.opening()])
+        before = Usage(self._usage.prompt_tokens).json(0)
+        yield b"".join([self._event(chunk, before) for chunk in form.opening()])
         coming = self._first
         try:
             while True:
@@ -204,20 +229,24 @@ class EventStream(Response):
                     yield b": waiting\n\n"
                     continue
                 index, piece = coming.result()
-                found = b"".join([self._event(chunk) for chunk in form.chunks(index, piece)])
+                chunks = form.chunks(index, piece)
+                so_far = self._usage.json(form.reasoning_tokens)
+                found = b"".join([self._event(chunk, so_far) for chunk in chunks])
                 if found:
                     yield found
                 coming = self._first = asyncio.ensure_future(anext(self._pieces))
         except StopAsyncIteration:
-            if self._usage is not None:
-                yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json()})
+            if self._style is not UsageStyle.NONE:
+                yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json(form.reasoning_tokens)})
             yield b"data: [DONE]\n\n"
         except Exception as error:
             yield _encoded(body_of(as_request_error(error, path)))
 
-    def _event(self, choice: Json) -> bytes:
+    def _event(self, choice: Json, usage: Json) -> bytes:
         chunk = self._form.wrap([choice], streamed=True)
-        return _encoded({**chunk, "usage": None} if self._usage is not None else chunk)
+        if self._style is UsageStyle.NONE:
+            return _encoded(chunk)
+        return _encoded({**chunk, "usage": usage if self._style is UsageStyle.EVERY else None})
 
 
 def _encoded(content: Json) -> bytes:

@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI's API and the common extensions to it have them; strict about types.
 
-A field that is not declared here is refused by name, since a server that ignores what was asked gives wrong answers in
-silence. Fields that change no answer (`user`, `metadata`, ...) are taken and not used.
+Fields that change no answer (`user`, `metadata`, ...) are taken and not used. Fields of other servers that would change
+the answer and are not supported are refused by name. All others are unknown: `unknown_fields` finds them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,34 @@ MOST_CHOICES = 128
 _BIGGEST = 2**63 - 1
 _MOST_FIELDS = 64
 
+# Fields of other servers that change the answer.
+_UNSUPPORTED = frozenset(
+    (
+        "allowed_token_ids",
+        "bad_words",
+        "chat_template",
+        "ebnf",
+        "function_call",
+        "functions",
+        "grammar",
+        "guided_grammar",
+        "json_schema",
+        "length_penalty",
+        "logits_processors",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "regex",
+        "structural_tag",
+        "use_beam_search",
+    )
+)
+
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 21)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
 
 
@@ -40,7 +63,7 @@ def _few(biases: Any) -> Any:
 class Body(BaseModel):
     """What all bodies have in common."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -48,6 +71,18 @@ class Body(BaseModel):
         if isinstance(data, dict) and len(data) > _MOST_FIELDS:
             raise ValueError(f"it has {len(data):,} fields, and at most {_MOST_FIELDS} can be right")
         return data
+
+
+def unknown_fields(value: Any, path: str = "") -> list[str]:
+    """The names of the fields of a body that are not declared, such as `messages.0.cache`."""
+    if isinstance(value, list):
+        return [name for at, item in enumerate(value) for name in unknown_fields(item, f"{path}{at}.")]
+    if not isinstance(value, Body):
+        return []
+    found = [path + name for name in value.model_extra or ()]
+    for name in type(value).model_fields:
+        found += unknown_fields(getattr(value, name), f"{path}{name}.")
+    return found
 
 
 class TextPart(Body):
@@ -82,6 +117,8 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="what an assistant thought before its content")
+    reasoning: str | None = Field(None, description="the same as reasoning_content")
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -111,7 +148,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class FunctionTool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -132,9 +169,11 @@ class NamedTool(Body):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk with the usage. `include_obfuscation` changes nothing."""
+    """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: every chunk has the usage so far.
+    `include_obfuscation` changes nothing."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -169,7 +208,13 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
 
 
-class Generating(Body):
+class NamesModel(Body):
+    """A request that names a model."""
+
+    model: ModelName | None = None
+
+
+class Generating(NamesModel):
     """The fields of every request that generates."""
 
     model: ModelName
@@ -184,7 +229,12 @@ class Generating(Body):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=2**31, description="keep so many tokens of the prompt's end; -1: as many as the context holds"
+    )
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower values are answered first")
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-_BIGGEST - 1, le=_BIGGEST)
     n: int | None = Field(None, ge=1)
@@ -198,22 +248,51 @@ class Generating(Body):
     user: str | None = Field(None, description="not used")
 
     @model_validator(mode="after")
+    def _asks_for_nothing_else(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in _UNSUPPORTED and value not in (None, False):
+                raise ValueError(f"{name} is not supported: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
         return self
 
 
-class ChatRequest(Generating):
+class Templated(Body):
+    """The fields of every request whose prompt a chat template writes."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = Field(
+        None, description="variables of the chat template, such as enable_thinking"
+    )
+    enable_thinking: bool | None = Field(None, description="the variable of the chat template of this name")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="a variable of the chat template; none also sets enable_thinking to false"
+    )
+    add_generation_prompt: bool | None = Field(None, description="the prompt ends with what begins an answer")
+    continue_final_message: bool | None = Field(None, description="the answer continues the last message")
+
+    @model_validator(mode="after")
+    def _ends_in_one_way(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other: give one of them")
+        return self
+
+
+class ChatRequest(Generating, Templated):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = Field(None, description="false leaves the thinking out of the answer")
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="the most tokens of the thinking")
     modalities: list[Literal["text"]] | None = None
     store: bool | None = Field(None, description="not used")
     metadata: dict[str, Any] | None = Field(None, description="not used")
@@ -262,13 +341,12 @@ class CompletionRequest(Generating):
         return self
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(NamesModel, Templated):
     """POST /tokenize: a text, which becomes what it is in a completion, or a conversation."""
 
-    model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
-    add_generation_prompt: bool = True
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -277,8 +355,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(NamesModel):
     """POST /detokenize."""
 
-    model: ModelName | None = None
     tokens: TokenIds

@@ -36,7 +36,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("serve", ServiceOptions): {"prefill_tokens", "max_restarts", "adapters", "cluster"},
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),
-        *("logprobs", "logit_bias", "grammar"),
+        *("logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),
     },
     ("chat", ServiceOptions): {
         *("max_num_seqs", "max_queue", "cache_tokens", "prefill_tokens", "prefix_caching", "speculation"),
@@ -49,6 +49,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("pool dashboard", ServerOptions): {
         *("port", "api_keys", "share_prefixes", "allow_origins", "max_body_bytes", "max_n", "max_tokens"),
         *("max_schema_bytes", "max_connections", "request_timeout", "body_timeout", "heartbeat", "shutdown_timeout"),
+        "strict",
     },
     ("bench quantize", QuantizeBenchOptions): set(),
     ("bench serving", ServingBenchOptions): set(),
@@ -93,7 +94,7 @@ def test_each_field_has_one_option_with_its_default(name: str, options: type) ->
 COMMANDS = sorted({name for name, _ in INTERNAL})
 # Options whose default is not that of the field: they suit a conversation, or depend on the method of training.
 OWN_DEFAULTS = {
-    "chat": {"temperature", "top_p", "max_tokens"},
+    "chat": {"temperature", "top_p", "top_k", "repetition_penalty", "max_tokens"},
     "train": {"rows", "rows_at_once", "learning_rate", "warmup", "weight_decay"},
 }
 

@@ -390,6 +390,18 @@ def test_a_request_that_is_preempted_with_a_step_under_way_goes_on_with_its_toke
         assert answer.state.ids == answer.tokens[: 3 * BLOCK]
 
 
+def test_lower_priorities_are_admitted_first():
+    scheduler = Scheduler(BlockAllocator(64), max_num_seqs=2, prefill_tokens=100)
+    added = {}
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5)):
+        added[name] = sequence([1, 2], 4)
+        added[name].params = SamplingParams(priority=priority)
+        scheduler.add(added[name])
+    assert [name for one in scheduler.waiting for name in added if added[name] is one] == list("dacbe")
+    assert [chunk.sequence for chunk in scheduler.plan().chunks] == [added["d"], added["a"]]
+    assert list(scheduler.waiting) == [added["c"], added["b"], added["e"]]
+
+
 def test_nobody_overtakes_who_does_not_fit():
     machine = Machine(1 + 4, most=4, budget=1000)
     machine.add(BASES[0][:BLOCK], 3 * BLOCK)

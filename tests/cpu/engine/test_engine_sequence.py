@@ -64,6 +64,17 @@ def test_what_is_kept_back_is_no_longer_than_needed(text, stop):
         assert kept == stop[:longest]
 
 
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_stop_string_can_be_part_of_the_text(size):
+    matcher, shown, text = StopStrings(["bb", "bbc"], include=True), "", "abbcd"
+    for at in range(0, len(text), size):
+        piece, stopped = matcher.push(text[at : at + size])
+        shown += piece
+        if stopped:
+            break
+    assert (shown, stopped) == ("abb", True)
+
+
 def test_a_stop_token_ends_the_text_and_is_counted():
     state = sequence()
     assert feed(state, "ab\0") == ["a", "b", ""]
@@ -180,7 +191,7 @@ def test_pieces_have_the_logprobs_of_their_tokens():
 
 
 def test_a_grammar_is_never_passed_over():
-    with pytest.raises(ValueError, match="a matcher where it has a grammar"):
+    with pytest.raises(ValueError, match="a matcher where it has a grammar or thinking"):
         sequence(grammar=Grammar("json_object"))
 
 

@@ -9,7 +9,7 @@ from tokenizer_files import write_byte_level
 
 from warpbus.errors import UsageError
 from warpbus.models.templates import JinjaTemplate, QueryTemplate, RoundTemplate
-from warpbus.models.templates.tools import AnswerStream, ChatGLM3Tools, GLM4Tools, ToolCall, Turn, find_dialect
+from warpbus.models.templates.tools import ChatGLM3Tools, GLM4Tools, ToolCall, Turn, find_dialect
 from warpbus.models.tokenizers import load_tokenizer
 
 WEATHER = {
@@ -25,10 +25,10 @@ NAMES = ("get_weather", "get_time")
 
 
 def split(dialect, text, size, names=NAMES):
-    stream = AnswerStream(dialect, names)
+    stream = dialect.stream([{"name": name} for name in names])
     pieces = [stream.push(text[at : at + size]) for at in range(0, len(text), size)]
-    rest, calls = stream.flush()
-    return "".join(pieces) + rest, calls
+    pieces.append(stream.flush())
+    return "".join(shown for shown, _ in pieces), [call for _, calls in pieces for call in calls]
 
 
 def test_glm4_is_told_of_tools_in_a_system_message():
@@ -149,10 +149,10 @@ def test_the_empty_first_line_of_an_answer_is_not_shown(dialect, names):
 
 
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call():
-    stream = AnswerStream(GLM4, NAMES)
-    assert [stream.push(char) for char in "get me"] == ["", "", "", "", "get m", "e"]
-    stream = AnswerStream(GLM4, NAMES)
-    assert [stream.push(char) for char in "\nget_time"] == ["", *"get_time"]
+    stream = GLM4.stream([WEATHER, TIME])
+    assert [stream.push(char)[0] for char in "get me"] == ["", "", "", "", "get m", "e"]
+    stream = GLM4.stream([WEATHER, TIME])
+    assert [stream.push(char)[0] for char in "\nget_time"] == ["", *"get_time"]
 
 
 @given(st.text(), st.integers(1, 5))
@@ -275,10 +275,10 @@ def test_code_is_read_and_rendered_back(dialect, name, written, size):
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_messages_of_one_answer_are_apart(size):
-    stream = AnswerStream(GLM4, NAMES)
+    stream = GLM4.stream([WEATHER, TIME])
     shown, calls = "", []
     for message in ("\n好的。", 'get_weather\n{"city": "x"}', "get_time\n{}", "\n 再见", "get_time"):
-        shown += "".join(stream.push(message[at : at + size]) for at in range(0, len(message), size))
+        shown += "".join(stream.push(message[at : at + size])[0] for at in range(0, len(message), size))
         text, found = stream.turn()
         shown += text
         calls += found
@@ -303,7 +303,7 @@ BROUGHT = (
 
 
 @pytest.mark.parametrize("source", BROUGHT)
-def test_templates_that_glm4_brings_take_tools(tmp_path, source):
+def test_templates_that_glm4_brings_declare_the_tools_themselves(tmp_path, source):
     tokenizer = load_tokenizer(write_byte_level(tmp_path))
     special = tokenizer.special_ids
     template = JinjaTemplate(source, tokenizer, name="brought", variables={}, stop_ids=(), end_id=None)
@@ -316,10 +316,14 @@ def test_templates_that_glm4_brings_take_tools(tmp_path, source):
         Turn("tool", "2"),
         Turn("tool", "正午"),
     ]
-    messages = dialect.render_tools(turns, [TIME, PYTHON])
+    messages = dialect.render_tools(turns, [TIME])
+    if source is BROUGHT[0]:
+        told = json.dumps(TIME, ensure_ascii=False, indent=4)
+    else:
+        told = json.dumps([{"type": "function", "function": TIME}], ensure_ascii=False, indent=4)
     expected = [special["[gMASK]"], special["<sop>"]]
     for role, text in (
-        ("system", "\n" + messages[0]["content"]),
+        ("system", f"\n# 可用工具{told}"),
         ("system", "\n简短"),
         ("user", "\n<|observation|>"),
         ("assistant", "get_time\n{}"),
@@ -328,7 +332,16 @@ def test_templates_that_glm4_brings_take_tools(tmp_path, source):
         ("observation", "\n正午"),
     ):
         expected += [special[f"<|{role}|>"], *tokenizer.encode(text)]
-    assert template.render(messages) == [*expected, special["<|assistant|>"]]
+    ids = template.render(messages, variables=dialect.variables([TIME]))
+    assert ids == [*expected, special["<|assistant|>"]]
+
+
+def test_glm4s_code_interpreter_is_declared_by_its_template():
+    assert GLM4Tools("message").render_tools([Turn("user", "u")], [TIME, PYTHON])[0] == {
+        "role": "system",
+        "content": "",
+        "tools": [{"type": "function", "function": TIME}, {"type": "python"}],
+    }
 
 
 def test_models_that_know_no_tools_have_no_dialect():

@@ -59,8 +59,11 @@ def write_glm4(directory: Path) -> Path:
     return directory
 
 
-def write_byte_level(directory: Path, *, ignore_merges: bool = False) -> Path:
-    """A byte-level tokenizer.json as GLM-4, Qwen and Llama 3 have; `ignore_merges` puts `<s>` into the vocabulary."""
+def write_byte_level(directory: Path, *, ignore_merges: bool = False, added: tuple[str, ...] = ("<think>",)) -> Path:
+    """A byte-level tokenizer.json as GLM-4, Qwen and Llama 3 have; `ignore_merges` puts `<s>` into the vocabulary.
+
+    Tokens of `added` have text, unlike special ones.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, "mo", "moo", "Ġm", *(["<s>"] if ignore_merges else [])]
     library = Tokenizer(
@@ -75,7 +78,7 @@ def write_byte_level(directory: Path, *, ignore_merges: bool = False) -> Path:
     library.add_special_tokens(
         [AddedToken(text, special=True) for text in ("<s>", *POET_SPECIALS, "<|im_start|>", "<|im_end|>")]
     )
-    library.add_tokens([AddedToken("<think>", special=False)])
+    library.add_tokens([AddedToken(text, special=False) for text in added])
     library.save(str(directory / "tokenizer.json"))
     return directory
 

@@ -1,6 +1,7 @@
 """A service without a model, a server around it on a free port of loopback, and clients of that."""
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -14,21 +15,23 @@ from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
-from warpbus.models.templates import RoleTokenTemplate
+from warpbus.models.templates import JinjaTemplate, RoleTokenTemplate
 from warpbus.server.app import create_app
 from warpbus.server.listening import make_server
 
 SPECIALS = ["[gMASK]", "sop", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 FIRST_SPECIAL = 256
+TAGS = ["<think>", "</think>"]
+FIRST_TAG = FIRST_SPECIAL + len(SPECIALS)
 STOP = FIRST_SPECIAL + SPECIALS.index("<|user|>")
 NEXT_MESSAGE = "\x1e"
 """In a script: the token <|assistant|>, which has no text."""
 
 
 class ByteTokenizer:
-    """A token a byte, and the special tokens of a GLM behind them."""
+    """One token per byte, behind them the special tokens of a GLM, and the tags of thinking, which have text."""
 
-    vocab_size = FIRST_SPECIAL + len(SPECIALS)
+    vocab_size = FIRST_TAG + len(TAGS)
     special_ids = {text: FIRST_SPECIAL + at for at, text in enumerate(SPECIALS)}  # noqa: RUF012
     drops_first_space = False
     own_spaces = frozenset()
@@ -36,7 +39,10 @@ class ByteTokenizer:
 
     def encode(self, text):
         try:
-            return list(text.encode())
+            parts = re.split("(</?think>)", text)
+            return [
+                token for part in parts for token in ([FIRST_TAG + TAGS.index(part)] if part in TAGS else part.encode())
+            ]
         except UnicodeEncodeError:
             raise UsageError("text holds a lone surrogate") from None
 
@@ -44,6 +50,8 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token):
+        if FIRST_TAG <= token < self.vocab_size:
+            return TAGS[token - FIRST_TAG].encode()
         return bytes([token]) if token < FIRST_SPECIAL else b""
 
 
@@ -55,9 +63,27 @@ class PlainTemplate:
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
 
-    def render(self, messages, *, add_generation_prompt=True):
+    def render(self, messages, *, add_generation_prompt=True, continue_final_message=False, variables=None):
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        if continue_final_message:
+            text = text.removesuffix("\n")
         return self._tokenizer.encode(text + "assistant: " * add_generation_prompt)
+
+
+# A template that thinks and calls tools in the syntax of Qwen3.
+QWEN = (
+    "{%- for tool in tools or [] %}<|system|><tool_call>{{ tool | tojson }}{%- endfor %}"
+    "{%- for message in messages %}<|{{ 'observation' if message.role == 'tool' else message.role }}|>"
+    "{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{%- endif %}{{ message.content }}"
+    '{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}</tool_call>{%- endfor %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{%- elif always_think %}<think>{{ '\n' }}{%- endif %}{%- endif %}"
+)
+
+
+def qwen_template(tokenizer):
+    return JinjaTemplate(QWEN, tokenizer, name="qwen", variables={}, stop_ids=(STOP,), end_id=None)
 
 
 class FakeService:
@@ -74,14 +100,15 @@ class FakeService:
         fails: raised by `generate`; or after so many characters: (count, error).
     """
 
-    def __init__(self, sop=None, max_model_len=2048):
+    def __init__(self, sop=None, max_model_len=2048, make_template=PlainTemplate):
         self.tokenizer = ByteTokenizer()
         self.template = (
-            PlainTemplate(self.tokenizer)
+            make_template(self.tokenizer)
             if sop is None
             else RoleTokenTemplate(self.tokenizer, sop=sop, stop_ids=(STOP,))
         )
         self.max_model_len = max_model_len
+        self.generation_defaults = {}
         self.script = None
         self.pause = 0.0
         self.asked = []
@@ -124,7 +151,7 @@ class FakeService:
                     await asyncio.sleep(self.pause)
                 if isinstance(self.fails, tuple) and said >= self.fails[0]:
                     raise self.fails[1]
-                tokens = tuple(text.encode()) + ((STOP,) if finish == "stop" else ())
+                tokens = tuple(self.tokenizer.encode(text)) + ((STOP,) if finish == "stop" else ())
                 if text == NEXT_MESSAGE:
                     text, tokens = "", (FIRST_SPECIAL + SPECIALS.index("<|assistant|>"),)
                 logprobs = None
@@ -148,8 +175,8 @@ class FakeService:
         for stop in params.stop:
             text = text.split(stop)[0]
         budget = params.max_tokens
-        for char in text:
-            budget -= len(char.encode())
+        for char in re.findall("</?think>|(?s:.)", text):
+            budget -= len(self.tokenizer.encode(char))
             if budget <= 0:
                 yield char, "length"
                 return

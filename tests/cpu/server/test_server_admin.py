@@ -21,7 +21,7 @@ def http(served):
 
 def test_models_are_listed_and_described(http):
     listed = http.get("/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["parrot", "glm-4", "chatglm3"]
+    assert [model["id"] for model in listed["data"]] == ["parrot", "glm-4", "chatglm3", "qwen3"]
     one = http.get("/v1/models/glm-4").json()
     assert one == listed["data"][1]
     assert {

@@ -136,7 +136,7 @@ def test_a_tokenizer_that_is_busy_does_not_hold_up_the_others():
         holding = threading.Event()
         plain = running.service.template.render
 
-        def slow(messages, *, add_generation_prompt=True):
+        def slow(messages, **how):
             holding.wait(60)
             return plain(messages)
 

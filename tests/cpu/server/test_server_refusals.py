@@ -26,10 +26,9 @@ def error_of(response, status):
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
-        ({"best": 1}, "best", "best: not known or not supported"),
-        ({"audio": {}}, "audio", "not supported"),
+        ({"guided_grammar": "root ::= x"}, None, "guided_grammar is not supported"),
         ({"modalities": ["text", "audio"]}, "modalities", "text"),
-        ({"functions": []}, "functions", "not supported"),
+        ({"functions": []}, None, "functions is not supported"),
         ({"messages": []}, "messages", "messages"),
         ({"messages": HELLO * 2049}, "messages", "messages"),
         ({"messages": [{"role": "poet", "content": "a"}]}, "messages", "messages.0.role"),
@@ -40,7 +39,6 @@ def error_of(response, status):
             "messages",
             "messages.0.content.0",
         ),
-        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages", "messages.0.weight: not known"),
         ({"temperature": "1"}, "temperature", "temperature"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"temperature": True}, "temperature", "temperature"),
@@ -101,6 +99,8 @@ def test_a_field_that_is_wrong_is_named(http, changes, param, message):
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
 def test_a_body_that_is_no_request_is_refused(http, path, content):
+    if path == "/tokenize" and b'"temperature"' in content:
+        pytest.skip("/tokenize knows no temperature")
     error_of(http.post(path, content=content, headers={"content-type": "application/json"}), 400)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError, UsageError
-from warpbus.models.templates.base import Message, Template
+from warpbus.models.templates.base import Message, Template, Variables
 from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
 from warpbus.models.tokenizers import Tokenizer
@@ -37,7 +37,14 @@ class NoTemplate:
         self.stop_ids = stop_ids
         self._directory = directory
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Variables | None = None,
+    ) -> list[int]:
         """Raises UsageError."""
         raise self._error()
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.tokenizers import Tokenizer
 
-Message = dict[str, str]
-"""`{"role": ..., "content": ...}`, and for GLM an optional `"metadata"` (the tool that a message calls)."""
+Message = dict[str, Any]
+"""`{"role": ..., "content": ...}`. Optional are for GLM `"metadata"` (the tool that a message calls), and for Jinja
+templates `"reasoning_content"`, `"tool_calls"` and `"tools"` in the form of OpenAI's API, with arguments as objects."""
+
+Variables = Mapping[str, Any]
+"""Variables of a Jinja template beside the messages, such as `tools` and `enable_thinking`."""
 
 ROLES = ("system", "user", "assistant", "observation", "tool")
 
@@ -29,8 +33,22 @@ class Template(Protocol):
 
     stop_ids: tuple[int, ...]
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Variables | None = None,
+    ) -> list[int]:
         """Ids of a conversation, followed by what makes the model answer if `add_generation_prompt`.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: not used with `continue_final_message`.
+            continue_final_message: the ids end with the content of the last message, an assistant's, which the model
+                continues.
+            variables: of a Jinja template; other templates have none and ignore them.
 
         Raises UsageError if a message is malformed, or the conversation is one that the model cannot take.
         """
@@ -139,10 +157,18 @@ def check_messages(messages: Sequence[Message]) -> None:
         if not isinstance(message.get("content"), str):
             found = type(message["content"]).__name__ if "content" in message else "none"
             raise UsageError(f"messages[{index}]: expected a text as content, found {found}")
-        if not isinstance(message.get("metadata", ""), str):
-            raise UsageError(
-                f"messages[{index}]: expected a text as metadata, found {type(message['metadata']).__name__}"
-            )
+        for key in ("metadata", "reasoning_content"):
+            if not isinstance(message.get(key, ""), str):
+                raise UsageError(f"messages[{index}]: expected a text as {key}, found {type(message[key]).__name__}")
+
+
+def check_continued(messages: Sequence[Message]) -> None:
+    """Raises UsageError unless the last message is an assistant's text, which can be continued."""
+    if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
+        raise UsageError(
+            "continue_final_message: the last message is not an assistant's text; add the beginning of the answer as a "
+            "message of the role assistant, or leave continue_final_message out"
+        )
 
 
 def contents_of(messages: Sequence[Message]) -> list[str]:

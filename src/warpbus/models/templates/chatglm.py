@@ -11,6 +11,8 @@ from warpbus.models.templates.base import (
     PromptPlan,
     SpecialToken,
     Text,
+    Variables,
+    check_continued,
     check_messages,
     contents_of,
     special_id,
@@ -48,11 +50,20 @@ class RoleTokenTemplate:
         self._roles = {role: special_id(tokenizer, text) for role, text in _ROLE_TOKENS.items()}
         self.stop_ids = stop_ids
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Variables | None = None,
+    ) -> list[int]:
         """See `Template.render`."""
         check_messages(messages)
         items = self._items(messages)
-        if add_generation_prompt:
+        if continue_final_message:
+            check_continued(messages)
+        elif add_generation_prompt:
             items.append(SpecialToken(self._roles["assistant"]))
         return PromptPlan(tuple(items)).ids(self._tokenizer, contents_of(messages))
 
@@ -95,9 +106,21 @@ class RoundTemplate:
         self._prefix = tuple(SpecialToken(special_id(tokenizer, text)) for text in ("[gMASK]", "sop"))
         self.stop_ids = stop_ids
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Variables | None = None,
+    ) -> list[int]:
         """See `Template.render`. UsageError unless user and assistant take turns."""
-        parts, _ = _rounds(messages, _CHATGLM2)
+        parts, answers = _rounds(messages, _CHATGLM2)
+        if continue_final_message:
+            check_continued(messages)
+            last = answers[-1][0]
+            texts = (Text(tuple(parts[:last])), Text(tuple(parts[last:])))
+            return PromptPlan((*self._prefix, *texts)).ids(self._tokenizer, contents_of(messages))
         if add_generation_prompt:
             _check_question(messages, _CHATGLM2)
             parts.append(_CHATGLM2.answer)
@@ -139,11 +162,24 @@ class QueryTemplate:
         self._end = special_id(tokenizer, "<eop>")
         self.stop_ids = tuple(dict.fromkeys((self._end, *stop_ids)))
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Variables | None = None,
+    ) -> list[int]:
         """See `Template.render`. UsageError unless user and assistant take turns.
 
         Without a generation prompt it is the text alone, which the model cannot go on with.
         """
+        if continue_final_message:
+            check_messages(messages)
+            check_continued(messages)
+            last = len(messages) - 1
+            begun: list[SpecialToken | Text] = [self._question(messages[:-1]), *self._suffix, Text((last,))]
+            return PromptPlan(tuple(begun)).ids(self._tokenizer, contents_of(messages))
         text = self._question(messages) if add_generation_prompt else Text(tuple(_parts(messages)[0]))
         suffix = self._suffix if add_generation_prompt else ()
         return PromptPlan((text, *suffix)).ids(self._tokenizer, contents_of(messages))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from warpbus.errors import UsageError
-from warpbus.models.templates.base import Message
+from warpbus.models.templates.base import Message, Variables
 from warpbus.models.templates.dialect import (
     LONGEST_CALL,
     Tool,
@@ -20,8 +20,10 @@ from warpbus.models.templates.dialect import (
     code_of,
     described,
     messages_of_turns,
+    names_of,
     split_tools,
 )
+from warpbus.models.templates.line_calls import LineCallStream
 
 _FENCE = "```"
 
@@ -63,8 +65,19 @@ class ChatGLM3Tools:
             )
         return messages_of_turns(turns, "\n".join(filter(None, head)), self._call)
 
+    def variables(self, tools: Sequence[Tool]) -> Variables:
+        """See `ToolDialect.variables`."""
+        return {}
+
+    def stream(self, tools: Sequence[Tool]) -> LineCallStream:
+        """See `ToolDialect.stream`."""
+        return LineCallStream(self.read, names_of(tools))
+
+    def free_grammar(self, tools: Sequence[Tool]) -> str | None:
+        """See `ToolDialect.free_grammar`: there is none."""
+
     def read(self, text: str, names: Collection[str]) -> list[ToolCall]:
-        """See `ToolDialect.read`. Nothing is evaluated but literals."""
+        """The calls that a message consists of, from its first line on; nothing is evaluated but literals."""
         name, _, rest = text.partition("\n")
         name = name.strip()
         source = _fenced(rest)
@@ -75,8 +88,8 @@ class ChatGLM3Tools:
             return [ToolCall(name, arguments)]
         return [code_call(name, source)] if name == self.interpreter else []
 
-    def grammar(self, tools: Sequence[Tool]) -> str:
-        """See `ToolDialect.grammar`.
+    def grammar(self, tools: Sequence[Tool], *, several: bool = False) -> str:
+        """See `ToolDialect.grammar`. There is one call, whatever `several` says.
 
         A call has the required parameters in their order, then some of the others in theirs; of a parameter's schema
         the type is held to, and `enum` of texts. UsageError for a parameter whose name Python does not allow.

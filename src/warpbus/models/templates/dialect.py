@@ -1,14 +1,20 @@
-"""What a tool dialect is: how a family of models is told which tools there are, and how it calls them."""
+"""What a tool dialect is: how a family of models is told which tools there are, and how it calls them.
+
+Calls are parsed as data and never executed. Text that is not exactly a call of an offered tool remains text.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from warpbus.errors import UsageError
-from warpbus.models.templates.base import Message
+from warpbus.models.templates.base import Message, Variables
+
+# For llguidance: a small model otherwise goes on with blanks for ever.
+_FEW_BLANKS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}
 
 LONGEST_CALL = 1 << 16
 """Characters of a message that are read as a call; a longer one stays text."""
@@ -27,23 +33,36 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """A message that may hold tool calls. A turn of the role "tool" is what a tool gave back."""
+    """A message that may hold tool calls. A turn of the role "tool" is what a tool gave back.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool".
+        content: the text.
+        calls: of an assistant.
+        reasoning: what an assistant thought before its text.
+    """
 
     role: str
     content: str
     calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+class AnswerStream(Protocol):
+    """Splits one answer into text and tool calls as it comes."""
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The text that is certain now, and the calls that are complete."""
+
+    def turn(self) -> tuple[str, list[ToolCall]]:
+        """The text that was held back, or the calls, at the end of a message before another of the same answer."""
+
+    def flush(self) -> tuple[str, list[ToolCall]]:
+        """The text that was held back, or the calls, at the end of the answer."""
 
 
 class ToolDialect(Protocol):
-    """How one family of models reads and writes tools.
-
-    Attributes:
-        interpreter: the name under which the model runs code. A tool of this name, with no parameter but perhaps
-            `code`, is the code interpreter that the model knows: it is not described as a function, and called with the
-            code as it is.
-    """
-
-    interpreter: str
+    """How one family of models reads and writes tools."""
 
     def render_tools(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
         """The messages of a conversation, for `Template.render`.
@@ -52,13 +71,26 @@ class ToolDialect(Protocol):
         write.
         """
 
-    def read(self, text: str, names: Collection[str]) -> list[ToolCall]:
-        """The calls that a message consists of, from its first line on; none if it is not exactly that."""
+    def variables(self, tools: Sequence[Tool]) -> Variables:
+        """The variables of the template that declare the tools; none if `render_tools` declares them."""
 
-    def grammar(self, tools: Sequence[Tool]) -> str:
+    def stream(self, tools: Sequence[Tool]) -> AnswerStream:
+        """Splits an answer that may call these tools; without tools, all of it is text."""
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool = False) -> str:
         """The grammar (Lark, as llguidance reads it) of an answer that is a call of one of the tools.
 
+        Args:
+            tools: at least one.
+            several: the answer may have further calls.
+
         Raises UsageError where there is none for such a tool.
+        """
+
+    def free_grammar(self, tools: Sequence[Tool]) -> str | None:
+        """The grammar of an answer of text and calls, in any order, whose calls match the tools' schemas.
+
+        None if the dialect has none: its calls cannot be told from text before they end.
         """
 
 
@@ -97,6 +129,35 @@ def messages_of_turns(turns: Sequence[Turn], head: str, write: Callable[[ToolCal
     return messages
 
 
+def names_of(tools: Sequence[Tool]) -> frozenset[str]:
+    """The names of tools."""
+    return frozenset(str(tool["name"]) for tool in tools)
+
+
+def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools in the form of OpenAI's API, which Jinja templates expect."""
+    return [{"type": "function", "function": dict(tool)} for tool in tools]
+
+
+def openai_messages(turns: Sequence[Turn]) -> list[Message]:
+    """Messages in the form of OpenAI's API, as Jinja templates expect them: arguments are objects.
+
+    Raises UsageError if the arguments of a call are no JSON object.
+    """
+    messages: list[Message] = []
+    for turn in turns:
+        message: Message = {"role": turn.role, "content": turn.content}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+                for call in turn.calls
+            ]
+        messages.append(message)
+    return messages
+
+
 def described(tool: Tool) -> dict[str, Any]:
     """A function as the models were told of it."""
     return {
@@ -115,6 +176,12 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"tool_calls: {call.name}: expected arguments that are a JSON object, as text")
     return found
+
+
+def arguments_grammar(tool: Tool) -> str:
+    """The part of a grammar that matches a tool's arguments as a JSON object."""
+    schema = (tool.get("parameters") or {"type": "object"}) | _FEW_BLANKS
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def as_json(arguments: object) -> str:

@@ -21,7 +21,16 @@ import jinja2
 import jinja2.sandbox
 
 from warpbus.errors import CheckpointError, UsageError, WarpbusError
-from warpbus.models.templates.base import Message, PromptPlan, SpecialToken, Text, check_messages, contents_of
+from warpbus.models.templates.base import (
+    Message,
+    PromptPlan,
+    SpecialToken,
+    Text,
+    Variables,
+    check_continued,
+    check_messages,
+    contents_of,
+)
 from warpbus.models.templates.verbatim import is_verbatim
 from warpbus.models.tokenizers import Tokenizer
 
@@ -33,8 +42,13 @@ _PLACEHOLDER = 0xF0000
 _PLACEHOLDERS = 0xFFFE
 _PLACEHOLDER_PATTERN = re.compile("([\U000f0000-\U000ffffd])")
 _CACHED = 4096
+_MOST_DEPTH = 128  # of tools and variables, which are handled recursively
+
+# Variables that a template gets from elsewhere than from `variables`.
+_RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
 
 _Views = list[dict[str, Any]]
+_MakePlan = Callable[[_Views, Variables, str], PromptPlan]
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -107,9 +121,31 @@ class JinjaTemplate:
         self._verbatim = verbatim and not _PLACEHOLDER_PATTERN.search(source)
         self._plans: dict[tuple[object, ...], PromptPlan | None] = {}
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """See `Template.render`. CheckpointError if the template fails on messages that are well formed."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Variables | None = None,
+    ) -> list[int]:
+        """See `Template.render`. CheckpointError if the template fails on messages that are well formed.
+
+        UsageError for a variable that the template gets from the server, and for a last message that the template
+        does not write, so that it cannot be continued.
+        """
+        variables = variables or {}
+        reserved = sorted(_RESERVED & set(variables))
+        if reserved:
+            raise UsageError(f"chat_template_kwargs: {reserved[0]} is set by other fields; leave it out")
+        if continue_final_message:
+            check_messages(messages)
+            check_continued(messages)
+            return self._plan_in_full(messages, self._plan_to_continue, variables).ids(self._tokenizer, ())
         make = self._plan_with_prompt if add_generation_prompt else self._plan_without_prompt
+        if variables:
+            check_messages(messages)
+            return self._plan_in_full(messages, make, variables).ids(self._tokenizer, ())
         plan, contents = self._planned(messages, make)
         return plan.ids(self._tokenizer, contents)
 
@@ -118,9 +154,7 @@ class JinjaTemplate:
         plan, contents = self._planned(messages, self._plan_of_answers)
         return plan.spans(self._tokenizer, contents)
 
-    def _planned(
-        self, messages: Sequence[Message], make: Callable[[_Views, str], PromptPlan]
-    ) -> tuple[PromptPlan, Sequence[str]]:
+    def _planned(self, messages: Sequence[Message], make: _MakePlan) -> tuple[PromptPlan, Sequence[str]]:
         """A plan for these messages, and the contents that it still lacks."""
         check_messages(messages)
         contents = contents_of(messages)
@@ -136,39 +170,57 @@ class JinjaTemplate:
             return self._plan_in_full(messages, make), ()
         return plan, contents
 
-    def _learn(
-        self, messages: Sequence[Message], contents: Sequence[str], make: Callable[[_Views, str], PromptPlan]
-    ) -> PromptPlan | None:
+    def _learn(self, messages: Sequence[Message], contents: Sequence[str], make: _MakePlan) -> PromptPlan | None:
         """The plan for all conversations with these roles; None if it does not reproduce this one."""
         views: _Views = [
             {"role": message["role"], "content": chr(_PLACEHOLDER + i)} for i, message in enumerate(messages)
         ]
-        plan = make(views, "")
+        plan = make(views, {}, "")
         full = self._plan_in_full(messages, make)
         same = plan.spans(self._tokenizer, contents) == full.spans(self._tokenizer, ())
         return plan if same else None
 
-    def _plan_in_full(self, messages: Sequence[Message], make: Callable[[_Views, str], PromptPlan]) -> PromptPlan:
-        breaker = _unused_character([*_strings(messages), self.source])
+    def _plan_in_full(
+        self, messages: Sequence[Message], make: _MakePlan, variables: Variables | None = None
+    ) -> PromptPlan:
+        variables = variables or {}
+        if _depth([messages, variables]) > _MOST_DEPTH:
+            raise UsageError(f"messages: a tool or a variable is nested deeper than {_MOST_DEPTH} levels; flatten it")
+        breaker = _unused_character([*_strings(messages), *_strings(variables), self.source])
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages
         ]
-        return make(views, breaker)
+        return make(views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker)
 
-    def _plan_with_prompt(self, views: _Views, breaker: str) -> PromptPlan:
-        return self._specials.plan(self._text(views, True), breaker, [])
+    def _plan_with_prompt(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
+        return self._specials.plan(self._text(views, True, variables), breaker, [])
 
-    def _plan_without_prompt(self, views: _Views, breaker: str) -> PromptPlan:
-        return self._specials.plan(self._text(views, False), breaker, [])
+    def _plan_without_prompt(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
+        return self._specials.plan(self._text(views, False, variables), breaker, [])
 
-    def _plan_of_answers(self, views: _Views, breaker: str) -> PromptPlan:
+    def _plan_to_continue(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
+        """The plan of a conversation up to the end of the last message's content, which a mark shows."""
+        content = views[-1]["content"]
+        mark = _unused_character([*_strings(views), *_strings(variables), self.source])
+        text = self._text([*views[:-1], {**views[-1], "content": content + mark}], False, variables)
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            before, found, _ = text.rpartition(_escaped(mark))
+        if not found:
+            raise UsageError(
+                f"continue_final_message: {self._name}: the chat template does not write the last message; leave "
+                "continue_final_message out"
+            )
+        return self._specials.plan(before, breaker, [])
+
+    def _plan_of_answers(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
         """The plan of a whole conversation, with the answers marked.
 
         An answer reaches from where the prompt for it ends to the first stop token; if a template has no stop token
         there, to where the conversation up to it ends.
         """
-        text = self._text(views, False)
+        text = self._text(views, False, variables)
         starts = {
             i: len(self._beginning(text, views, i)) for i, view in enumerate(views) if view["role"] == "assistant"
         }
@@ -176,7 +228,7 @@ class JinjaTemplate:
         answers: list[tuple[int, int]] = []
         unfinished = False
         for i, start in starts.items():
-            through = self._text(views[: i + 1], False)
+            through = self._text(views[: i + 1], False, {})
             limit = len(through) if text.startswith(through) else None
             following = [other for other in starts.values() if other > start]
             bound = limit if limit is not None else min(following, default=len(text))
@@ -195,7 +247,7 @@ class JinjaTemplate:
         return PromptPlan((*plan.items, SpecialToken(self._end_id, answer=True)))
 
     def _beginning(self, text: str, views: _Views, index: int) -> str:
-        prompt = self._text(views[:index], True)
+        prompt = self._text(views[:index], True, {})
         if not text.startswith(prompt):
             raise self._rewritten(index)
         return prompt
@@ -206,17 +258,12 @@ class JinjaTemplate:
             "end, so its tokens cannot be told from the rest; split the conversation there"
         )
 
-    def _text(self, views: _Views, add_generation_prompt: bool) -> str:
-        limit = _LIMIT + 8 * sum(map(len, _strings(views)))
+    def _text(self, views: _Views, add_generation_prompt: bool, variables: Variables) -> str:
+        limit = _LIMIT + 8 * sum(map(len, [*_strings(views), *_strings(variables)]))
+        given = {"tools": None, "documents": None, **self._variables, **variables}
         chunks: list[str] = []
         try:
-            for chunk in self._template.generate(
-                messages=views,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._variables,
-            ):
+            for chunk in self._template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
                 chunks.append(chunk)
                 limit -= len(chunk)
                 if limit < 0:
@@ -344,6 +391,19 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [text for item in value for text in _strings(item)]
     return []
+
+
+def _depth(value: Any) -> int:
+    """Levels of nested lists and objects, counted without recursion."""
+    depth, level = 0, [value]
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, (Mapping, list, tuple))
+        for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+    ]:
+        depth += 1
+    return depth
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,235 @@
+"""Tool calls between `<tool_call>` and `</tool_call>`: Qwen2.5 and Qwen3, and GLM-4.5 and later.
+
+An answer may hold text and several calls. The checkpoint's Jinja template writes the tools and the calls of the past.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from warpbus.models.templates.base import Message, Variables
+from warpbus.models.templates.dialect import (
+    LONGEST_CALL,
+    Tool,
+    ToolCall,
+    Turn,
+    arguments_grammar,
+    as_json,
+    names_of,
+    no_constant,
+    openai_messages,
+    openai_tools,
+)
+
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_SPACE = " \t\r\n"
+
+
+class TaggedCallStream:
+    """Splits an answer whose calls are between tags; see `AnswerStream`.
+
+    Whitespace before a call, and between calls, belongs to neither text nor call.
+
+    Args:
+        read: the call that a text between the tags is; None if it is none.
+        calls: tools may be called; otherwise all of the answer is text.
+    """
+
+    def __init__(self, read: Callable[[str], ToolCall | None], *, calls: bool) -> None:
+        self._read = read
+        self._calls = calls
+        self._held = ""  # whitespace, and text that may begin a tag; or a call so far, without its opening tag
+        self._inside = False
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """See `AnswerStream.push`."""
+        if not self._calls:
+            return text, []
+        self._held += text
+        shown, calls = "", []
+        while True:
+            tag = _CLOSING if self._inside else _OPENING
+            before, found, after = self._held.partition(tag)
+            if not found:
+                break
+            self._held = after
+            if not self._inside:
+                shown += before.rstrip(_SPACE)
+                self._inside = True
+                continue
+            self._inside = False
+            call = self._read(before)
+            if call is None:
+                shown += f"{_OPENING}{before}{_CLOSING}"
+            else:
+                calls.append(call)
+        if not self._inside:
+            keep = len(self._held) - len(_certain(self._held))
+            at = len(self._held) - keep
+            shown, self._held = shown + self._held[:at], self._held[at:]
+        elif len(self._held) > LONGEST_CALL:
+            shown, self._held, self._inside = shown + _OPENING + self._held, "", False
+        return shown, calls
+
+    def turn(self) -> tuple[str, list[ToolCall]]:
+        """See `AnswerStream.turn`."""
+        return self.flush()
+
+    def flush(self) -> tuple[str, list[ToolCall]]:
+        """See `AnswerStream.flush`: a call without its end remains text."""
+        held = _OPENING + self._held if self._inside else self._held
+        self._held, self._inside = "", False
+        return held, []
+
+
+def _certain(text: str) -> str:
+    """The beginning of a text that no later text can make a tag, or whitespace before one."""
+    begun = next((size for size in range(len(_OPENING) - 1, 0, -1) if text.endswith(_OPENING[:size])), 0)
+    return text[: len(text) - begun].rstrip(_SPACE)
+
+
+class _TaggedTools:
+    """What the two dialects share: tools are declared by the template, and calls are between tags."""
+
+    def render_tools(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
+        """See `ToolDialect.render_tools`."""
+        return openai_messages(turns)
+
+    def variables(self, tools: Sequence[Tool]) -> Variables:
+        """See `ToolDialect.variables`."""
+        return {"tools": openai_tools(tools)} if tools else {}
+
+    def stream(self, tools: Sequence[Tool]) -> TaggedCallStream:
+        """See `ToolDialect.stream`."""
+        return TaggedCallStream(lambda text: self.read(text, tools), calls=bool(tools))
+
+    def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
+        """The call that a text between the tags is; None if it is not exactly that."""
+        raise NotImplementedError
+
+    def rules(self, tool: Tool, name: str) -> list[str]:
+        """The rules of a grammar, the first of them called `name`, of a call of the tool, behind its opening tag."""
+        raise NotImplementedError
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool = False) -> str:
+        """See `ToolDialect.grammar`."""
+        more = r' ("\n" call)*' if several else ""
+        return "\n".join([f"start: call{more}", f'call: "{_OPENING}" body', *self._bodies(tools)])
+
+    def free_grammar(self, tools: Sequence[Tool]) -> str | None:
+        """See `ToolDialect.free_grammar`."""
+        head = ["start: (head body)* tail?", f'head[suffix="{_OPENING}"]: /(?s:.*)/', "tail: TEXT"]
+        text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){_OPENING}(?s:.*)/"
+        return "\n".join([*head, text, *self._bodies(tools)])
+
+    def _bodies(self, tools: Sequence[Tool]) -> list[str]:
+        names = [f"tool{i}" for i in range(len(tools))]
+        rules = [rule for tool, name in zip(tools, names, strict=True) for rule in self.rules(tool, name)]
+        return [f"body: {' | '.join(names)}", *rules]
+
+
+class JsonTagTools(_TaggedTools):
+    """Qwen2.5 and Qwen3: a JSON object with `name` and `arguments` between the tags, as in Hermes 2 Pro."""
+
+    def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
+        """See `_TaggedTools.read`."""
+        try:
+            # Models write line feeds into strings, where JSON has none.
+            found = json.loads(text, parse_constant=no_constant, strict=False)
+            name, arguments = str(found["name"]), found["arguments"]
+            written = as_json(arguments)
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return None
+        return ToolCall(name, written) if isinstance(arguments, dict) and name in names_of(tools) else None
+
+    def rules(self, tool: Tool, name: str) -> list[str]:
+        """See `_TaggedTools.rules`."""
+        head = json.dumps(f'\n{{"name": {json.dumps(tool["name"])}, "arguments": ')
+        return [f'{name}: {head} {arguments_grammar(tool)} "}}\\n{_CLOSING}"']
+
+
+class ArgumentTagTools(_TaggedTools):
+    """GLM-4.5 and later: the tool's name, then `<arg_key>` and `<arg_value>` for each argument.
+
+    Values of parameters of the type string are texts as they are, all others JSON. Line feeds between the tags are
+    optional: GLM-4.7 writes none.
+    """
+
+    def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
+        """See `_TaggedTools.read`."""
+        name, tag, rest = text.partition("<arg_key>")
+        name, rest = name.strip(), tag + rest
+        tool = next((tool for tool in tools if tool["name"] == name), None)
+        if tool is None:
+            return None
+        properties = _properties(tool)
+        arguments: dict[str, Any] = {}
+        at = 0
+        while (pair := _PAIR.match(rest, at)) is not None:
+            key, value = pair[1].strip(), pair[2]
+            if key in arguments:
+                return None
+            arguments[key] = _value(value, properties.get(key))
+            at = pair.end()
+        if rest[at:].strip():
+            return None
+        try:
+            return ToolCall(name, as_json(arguments))
+        except (ValueError, RecursionError):
+            return None
+
+    def rules(self, tool: Tool, name: str) -> list[str]:
+        """See `_TaggedTools.rules`.
+
+        A call has the required parameters in their order, then some of the others in theirs; a value matches its
+        schema, except that texts have no limits of length or form but `enum`.
+        """
+        properties = _properties(tool)
+        required = [key for key in (tool.get("parameters") or {}).get("required") or () if key in properties]
+        keys = [*required, *(key for key in properties if key not in required)]
+        parts = [json.dumps(tool["name"]) + ' "\\n"?']
+        rules = []
+        for i, key in enumerate(keys):
+            begin = json.dumps(f"<arg_key>{key}</arg_key>")
+            value, own = _value_rules(properties[key], f"{name}v{i}")
+            pair = f'{begin} "\\n"? "<arg_value>" {value} "\\n"?'
+            parts.append(pair if key in required else f"({pair})?")
+            rules += own
+        return [f'{name}: {" ".join(parts)} "{_CLOSING}"', *rules]
+
+
+def _properties(tool: Tool) -> dict[str, Any]:
+    found = (tool.get("parameters") or {}).get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, dict) and (
+        schema.get("type") == "string"
+        or ("type" not in schema and bool(schema.get("enum")) and all(isinstance(one, str) for one in schema["enum"]))
+    )
+
+
+def _value(text: str, schema: Any) -> Any:
+    """The value of an argument: a text as it is if its schema says so, otherwise JSON, or a text that is no JSON."""
+    if _is_text(schema):
+        return text
+    try:
+        return json.loads(text, parse_constant=no_constant, strict=False)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _value_rules(schema: Any, name: str) -> tuple[str, list[str]]:
+    """The part of a grammar for a value and its closing tag, and the further rules that it needs."""
+    closing = "</arg_value>"
+    if not _is_text(schema):
+        return f'{arguments_grammar({"parameters": schema if isinstance(schema, dict) else {}})} "{closing}"', []
+    texts = schema.get("enum")
+    if texts:
+        return f'({" | ".join(json.dumps(text, ensure_ascii=False) for text in texts)}) "{closing}"', []
+    return name, [f'{name}[suffix="{closing}"]: /(?s:.*)/']

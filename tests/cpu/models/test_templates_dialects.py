@@ -1,0 +1,281 @@
+"""Tools of Qwen, GLM-4.5 and Llama 3: prompts by their Jinja templates, calls in answers, grammars."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_files import write_byte_level
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from warpbus.errors import UsageError
+from warpbus.models.templates import JinjaTemplate
+from warpbus.models.templates.tools import (
+    ArgumentTagTools,
+    JsonTagTools,
+    LlamaTools,
+    ToolCall,
+    Turn,
+    find_dialect,
+)
+from warpbus.models.tokenizers import load_tokenizer
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "天气 <|user|>",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["C", "F"]},
+            "more": {"type": "object"},
+        },
+        "required": ["city"],
+    },
+}
+TIME = {"name": "get_time"}
+TOOLS = [WEATHER, TIME]
+QWEN, GLM, LLAMA = JsonTagTools(), ArgumentTagTools(), LlamaTools()
+
+# Templates that use what those of the three families use; written for this test.
+QWEN_SOURCE = (
+    "{%- if tools %}<|system|>tools:{%- for tool in tools %}{{ '\n' + (tool | tojson) }}{%- endfor %}"
+    " call in <tool_call>: name, arguments\n{%- endif %}"
+    "{%- for message in messages %}<|{{ 'observation' if message.role == 'tool' else message.role }}|>"
+    "{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{%- endif %}"
+    "{{ message.content }}{%- for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{%- endfor %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>"
+    "{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{%- endif %}{%- endif %}"
+)
+GLM_SOURCE = (
+    "[gMASK]<sop>{%- if tools %}<|system|>\n{% for tool in tools %}{{ tool | tojson(ensure_ascii=False) }}\n"
+    "{% endfor %}"
+    "<tool_call>name <arg_key>k</arg_key>{%- endif %}"
+    "{%- for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+    "{%- for tc in m.tool_calls or [] %}\n<tool_call>{{ tc.function.name }}\n"
+    "{% for k, v in tc.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>\n{% endfor %}</tool_call>"
+    "{%- endfor %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+)
+LLAMA_SOURCE = (
+    "{%- if tools is not none %}<|system|>Environment: ipython\n{%- for t in tools %}{{ t | tojson(indent=4) }}"
+    "{%- endfor %}{%- endif %}{%- for message in messages %}{%- if 'tool_calls' in message %}"
+    "{%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{%- endif %}"
+    '{%- set call = message.tool_calls[0].function %}<|assistant|>{"name": "{{ call.name }}", "parameters": '
+    "{{ call.arguments | tojson }}}{%- else %}<|{{ 'observation' if message.role == 'tool' else message.role }}|>"
+    "{{ message.content | trim }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+)
+CALL = ToolCall("get_weather", '{"city": "北京 \\"x\\"", "days": 2, "more": {"a": [1, null]}}')
+TURNS = [
+    Turn("system", "简短"),
+    Turn("user", "北京？ <|assistant|>"),
+    Turn("assistant", "", (CALL,), reasoning="想"),
+    Turn("tool", '{"晴": "<|user|>"}'),
+]
+
+
+def template_of(tmp_path, source):
+    tokenizer = load_tokenizer(write_byte_level(tmp_path))
+    return tokenizer, JinjaTemplate(source, tokenizer, name="own", variables={}, stop_ids=(), end_id=None)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"), [(QWEN_SOURCE, JsonTagTools), (GLM_SOURCE, ArgumentTagTools), (LLAMA_SOURCE, LlamaTools)]
+)
+def test_prompts_are_those_of_the_template(tmp_path, source, kind):
+    tokenizer, template = template_of(tmp_path, source)
+    dialect = find_dialect(template)
+    assert type(dialect) is kind
+    arguments = json.loads(CALL.arguments)
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
+    call = {"type": "function", "function": {"name": CALL.name, "arguments": arguments}}
+    conversation = [
+        {"role": "system", "content": "简短"},
+        {"role": "user", "content": "北京？ @assistant@"},
+        {"role": "assistant", "content": "", "reasoning_content": "想", "tool_calls": [call]},
+        {"role": "tool", "content": '{"晴": "@user@"}'},
+    ]
+    tools[0] = {"type": "function", "function": {**WEATHER, "description": "天气 @user@"}}
+    [[expected], _] = render_jinja_template(
+        [conversation], tools=tools, chat_template=source, add_generation_prompt=True
+    )
+    ids = template.render(dialect.render_tools(TURNS, TOOLS), variables=dialect.variables(TOOLS))
+    shown = {number: text.encode() for text, number in tokenizer.special_ids.items()}
+    text = b"".join(shown.get(i) or tokenizer.token_bytes(i) for i in ids).decode()
+    assert text == expected.replace("@user@", "<|user|>").replace("@assistant@", "<|assistant|>")
+    # Special tokens come from the template alone: those in contents and tools are text.
+    assert ids.count(tokenizer.special_ids["<|user|>"]) == 1
+
+
+def test_without_tools_the_template_gets_none(tmp_path):
+    tokenizer, template = template_of(tmp_path, LLAMA_SOURCE)
+    messages = LLAMA.render_tools([Turn("user", "u")], [])
+    assert LLAMA.variables([]) == {}
+    special = tokenizer.special_ids
+    assert template.render(messages) == [special["<|user|>"], *tokenizer.encode("u"), special["<|assistant|>"]]
+
+
+def test_what_the_template_refuses_is_the_requests_fault(tmp_path):
+    _, template = template_of(tmp_path, LLAMA_SOURCE)
+    turns = [Turn("user", "u"), Turn("assistant", "", (CALL, CALL))]
+    with pytest.raises(UsageError, match="one call at once"):
+        template.render(LLAMA.render_tools(turns, TOOLS), variables=LLAMA.variables(TOOLS))
+
+
+def test_a_template_without_tools_or_of_another_form_has_no_dialect(tmp_path):
+    for source in ("{{ messages[0].content }}", QWEN_SOURCE.replace("<tool_call>", "<call>"), "tools <function= "):
+        assert find_dialect(template_of(tmp_path, source)[1]) is None
+
+
+def split(dialect, text, size, tools=TOOLS):
+    stream = dialect.stream(tools)
+    pieces = [stream.push(text[at : at + size]) for at in range(0, len(text), size)]
+    pieces.append(stream.flush())
+    return "".join(shown for shown, _ in pieces), [call for _, calls in pieces for call in calls]
+
+
+QWEN_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "北京"}}\n</tool_call>'
+GLM_CALL = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>北京</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
+LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "北京"}}'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("dialect", "text", "shown", "calls"),
+    [
+        (QWEN, QWEN_CALL, "", [("get_weather", {"city": "北京"})]),
+        (
+            QWEN,
+            f'好 < 的。\n\n{QWEN_CALL}\n<tool_call>\n{{"name": "get_time", "arguments": {{}}}}\n</tool_call>\n完',
+            "好 < 的。\n完",
+            [("get_weather", {"city": "北京"}), ("get_time", {})],
+        ),
+        (
+            QWEN,
+            '<tool_call>{"arguments": {"city": "a\n"}, "name": "get_weather"}</tool_call>',
+            "",
+            [("get_weather", {"city": "a\n"})],
+        ),
+        (GLM, f"\n{GLM_CALL}", "", [("get_weather", {"city": "北京", "days": 2})]),
+        (
+            GLM,
+            "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12</arg_value><arg_key>unit</arg_key>"
+            '<arg_value>C</arg_value><arg_key>more</arg_key><arg_value>{"a": true}</arg_value><arg_key>other</arg_key>'
+            "<arg_value>plain text</arg_value></tool_call>",
+            "",
+            [("get_weather", {"city": "12", "unit": "C", "more": {"a": True}, "other": "plain text"})],
+        ),
+        (GLM, "<tool_call>get_time\n</tool_call>", "", [("get_time", {})]),
+        (LLAMA, f" {LLAMA_CALL}", "", [("get_weather", {"city": "北京"})]),
+        (
+            LLAMA,
+            f'{LLAMA_CALL}; {{"type": "function", "name": "get_time", "parameters": {{}}}}',
+            "",
+            [("get_weather", {"city": "北京"}), ("get_time", {})],
+        ),
+    ],
+)
+def test_calls_are_read(dialect, text, shown, calls, size):
+    found, read = split(dialect, text, size)
+    assert [(call.name, json.loads(call.arguments)) for call in read] == calls
+    assert found == shown
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (QWEN, '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+        (QWEN, '<tool_call>{"name": "get_time", "arguments": []}</tool_call>'),
+        (QWEN, '<tool_call>{"name": "get_time", "arguments": {"a": NaN}}</tool_call>'),
+        (QWEN, '<tool_call>{"name": "get_time"}</tool_call>'),
+        (QWEN, '<tool_call>{"name": ["get_time"], "arguments": {}}</tool_call>'),
+        (QWEN, "<tool_call>[" + "[" * 5000 + "</tool_call>"),
+        (QWEN, '<tool_call>\n{"name": "get_time", "arguments": {}}\n'),
+        (QWEN, "a <tool_cal"),
+        (GLM, "<tool_call>other\n</tool_call>"),
+        (GLM, "<tool_call>get_time and more</tool_call>"),
+        (GLM, "<tool_call>get_time\n<arg_key>a</arg_key></tool_call>"),
+        (
+            GLM,
+            "<tool_call>get_time<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2"
+            "</arg_value></tool_call>",
+        ),
+        (LLAMA, '{"name": "other", "parameters": {}}'),
+        (LLAMA, LLAMA_CALL + " and more"),
+        (LLAMA, '{"name": "get_time", "parameters": {}, "x": 1}'),
+        (LLAMA, '{"city": 1}'),
+        (LLAMA, f"I call {LLAMA_CALL}"),
+        (LLAMA, "{" * 70_000),
+    ],
+)
+def test_text_that_is_not_exactly_a_call_remains_text(dialect, text, size):
+    assert split(dialect, text, size) == (text, [])
+
+
+@pytest.mark.parametrize("dialect", [QWEN, GLM, LLAMA])
+@given(text=st.text(st.sampled_from("<tool_call>/ \n{}x"), max_size=60), size=st.integers(1, 5))
+def test_without_a_call_no_text_is_lost(dialect, text, size):
+    if "<tool_call>" not in text:
+        assert split(dialect, text, size) == (text, [])
+    assert split(dialect, text, size, tools=[]) == (text, [])
+
+
+def test_text_is_shown_as_soon_as_it_cannot_be_a_call():
+    stream = QWEN.stream(TOOLS)
+    assert [stream.push(char)[0] for char in "a <tb"] == ["a", "", "", "", " <tb"]
+    stream = LLAMA.stream(TOOLS)
+    assert [stream.push(char)[0] for char in " ab"] == ["", " a", "b"]
+
+
+def accepted(grammar, text):
+    llguidance = pytest.importorskip("llguidance")
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "allowed"),
+    [
+        (QWEN, QWEN_CALL, True),
+        (QWEN, QWEN_CALL.replace("city", "days"), False),
+        (QWEN, QWEN_CALL.replace("get_weather", "other"), False),
+        (QWEN, "text", False),
+        (GLM, GLM_CALL, True),
+        (GLM, GLM_CALL.replace("\n", ""), True),
+        (GLM, GLM_CALL.replace(">2<", ">two<"), False),
+        (GLM, "<tool_call>get_weather\n</tool_call>", False),
+        (GLM, "<tool_call>get_time</tool_call>", True),
+        (GLM, GLM_CALL.replace("days", "unit").replace(">2<", ">C<"), True),
+        (GLM, GLM_CALL.replace("days", "unit").replace(">2<", ">K<"), False),
+        (LLAMA, LLAMA_CALL, True),
+        (LLAMA, LLAMA_CALL.replace("city", "days"), False),
+    ],
+)
+def test_a_forced_call_is_one_that_can_be_read(dialect, text, allowed):
+    assert accepted(dialect.grammar(TOOLS), text) == allowed
+    if allowed:
+        assert len(split(dialect, text, 1000)[1]) == 1
+    both = f"{text}\n{text}"
+    assert not accepted(dialect.grammar(TOOLS), both)
+    assert accepted(dialect.grammar(TOOLS, several=True), both) == (allowed and dialect is not LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "call"), [(QWEN, QWEN_CALL), (GLM, GLM_CALL), (LLAMA, LLAMA_CALL)], ids=["qwen", "glm", "llama"]
+)
+def test_free_text_and_strict_calls(dialect, call):
+    grammar = dialect.free_grammar(TOOLS)
+    assert accepted(grammar, "a < b, and nothing to call")
+    assert accepted(grammar, call)
+    assert not accepted(grammar, call.replace("city", "days"))
+    if dialect is not LLAMA:
+        assert accepted(grammar, f"first this\n{call}\n{call} and then that")
+        assert not accepted(grammar, f"first this\n{call.replace('city', 'days')}")
