@@ -409,7 +409,7 @@ def _launch_fit_scales(
     scale_dtype: torch.dtype,
     changes: Tensor,
 ) -> None:
-    size = len(members)
+    size = members.shape[-1]
     if size > LARGEST_BLOCK:
         # One group a row: products of whole matrices, which torch's operators are good at.
         reference.fit_scales(gradient, centred, members, corner, scales, scale_dtype, changes)
