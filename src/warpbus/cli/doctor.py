@@ -32,7 +32,7 @@ EXTRAS = {
     "test": (
         "make test",
         (
-            *("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil"),
+            *("pytest", "pytest-xdist", "hypothesis", "transformers", "compressed-tensors", "psutil"),
             *("scikit-learn", "openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
         ),
     ),
