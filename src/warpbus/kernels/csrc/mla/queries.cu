@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMEN
 }
 
 // The kernel ahead may write q, latent, positions and slots: not __restrict__ (see ptx::griddepcontrol_wait).
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     mla_queries(const ELEMENT* q, const ELEMENT* latent, const ELEMENT* __restrict__ norm,
                 const ELEMENT* __restrict__ kv_b, const float* table, const int* positions, const long long* slots,
                 ELEMENT* latents, ELEMENT* out, long long latent_stride, long long head_stride, long long block_stride,

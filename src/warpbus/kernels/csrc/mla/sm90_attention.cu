@@ -91,8 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   int inputs_ready, float scale) {
     extern __shared__ __align__(1024) unsigned char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
-    // By a shuffle, so that the compiler knows that a warp has one number: descriptors are computed once for it.
-    const int warp = __shfl_sync(kAll, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = warp / 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
     const long long row = blockIdx.z;
     const int first_head = blockIdx.y * tile_heads;
     const int head_count = min(tile_heads, heads - first_head);
