@@ -213,7 +213,7 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> 
                 )
         scheme = _scheme(schemes, sources).fitting(expected[1])
         rows, dtype = tuple(shape[0] for shape in shapes), checkpoint.dtype(sources[0])
-        mlp = config.layers[index].mlp
+        mlp = config.all_layers[index].mlp
         experts = mlp.router.experts if spec.expert is not None and isinstance(mlp, MoESpec) else 1
         found.append(Matrix(index, spec.name, sources, rows, expected[1], dtype, scheme, experts))
     return found
