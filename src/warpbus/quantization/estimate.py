@@ -288,7 +288,7 @@ def _seconds(
     flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
     for matrix in plan.matrices:
         rows, columns = sum(matrix.rows), matrix.columns
-        layer = plan.config.layers[matrix.layer]
+        layer = plan.config.all_layers[matrix.layer]
         spec = layer.matrix(matrix.linear)
         routed = calibrated = float(tokens)
         if spec.expert is not None and isinstance(layer.mlp, MoESpec):
