@@ -79,18 +79,13 @@ class DecoderLayer(nn.Module):
         positions_bt: Tensor,
         angles: tuple[Tensor, Tensor],
         context: AttentionContext,
-        tokens: Tensor | None = None,
     ) -> Tensor:
-        """The input of the matrices that read a stage.
+        """The input of the matrices that read a stage, `[batch, tokens, features]`.
 
         Args:
             stage: one of `LayerSpec.stages`.
             x_btd: the input of the stage's sublayer.
             layer, positions_bt, angles, context: as `forward`.
-            tokens: the tokens that enter an expert's stage, int64 `[n]` of the flattened `[batch, tokens]`.
-
-        Returns:
-            `[batch, tokens, features]`; `[n, features]` for an expert's stage.
         """
         if stage == "attention.normed":
             return self.attention_norm(x_btd)
@@ -99,8 +94,11 @@ class DecoderLayer(nn.Module):
         if stage.startswith("attention."):
             assert isinstance(self.attention, LatentAttention)
             return self.attention.latent(stage, x_btd, self.attention_norm)
+        return self.enter_mlp(stage, x_btd)
+
+    def enter_mlp(self, stage: str, x: Tensor) -> Tensor:
+        """As `enter`, for a stage of the MLP sublayer: `[..., features]` from its input x `[..., hidden]`."""
         branch, _, what = stage.rpartition(".")
-        x = x_btd if tokens is None else x_btd.flatten(0, -2)[tokens]
         if what == "normed":
             return self.mlp_norm(x)
         mlp = self.get_submodule(branch)

@@ -27,7 +27,7 @@ from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.methods import EXPERT_SQUARES, SOLVE_ROWS, solved_at_once
 from warpbus.quantization.preflight import Matrix, Plan
 from warpbus.quantization.report import LEAST_TOKENS
-from warpbus.quantization.states import COMPARED_TOKENS
+from warpbus.quantization.states import COMPARED_TOKENS, ROUTED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
 
@@ -168,7 +168,8 @@ def estimate(
 
     def made(*, keep: bool) -> QuantizationEstimate:
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
-        working = _working_memory(plan, needed, at_once, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
+        together = max(batch_tokens, ROUTED_TOKENS[kind] if plan.config.has_experts else 0)
+        working = _working_memory(plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep)
         waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
         for rank, place in enumerate(places if kind == "cuda" else ()):

@@ -28,7 +28,7 @@ from warpbus.quantization.folding import divide_preceding, fold_shared
 from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import LEAST_TOKENS, LayerResult
-from warpbus.quantization.states import States
+from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -42,6 +42,10 @@ not divided, since what precedes was rounded to the dtype that it is stored in."
 
 SolveAlike = Callable[[Sequence[str], Sequence[Statistics]], Sequence[Tensor | None]]
 """The same for matrices of several experts, of one shape and scheme."""
+
+_Inputs = tuple[int, Tensor, Tensor | None]
+"""What enters a stage: the share of all tokens, `[tokens, features]`, and the same of the first of these tokens in the
+unquantized layer."""
 
 FoldNorm = Callable[[str], None]
 """Called with the name of a norm that several parameters read, before the first matrix that reads it is solved. It may
@@ -103,6 +107,8 @@ class LayerQuantization:
         self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
         self._routed: list[int] = []  # calibration tokens per expert
+        self._tokens: list[RoutedTokens] = []  # of this process, while they are in a mixture of experts
+        self._counts: list[list[list[int]]] = []  # of each of them
         self._visited: set[str] = set()  # norms that several parameters read
 
     def quantize(self, method: "Method") -> None:
@@ -226,23 +232,10 @@ class LayerQuantization:
                 or, if these are fewer than `LEAST_TOKENS`, of all tokens, each weighted by the router's score.
         """
         collector, expert = self._collector(stage, needed), self.layer.spec.reading(stage)[0].expert
-        for state in self._states:
-            tokens = weights = None
-            if expert is not None and not every_token:
-                if self._routed[expert] < LEAST_TOKENS:
-                    tokens, weights = state.weighted(expert)
-                else:
-                    tokens = state.of_expert(expert)
-            x, original = self._entering(self.layer, stage, state.x, state, tokens), None
-            if DRIFT in needed and self._unquantized is not None and state.original is not None:
-                original = self._entering(self._unquantized, stage, state.original, state, tokens)
-            if weights is not None:
-                root = weights.sqrt()  # of the weight of a product x x^T
-                x, original = x * root, None if original is None else original * root
-            if tokens is None:
-                x, original = state.tokens(x), None if original is None else state.tokens(original)
+        inputs = self._every_token(stage, needed) if expert is None or every_token else self._of_expert(stage, needed)
+        for share, x, original in inputs:
             self.watch.lap("forward")
-            collector.add(x, original, share=state.share)
+            collector.add(x, original, share=share)
             self.watch.lap("statistics")
         statistics = collector.total()
         self.watch.lap("communication")
@@ -306,20 +299,23 @@ class LayerQuantization:
         layer are also those of the expert in the unquantized one.
         """
         assert isinstance(self.layer.mlp, MoE)
-        counts = torch.zeros(self.layer.mlp.router.spec.experts, dtype=torch.int64, device=self.group.device)
-        for state in self._states:
-            state.routing = self.layer.route(state.x)
-            counts += state.counts()
-        self._routed = self.group.sum(counts).tolist()
+        self._tokens = routed(self._states, self.layer.route, ROUTED_TOKENS[self.group.device.type])
+        # A process without tokens has counts of zero.
+        experts = self.layer.mlp.router.spec.experts
+        none = torch.zeros(2, experts, dtype=torch.int64, device=self.group.device)
+        counts = torch.stack([none, *(tokens.counts() for tokens in self._tokens)])
+        self._counts = counts[1:].tolist()
+        self._routed = self.group.sum(counts[:, 0].sum(0)).tolist()
         for stages in zip(*branches, strict=True):
             self._fold_before(stages[0], fold_norm)
             for chunk in self._chunks(stages, at_once):
                 solve(list(chunk), [self.inputs(stage, self._needed) for stage in chunk.values()])
-        for state in self._states:
-            state.routing = None
-            if self._unquantized is not None and state.original is not None:
-                state.original = self._unquantized.feed_forward(state.original)
-            state.x = self.layer.feed_forward(state.x)
+        tokens, self._tokens = self._tokens, []
+        for each in tokens:
+            original = each.original
+            if self._unquantized is not None and original is not None:
+                original = self._unquantized.feed_forward(original)
+            each.move(self.layer.feed_forward(each.x), original)
 
     def _finish(self, sublayer: str, stage: str, solve: Solve) -> None:
         """The same for the last stage of a sublayer; then the states are moved past the sublayer."""
@@ -377,6 +373,36 @@ class LayerQuantization:
             second.experts,
         )
 
+    def _every_token(self, stage: str, needed: frozenset[str]) -> Iterator[_Inputs]:
+        """What enters a stage, of all tokens."""
+        for state in self._states:
+            original = None
+            if DRIFT in needed and self._unquantized is not None and state.original is not None:
+                original = state.tokens(self._entering(self._unquantized, stage, state.original, state))
+            yield state.share, state.tokens(self._entering(self.layer, stage, state.x, state)), original
+
+    def _of_expert(self, stage: str, needed: frozenset[str]) -> Iterator[_Inputs]:
+        """What enters the stage of an expert; see `inputs`."""
+        expert = self.layer.spec.reading(stage)[0].expert
+        assert expert is not None
+        sparse = self._routed[expert] < LEAST_TOKENS
+        for tokens, counts in zip(self._tokens, self._counts, strict=True):
+            weights = None
+            if sparse:
+                own, weights = tokens.weighted(expert)
+                compared = 0 if tokens.original is None else int((own < len(tokens.original)).sum())
+            else:
+                every, seen = counts
+                begin = sum(every[:expert])
+                own, compared = tokens.order[begin : begin + every[expert]], seen[expert]
+            x, original = self.layer.enter_mlp(stage, tokens.x[own]), None
+            if DRIFT in needed and self._unquantized is not None and tokens.original is not None:
+                original = self._unquantized.enter_mlp(stage, tokens.original[own[:compared]])
+            if weights is not None:
+                root = weights.sqrt()  # of the weight of a product x x^T
+                x, original = x * root, None if original is None else original * root[:compared]
+            yield tokens.share, x, original
+
     def _collector(self, stage: str, needed: frozenset[str]) -> Collector:
         readers = self.layer.spec.reading(stage)
         name = f"layers.{self._index}.{readers[0].name}"
@@ -387,11 +413,8 @@ class LayerQuantization:
         changes = [solve(matrix.name, statistics) for matrix in self.layer.spec.reading(stage)]
         return any(change is not None for change in changes)
 
-    def _entering(
-        self, layer: DecoderLayer, stage: str, x: Tensor, state: States, tokens: Tensor | None = None
-    ) -> Tensor:
-        context = self._context(layer, state)
-        return layer.enter(stage, x, self._index, state.positions, state.angles, context, tokens)
+    def _entering(self, layer: DecoderLayer, stage: str, x: Tensor, state: States) -> Tensor:
+        return layer.enter(stage, x, self._index, state.positions, state.angles, self._context(layer, state))
 
     def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
         return layer(x, self._index, state.positions, state.angles, self._context(layer, state))

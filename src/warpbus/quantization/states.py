@@ -1,6 +1,8 @@
 """Calibration data on its way through a decoder, batch by batch: the inputs of the next layer."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +16,10 @@ from warpbus.quantization.calibration import Calibration
 
 COMPARED_TOKENS = 2**17
 """Of more tokens than that the unquantized model sees about half: enough to tell where the inputs have drifted to."""
+
+ROUTED_TOKENS = {"cpu": 0, "cuda": 2**15}
+"""Tokens of a share whose experts are computed together, at most. A GPU would be idle between the products of single
+batches, of which an expert gets few tokens; a CPU takes batch by batch, which needs less memory."""
 
 
 @dataclass
@@ -31,7 +37,6 @@ class States:
         angles: the rotary cosines and sines of these positions.
         context: what each token attends to.
         original_context: the same in the unquantized model, whose indexers may select other tokens.
-        routing: the experts of the tokens, while they are in a mixture of experts.
     """
 
     share: int
@@ -43,36 +48,113 @@ class States:
     angles: tuple[Tensor, Tensor]
     context: CausalAttention = field(default_factory=CausalAttention)
     original_context: CausalAttention = field(default_factory=CausalAttention)
-    routing: Routing | None = None
 
     def tokens(self, x: Tensor) -> Tensor:
         """The rows `[tokens, features]` of `[batch, tokens, features]` that are no padding."""
         return x.flatten(0, 1) if self.real is None else x[self.real]
 
-    def counts(self) -> Tensor:
-        """The tokens per expert that are no padding, int64 `[experts]`."""
-        assert self.routing is not None
-        experts = self.routing.experts if self.real is None else self.routing.experts[self.real.flatten()]
-        return torch.bincount(experts.flatten(), minlength=self.routing.scores.shape[1])
 
-    def of_expert(self, expert: int) -> Tensor:
-        """The numbers of the tokens that are routed to an expert, without padding, int64 `[n]`."""
-        assert self.routing is not None
-        chosen = (self.routing.experts == expert).any(-1)
-        return (chosen if self.real is None else chosen & self.real.flatten()).nonzero()[:, 0]
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens of some batches of a share in a mixture of experts, sorted by the experts that they are routed to.
+
+    Attributes:
+        states: the batches; `x` and `original` of each are views of those here.
+        x: what enters the sublayer, `[n, hidden]`.
+        original: what enters it in the unquantized model, `[m, hidden]`, for the first m tokens; None if it is computed
+            for none of them.
+        real: bool `[n]`, false where there is padding; None where there is none.
+        routing: the experts of the tokens.
+        order: the tokens of the first expert, of the second, ..., without padding, int64, each expert's in their order.
+    """
+
+    states: Sequence[States]
+    x: Tensor
+    original: Tensor | None
+    real: Tensor | None
+    routing: Routing
+    order: Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[States], route: Callable[[Tensor], Routing | None]) -> Self:
+        """Route the tokens of batches of one share; those that the unquantized model sees come first."""
+        x = _joined(states, [state.x for state in states], "x")
+        compared = [state.original for state in states if state.original is not None]
+        original = _joined(states[: len(compared)], compared, "original") if compared else None
+        real = None
+        if any(state.real is not None for state in states):
+            parts = [
+                torch.ones_like(state.ids, dtype=torch.bool) if state.real is None else state.real for state in states
+            ]
+            real = torch.cat([part.flatten().to(x.device) for part in parts])
+        routing = route(x)
+        assert routing is not None
+        chosen = routing.experts
+        if real is not None:
+            chosen = chosen.masked_fill(~real[:, None], routing.scores.shape[1])  # padding goes to the end
+        order = chosen.flatten().argsort(stable=True) // chosen.shape[1]
+        return cls(states, x, original, real, routing, order)
+
+    @property
+    def share(self) -> int:
+        """The share of all tokens that they belong to."""
+        return self.states[0].share
+
+    def counts(self) -> Tensor:
+        """The tokens per expert, and those of them that the unquantized model sees: int64 `[2, experts]`."""
+        compared = 0 if self.original is None else len(self.original)
+        found = []
+        for count in (len(self.x), compared):
+            real = slice(count) if self.real is None else self.real[:count].nonzero()[:, 0]
+            experts = self.routing.experts[:count][real]
+            found.append(torch.bincount(experts.flatten(), minlength=self.routing.scores.shape[1]))
+        return torch.stack(found)
 
     def weighted(self, expert: int) -> tuple[Tensor, Tensor]:
         """All tokens without padding, int64 `[n]`, and how much each counts for an expert, float32 `[n, 1]`.
 
         The weight is the router's score of the expert, divided by its mean.
         """
-        assert self.routing is not None
         scores = self.routing.scores[:, expert]
         tokens = torch.arange(len(scores), device=scores.device)
         if self.real is not None:
-            tokens = tokens[self.real.flatten()]
+            tokens = tokens[self.real]
         own = scores[tokens]
         return tokens, (own / own.mean().clamp_min(torch.finfo(own.dtype).tiny))[:, None]
+
+    def move(self, x: Tensor, original: Tensor | None) -> None:
+        """Put what leaves the sublayer in the place of what entered it, for each batch."""
+        _split(self.states, x, "x")
+        if original is not None:
+            _split(self.states, original, "original")
+
+
+def routed(states: Sequence[States], route: Callable[[Tensor], Routing | None], most: int) -> list[RoutedTokens]:
+    """The tokens of all batches: those of neighbouring batches of one share together, up to `most` tokens."""
+    groups: list[list[States]] = []
+    for state in states:
+        last = groups[-1] if groups else []
+        if last and last[0].share == state.share and sum(other.ids.numel() for other in [*last, state]) <= most:
+            last.append(state)
+        else:
+            groups.append([state])
+    return [RoutedTokens.of(group, route) for group in groups]
+
+
+def _joined(states: Sequence[States], tensors: Sequence[Tensor], name: str) -> Tensor:
+    """One `[tokens, hidden]` of those of batches, which become views of it."""
+    whole = tensors[0].flatten(0, 1) if len(tensors) == 1 else torch.cat([each.flatten(0, 1) for each in tensors])
+    _split(states, whole, name)
+    return whole
+
+
+def _split(states: Sequence[States], whole: Tensor, name: str) -> None:
+    begin = 0
+    for state in states:
+        batch, tokens = state.ids.shape
+        if begin < len(whole):
+            setattr(state, name, whole[begin : begin + batch * tokens].view(batch, tokens, -1))
+        begin += batch * tokens
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ class Collector:
 
         Args:
             x: floating `[tokens, columns]`, what enters the layer.
-            original: the same in the unquantized model. The drift is the mean over the tokens that come with it.
+            original: the same in the unquantized model, of the first tokens. The drift is the mean over these.
             share: what the tokens belong to; shares come in rising order.
         """
         if len(x) == 0:
@@ -88,8 +88,9 @@ class Collector:
             for start, panel in _panels(self._open[MOMENTS], self._columns):
                 _add_product(panel, x[:, start:], x[:, start : start + panel.shape[1]])
         if DRIFT in self._open and original is not None:
-            self._compared += len(x)
-            _add_product(self._open[DRIFT], original - x, x)
+            own = x[: len(original)]
+            self._compared += len(own)
+            _add_product(self._open[DRIFT], original - own, own)
         if MEAN_ABS in self._open:
             self._open[MEAN_ABS] += x.abs().sum(0, dtype=torch.float32)
         if MAX_ABS in self._needed:
