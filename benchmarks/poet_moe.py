@@ -1,19 +1,26 @@
 """What quantization costs a mixture of experts: each algorithm that supports experts, at each scheme.
 
-    python benchmarks/poet_moe.py MODEL [--schemes w4a16-g128 w3a16-g128] [--samples 256] [--limit 200] [--device cuda]
+    python benchmarks/poet_moe.py MODEL [--schemes w4a16-g128 w3a16-g128] [--samples 256 8] [--limit 200]
+        [--device cuda]
 
 MODEL is a trained mixture of experts with the vocabulary of glm-poet (docs/moe.md shows how to train one). Each
 quantized model is compared with MODEL on held-out poems and on questions for the next couplet. The table is Markdown,
-for docs/quantization.md.
+for docs/quantization.md; "few tokens" is the share of the experts that too few calibration tokens reached.
+
+Where too few calibration tokens reach some experts, a row "reached experts only" shows what calibrating all experts is
+worth: the same model, but with those experts rounded to nearest, as quantizers do that skip them.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
 
 from warpbus.cuda.devices import resolve_device
 from warpbus.demo import calibration_path, data_path
@@ -32,6 +39,7 @@ class Run:
 
     Attributes:
         scheme, algorithm: how it was quantized.
+        samples: conversations that it was calibrated on; 0 for none.
         output: its directory.
         sparse: share of the experts that too few calibration tokens reached.
         seconds: wall-clock time of `quantize`.
@@ -39,6 +47,7 @@ class Run:
 
     scheme: str
     algorithm: str
+    samples: int
     output: Path
     sparse: float
     seconds: float
@@ -57,20 +66,50 @@ def algorithms(model: Path, scheme: str) -> list[str]:
     return ["rtn", *calibrated]
 
 
-def quantized(model: Path, directory: Path, scheme: str, algorithm: str, samples: int, device: str) -> Run:
-    """Quantize the model into a new directory below `directory`."""
-    output = directory / f"{scheme}-{algorithm}"
+def quantized(model: Path, directory: Path, scheme: str, algorithm: str, samples: int, device: str) -> list[Run]:
+    """Quantize the model into a new directory below `directory`.
+
+    Returns:
+        the run; and where too few tokens reached some experts, the same with these experts rounded to nearest, for
+        which the run of "rtn" has to be there already.
+    """
+    samples = 0 if algorithm == "rtn" else samples
+    output = directory / f"{scheme}-{algorithm}-{samples}"
     started = time.perf_counter()
     report = quantize(
         model,
         output,
         scheme=scheme,
         algorithm=algorithm,
-        calibration=None if algorithm == "rtn" else calibration_path(),
-        samples=samples,
+        calibration=calibration_path() if samples else None,
+        samples=samples or 1,
         device=device,
     )
-    return Run(scheme, algorithm, output, sparse_share(report), time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    runs = [Run(scheme, algorithm, samples, output, sparse_share(report), seconds)]
+    if runs[0].sparse and not METHODS[algorithm].folds:  # else other experts' norms would not fit
+        only = directory / f"{output.name}-reached"
+        skip_sparse(report, output, directory / f"{scheme}-rtn-0", only)
+        runs.append(replace(runs[0], algorithm=f"{algorithm}, reached experts only", output=only))
+    return runs
+
+
+def skip_sparse(report: Report, calibrated: Path, rounded: Path, output: Path) -> None:
+    """Copy a calibrated model, with the experts that too few tokens reached taken from another of the same scheme."""
+    sparse = tuple(
+        f"model.layers.{layer}.mlp.experts.{expert}."
+        for layer, experts in report.sparse_experts.items()
+        for expert in experts
+    )
+    shutil.copytree(calibrated, output)
+    other, replaced = Checkpoint(rounded), 0
+    for file in sorted(output.glob("*.safetensors")):
+        tensors = load_file(file)
+        own = [name for name in tensors if name.startswith(sparse)]
+        save_file(tensors | {name: other.tensor(name).clone() for name in own}, file, metadata={"format": "pt"})
+        replaced += len(own)
+    if not replaced:
+        raise UsageError(f"{calibrated}: has no tensors {sparse[0]}*: expected those of an expert")
 
 
 def sparse_share(report: Report) -> float:
@@ -83,14 +122,14 @@ def table(runs: Sequence[Run], measured: Sequence[Evaluation]) -> list[str]:
     """The lines of the table; `measured` begins with the original."""
     original, *others = measured
     lines = [
-        "| | scheme | perplexity | KL | same first choice | next couplet | experts with few tokens | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| original | {original.scheme} | {original.perplexity:.2f} | | | {original.accuracy:.1%} | | |",
+        "| | scheme | samples | perplexity | KL | same first choice | next couplet | few tokens | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| original | {original.scheme} | | {original.perplexity:.2f} | | | {original.accuracy:.1%} | | |",
     ]
     for run, found in zip(runs, others, strict=True):
-        few = "" if run.algorithm == "rtn" else f"{run.sparse:.0%}"
+        few, samples = (f"{run.sparse:.0%}", run.samples) if run.samples else ("", "")
         quality = f"{found.perplexity:.2f} | {found.divergence:.4f} | {found.agreement:.1%} | {found.accuracy:.1%}"
-        lines.append(f"| {run.algorithm} | {run.scheme} | {quality} | {few} | {run.seconds:.0f} |")
+        lines.append(f"| {run.algorithm} | {run.scheme} | {samples} | {quality} | {few} | {run.seconds:.0f} |")
     return lines
 
 
@@ -98,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="directory of a trained mixture of experts")
     parser.add_argument("--schemes", nargs="+", default=["w4a16-g128", "w3a16-g128"])
-    parser.add_argument("--samples", type=int, default=256, help="conversations to calibrate on")
+    parser.add_argument("--samples", type=int, nargs="+", default=[256, 8], help="conversations to calibrate on")
     parser.add_argument("--limit", type=int, default=200, help="held-out poems, and questions")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
@@ -106,12 +145,17 @@ def main() -> None:
     device = resolve_device(options.device)
     with tempfile.TemporaryDirectory() as directory:
         runs = [
-            quantized(options.model, Path(directory), scheme, algorithm, options.samples, options.device)
+            run
             for scheme in options.schemes
             for algorithm in algorithms(options.model, scheme)
+            for samples in (options.samples if algorithm != "rtn" else [0])
+            for run in quantized(options.model, Path(directory), scheme, algorithm, samples, options.device)
         ]
         measured = evaluate(
-            [("original", options.model), *((f"{run.scheme} {run.algorithm}", run.output) for run in runs)],
+            [
+                ("original", options.model),
+                *((f"{run.scheme} {run.algorithm} {run.samples}", run.output) for run in runs),
+            ],
             data=data_path("validation.jsonl"),
             questions=data_path("next-verse.jsonl"),
             limit=options.limit,

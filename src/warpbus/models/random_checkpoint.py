@@ -114,6 +114,8 @@ class _RandomParameters:
         if name.endswith("norm.weight"):
             # The mean of the squares is 1, so that the normed activations have a variance of 1.
             return self._normal(*shape).mul_(_NORM_SPREAD).sub_(_NORM_SPREAD**2).exp_()
+        if name.endswith("router.bias"):
+            return torch.zeros(shape, device=self._device)  # of a balanced router, as a trained one is
         if name.endswith("bias"):
             return self._normal(*shape).mul_(_BIAS_STD)
         columns = 1 if name == "embedding.weight" else shape[1]

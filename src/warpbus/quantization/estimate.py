@@ -26,7 +26,7 @@ from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.methods import EXPERT_SQUARES, SOLVE_ROWS, solved_at_once
 from warpbus.quantization.preflight import Matrix, Plan
-from warpbus.quantization.report import LEAST_TOKENS
+from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS, ROUTED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
@@ -294,7 +294,7 @@ def _seconds(
         routed = calibrated = float(tokens)
         if spec.expert is not None and isinstance(layer.mlp, MoESpec):
             routed *= layer.mlp.router.top_k / layer.mlp.router.experts
-            calibrated = routed if routed >= LEAST_TOKENS else calibrated
+            calibrated = routed if routed >= LEAST_TOKENS else min(tokens, FALLBACK_TOKENS)
         # A product takes two operations an element; the original model may run alongside.
         flop["forward"] += 2 * (1 + compared) * routed * rows * columns * most
         if matrix.layer in finished:

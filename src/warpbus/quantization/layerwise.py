@@ -27,7 +27,7 @@ from warpbus.quantization.algorithms.factored import stacked
 from warpbus.quantization.folding import divide_preceding, fold_shared
 from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
-from warpbus.quantization.report import LEAST_TOKENS, LayerResult
+from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
@@ -107,6 +107,7 @@ class LayerQuantization:
         self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
         self._routed: list[int] = []  # calibration tokens per expert
+        self._routed_tokens = 0  # all of them
         self._tokens: list[RoutedTokens] = []  # of this process, while they are in a mixture of experts
         self._counts: list[list[list[int]]] = []  # of each of them
         self._visited: set[str] = set()  # norms that several parameters read
@@ -229,7 +230,8 @@ class LayerQuantization:
             stage: of the layer.
             needed: which statistics.
             every_token: those of all tokens; otherwise an expert's are those of the tokens that the router sends to it,
-                or, if these are fewer than `LEAST_TOKENS`, of all tokens, each weighted by the router's score.
+                or, if these are fewer than `LEAST_TOKENS`, of `FALLBACK_TOKENS` of all tokens, each weighted by the
+                router's score.
         """
         collector, expert = self._collector(stage, needed), self.layer.spec.reading(stage)[0].expert
         inputs = self._every_token(stage, needed) if expert is None or every_token else self._of_expert(stage, needed)
@@ -306,6 +308,7 @@ class LayerQuantization:
         counts = torch.stack([none, *(tokens.counts() for tokens in self._tokens)])
         self._counts = counts[1:].tolist()
         self._routed = self.group.sum(counts[:, 0].sum(0)).tolist()
+        self._routed_tokens = sum(self._routed) // self.layer.mlp.router.spec.top_k
         for stages in zip(*branches, strict=True):
             self._fold_before(stages[0], fold_norm)
             for chunk in self._chunks(stages, at_once):
@@ -386,15 +389,16 @@ class LayerQuantization:
         expert = self.layer.spec.reading(stage)[0].expert
         assert expert is not None
         sparse = self._routed[expert] < LEAST_TOKENS
+        every = -(-self._routed_tokens // FALLBACK_TOKENS)
         for tokens, counts in zip(self._tokens, self._counts, strict=True):
             weights = None
             if sparse:
-                own, weights = tokens.weighted(expert)
+                own, weights = tokens.weighted(expert, every)
                 compared = 0 if tokens.original is None else int((own < len(tokens.original)).sum())
             else:
-                every, seen = counts
-                begin = sum(every[:expert])
-                own, compared = tokens.order[begin : begin + every[expert]], seen[expert]
+                routed_here, seen = counts
+                begin = sum(routed_here[:expert])
+                own, compared = tokens.order[begin : begin + routed_here[expert]], seen[expert]
             x, original = self.layer.enter_mlp(stage, tokens.x[own]), None
             if DRIFT in needed and self._unquantized is not None and tokens.original is not None:
                 original = self._unquantized.enter_mlp(stage, tokens.original[own[:compared]])

@@ -18,7 +18,11 @@ import warpbus
 from warpbus.errors import DataError, UsageError
 
 LEAST_TOKENS = 256
-"""An expert that is reached by fewer calibration tokens is calibrated on all of them, weighted by the router."""
+"""An expert that is reached by fewer calibration tokens is calibrated on tokens of all experts, weighted by the
+router's scores."""
+
+FALLBACK_TOKENS = 2**15
+"""So many of them, at most: each second or third ... of all tokens, where there are more."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 

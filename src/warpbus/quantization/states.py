@@ -110,8 +110,8 @@ class RoutedTokens:
             found.append(torch.bincount(experts.flatten(), minlength=self.routing.scores.shape[1]))
         return torch.stack(found)
 
-    def weighted(self, expert: int) -> tuple[Tensor, Tensor]:
-        """All tokens without padding, int64 `[n]`, and how much each counts for an expert, float32 `[n, 1]`.
+    def weighted(self, expert: int, every: int) -> tuple[Tensor, Tensor]:
+        """Each `every`-th token without padding, int64 `[n]`, and how much it counts for an expert, float32 `[n, 1]`.
 
         The weight is the router's score of the expert, divided by its mean.
         """
@@ -119,6 +119,7 @@ class RoutedTokens:
         tokens = torch.arange(len(scores), device=scores.device)
         if self.real is not None:
             tokens = tokens[self.real]
+        tokens = tokens[::every]
         own = scores[tokens]
         return tokens, (own / own.mean().clamp_min(torch.finfo(own.dtype).tiny))[:, None]
 
