@@ -6,9 +6,10 @@ from torch.nn import functional as F
 
 from warpbus.cuda.capabilities import capabilities
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops.moe_mlp import PackedExperts, _rows_of_tile, moe_mlp
+from warpbus.kernels.ops.moe_mlp import _rows_of_tile, moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import pack, unpack
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.qtensor import QTensor, Scheme
 
 
