@@ -15,7 +15,9 @@ and within a given number of bytes of the GPU's memory, the process's CUDA conte
     plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
     where = "cpu" if plan.embedding_on_cpu else None
     enforce(plan, device)
-    model = random_model(config, scheme, device, torch.float16, head=plan.head, embedding=where)
+    model = random_model(
+        config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
+    )
     engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
@@ -345,6 +347,7 @@ class Engine:
             self.step()
         for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
             self._instance.step.capture(rows or 1, longest)
+        self._instance.runner.experts.restart()
         self.shrink()
 
     def shrink(self) -> None:

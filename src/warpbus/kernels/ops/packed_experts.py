@@ -1,11 +1,12 @@
 """`PackedExperts`: the quantized matrices of a layer's experts, as the kernels of `moe_mlp` read them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from warpbus.cuda.pinned import pinned_bytes
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.arguments import blocks
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
@@ -33,24 +34,29 @@ class PackedExperts:
     offloaded: PackedWeight | None = None
 
     @classmethod
-    def stack(cls, parts: Sequence[PackedWeight]) -> "PackedExperts":
+    def stack(cls, parts: Sequence[PackedWeight], offloaded: Sequence[PackedWeight] = ()) -> "PackedExperts":
         """Copy the matrices of all experts into one.
+
+        Args:
+            parts: of the first slots, at least one.
+            offloaded: of the further slots, on any device. They are copied to memory of the host: pinned, if `parts`
+                are on a GPU.
 
         Raises:
             TensorError: they differ in shape, scheme or dtype, or there are too many.
+            DeviceError: there is not so much memory to pin.
         """
-        first = parts[0]
-        for number, part in enumerate(parts):
+        first, every = parts[0], (*parts, *offloaded)
+        for number, part in enumerate(every):
             if (part.shape, part.scheme, part.dtype) != (first.shape, first.scheme, first.dtype):
                 raise TensorError(
                     f"experts: expert {number} is {list(part.shape)} {part.scheme} {part.dtype}, expert 0 is "
                     f"{list(first.shape)} {first.scheme} {first.dtype}: expected all alike"
                 )
-        if len(parts) > _MOST_EXPERTS:
-            raise TensorError(f"experts: {len(parts)}, expected at most {_MOST_EXPERTS}")
-        zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
-        codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-        return cls(replace(first, codes=codes, scales=scales, zeros=zeros), len(parts))
+        if len(every) > _MOST_EXPERTS:
+            raise TensorError(f"experts: {len(every)}, expected at most {_MOST_EXPERTS}")
+        join = _pinned if first.device.type == "cuda" else torch.cat
+        return cls(_joined(parts, torch.cat), len(every), _joined(offloaded, join) if offloaded else None)
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], bits: int, group: int, shape: tuple[int, int]) -> "PackedExperts":
@@ -63,11 +69,10 @@ class PackedExperts:
         step = 3 if len(parts) % 3 == 0 else 2
         scheme = Scheme(bits, group or None, step == 2)
         both = [
-            PackedWeight(codes, scales, *(zeros or [None]), scheme, shape)
-            for codes, scales, *zeros in (parts[at : at + step] for at in range(0, len(parts), step))
+            PackedWeight(parts[at], parts[at + 1], parts[at + 2] if step == 3 else None, scheme, shape)
+            for at in range(0, len(parts), step)
         ]
-        offloaded = both[1] if len(both) > 1 else None
-        return cls(both[0], sum(map(_count, both)), offloaded)
+        return cls(both[0], sum(map(_count, both)), both[1] if len(both) > 1 else None)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -96,6 +101,19 @@ class PackedExperts:
     def unpacked(self) -> list[QTensor]:
         """The matrices of all experts."""
         return [unpack(self.expert(slot)) for slot in range(self.count)]
+
+
+def _joined(parts: Sequence[PackedWeight], join: Callable[[list[Tensor]], Tensor]) -> PackedWeight:
+    codes, scales = (join([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(parts[0], codes=codes, scales=scales, zeros=join(zeros) if zeros else None)
+
+
+def _pinned(tensors: list[Tensor]) -> Tensor:
+    """As `torch.cat`, in pinned memory of the host."""
+    first, rows = tensors[0], sum(map(len, tensors))
+    joined = pinned_bytes(sum(each.nbytes for each in tensors)).view(first.dtype).view(rows, *first.shape[1:])
+    return torch.cat([each.cpu() for each in tensors], out=joined)
 
 
 def _count(weights: PackedWeight) -> int:

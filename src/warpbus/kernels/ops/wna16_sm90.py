@@ -257,7 +257,7 @@ def _weight_maps(weight: PackedWeight, tiling: Wna16Sm90Tiling, count: int) -> t
     )
 
 
-def _host_maps(offloaded: PackedWeight | None, tiling: Wna16Sm90Tiling, count: int) -> dict[str, bytes]:
+def _host_maps(offloaded: PackedWeight | None, tiling: Wna16Sm90Tiling, count: int) -> dict[str, Any]:
     """The arguments of a launch that describe the weights of `count` offloaded experts."""
     maps = (_NO_MAP,) * 3 if offloaded is None else _weight_maps(offloaded, tiling, count)
     return dict(zip(("host_codes", "host_scales", "host_zeros"), maps, strict=True))
