@@ -91,12 +91,15 @@ class Engine:
 
     Attributes:
         max_model_len, max_num_seqs: as given, limited by the size of the cache.
+        plan: of the memory, if the engine was loaded by one.
         dtype: of the activations.
 
     Raises:
         UsageError: an 8-bit cache without kernels that read it, or a speculation that the model cannot do.
         DeviceError: no memory for a cache.
     """
+
+    plan: MemoryPlan | None = None
 
     def __init__(
         self,

@@ -151,7 +151,7 @@ def build_engine(
         adapters = tuple(cut(adapter, part) for adapter in adapters)
     # Before the weights move to the arena: those of the adapters are offloaded with them.
     adapt(decoder, adapters)
-    return Engine(
+    engine = Engine(
         decoder,
         max_model_len=options.max_model_len if plan is None else plan.context,
         max_num_seqs=options.max_num_seqs,
@@ -165,6 +165,8 @@ def build_engine(
         offloadable=OffloadableModel(decoder) if can_sleep and not limited else None,
         adapters=adapters,
     )
+    engine.plan = plan
+    return engine
 
 
 def _cache_tokens(opened: OpenedModel, options: ServiceOptions) -> int | None:

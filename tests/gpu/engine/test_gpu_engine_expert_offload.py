@@ -1,17 +1,24 @@
 """Experts in pinned memory of the host: the same bits as on the GPU, in graphs, and while experts change places."""
 
 import gc
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from gpu_engine_models import GLM, GPU, PROMPTS, QWEN, W4, model_of
+from stacked_models import SMALL as FILE
 
 from warpbus.cuda import rates
 from warpbus.cuda.pinned import pinned_bytes
 from warpbus.engine import Engine, expert_placement
 from warpbus.engine.moving import EngineMigration
 from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import load_model
+from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 from warpbus.models.layers import MoE
+from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.qtensor import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -48,6 +55,19 @@ def test_offloaded_experts_give_the_same_bits(config, scheme, dtype):
     assert counted == (1 + 2 + 15 + 80 + 400 + 2400) * sum(
         layer.mlp.router.top_k for layer in config.layers if hasattr(layer.mlp, "router")
     )
+
+
+@torch.no_grad()
+def test_a_checkpoint_is_loaded_with_offloaded_experts(tmp_path):
+    moe = MoESpec(RouterSpec(16, 4, "softmax"), MLPSpec(96), None)
+    config = replace(FILE, layers=(replace(FILE.layers[0], mlp=moe),) * 2)
+    write_random_checkpoint(tmp_path / "model", config, torch.float16, device="cpu")
+    checkpoint = Checkpoint(tmp_path / "model")
+    load = partial(load_model, checkpoint, device=GPU, dtype=torch.float16, layer_scheme=W4)
+    here, far = load(), load(offloaded=(10, 3))
+    assert [each.offloaded for each in experts_of(far)] == [10, 3]
+    tokens = torch.arange(40, device=GPU)[None]
+    assert torch.equal(far(tokens), here(tokens))
 
 
 @pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
