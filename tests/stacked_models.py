@@ -15,7 +15,7 @@ from warpbus.qtensor import Scheme
 SMALL = with_traits(
     SHAPES["qwen3-30b-a3b"], vocab_size=300, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16
 )
-SMALL = replace(SMALL, max_context=256, rope=replace(SMALL.rope, rotary_dim=8))
+SMALL = replace(SMALL, max_context=256, rope=replace(SMALL.rope, rotary_dim=16), stop_ids=())
 W4 = Scheme.parse("w4a16-g32")
 
 
