@@ -1,11 +1,18 @@
 """Experts that are arranged for the kernels, some of them offloaded: here in main memory, all of them."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
-from stacked_models import W4, config_of, experts_of, model_of
+from stacked_models import SMALL, W4, config_of, experts_of, model_of
 
 from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import load_model, placement
+from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 from warpbus.models.layers import QuantizedLinear
+from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.qtensor import Scheme
 
 TOKENS = torch.arange(24)[None]
@@ -82,3 +89,16 @@ def test_which_parameters_are_of_offloaded_experts():
     names = [name for name in config.parameters if config.is_offloaded(name, counts)]
     assert {tuple(name.split(".")[1:5:3]) for name in names} == {("1", "3"), ("2", "2"), ("2", "3")}
     assert not any(config.is_offloaded(name, ()) for name in config.parameters)
+
+
+@torch.no_grad()
+def test_a_checkpoint_is_loaded_with_offloaded_experts(tmp_path, monkeypatch):
+    """Matrices are packed here as for a GPU; each layer is stacked as soon as it is read."""
+    monkeypatch.setattr(placement, "gpu_has_kernels", lambda device: True)
+    moe = MoESpec(RouterSpec(16, 4, "softmax"), MLPSpec(96), None)
+    config = replace(SMALL, layers=(replace(SMALL.layers[0], mlp=moe),) * 2)
+    write_random_checkpoint(tmp_path / "model", config, torch.float16, device="cpu")
+    load = partial(load_model, Checkpoint(tmp_path / "model"), device="cpu", dtype=torch.float16, layer_scheme=W4)
+    here, far = load(), load(offloaded=(10, 3))
+    assert [each.offloaded for each in experts_of(far)] == [10, 3]
+    assert torch.equal(far(TOKENS), here(TOKENS))
