@@ -13,8 +13,9 @@ from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.quantized import Shelf, random_weight
 from warpbus.bench.records import Parameter
-from warpbus.kernels.ops.moe_mlp import PackedExperts, moe_mlp
+from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.qtensor import Scheme
 
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096)

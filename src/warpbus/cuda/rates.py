@@ -1,13 +1,19 @@
-"""How fast a device multiplies matrices: the probe that every estimate of time rests on."""
+"""How fast a device multiplies matrices and copies: the probes that every estimate of time rests on."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from torch import Tensor
+
+from warpbus.cuda.cards import CARDS, Card
+from warpbus.cuda.pinned import pinned_bytes
 
 _GPU_SIZE, _CPU_SIZE = 4096, 512  # rows and columns: as fast as larger ones, and done within a millisecond or a few
 _ROUNDS = 5
+_COPIED = 2**26  # bytes
 _SECONDS = 0.05  # of all samples together, at least
 
 
@@ -76,3 +82,31 @@ def _sample(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
         return time.thread_time() - started
 
     return on_gpu if device.type == "cuda" else on_cpu
+
+
+def card_of(device: torch.device) -> Card:
+    """The card that a GPU is, with its memory and the measured rate of the link to the host.
+
+    Of a GPU that is not among `CARDS`, the bandwidth of a copy is measured, too.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    link = _copy_rate(pinned_bytes(_COPIED), device)
+    known = next((card for card in CARDS.values() if card.device == properties.name), None)
+    if known is not None:
+        return replace(known, memory=properties.total_memory, link=link)
+    here = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    return Card(properties.name, properties.name, properties.total_memory, 2 * _copy_rate(here, device), link)
+
+
+def _copy_rate(source: Tensor, device: torch.device) -> float:
+    """Bytes per second of the fastest of several copies of a tensor to a GPU."""
+    target = torch.empty(len(source), dtype=torch.uint8, device=device)
+    fastest = float("inf")
+    for _ in range(_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(device))
+        target.copy_(source, non_blocking=True)
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        fastest = min(fastest, begin.elapsed_time(end) / 1e3)
+    return len(source) / fastest

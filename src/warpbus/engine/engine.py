@@ -15,7 +15,9 @@ and within a given number of bytes of the GPU's memory, the process's CUDA conte
     plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
     where = "cpu" if plan.embedding_on_cpu else None
     enforce(plan, device)
-    model = random_model(config, scheme, device, torch.float16, head=plan.head, embedding=where)
+    model = random_model(
+        config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
+    )
     engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
@@ -89,12 +91,15 @@ class Engine:
 
     Attributes:
         max_model_len, max_num_seqs: as given, limited by the size of the cache.
+        plan: of the memory, if the engine was loaded by one.
         dtype: of the activations.
 
     Raises:
         UsageError: an 8-bit cache without kernels that read it, or a speculation that the model cannot do.
         DeviceError: no memory for a cache.
     """
+
+    plan: MemoryPlan | None = None
 
     def __init__(
         self,
@@ -345,6 +350,7 @@ class Engine:
             self.step()
         for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
             self._instance.step.capture(rows or 1, longest)
+        self._instance.runner.experts.restart()
         self.shrink()
 
     def shrink(self) -> None:

@@ -4,6 +4,9 @@ A decode step of one sequence reads the weights that its token uses and the cach
 each layer's kernels wait for one another, which takes `LAYER_SECONDS`, whatever their size. The constants are fitted to
 measured steps: docs/benchmarks.md, "Decode steps". Where nothing was measured there is only the upper bound that the
 bytes set.
+
+Offloaded experts are read across the link to the host. How many of a token's experts are among them depends on the
+routing: forecast is a routing that chooses all experts equally often. Keeping hot experts on the GPU makes it better.
 """
 
 from collections.abc import Iterator
@@ -12,7 +15,6 @@ from dataclasses import dataclass
 from warpbus.cuda.cards import Card
 from warpbus.engine.kv_cache import stored_dtype
 from warpbus.engine.plan import MemoryPlan, Stored, plan_memory
-from warpbus.errors import UsageError
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models import LatentAttentionSpec, LayerSpec, MoESpec
 from warpbus.models.cost import kv_cache_bytes, packed_bytes
@@ -20,6 +22,8 @@ from warpbus.models.cost import kv_cache_bytes, packed_bytes
 LAYER_SECONDS = {"dense": 17e-6, "experts": 39e-6}
 """Seconds of a decode step per layer besides reading: 16.1 and 17.5 us were measured with dense layers (ChatGLM2-6B in
 4 and 16 bits on an H100), 39.5 and 38.6 us with experts (GLM-4.5-Air and Qwen3-30B-A3B in 4 bits on an H200)."""
+
+_OFFLOADED = "offloaded experts"
 
 CONTEXT = 512
 """Tokens of the sequence whose steps are forecast."""
@@ -51,6 +55,7 @@ class Forecast:
         plan: its memory.
         weights: by their kinds, in the order of the computation; what is on the host is not part of `plan`.
         read_seconds: of a decode step of one sequence with `CONTEXT` tokens: reading its weights and its cache.
+        link_seconds: the part of it for offloaded experts.
         kernel_seconds: what its kernels take besides; None where that was not measured.
         unmeasured: why there is no `kernel_seconds`; empty if there is.
     """
@@ -59,8 +64,16 @@ class Forecast:
     plan: MemoryPlan
     weights: tuple[WeightsRow, ...]
     read_seconds: float
+    link_seconds: float
     kernel_seconds: float | None
     unmeasured: str
+
+    @property
+    def most_prompt_tokens_per_second(self) -> float | None:
+        """Of a long prompt, each piece of which reads all offloaded experts; None if there are none."""
+        if not self.plan.host_bytes:
+            return None
+        return self.plan.prefill_tokens * self.card.link / self.plan.host_bytes
 
     @property
     def most_tokens_per_second(self) -> float:
@@ -76,24 +89,35 @@ class Forecast:
         """The speed in one sentence."""
         read = sum(row.step_bytes for row in self.weights)
         reading = f"reading {read / 1e9:.2f} GB of weights per token takes {self.read_seconds * 1e3:.2f} ms"
+        prompts = ""
+        if self.most_prompt_tokens_per_second is not None:
+            far = sum(row.step_bytes for row in self.weights if row.place == "host")
+            reading += (
+                f", {self.link_seconds * 1e3:.2f} ms of it for {far / 1e9:.2f} GB from the host at "
+                f"{self.card.link / 1e9:.0f} GB/s, if experts are chosen equally often"
+            )
+            prompts = f"; a long prompt: at most {self.most_prompt_tokens_per_second:,.0f} tokens/s"
         if self.kernel_seconds is None:
-            return f"one sequence: at most {self.most_tokens_per_second:,.0f} tokens/s ({reading}); {self.unmeasured}"
+            most = f"one sequence: at most {self.most_tokens_per_second:,.0f} tokens/s"
+            return f"{most} ({reading}){prompts}; {self.unmeasured}"
         return (
             f"one sequence: about {self.tokens_per_second:,.0f} tokens/s ({reading}, the kernels "
-            f"{self.kernel_seconds * 1e3:.2f} ms more)"
+            f"{self.kernel_seconds * 1e3:.2f} ms more){prompts}"
         )
 
     def to_json(self) -> dict[str, object]:
         """Plain types; sizes in bytes, times in seconds."""
         return {
-            "gpu": {"name": self.card.name, "memory": self.card.memory, "bandwidth": self.card.bandwidth},
+            "gpu": {name: getattr(self.card, name) for name in ("name", "memory", "bandwidth", "link")},
             "memory": self.plan.to_json(),
             "weights": [vars(row) for row in self.weights],
             "context": CONTEXT,
             "read_seconds": self.read_seconds,
+            "link_seconds": self.link_seconds,
             "kernel_seconds": self.kernel_seconds,
             "tokens_per_second": self.tokens_per_second,
             "most_tokens_per_second": self.most_tokens_per_second,
+            "most_prompt_tokens_per_second": self.most_prompt_tokens_per_second,
             "unmeasured": self.unmeasured or None,
         }
 
@@ -116,19 +140,22 @@ def forecast(
     Raises:
         UsageError: it does not fit; the message says what would.
     """
-    try:
-        plan = plan_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
-    except UsageError as error:
-        held = "; all experts stay on the GPU: Warpbus does not offload them" if stored.config.has_experts else ""
-        raise UsageError(f"{error}{held}") from None
+    plan = plan_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
+    return forecast_plan(stored, card, plan)
+
+
+def forecast_plan(stored: Stored, card: Card, plan: MemoryPlan) -> Forecast:
+    """What a model is going to be like on a card with a memory plan."""
     weights = tuple(_weights(stored, plan))
     cached = kv_cache_bytes(stored.config, stored.dtype, stored_dtype(stored.config, plan.kv_dtype, stored.dtype))
-    read = sum(row.step_bytes for row in weights) + min(CONTEXT, plan.context) * cached
+    far = sum(row.step_bytes for row in weights if row.place == "host")
+    near = sum(row.step_bytes for row in weights) - far + min(CONTEXT, plan.context) * cached
+    link = far / card.link
     unmeasured = _unmeasured(stored, card, plan)
     kernels = None
     if not unmeasured:
         kernels = sum(LAYER_SECONDS[_kind(layer)] for layer in stored.config.layers)
-    return Forecast(card, plan, weights, read / card.bandwidth, kernels, unmeasured)
+    return Forecast(card, plan, weights, near / card.bandwidth + link, link, kernels, unmeasured)
 
 
 def _kind(layer: LayerSpec) -> str:
@@ -150,12 +177,14 @@ def _weights(stored: Stored, plan: MemoryPlan) -> Iterator[WeightsRow]:
         if isinstance(mlp, MoESpec) and kind == "MLPs":
             kind = "shared experts and routers"
         used = mlp.router.top_k / mlp.router.experts if routed and isinstance(mlp, MoESpec) else 1.0
+        if config.is_offloaded(name, plan.offloaded):
+            kind = _OFFLOADED
         totals[kind] = totals.get(kind, 0) + size
         steps[kind] = steps.get(kind, 0.0) + used * size
     embedding = sizes["embedding.weight"]
     yield WeightsRow("embedding", "host" if plan.embedding_on_cpu else "GPU", embedding, 0)
     for kind, total in totals.items():
-        yield WeightsRow(kind, "GPU", total, round(steps[kind]))
+        yield WeightsRow(kind, "host" if kind == _OFFLOADED else "GPU", total, round(steps[kind]))
     head = sizes.get("head.weight", 0)
     if plan.head is not None:
         head = packed_bytes(plan.head, config.vocab_size, config.hidden_size)
@@ -166,6 +195,8 @@ def _unmeasured(stored: Stored, card: Card, plan: MemoryPlan) -> str:
     """Why the time of the kernels is not known; empty if it is."""
     if not card.measured:
         return f"no steps were timed on {card.name}"
+    if plan.offloaded:
+        return "steps with offloaded experts were not timed"
     if plan.embedding_on_cpu:
         return "steps with the embedding on the host were not timed"
     if stored.dtype not in HALVES:

@@ -1,20 +1,30 @@
 """Creates an engine from a model directory: plans its memory and loads the weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from warpbus.cuda.devices import default_dtype, resolve_dtype
 from warpbus.cuda.memory_size import parse_memory
+from warpbus.cuda.rates import card_of
 from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine
+from warpbus.engine.forecast import forecast_plan
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.options import ServiceOptions
-from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
+from warpbus.engine.plan import (
+    PLANNED_GRAPHS,
+    PLANNED_ROWS,
+    MemoryPlan,
+    Stored,
+    check_host_memory,
+    enforce,
+    plan_memory,
+)
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.step import MIXED_ROWS
@@ -77,18 +87,23 @@ def open_model(
             )
         if device.type != "cuda":
             raise UsageError(f"memory is {options.memory!r}, which plans a GPU's: the device is {device}: leave it out")
+        weights = Stored.of_checkpoint(
+            *(checkpoint, config, chosen),
+            adapters=stacked_bytes(adapters, chosen),
+            prefix_blocks=prefixes.blocks + prefixes.extra_blocks,
+        )
         plan = plan_memory(
-            Stored.of_checkpoint(
-                *(checkpoint, config, chosen),
-                adapters=stacked_bytes(adapters, chosen),
-                prefix_blocks=prefixes.blocks + prefixes.extra_blocks,
-            ),
+            weights,
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,
             max_num_seqs=speculation.rows(options.max_num_seqs),
             kv_dtype=options.kv_dtype,
         )
         length = plan.context
+        if plan.offloaded:
+            check_host_memory(plan)
+            with torch.cuda.device(device):
+                plan = replace(plan, speed=forecast_plan(weights, card_of(device), plan).speed())
     return OpenedModel(checkpoint, config, device, chosen, length, plan, adapters)
 
 
@@ -128,6 +143,7 @@ def build_engine(
         embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
         mtp=opened.config.mtp is not None,
+        offloaded=() if plan is None else plan.offloaded,
     )
     adapters = opened.adapters
     if group is not None and group.world > 1:
@@ -135,7 +151,7 @@ def build_engine(
         adapters = tuple(cut(adapter, part) for adapter in adapters)
     # Before the weights move to the arena: those of the adapters are offloaded with them.
     adapt(decoder, adapters)
-    return Engine(
+    engine = Engine(
         decoder,
         max_model_len=options.max_model_len if plan is None else plan.context,
         max_num_seqs=options.max_num_seqs,
@@ -149,6 +165,8 @@ def build_engine(
         offloadable=OffloadableModel(decoder) if can_sleep and not limited else None,
         adapters=adapters,
     )
+    engine.plan = plan
+    return engine
 
 
 def _cache_tokens(opened: OpenedModel, options: ServiceOptions) -> int | None:

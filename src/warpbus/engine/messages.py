@@ -12,6 +12,7 @@ from warpbus.dist import Group
 from warpbus.dist.outcome import JobFailure
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.stats import Stats
@@ -77,9 +78,10 @@ class Loading:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the engine: it accepts commands."""
+    """From the engine: it accepts commands. `plan` is that of its memory, if there is one."""
 
     max_model_len: int
+    plan: MemoryPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class ServedEngine(Protocol):
     """The part of `warpbus.engine.Engine` that the serving process uses."""
 
     max_model_len: int
+    plan: MemoryPlan | None
 
     @property
     def has_work(self) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from warpbus.engine.engine import Engine
+from warpbus.engine.expert_placement import offloading_layers
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.errors import DeviceError, UsageError
@@ -62,8 +63,8 @@ class EngineMigration:
         device: of the same type as the engine's.
 
     Raises:
-        UsageError: the engine sleeps, is on a remote GPU, is one of several that share a model, or is there already, or
-            the device is of another type.
+        UsageError: the engine sleeps, is on a remote GPU, is one of several that share a model, has offloaded experts,
+            or is there already, or the device is of another type.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -75,6 +76,8 @@ class EngineMigration:
             raise UsageError(f"the engine is on {device} already: give another GPU")
         if engine.model.group is not None and engine.model.group.world > 1:
             raise UsageError("an engine whose model is shared by several processes cannot move: move one that is whole")
+        if offloading_layers(engine.model):
+            raise UsageError("an engine whose experts are partly offloaded cannot move: give it more memory")
         if engine.asleep:
             raise UsageError("an engine that sleeps cannot move: wake it first")
         self._engine = engine

@@ -1,17 +1,21 @@
 """The memory contract: what a model, its cache and its working memory take on a GPU, planned before anything is loaded.
 
 A plan is made of the config and the headers of the files alone. To fit, these are given up in this order: a context
-longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits for one of 8, an embedding on the GPU.
+longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits for one of 8, an embedding on the GPU, and
+at last experts on the GPU: those that do not fit lie in pinned memory of the host (`expert_memory`).
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from warpbus.cuda.devices import free_memory
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.expert_memory import OffloadableExperts
 from warpbus.engine.kv_cache import can_round, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
@@ -35,9 +39,11 @@ PLANNED_GRAPHS = 16
 """Graphs that are kept: each takes memory of the driver's, of which torch knows nothing."""
 
 _SHORTEST_CONTEXT = 2048  # tokens; less is planned only where it is asked for
+_OFFLOADED_CONTEXT = 8192  # tokens: the same where experts are offloaded, which then give way to a longer context
 _CONTEXT_STEP = 256  # tokens
 _PIECES = (2048, 1024, 512, 256)  # tokens of the prompts that are read at a time
 _SHARE_OF_PIECE = 0.025  # of the memory, for the activations of a piece
+_SHARE_OF_HOST = 0.9  # of the free main memory that experts may take
 _PAGE = 2**21  # bytes: the cache takes whole ones
 _WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention
 _LIBRARY_WORKSPACE = 2 * 2**25  # bytes: torch gives cuBLAS 32 MiB on Hopper for each stream, the graphs' own included
@@ -98,6 +104,10 @@ class Stored:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""
         return parameter_bytes(self.config, self.dtype, self.quantized)
 
+    def offloadable(self) -> OffloadableExperts:
+        """The experts that need not be on the GPU."""
+        return OffloadableExperts.of(self.config, self.dtype, self.quantized, self.sizes())
+
 
 @dataclass(frozen=True)
 class MemoryPlan(MemoryNeed):
@@ -110,6 +120,9 @@ class MemoryPlan(MemoryNeed):
         head: the scheme that the head is rounded to at load, or None.
         embedding_on_cpu: whether the embedding stays in the CPU's memory.
         prefill_tokens: how many tokens of the prompts are read at a time.
+        offloaded: for each layer, how many of its experts lie in pinned memory of the host; empty: none.
+        host_bytes: of these experts.
+        speed: a sentence on the expected speed; empty if it is not known.
     """
 
     available: int
@@ -119,6 +132,9 @@ class MemoryPlan(MemoryNeed):
     head: Scheme | None
     embedding_on_cpu: bool
     prefill_tokens: int
+    offloaded: tuple[int, ...] = ()
+    host_bytes: int = 0
+    speed: str = ""
 
     def __str__(self) -> str:
         return "\n".join([*(f"{name:<24} {gigabytes(size):>9}" for name, size in self.rows()), *self.choices()])
@@ -139,7 +155,12 @@ class MemoryPlan(MemoryNeed):
             choices.append(f"head rounded to {self.head}")
         if self.embedding_on_cpu:
             choices.append("embedding on the CPU")
-        return [*choices, f"prompts read {self.prefill_tokens:,} tokens at a time"]
+        if self.offloaded:
+            choices.append(
+                f"{sum(self.offloaded):,} experts in pinned memory of the host: {gigabytes(self.host_bytes)}"
+            )
+        choices.append(f"prompts read {self.prefill_tokens:,} tokens at a time")
+        return choices + [self.speed] * bool(self.speed)
 
 
 def plan_memory(
@@ -160,28 +181,78 @@ def plan_memory(
     Raises:
         UsageError: it does not fit; the message says what would.
     """
-    config = stored.config
-    least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
-    rows = batch_bucket(max_num_seqs)
-    piece = _piece(config, stored.dtype, limit, max_model_len)
-    sizes = stored.sizes()
-    for kv, head, on_cpu in _options(stored, kv_dtype):
-        parts = _fixed_parts(stored, sizes, rows, piece, head, on_cpu)
-        per_token = token_bytes(config, stored.dtype, kv)
-        left = limit - sum(parts.values()) - _PAGE
-        # Whole blocks, beside those that no sequence gets.
-        reading = _read_bytes(config, stored.dtype)
-        places = left // (per_token + reading + _table_bytes(config)) // BLOCK * BLOCK
-        tokens = places - stored.kept_tokens
-        if tokens < least:
-            continue
-        context = max_model_len or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
-        pool = min(tokens, -(-context // BLOCK) * BLOCK * max_num_seqs)
-        cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
-        parts["workspace"] += (context + stored.prefix_blocks * BLOCK) * reading
-        parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
-        return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, piece)
+    piece = _piece(stored.config, stored.dtype, limit, max_model_len)
+    wanted = _Wanted(stored, stored.sizes(), limit, max_model_len, max_num_seqs, piece)
+    options = list(_options(stored, kv_dtype))
+    for option in options:
+        found = _lay_out(wanted, _SHORTEST_CONTEXT, *option)
+        if found is not None:
+            return found
+    offloading = _offload(wanted, *options[-1])
+    if offloading is not None:
+        return offloading
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is to be planned: the arguments of `plan_memory`, the bytes of the parameters, and how prompts are read."""
+
+    stored: Stored
+    sizes: Mapping[str, int]
+    limit: int
+    max_model_len: int | None
+    max_num_seqs: int
+    piece: int
+
+
+def _lay_out(
+    wanted: _Wanted,
+    shortest: int,
+    kv: str,
+    head: Scheme | None,
+    on_cpu: bool,
+    offloaded: tuple[int, ...] = (),
+    host_bytes: int = 0,
+) -> MemoryPlan | None:
+    """The plan with these choices, if it fits with a context of `shortest` tokens where none was asked for."""
+    stored, limit, asked = wanted.stored, wanted.limit, wanted.max_model_len
+    config = stored.config
+    least = asked or min(config.max_context, shortest)
+    rows = batch_bucket(wanted.max_num_seqs)
+    parts = _fixed_parts(stored, wanted.sizes, rows, wanted.piece, head, on_cpu, host_bytes)
+    per_token = token_bytes(config, stored.dtype, kv)
+    left = limit - sum(parts.values()) - _PAGE
+    # Whole blocks, beside those that no sequence gets.
+    reading = _read_bytes(config, stored.dtype)
+    places = left // (per_token + reading + _table_bytes(config)) // BLOCK * BLOCK
+    tokens = places - stored.kept_tokens
+    if tokens < least:
+        return None
+    context = asked or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
+    pool = min(tokens, -(-context // BLOCK) * BLOCK * wanted.max_num_seqs)
+    cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
+    parts["workspace"] += (context + stored.prefix_blocks * BLOCK) * reading
+    parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
+    return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, wanted.piece, offloaded, host_bytes)
+
+
+def _offload(wanted: _Wanted, kv: str, head: Scheme | None, on_cpu: bool) -> MemoryPlan | None:
+    """The plan with as few offloaded experts as fit; None if none does."""
+    experts = wanted.stored.offloadable()
+    if not experts.most:
+        return None
+    # Each piece of a prompt reads all offloaded experts: a large one is worth its activations.
+    large = replace(wanted, piece=max(wanted.piece, _PIECES[0]))
+    for each, shortest in ((large, _OFFLOADED_CONTEXT), (wanted, _OFFLOADED_CONTEXT), (wanted, _SHORTEST_CONTEXT)):
+
+        def plan(count: int, each: _Wanted = each, shortest: int = shortest) -> MemoryPlan | None:
+            spread = experts.spread(count)
+            return _lay_out(each, shortest, kv, head, on_cpu, spread, experts.nbytes(spread))
+
+        if plan(experts.most) is not None:
+            return plan(1 + bisect_left(range(1, experts.most), True, key=lambda count: plan(count) is not None))
+    return None
 
 
 def least_memory(
@@ -219,6 +290,21 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(for_torch / card, device)
 
 
+def check_host_memory(plan: MemoryPlan) -> None:
+    """Check that this machine has the main memory for the plan's offloaded experts.
+
+    Raises:
+        DeviceError: it has not; the message says what would help.
+    """
+    free = free_memory(torch.device("cpu"))
+    if free is not None and plan.host_bytes > _SHARE_OF_HOST * free:
+        raise DeviceError(
+            f"{sum(plan.offloaded):,} experts do not fit on the GPU and need {gigabytes(plan.host_bytes)} of pinned "
+            f"main memory; {gigabytes(free)} are free here, {_SHARE_OF_HOST:.0%} of which can be pinned: give more "
+            "memory of the GPU, or free main memory"
+        )
+
+
 def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None, bool]]:
     """The cache's dtype, the head's scheme and whether the embedding is on the CPU: what is best first."""
     stored_dtype(stored.config, kv_dtype, stored.dtype)
@@ -238,11 +324,17 @@ def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None
 
 
 def _fixed_parts(
-    stored: Stored, sizes: Mapping[str, int], rows: int, piece: int, head: Scheme | None, on_cpu: bool
+    stored: Stored,
+    sizes: Mapping[str, int],
+    rows: int,
+    piece: int,
+    head: Scheme | None,
+    on_cpu: bool,
+    host_bytes: int,
 ) -> dict[str, int]:
-    """Bytes of everything but the cache."""
+    """Bytes of everything but the cache, with `host_bytes` of the layers in the memory of the host."""
     config = stored.config
-    layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    layers = sum(size for name, size in sizes.items() if name.startswith("layers.")) - host_bytes
     embedding = 0 if on_cpu else sizes["embedding.weight"]
     rounded = 0 if head is None else packed_bytes(head, config.vocab_size, config.hidden_size)
     heads = sizes.get("head.weight", 0) if head is None else rounded
@@ -306,7 +398,9 @@ def _smallest(
     config = stored.config
     kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
     piece = _piece(config, stored.dtype, limit, max_model_len)
-    fixed = _fixed_parts(stored, stored.sizes(), batch_bucket(max_num_seqs), piece, head, on_cpu)
+    experts = stored.offloadable()
+    host_bytes = experts.nbytes(experts.counts)
+    fixed = _fixed_parts(stored, stored.sizes(), batch_bucket(max_num_seqs), piece, head, on_cpu, host_bytes)
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(fixed.values()), per_token
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from warpbus.engine.attention import PrefillAttention
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.expert_placement import ExpertPlacement
 from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
@@ -76,6 +77,9 @@ class Runner:
         rows: the most tokens sampled in a step, those after drafts included.
         mtp: the layer of multi-token prediction computes each step, too.
 
+    Attributes:
+        experts: places the experts that do not all fit on the GPU.
+
     Raises (all methods):
         DeviceError: the device's memory is full.
     """
@@ -87,6 +91,7 @@ class Runner:
         self._step = step
         self._device = step.last.device
         vocabulary = model.config.vocab_size
+        self.experts = ExpertPlacement(model)
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Sequence] | None = []
         self._computed: list[ComputedRows] = []  # by the step that is launched
@@ -111,6 +116,7 @@ class Runner:
                 knows the last tokens (`drafts`).
         """
         with self._computing(len(decoding) + len(chunks)):
+            self.experts.step()
             self._update_tables([*decoding, *(chunk.sequence for chunk in chunks)])
             self._copy_prefix_tails(chunks)
             if self._outdated and drafts is None:

@@ -502,6 +502,8 @@ class Service:
 
     def _on_engine_up(self, up: EngineUp) -> None:
         self._outbox, self.max_model_len = up.outbox, up.max_model_len
+        if self._restarts < 0 and up.plan is not None:
+            _log.info("%s: memory plan\n%s", self.model, up.plan)
         self._restarts += 1
         self._stall = ""
         if self._state == "restarting":

@@ -76,7 +76,7 @@ def serve(
     lockstep = _Lockstep(group)
     lockstep.wait_for_all()
     if group.is_first:
-        pipe([Ready(engine.max_model_len)])
+        pipe([Ready(engine.max_model_len, engine.plan)])
     loop = _ServingLoop(engine, group, pipe, requests)
     running = True
     while running:

@@ -17,6 +17,7 @@ import torch
 from warpbus.dist import Patience, ProcessDiedError, Processes
 from warpbus.dist.cluster import ClusterProcesses
 from warpbus.engine.messages import Command, Event, Ready, Stop
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.serving_process import serve
 from warpbus.errors import EngineDiedError, WarpbusError
 
@@ -80,6 +81,7 @@ class EngineUp:
 
     outbox: Outbox
     max_model_len: int
+    plan: MemoryPlan | None
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class EngineSupervisor:
             assert self._processes is not None
             self._outbox = Outbox(self._processes.tell, self._on_send_failed)
             self._up_since = now
-            self._report(now, [EngineUp(self._outbox, events[0].max_model_len)])
+            self._report(now, [EngineUp(self._outbox, events[0].max_model_len, events[0].plan)])
         else:
             self._report(now, events)
 

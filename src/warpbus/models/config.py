@@ -1,7 +1,7 @@
 """The shape of a decoder, in one vocabulary for every family."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -129,6 +129,19 @@ class ModelConfig:
             return None
         _, index, name = parameter.split(".", 2)
         return self.all_layers[int(index)].by_name.get(name.rpartition(".")[0])
+
+    def is_offloaded(self, parameter: str, offloaded: Sequence[int]) -> bool:
+        """Whether a parameter is a matrix of an offloaded expert.
+
+        Args:
+            offloaded: for each layer, how many of its experts are, the last ones; empty: none.
+        """
+        matrix = self.matrix(parameter) if offloaded else None
+        if matrix is None or matrix.expert is None:
+            return False
+        index = int(parameter.split(".")[1])
+        mlp = self.all_layers[index].mlp
+        return isinstance(mlp, MoESpec) and matrix.expert >= mlp.router.experts - offloaded[index]
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Loads a decoder from a checkpoint, one tensor at a time."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -128,6 +129,7 @@ def load_model(
     embedding: torch.device | str | None = None,
     group: Group | None = None,
     mtp: bool = False,
+    offloaded: Sequence[int] = (),
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
@@ -151,6 +153,8 @@ def load_model(
             logits are complete and bit-identical on every process. Each process reads only its part of the file; in
             formats other than compressed-tensors it reads each matrix as a whole.
         mtp: load the layer of multi-token prediction, too.
+        offloaded: for each layer, how many of its experts lie in pinned memory of the host, the last ones; by default
+            none. For a single process.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -172,13 +176,19 @@ def load_model(
         head=head,
         embedding=embedding,
         part=part,
+        offloaded=offloaded,
     )
     total = source.nbytes(list(source.tensors))
     done = 0
+    left = Counter(map(_layer_of, source.tensors))
     for parameter in source.tensors:
         if part is None or part.has(parameter):
             source.fill(model, parameter, parameter)
         done += source.nbytes([parameter])
+        layer = _layer_of(parameter)
+        left[layer] -= 1
+        if layer is not None and left[layer] == 0:
+            source.stack(model, layer)
         if progress is not None:
             progress(done, total)
     if config.tie_embeddings:
@@ -190,9 +200,6 @@ def load_model(
             model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
     if part is not None and group is not None:
         part.join(model, group)
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.stack()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # staging and intermediate tensors
     return model.eval()
@@ -243,6 +250,7 @@ class _Source:
         schemes: of the parameters that the file holds quantized.
         part: the part of the model to read; None for all of it.
         staging: copies tensors to a GPU; None on the CPU.
+        offloaded: see `load_model`.
     """
 
     checkpoint: Checkpoint
@@ -257,6 +265,7 @@ class _Source:
     embedding: torch.device | str | None = None
     part: Part | None = None
     staging: PinnedStaging | None = None
+    offloaded: Sequence[int] = ()
 
     @classmethod
     def open(
@@ -349,13 +358,14 @@ class _Source:
                 weight = self.read_quantized(parameter, owner).dequantize(self.dtype).to(self.device)
                 owner.weight = nn.Parameter(weight, requires_grad=False)
                 return
-            self.put(module, owner_path, place(self.read_quantized(parameter, owner), self.device, self.dtype))
+            placed = place(self.read_quantized(parameter, owner), self.device, self.dtype)
+            self.put(module, owner_path, placed.to("cpu") if self.is_offloaded(parameter) else placed)
             return
         shape = tuple(getattr(owner, leaf).shape)
         if scheme is not None:
             scheme.groups(shape[1], parameter)
             rounded = round_onto(self.read_plain(parameter, shape, "cpu"), scheme, self.device, self.dtype)
-            self.put(module, owner_path, rounded)
+            self.put(module, owner_path, rounded.to("cpu") if self.is_offloaded(parameter) else rounded)
             return
         device = self.embedding if parameter == "embedding.weight" else None
         tensor = self.read_plain(parameter, shape, device or self.device)
@@ -376,6 +386,16 @@ class _Source:
         """Whether a parameter is a matrix that a decoder holds dequantized."""
         matrix = self.config.matrix(parameter)
         return matrix is not None and matrix.dequantized
+
+    def is_offloaded(self, parameter: str) -> bool:
+        """Whether a parameter is a matrix of an expert that lies in the memory of the host."""
+        return self.config.is_offloaded(parameter, self.offloaded)
+
+    def stack(self, model: Decoder, layer: int) -> None:
+        """Arrange the experts of a layer, which are all there, for the kernels."""
+        mlp = model.layers[layer].mlp
+        if isinstance(mlp, MoE):
+            mlp.stack(self.offloaded[layer] if self.offloaded else 0)
 
     def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
         """Replace the linear layer at `path` within `module` by a quantized one."""
@@ -475,6 +495,11 @@ def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) ->
             )
         schemes[parameter] = scheme
     return schemes
+
+
+def _layer_of(parameter: str) -> int | None:
+    """The number of the layer that a parameter belongs to."""
+    return int(parameter.split(".")[1]) if parameter.startswith("layers.") else None
 
 
 def _prefix(name: str) -> str:

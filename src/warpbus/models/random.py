@@ -4,6 +4,8 @@ Activations stay finite: a projection of inputs of variance 1 has outputs of var
 norms its input first.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,7 @@ def random_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
+    offloaded: Sequence[int] = (),
 ) -> Decoder:
     """A decoder with random weights; nothing is made that it does not keep.
 
@@ -47,6 +50,7 @@ def random_model(
         embedding: where the embedding lies, if not on `device`.
         group: the processes that compute it together, each with a part of the shape that it would have of a model
             that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
+        offloaded: experts in the memory of the host, as `load_model`; the weights are the same as without.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -70,8 +74,9 @@ def random_model(
             else:
                 bias = None if module.bias is None else draw.bias(module)
                 parent, _, leaf = name.rpartition(".")
-                quantized = QuantizedLinear(draw.weight(chosen.fitting(module.in_features), module), bias, dtype=dtype)
-                setattr(model.get_submodule(parent), leaf, quantized)
+                drawn = draw.weight(chosen.fitting(module.in_features), module)
+                drawn = drawn.to("cpu") if config.is_offloaded(f"{name}.weight", offloaded) else drawn
+                setattr(model.get_submodule(parent), leaf, QuantizedLinear(drawn, bias, dtype=dtype))
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
@@ -92,9 +97,9 @@ def random_model(
             model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
     if part is not None and group is not None:
         part.join(model, group)
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.stack()
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.stack(offloaded[index] if offloaded else 0)
     if embedding is not None:
         model.embedding.to(embedding)
     return model.eval()

@@ -31,6 +31,18 @@ def test_a_known_shape():
         assert text in found.stdout
 
 
+def test_experts_that_do_not_fit_are_on_the_host():
+    found = invoke("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--memory", "24GB")
+    assert found.exit_code == 0
+    for text in ("offloaded experts", "host", "experts in pinned memory", "from the host", "a long prompt: at most"):
+        assert text in " ".join(found.stdout.split())
+    plan = planned("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--memory", "24GB")
+    assert plan["memory"]["host_bytes"] == sum(
+        row["nbytes"] for row in plan["weights"] if row["name"].startswith("offl")
+    )
+    assert plan["link_seconds"] * plan["most_tokens_per_second"] > 0.9
+
+
 def test_json():
     found = planned("qwen3-30b-a3b", "--gpu", "H200", "--scheme", "w4a16-g128", "--memory", "24GB")
     assert found["model"] == "qwen3-30b-a3b"
@@ -65,9 +77,9 @@ def test_a_quantized_directory_has_its_scheme(tmp_path):
 
 def test_what_cannot_be_planned_is_said_in_one_line():
     with pytest.raises(
-        UsageError, match=r"^glm-4\.5-air does not fit 24\.00 GB of h100: memory is 24\.00 GB, but .*58"
+        UsageError, match=r"^glm-4\.5-air does not fit 4\.00 GB of h100: memory is 4\.00 GB, but .*5\.5GB"
     ):
-        invoke("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--memory", "24GB")
+        invoke("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--memory", "4GB")
     with pytest.raises(UsageError, match=r"the card has 24\.00 GB: give that or less"):
         invoke("glm-4.5-air", "--gpu", "rtx-4090", "--memory", "40GB")
     with pytest.raises(UsageError, match=r"^nowhere: no such directory: .*warpbus pull.*glm-4\.7-flash"):

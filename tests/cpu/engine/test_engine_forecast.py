@@ -126,8 +126,8 @@ def test_experts_of_different_schemes_have_no_kernels() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    with pytest.raises(UsageError, match=r"memory is 24\.00 GB.*give memory 58\..GB.*experts stay on the GPU"):
-        forecast(stored("glm-4.5-air"), CARDS["h100"], 24 * GB)
+    with pytest.raises(UsageError, match=r"memory is 3\.00 GB.*needs 5\.47 GB.*give memory 5\.5GB"):
+        forecast(stored("glm-4.5-air"), CARDS["h100"], 3 * GB)
     with pytest.raises(UsageError, match="give memory") as refused:
         forecast(stored("chatglm2-6b"), CARDS["h100"], 2 * GB)
     assert "experts" not in str(refused.value)
@@ -140,3 +140,31 @@ def test_cards_are_found_by_both_of_their_names() -> None:
         card_named("h1000")
     assert [card.name for card in CARDS.values() if card.measured] == ["h100", "h200"]
     assert all(card.bandwidth < 8e12 and card.memory <= 180 * GB for card in CARDS.values())
+
+
+@pytest.mark.parametrize(("shape", "memory"), [("glm-4.7-flash", 8), ("glm-4.7-flash", 16), ("glm-4.5-air", 24)])
+def test_experts_that_do_not_fit_are_read_across_the_link(shape: str, memory: int) -> None:
+    model, card = stored(shape), CARDS["h200"]
+    found = forecast(model, card, memory * GB)
+    rows = {row.name: row for row in found.weights}
+    far = rows["offloaded experts"]
+    whole = {row.name: row for row in forecast(model, card, card.memory).weights}["routed experts"]
+    assert (far.place, far.nbytes) == ("host", found.plan.host_bytes)
+    assert far.nbytes + rows["routed experts"].nbytes == whole.nbytes
+    assert far.step_bytes + rows["routed experts"].step_bytes == pytest.approx(whole.step_bytes, abs=2)
+    assert found.link_seconds == far.step_bytes / card.link
+    assert 1 / found.most_tokens_per_second > found.link_seconds
+    assert found.tokens_per_second is None
+    assert found.most_prompt_tokens_per_second == found.plan.prefill_tokens * card.link / far.nbytes
+    for said in (f"{found.link_seconds * 1e3:.2f} ms of it", "from the host at 50 GB/s", "a long prompt: at most"):
+        assert said in found.speed()
+    assert "offloaded experts were not timed" in found.unmeasured
+    assert found.to_json()["link_seconds"] == found.link_seconds
+
+
+def test_nothing_is_read_across_the_link_where_all_experts_fit() -> None:
+    found = forecast(stored("glm-4.7-flash"), CARDS["h200"], 24 * GB)
+    assert (found.link_seconds, found.plan.offloaded, found.plan.host_bytes) == (0.0, (), 0)
+    assert found.most_prompt_tokens_per_second is None
+    assert "host" not in found.speed()
+    assert "offloaded experts" not in {row.name for row in found.weights}

@@ -1,6 +1,7 @@
 """The service: every request ends, with its answer or with a clear error, whatever happens to it or to the engine."""
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from warpbus.engine.answer import merge
 from warpbus.engine.messages import Abort, Add, Ask, Command, Event, Ready, Reply, StepResults, Stop
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.placement import devices_of
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Sequence, TextPiece, TokenLogprob
 from warpbus.engine.service import Service
@@ -39,6 +41,7 @@ from warpbus.models import Progress
 
 POET = Path(warpbus.demo.__file__).parent / "glm-poet"
 CONTEXT = 1024
+PLAN = MemoryPlan("GPU", {"layers": 5 * 10**9}, 6 * 10**9, CONTEXT, CONTEXT, "auto", None, False, 512)
 # A prompt that begins with one of these does more than to be continued.
 REFUSED, FATAL, KILLED, SLOW, BROKEN, FAILING = 3, 4, 5, 6, 7, 8
 
@@ -59,6 +62,7 @@ class Counting:
     """A model that counts: after a prompt of n tokens come the tokens n, n + 1, ..., with whatever text they have."""
 
     max_model_len = CONTEXT
+    plan = PLAN
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -234,6 +238,16 @@ def test_thousands_of_requests_end_and_those_that_leave_are_aborted(lasting: tup
     runner.run(run())
 
 
+def test_the_plan_of_the_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(service: Service) -> None:
+        assert await collect(service, [10], 1)
+
+    with caplog.at_level(logging.INFO, "warpbus.engine"):
+        with_service(test)
+    (logged,) = (each.getMessage() for each in caplog.records if "memory plan" in each.getMessage())
+    assert logged == f"{POET}: memory plan\n{PLAN}"
+
+
 def test_an_answer_is_whole_and_timed(lasting: tuple[asyncio.Runner, Service]) -> None:
     runner, service = lasting
     prompt = service.template.render([{"role": "user", "content": "春"}])
@@ -288,7 +302,7 @@ def test_an_engine_shrinks_where_nothing_is_heard_unless_it_sleeps() -> None:
         [[Stop()]],
     )
     serve(Group(0, 1, torch.device("cpu")), line, counting, POET, ServiceOptions(), 1000, frozenset([2]))
-    after_loading = line.said[line.said.index(Ready(CONTEXT)) + 1 :]
+    after_loading = line.said[line.said.index(Ready(CONTEXT, PLAN)) + 1 :]
     assert [type(event) for event in after_loading] == [StepResults, StepResults, Reply, Reply, Reply]
     slept, woken, told = (event for event in after_loading if isinstance(event, Reply))
     assert (slept.number, woken.number, told.number) == (1, 2, 3)

@@ -6,9 +6,10 @@ from torch.nn import functional as F
 
 from warpbus.cuda.capabilities import capabilities
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops.moe_mlp import PackedExperts, _rows_of_tile, moe_mlp
+from warpbus.kernels.ops.moe_mlp import _rows_of_tile, moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import pack, unpack
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.qtensor import QTensor, Scheme
 
 
@@ -129,3 +130,43 @@ def test_tiles_grow_with_the_rows_of_experts(arch):
     assert heights[0] == ((8, True) if able.tma else (32, False))
     # The kernel for few rows takes gates of whole tiles of 16 rows.
     assert not _rows_of_tile(1, able, 1400)[1]
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g64-asym"])
+def test_offloaded_experts_come_behind_the_others(scheme):
+    wide, back = matrices(scheme, 5, 128, 64), matrices(scheme, 5, 64, 64)
+    order = [3, 0, 4, 1, 2]  # the experts slot by slot
+    slots = torch.tensor([order.index(expert) for expert in range(5)], dtype=torch.int32)
+    x, router = torch.randn(7, 64).half(), torch.randn(5, 64).half()
+
+    def arranged(parts, resident):
+        packed = [pack(parts[number], torch.float16) for number in order]
+        return PackedExperts.stack(packed[:resident], packed[resident:])
+
+    far = [arranged(parts, 2) for parts in (wide, back)]
+    parts = 6 if "asym" in scheme else 4
+    assert [(each.count, each.resident, len(each.parts)) for each in far] == [(5, 2, parts)] * 2
+    for slot, number in enumerate(order):
+        assert torch.equal(unpack(far[0].expert(slot)).codes(), wide[number].codes())
+    _, experts, weights = moe_route(x, router, top_k=2)
+    counts = torch.ones(5, dtype=torch.int32)
+    _, placed, same = moe_route(x, router, top_k=2, slots=slots, counts=counts)
+    assert torch.equal(same, weights)
+    assert torch.equal(placed, slots[experts.long()])
+    assert torch.equal(counts - 1, torch.bincount(experts.flatten(), minlength=5).int())
+    expected = moe_mlp(x, experts, weights, stacked(wide), stacked(back))
+    torch.testing.assert_close(moe_mlp(x, placed, weights, *far), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_shared_expert_has_a_slot_too():
+    slots = torch.tensor([1, 2, 0], dtype=torch.int32)
+    _, placed, _ = moe_route(torch.eye(2).half(), torch.eye(2).half(), top_k=1, shared=True, slots=slots)
+    assert placed.tolist() == [[0, 1], [0, 2]]
+
+
+def test_tables_of_slots_and_counts_have_an_entry_per_expert():
+    x, router = torch.randn(2, 16).half(), torch.randn(6, 16).half()
+    with pytest.raises(TensorError, match=r"slots is \[6\] torch.int32, expected \[7\] int32: one per expert"):
+        moe_route(x, router, top_k=1, shared=True, slots=torch.zeros(6, dtype=torch.int32))
+    with pytest.raises(TensorError, match=r"counts is \[6\] torch.int64, expected \[6\] int32"):
+        moe_route(x, router, top_k=1, counts=torch.zeros(6, dtype=torch.int64))

@@ -8,6 +8,7 @@ from torch import nn
 
 from warpbus.models import SHAPES, random_model
 from warpbus.models.adapters import Lora, LowRank
+from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
 
@@ -17,6 +18,16 @@ SMALL = with_traits(
     SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=352
 )
 SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)
+
+
+def with_experts(router, *, shared=True, dense=1):
+    first = SMALL.layers[0]
+    experts = replace(first, mlp=MoESpec(router, MLPSpec(96), MLPSpec(96) if shared else None))
+    return replace(SMALL, layers=(first,) * dense + (experts,) * 2)
+
+
+GLM = with_experts(RouterSpec(9, 3, "sigmoid", scale=1.8, groups=3, top_groups=2, bias=True))
+QWEN = with_experts(RouterSpec(16, 4, "softmax"), shared=False, dense=0)
 PROMPTS = [list(range(5, 75)), [20, 21], list(range(100, 133)), list(range(300, 309))]
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}  # of scores that spread by about 1
 

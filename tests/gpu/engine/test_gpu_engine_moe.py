@@ -1,33 +1,20 @@
 """Mixtures of experts on a GPU: a model's kernels against the same weights in float32 on the CPU, and the engine."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from gpu_engine_models import GPU, PROMPTS, SMALL, W4, ByHand, assert_best, model_of, put_into, random_lora
+from gpu_engine_models import GLM, GPU, PROMPTS, QWEN, W4, ByHand, assert_best, model_of, put_into, random_lora
 
 from warpbus.engine import Engine
 from warpbus.kernels.ops.packed import PackedWeight, unpack
 from warpbus.models import Decoder
-from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 from warpbus.models.layers import MLP, MoE, QuantizedLinear
-from warpbus.models.layers.moe import StackedExperts
+from warpbus.models.layers.stacked_experts import StackedExperts
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 TOLERANCE = 0.3  # of scores that spread by about 1: where rounding changes a token's experts, it moves them further
-
-
-def config_of(router, *, shared=True, dense=1):
-    first = SMALL.layers[0]
-    experts = replace(first, mlp=MoESpec(router, MLPSpec(96), MLPSpec(96) if shared else None))
-    return replace(SMALL, layers=(first,) * dense + (experts,) * 2)
-
-
-GLM = config_of(RouterSpec(9, 3, "sigmoid", scale=1.8, groups=3, top_groups=2, bias=True))
-QWEN = config_of(RouterSpec(16, 4, "softmax"), shared=False, dense=0)
 
 
 def dequantized(linear):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu_engine_models import GPU, PROMPTS, SMALL, assert_best, finish, model_of
+from gpu_engine_models import GLM, GPU, PROMPTS, SMALL, assert_best, finish, model_of
 from test_gpu_engine_latent import LATENT
-from test_gpu_engine_moe import GLM, TOLERANCE
+from test_gpu_engine_moe import TOLERANCE
 
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sampling_params import SamplingParams

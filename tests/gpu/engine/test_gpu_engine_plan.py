@@ -1,4 +1,7 @@
-"""The memory contract by the driver's account, with the shapes of ChatGLM2-6B and ChatGLM-6B, a process for each."""
+"""The memory contract by the driver's account, with the shapes of well-known models, a process for each.
+
+Experts of GLM-4.7-Flash that do not fit lie in 12 GB of main memory.
+"""
 
 import json
 import subprocess
@@ -44,7 +47,9 @@ plan = plan_memory(Stored.uniform(config, torch.float16, scheme), limit, max_mod
 enforce(plan, device)
 note("context")
 where = "cpu" if plan.embedding_on_cpu else None
-model = random_model(config, scheme, device, torch.float16, head=plan.head, embedding=where)
+model = random_model(
+    config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
+)
 note("weights")
 engine = Engine.planned(model, plan, max_num_seqs=seqs)
 engine.warm()
@@ -72,6 +77,8 @@ print(json.dumps({"phases": phases, "tokens": [len(answer), len(long)], "plan": 
         ("chatglm2-6b", 6_000_000_000, 4096, 12),
         ("chatglm-6b", 6_000_000_000, 2048, 1),
         ("chatglm-6b", 8_000_000_000, 2048, 5),
+        ("glm-4.7-flash", 8_000_000_000, 4096, 1),
+        ("glm-4.7-flash", 16_000_000_000, 4096, 4),
     ],
 )
 def test_encoding_and_generating_stay_within_the_plan(model, limit, context, seqs):

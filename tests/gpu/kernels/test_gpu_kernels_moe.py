@@ -11,9 +11,10 @@ from warpbus.cuda.capabilities import Capabilities, capabilities
 from warpbus.cuda.jit import architecture
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import moe_mlp as op
-from warpbus.kernels.ops.moe_mlp import PackedExperts, moe_mlp
+from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import pack, unpack
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

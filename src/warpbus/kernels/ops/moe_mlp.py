@@ -10,8 +10,6 @@ How it is computed depends on the rows that an expert has:
 The host launches without knowing the routing, so that all of it can be captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,9 +22,9 @@ from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape, per_dtype
-from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
+from warpbus.kernels.ops.packed import TILE_ROWS
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
-from warpbus.qtensor import QTensor, Scheme
 
 _SORT = per_dtype(
     "moe/sort.cu",
@@ -44,53 +42,7 @@ _COMBINE = per_dtype(
     "int per_token",
     HALVES,
 )
-_MOST_EXPERTS = 1023  # of moe_sort
 _FEW_TOKENS = 2  # up to which slots are products of their own: of more tokens, too many share experts
-
-
-@dataclass(frozen=True)
-class PackedExperts:
-    """The quantized matrices of a layer's experts, of one shape and scheme, one behind the other.
-
-    Attributes:
-        weights: codes `[experts * words]` and scales `[experts * tiles of rows, groups, 8, 2]`; its `shape` is
-            `(n, k)` of one expert.
-        count: experts.
-    """
-
-    weights: PackedWeight
-    count: int
-
-    @classmethod
-    def stack(cls, parts: Sequence[PackedWeight]) -> "PackedExperts":
-        """Copy the matrices of all experts into one.
-
-        Raises:
-            TensorError: they differ in shape, scheme or dtype, or there are too many.
-        """
-        first = parts[0]
-        for number, part in enumerate(parts):
-            if (part.shape, part.scheme, part.dtype) != (first.shape, first.scheme, first.dtype):
-                raise TensorError(
-                    f"experts: expert {number} is {list(part.shape)} {part.scheme} {part.dtype}, expert 0 is "
-                    f"{list(first.shape)} {first.scheme} {first.dtype}: expected all alike"
-                )
-        if len(parts) > _MOST_EXPERTS:
-            raise TensorError(f"experts: {len(parts)}, expected at most {_MOST_EXPERTS}")
-        zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
-        codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-        return cls(replace(first, codes=codes, scales=scales, zeros=zeros), len(parts))
-
-    def expert(self, number: int) -> PackedWeight:
-        """The matrix of one expert: a view."""
-        each = self.weights
-        codes, scales = (part.chunk(self.count)[number] for part in (each.codes, each.scales))
-        zeros = None if each.zeros is None else each.zeros.chunk(self.count)[number]
-        return replace(each, codes=codes, scales=scales, zeros=zeros)
-
-    def unpacked(self) -> list[QTensor]:
-        """The matrices of all experts."""
-        return [unpack(self.expert(number)) for number in range(self.count)]
 
 
 def moe_mlp(
@@ -108,13 +60,13 @@ def moe_mlp(
 
     Args:
         x: `[tokens, hidden]`, float16 or bfloat16, finite.
-        experts: int32 `[tokens, slots]`, each below `gate_up.count`: what `moe_route` gives. Not checked.
+        experts: int32 `[tokens, slots]`, slots of `gate_up` and `down`: what `moe_route` gives. Not checked.
         weights: float32 `[tokens, slots]`.
         gate_up: of all experts, `[2 * ffn, hidden]` each, the gate first.
         down: of all experts, `[hidden, ffn]` each.
         residual: `[tokens, hidden]`.
-        shared: the first slot of each token is the last expert, with weight 1: what `moe_route` gives with a shared
-            expert. Only where it is stacked behind the others.
+        shared: the first slot of each token is the last expert that is not offloaded, with weight 1: what `moe_route`
+            gives with a shared expert. Only where it is stacked there.
 
     Returns:
         `[tokens, hidden]` in the dtype of `x`; summed in float32. The same bits at every run.
@@ -124,7 +76,8 @@ def moe_mlp(
     """
     check_rank("moe_mlp", 2, x=x, experts=experts, weights=weights)
     (wide, hidden), (back, ffn) = gate_up.weights.shape, down.weights.shape
-    if gate_up.count != down.count or wide != 2 * ffn or back != hidden or hidden % 8 or ffn % 8:
+    alike = (gate_up.count, gate_up.resident) == (down.count, down.resident)
+    if not alike or wide != 2 * ffn or back != hidden or hidden % 8 or ffn % 8:
         raise TensorError(
             f"moe_mlp: gate_up of {gate_up.count} experts {[wide, hidden]}, down of {down.count} {[back, ffn]}: "
             "expected as many experts, [2 * ffn, hidden] and [hidden, ffn], multiples of 8"
@@ -142,33 +95,21 @@ def moe_mlp(
             "moe_route gives"
         )
     return _moe_mlp(
-        *(x, experts, weights, *_parts(gate_up), *_parts(down)),
-        *(gate_up.count, ffn, gate_up.weights.scheme.bits, gate_up.weights.scheme.group_size or 0),
-        *(down.weights.scheme.bits, down.weights.scheme.group_size or 0, residual, shared),
+        *(x, experts, weights, gate_up.parts, down.parts, ffn, *_coding(gate_up), *_coding(down), residual, shared)
     )
 
 
-def _parts(stacked: PackedExperts) -> tuple[Tensor, Tensor, Tensor | None]:
-    return stacked.weights.codes, stacked.weights.scales, stacked.weights.zeros
-
-
-def _packed(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, count: int, bits: int, group: int, shape: tuple[int, int]
-) -> PackedExperts:
-    return PackedExperts(PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), shape), count)
+def _coding(stacked: PackedExperts) -> tuple[int, int]:
+    """Bits of a code, and columns that share a scale; 0: all."""
+    return stacked.weights.scheme.bits, stacked.weights.scheme.group_size or 0
 
 
 def _launch(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    down_codes: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    count: int,
+    gate_up_parts: list[Tensor],
+    down_parts: list[Tensor],
     ffn: int,
     bits: int,
     group: int,
@@ -178,8 +119,8 @@ def _launch(
     shared: bool,
 ) -> Tensor:
     tokens, hidden = x.shape
-    gate_up = _packed(codes, scales, zeros, count, bits, group, (2 * ffn, hidden))
-    down = _packed(down_codes, down_scales, down_zeros, count, down_bits, down_group, (hidden, ffn))
+    gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, hidden))
+    down = PackedExperts.of_parts(down_parts, down_bits, down_group, (hidden, ffn))
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
     residual = None if residual is None else residual.contiguous()
     if tokens == 0:
@@ -200,13 +141,13 @@ def _by_slot(
     shared: bool,
 ) -> Tensor:
     tokens, per_token = experts.shape
-    shared_expert = gate_up.count - 1 if shared else None
+    shared_expert = gate_up.resident - 1 if shared else None
     inner = x.new_empty(tokens * per_token, down.weights.shape[1])
     out = torch.empty_like(x)
     multiply = partial(wna16_decode.multiply_experts, experts=experts, per_token=per_token, shared_expert=shared_expert)
-    multiply(x, gate_up.weights, 1, inner, gated=True, count=tokens * per_token, factors=weights)
+    multiply(x, gate_up, 1, inner, gated=True, count=tokens * per_token, factors=weights)
     # The kernel ahead begins after the one that chose the experts has ended: `experts` is there early.
-    multiply(inner, down.weights, 1, out, gated=False, count=tokens, residual=residual, slots=per_token, early=True)
+    multiply(inner, down, 1, out, gated=False, count=tokens, residual=residual, slots=per_token, early=True)
     return out
 
 
@@ -244,8 +185,8 @@ def _by_tile(
     y = x.new_empty(rows, hidden)
     if by_decode:
         inner = x.new_empty(max(rows, height), ffn)
-        wna16_decode.multiply_experts(sorted_x, gate_up.weights, height, inner, gated=True, count=most, tiles=tiles)
-        wna16_decode.multiply_experts(inner, down.weights, height, y, gated=False, count=most, tiles=tiles)
+        wna16_decode.multiply_experts(sorted_x, gate_up, height, inner, gated=True, count=most, tiles=tiles)
+        wna16_decode.multiply_experts(inner, down, height, y, gated=False, count=most, tiles=tiles)
     else:
         both = x.new_empty(max(rows, height), 2 * ffn)
         _multiply(sorted_x, gate_up, tiles, most, height, both, able)
@@ -271,10 +212,10 @@ def _multiply(
 ) -> None:
     if able.wgmma:
         tiling = next(each for each in wna16_sm90.OF_EXPERTS if each.tokens == height)
-        wna16_sm90.multiply_experts(x, stacked.weights, stacked.count, tiles, most, tiling, out)
+        wna16_sm90.multiply_experts(x, stacked, tiles, most, tiling, out)
     else:
         smaller = next(each for each in wna16_sm80.TILINGS if each.tile_m == height)
-        wna16_sm80.multiply_experts(x, stacked.weights, tiles, most, smaller, out)
+        wna16_sm80.multiply_experts(x, stacked, tiles, most, smaller, out)
 
 
 def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]:
@@ -291,13 +232,8 @@ def _reference(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    down_codes: Tensor,
-    down_scales: Tensor,
-    down_zeros: Tensor | None,
-    count: int,
+    gate_up_parts: list[Tensor],
+    down_parts: list[Tensor],
     ffn: int,
     bits: int,
     group: int,
@@ -306,15 +242,14 @@ def _reference(
     residual: Tensor | None,
     shared: bool,
 ) -> Tensor:
-    gate_up = _packed(codes, scales, zeros, count, bits, group, (2 * ffn, x.shape[1]))
-    down = _packed(down_codes, down_scales, down_zeros, count, down_bits, down_group, (x.shape[1], ffn))
+    gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, x.shape[1]))
+    down = PackedExperts.of_parts(down_parts, down_bits, down_group, (x.shape[1], ffn))
     return reference_mlp(x, experts, weights, gate_up.unpacked(), down.unpacked(), residual)
 
 
 _moe_mlp = operator(
-    "moe_mlp(Tensor x, Tensor experts, Tensor weights, Tensor codes, Tensor scales, Tensor? zeros, Tensor down_codes, "
-    "Tensor down_scales, Tensor? down_zeros, int count, int ffn, int bits, int group, int down_bits, int down_group, "
-    "Tensor? residual, bool shared) -> Tensor",
+    "moe_mlp(Tensor x, Tensor experts, Tensor weights, Tensor[] gate_up, Tensor[] down, int ffn, int bits, int group, "
+    "int down_bits, int down_group, Tensor? residual, bool shared) -> Tensor",
     cuda=_launch,
     reference=_reference,
     fake=lambda x, *others: torch.empty_like(x),

@@ -17,7 +17,7 @@ from warpbus.kernels.units import unit
 
 _CHOICE = (
     "int experts_of_layer, int top_k, int groups, int top_groups, int softmax, int normalized, int shared_expert, "
-    "float scale"
+    "float scale, const int* slots, int* counts"
 )
 _ROUTE = Parameters(
     "const ELEMENT* x, const ELEMENT* norm, const ELEMENT* weight, const float* bias, ELEMENT* normed, int* experts, "
@@ -51,6 +51,8 @@ def moe_route(
     groups: int = 1,
     top_groups: int = 1,
     shared: bool = False,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The experts of each token; see `RouterSpec` in models/layer_spec.py for the router's properties.
 
@@ -60,6 +62,9 @@ def moe_route(
         bias: float32 `[experts]`, added to the scores for the choice.
         norm: weight `[hidden]` of an RMSNorm that x goes through first, with `eps`.
         shared: each token's first slot is the shared expert, number `experts`, with weight 1.
+        slots: int32 `[experts]`, one more with a shared expert: what is returned instead of an expert's number, such as
+            its place among `PackedExperts`.
+        counts: int32 `[experts]`; the tokens of each expert are added.
 
     Returns:
         the normed x, of its shape and dtype; the experts, int32 `[tokens, slots]`; their weights, float32 of that
@@ -82,12 +87,19 @@ def moe_route(
         check_shape("moe_route", expected, f"the router is {count} x {hidden}", bias=bias)
         if bias.dtype != torch.float32:
             raise TensorError(f"moe_route: bias is {bias.dtype}, expected float32: convert it with .to()")
+    for name, tensor, size in (("slots", slots, count + shared), ("counts", counts, count)):
+        if tensor is not None and (tensor.shape != (size,) or tensor.dtype != torch.int32):
+            raise TensorError(
+                f"moe_route: {name} is {list(tensor.shape)} {tensor.dtype}, expected [{size}] int32: one per expert"
+            )
     if not 0 < top_k <= count // groups * top_groups or count % groups or not 0 < top_groups <= groups:
         raise TensorError(
             f"moe_route: {top_k} of {count} experts in the {top_groups} best of {groups} groups: expected groups of "
             "equal size that hold as many experts"
         )
-    return _moe_route(x, weight, bias, norm, eps, top_k, scoring, normalized, scale, groups, top_groups, shared)
+    return _moe_route(
+        *(x, weight, bias, norm, eps, top_k, scoring, normalized, scale, groups, top_groups, shared, slots, counts)
+    )
 
 
 def _launch(
@@ -103,6 +115,8 @@ def _launch(
     groups: int,
     top_groups: int,
     shared: bool,
+    slots: Tensor | None,
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, hidden = x.shape
     count = weight.shape[0]
@@ -117,6 +131,8 @@ def _launch(
         "normalized": normalized,
         "shared_expert": shared,
         "scale": scale,
+        "slots": slots,
+        "counts": counts,
     }
     bias = None if bias is None else bias.contiguous()
     x, weight = x.contiguous(), weight.contiguous()
@@ -163,7 +179,7 @@ def _launch(
 
 
 def _fake(x: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
-    slots = int(others[4]) + int(others[-1])  # type: ignore[call-overload]
+    slots = int(others[4]) + int(others[10])  # type: ignore[call-overload]
     return (
         torch.empty_like(x),
         x.new_empty(x.shape[0], slots, dtype=torch.int32),
@@ -173,7 +189,8 @@ def _fake(x: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
 
 _moe_route = operator(
     "moe_route(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, int top_k, str scoring, "
-    "bool normalized, float scale, int groups, int top_groups, bool shared) -> (Tensor, Tensor, Tensor)",
+    "bool normalized, float scale, int groups, int top_groups, bool shared, Tensor? slots, Tensor(a!)? counts) "
+    "-> (Tensor, Tensor, Tensor)",
     cuda=_launch,
     reference=reference.route,
     fake=_fake,

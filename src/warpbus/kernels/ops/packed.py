@@ -13,7 +13,7 @@ and g + 8, column 2 t + 1 of both, then the same 8 columns on.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class PackedWeight:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
     @property
     def nbytes(self) -> int:

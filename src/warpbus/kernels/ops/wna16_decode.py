@@ -16,6 +16,7 @@ from warpbus.cuda.tensor_map import fits as copyable
 from warpbus.cuda.tensor_map import tensor_map
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.units import unit
 
 _PROBLEM = (
@@ -28,10 +29,11 @@ _PARAMETERS = Parameters(
     Problem=_PROBLEM,
 )
 _EXPERTS = Parameters(
-    "TensorMap map, const uint4* codes, const uint32* scales, const uint32* zeros, const ELEMENT* residual, "
-    "ELEMENT* out, Items items, Problem p",
+    "TensorMap map, const uint4* codes, const uint32* scales, const uint32* zeros, const uint4* host_codes, "
+    "const uint32* host_scales, const uint32* host_zeros, const ELEMENT* residual, ELEMENT* out, Items items, "
+    "Problem p",
     Items="const int* experts, const int4* tiles, const float* factors, int count, int per_token, int slots, "
-    "int shared_expert, int early",
+    "int shared_expert, int early, int resident",
     Problem=_PROBLEM,
 )
 MOST_TOKENS = 16
@@ -203,7 +205,7 @@ def multiply(
 
 def multiply_experts(
     x: Tensor,
-    weights: PackedWeight,
+    stacked: PackedExperts,
     rows: int,
     out: Tensor,
     *,
@@ -222,7 +224,7 @@ def multiply_experts(
 
     Args:
         x: `[any, k]`, contiguous.
-        weights: of all experts, one behind the other: its shape is `(n, k)` of one of them.
+        stacked: the weights of all experts.
         rows: of x in an item, at most: 1 or 8.
         out: `[any, n]`, or `[any, n / 2]` where gated, contiguous.
         gated: as in `multiply`.
@@ -231,7 +233,7 @@ def multiply_experts(
         tiles: int32 `[1 + count, 4]`, the number of tiles first.
         residual: in the shape of `out`.
     """
-    k = x.shape[1]
+    k, weights, offloaded = x.shape[1], stacked.weights, stacked.offloaded
     if not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
     variant = _DecodeVariant.of(rows, weights, x.get_device(), experts=True)
@@ -250,6 +252,10 @@ def multiply_experts(
         slots=slots,
         shared_expert=-1 if shared_expert is None else shared_expert,
         early=early,
+        resident=stacked.resident,
+        host_codes=None if offloaded is None else offloaded.codes,
+        host_scales=None if offloaded is None else offloaded.scales,
+        host_zeros=None if offloaded is None else offloaded.zeros,
         eps=0.0,
         **_problem(variant, rows, k, weights, gated, x.get_device(), streamed=True),
         dependent=True,

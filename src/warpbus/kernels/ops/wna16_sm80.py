@@ -17,6 +17,7 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.split_k import partial_sums, reduce
 from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
 from warpbus.kernels.units import unit
@@ -27,8 +28,9 @@ _PARAMETERS = Parameters(
     "long long out_stride, int k_per_split"
 )
 _EXPERTS = Parameters(
-    "const ELEMENT* x, const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, "
-    "const int4* tiles, int n, int k, int groups, int group_shift, int middle"
+    "const ELEMENT* x, const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, const uint4* host_codes, "
+    "const ELEMENT* host_scales, const ELEMENT* host_zeros, ELEMENT* out, const int4* tiles, int n, int k, int groups, "
+    "int group_shift, int middle, int resident"
 )
 _STAGES = 3  # kStages in sm80_wna16.cu
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
@@ -145,17 +147,18 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
 
 
 def multiply_experts(
-    x: Tensor, weights: PackedWeight, tiles: Tensor, most: int, tiling: Wna16Sm80Tiling, out: Tensor
+    x: Tensor, stacked: PackedExperts, tiles: Tensor, most: int, tiling: Wna16Sm80Tiling, out: Tensor
 ) -> None:
     """Products of a mixture of experts: rows of `out` are rows of x times their expert's weights.
 
     Args:
         x: `[rows, k]`, sorted by expert, contiguous; k is a multiple of 8.
-        weights: of all experts, one behind the other: its shape is `(n, k)` of one of them.
+        stacked: the weights of all experts.
         tiles: int32 `[1 + most, 4]`, see the kernel.
         most: tiles, of rows, at most.
         out: `[rows, n]`, contiguous.
     """
+    weights, offloaded = stacked.weights, stacked.offloaded
     n, k = weights.shape
     _KERNELS[tiling, x.dtype, weights.bits, True](
         most * blocks((n, tiling.tile_n)),
@@ -164,6 +167,10 @@ def multiply_experts(
         codes=weights.codes,
         scales=weights.scales,
         zeros=weights.zeros,
+        host_codes=None if offloaded is None else offloaded.codes,
+        host_scales=None if offloaded is None else offloaded.scales,
+        host_zeros=None if offloaded is None else offloaded.zeros,
+        resident=stacked.resident,
         out=out,
         tiles=tiles[1:],
         n=n,

@@ -16,14 +16,16 @@ from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
     "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
-    Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out",
+    Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out, "
+    "TensorMap host_codes, TensorMap host_scales, TensorMap host_zeros",
     Problem="int m, int n, int k, int chunks, int shift, int middle, int scale_words, int group, int waves, "
-    "int direct, int splits, const int4* tiles",
+    "int direct, int splits, const int4* tiles, int resident",
 )
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
@@ -123,12 +125,14 @@ def multiply(
         grid,
         tiling.threads,
         **_operands(x, weight, out, tiling, box=min(tiling.tokens, 64) if plan.splits == 1 else 16),
+        **_host_maps(None, tiling, 0),
         bias=bias,
         partials=partials,
         flags=counters(x.device, grid * tiling.consumers) if handed_on else None,
         waves=waves,
         splits=plan.splits,
         tiles=None,
+        resident=0,
         shared=tiling.shared(bits),
         cluster=plan.splits,
         dependent=True,
@@ -136,29 +140,31 @@ def multiply(
 
 
 def multiply_experts(
-    x: Tensor, weights: PackedWeight, count: int, tiles: Tensor, most: int, tiling: Wna16Sm90Tiling, out: Tensor
+    x: Tensor, stacked: PackedExperts, tiles: Tensor, most: int, tiling: Wna16Sm90Tiling, out: Tensor
 ) -> None:
     """Products of a mixture of experts on an sm_90a GPU: rows of `out` are rows of x times their expert's weights.
 
     Args:
         x: `[rows, k]`, sorted by expert, contiguous; at least `tiling.tokens` rows.
-        weights: of `count` experts, one behind the other: its shape is `(n, k)` of one of them.
+        stacked: the weights of all experts.
         tiles: int32 `[1 + most, 4]`, see the kernel.
         most: tiles, of rows, at most.
         out: `[rows, n]`, contiguous.
     """
-    n = weights.shape[0]
-    columns = blocks((n, tiling.rows))
+    weights, resident = stacked.weights, stacked.resident
+    columns = blocks((weights.shape[0], tiling.rows))
     tiling.kernel(x.dtype, weights.bits, experts=True)(
         min(multiprocessors(x.device), most * columns),
         tiling.threads,
-        **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=count),
+        **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=resident),
+        **_host_maps(stacked.offloaded, tiling, stacked.count - resident),
         bias=None,
         partials=None,
         flags=None,
         waves=0,
         splits=1,
         tiles=tiles[1:],
+        resident=resident,
         shared=tiling.shared(weights.bits),
         dependent=True,
     )
@@ -169,20 +175,14 @@ def _operands(
 ) -> dict[str, Any]:
     """The arguments of a launch that describe x, the weights of `count` experts, and `out`, stored in boxes of rows."""
     m, k = x.shape
-    n, rows = weight.shape[0], blocks((weight.shape[0], TILE_ROWS)) * count
-    size = weight.scheme.group_size
-    scale_words = 16 if size == 32 else 8
-    scale_map = functools.partial(
-        tensor_map, box_rows=tiling.rows // TILE_ROWS, box_columns=scale_words, swizzled=False
-    )
+    n, size = weight.shape[0], weight.scheme.group_size
+    codes, scales, zeros = _weight_maps(weight, tiling, count)
     direct = not fits(out)
     return {
         "map_x": tile_maps(x, tiling.tokens, TILE_COLUMNS),
-        "map_codes": tensor_map(
-            weight.codes.view(rows, -1), tiling.rows // TILE_ROWS, 32 * weight.bits, swizzled=False
-        ),
-        "map_scales": scale_map(_words(weight.scales, rows)),
-        "map_zeros": _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros, rows)),
+        "map_codes": codes,
+        "map_scales": scales,
+        "map_zeros": zeros,
         "map_out": _NO_MAP if direct else tensor_map(out, box, 64),
         "out": out,
         "symmetric": weight.zeros is None,
@@ -192,7 +192,7 @@ def _operands(
         "chunks": blocks((k, TILE_COLUMNS)),
         "shift": 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
         "middle": weight.scheme.middle_code,
-        "scale_words": scale_words,
+        "scale_words": _scale_words(weight),
         "group": max(_GROUP // tiling.tokens, 1),
         "direct": direct,
     }
@@ -244,6 +244,28 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm9
             return min(Wna16Sm90Plan(smaller), shared(smaller), shared(larger), key=work)
     padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
     return Wna16Sm90Plan(low if padded[0] < 0.9 * padded[1] else wide)
+
+
+def _weight_maps(weight: PackedWeight, tiling: Wna16Sm90Tiling, count: int) -> tuple[bytes, bytes, bytes]:
+    """The tensor maps of the codes, the scales and the zero points of `count` matrices, one behind the other."""
+    rows, height = blocks((weight.shape[0], TILE_ROWS)) * count, tiling.rows // TILE_ROWS
+    scale_map = functools.partial(tensor_map, box_rows=height, box_columns=_scale_words(weight), swizzled=False)
+    return (
+        tensor_map(weight.codes.view(rows, -1), height, 32 * weight.bits, swizzled=False),
+        scale_map(_words(weight.scales, rows)),
+        _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros, rows)),
+    )
+
+
+def _host_maps(offloaded: PackedWeight | None, tiling: Wna16Sm90Tiling, count: int) -> dict[str, Any]:
+    """The arguments of a launch that describe the weights of `count` offloaded experts."""
+    maps = (_NO_MAP,) * 3 if offloaded is None else _weight_maps(offloaded, tiling, count)
+    return dict(zip(("host_codes", "host_scales", "host_zeros"), maps, strict=True))
+
+
+def _scale_words(weight: PackedWeight) -> int:
+    """Words of scales of a tile of 16 rows that a block of k needs."""
+    return 16 if weight.scheme.group_size == 32 else 8
 
 
 def _waves(tiles: int, grid: int) -> int:

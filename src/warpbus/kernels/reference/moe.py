@@ -75,6 +75,8 @@ def route(
     groups: int,
     top_groups: int,
     shared: bool,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`kernels.ops.moe_router.moe_route`: normed x, experts and weights."""
     normed = x if norm is None else rms_norm(x, norm, eps)
@@ -89,9 +91,13 @@ def route(
         groups=groups,
         top_groups=top_groups,
     )
+    if counts is not None:
+        counts += torch.bincount(experts.flatten(), minlength=len(counts)).to(counts.dtype)
     if shared:
         experts = F.pad(experts, (1, 0), value=weight.shape[0])
         weights = F.pad(weights, (1, 0), value=1.0)
+    if slots is not None:
+        experts = slots[experts]
     return normed.clone() if norm is None else normed, experts.int(), weights
 
 

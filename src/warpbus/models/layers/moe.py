@@ -9,19 +9,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from warpbus.kernels.ops.moe_mlp import PackedExperts, moe_mlp
+from warpbus.errors import UsageError
+from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
-from warpbus.models.layers.frozen import frozen_linear
 from warpbus.models.layers.fusion import has_kernels
 from warpbus.models.layers.linear import QuantizedLinear
 from warpbus.models.layers.mlp import MLP
 from warpbus.models.layers.norm import LayerNorm, Norm
 from warpbus.models.layers.parallel import Parallel
+from warpbus.models.layers.stacked_experts import StackedExperts
+
+ALIKE = "all of a layer in one scheme of w2a16 to w8a16, in 16 bits on a GPU"
+"""What the kernels need of experts, as messages say it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class Router(nn.Module):
         )
         return Routing(chosen, weights, scores)
 
-    def slots(self, x: Tensor, norm: Norm | None, *, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def slots(
+        self, x: Tensor, norm: Norm | None, *, shared: bool, slots: Tensor | None = None, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The normed x, the experts and their weights by the kernel; see `moe_route`. Does not wait for the GPU."""
         if isinstance(norm, LayerNorm):
             x, norm = norm(x), None
@@ -100,35 +106,9 @@ class Router(nn.Module):
             groups=spec.groups,
             top_groups=spec.top_groups,
             shared=shared,
+            slots=slots,
+            counts=counts,
         )
-
-
-class StackedExperts(nn.Module):
-    """The experts of a layer as one tensor of each kind, for the kernels: quantized, and of one scheme.
-
-    Args:
-        gate_up, down: of all experts; the shared expert comes last if there is one.
-    """
-
-    def __init__(self, gate_up: PackedExperts, down: PackedExperts) -> None:
-        super().__init__()
-        self._stacked = {"gate_up": gate_up, "down": down}
-        for name, stacked in self._stacked.items():
-            self.register_buffer(f"{name}_codes", stacked.weights.codes)
-            self.register_buffer(f"{name}_scales", stacked.weights.scales)
-            self.register_buffer(f"{name}_zeros", stacked.weights.zeros)
-
-    def matrices(self, name: str) -> PackedExperts:
-        """The matrices "gate_up" or "down" of all experts."""
-        stacked = self._stacked[name]
-        codes, scales, zeros = (getattr(self, f"{name}_{part}") for part in ("codes", "scales", "zeros"))
-        weights = stacked.weights
-        return PackedExperts(PackedWeight(codes, scales, zeros, weights.scheme, weights.shape), stacked.count)
-
-    def expert(self, number: int, x: Tensor) -> Tensor:
-        """The output `[n, hidden]` of one expert for x `[n, hidden]`; it can be differentiated by x."""
-        gate, up = frozen_linear(x, self.matrices("gate_up").expert(number), None).chunk(2, dim=-1)
-        return frozen_linear(F.silu(gate) * up, self.matrices("down").expert(number), None)
 
 
 class MoE(nn.Module):
@@ -176,22 +156,35 @@ class MoE(nn.Module):
             total = total + self.shared(rows)
         return self._written(total.view_as(x), residual)
 
-    def stack(self) -> None:
-        """Arrange the experts for the kernels, if they are packed for them and all alike."""
+    def stack(self, offloaded: int = 0) -> None:
+        """Arrange the experts for the kernels, if they are packed for them and all alike.
+
+        Args:
+            offloaded: how many routed experts, the last ones, lie in pinned memory of the host.
+
+        Raises:
+            UsageError: experts are to be offloaded that are not packed, or not alike.
+            DeviceError: there is not so much memory to pin.
+        """
         assert isinstance(self.experts, nn.ModuleList)
         every = list(self.experts)
         packed = [_packed(each) for each in every]
         if not _kind(packed[0]) or any(_kind(pair) != _kind(packed[0]) for pair in packed):
+            if offloaded:
+                raise UsageError(f"{offloaded} experts of a layer cannot be offloaded: quantize them, {ALIKE}")
             return
         own = None if self.shared is None else _packed(self.shared)
-        if own is not None and _kind(own) == _kind(packed[0]):
-            packed.append(own)
-        pairs = [pair for pair in packed if pair is not None]
-        gate_up, down = (PackedExperts.stack([pair[at] for pair in pairs]) for at in range(2))
-        self.experts = StackedExperts(gate_up, down)
-        if len(pairs) > len(every) and self.shared is not None:
+        joined = own is not None and _kind(own) == _kind(packed[0])
+        resident = len(every) - offloaded
+        pairs = [pair for pair in (*packed[:resident], own if joined else None) if pair is not None]
+        far = [pair for pair in packed[resident:] if pair is not None]
+        gate_up, down = (
+            PackedExperts.stack([pair[at] for pair in pairs], [pair[at] for pair in far]) for at in range(2)
+        )
+        self.experts = StackedExperts(gate_up, down, len(every))
+        if joined and self.shared is not None:
             for name, stacked in (("gate_up", gate_up), ("down", down)):
-                view = stacked.expert(len(every))
+                view = stacked.expert(resident)
                 self.shared.add_module(name, QuantizedLinear(view, dtype=view.dtype))
 
     def _by_kernels(self, experts: StackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
@@ -200,7 +193,10 @@ class MoE(nn.Module):
         joined = (
             gate_up.count > self.router.spec.experts and self.shared is not None and _packed(self.shared) is not None
         )
-        rows, slots, weights = self.router.slots(x.flatten(0, -2), norm, shared=joined)
+        table = None if experts.slots is None else experts.slots[: self.router.spec.experts + joined]
+        rows, slots, weights = self.router.slots(
+            x.flatten(0, -2), norm, shared=joined, slots=table, counts=experts.counts
+        )
         # With tensor parallelism the residual is added to the sum over the processes.
         later = residual if isinstance(self.output, Parallel) else None
         before = None if residual is None or later is not None else residual.flatten(0, -2)

@@ -10,6 +10,8 @@ struct Choice {
     int normalized;  // weights are divided by their sum
     int shared_expert;  // 1: the first slot of a token is expert number `experts`, with weight 1
     float scale;
+    const int* slots;  // [experts + shared]: what is written instead of an expert's number; or null
+    int* counts;       // [experts]: how often each was chosen, which is added to; or null
 };
 
 __device__ __forceinline__ float warp_max(float value) {
@@ -98,7 +100,8 @@ __device__ __forceinline__ void choose(float* scores, unsigned* keys, const floa
         total += weight;
         if (lane == 0) {
             keys[e] = 0;
-            experts[c.shared_expert + slot] = e;
+            experts[c.shared_expert + slot] = c.slots == nullptr ? e : c.slots[e];
+            if (c.counts != nullptr) atomicAdd(&c.counts[e], 1);
             weights[c.shared_expert + slot] = weight;
         }
         __syncwarp();
@@ -106,5 +109,8 @@ __device__ __forceinline__ void choose(float* scores, unsigned* keys, const floa
     // The scores of a softmax cannot all be zero.
     const float factor = c.normalized ? c.scale / (total + (c.softmax ? 0.0f : 1e-20f)) : c.scale;
     for (int slot = lane; slot < c.top_k; slot += 32) weights[c.shared_expert + slot] *= factor;
-    if (c.shared_expert && lane == 0) experts[0] = c.experts_of_layer, weights[0] = 1.0f;
+    if (c.shared_expert && lane == 0) {
+        experts[0] = c.slots == nullptr ? c.experts_of_layer : c.slots[c.experts_of_layer];
+        weights[0] = 1.0f;
+    }
 }

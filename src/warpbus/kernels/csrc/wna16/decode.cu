@@ -132,24 +132,28 @@ struct Step {
 // What of x goes with a step: kStep chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
 __device__ __forceinline__ int step_bytes(const Problem& p) { return kStep * p.m * kLine; }
 
-__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, const Step& step,
-                                             const Problem& p) {
+// `offloaded` has the experts from number `resident` on.
+__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, const Weight& offloaded,
+                                             int resident, const Step& step, const Problem& p) {
     const int chunks = min(kStep, p.chunks - step.chunk);
     const int group = group_of(step.chunk, p);
     const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
     const int code_bytes = chunks * kLoads * 512;
     const int scale_bytes = groups * 32;
     const int x_bytes = p.streamed ? step_bytes(p) : 0;
+    const bool far = EXPERTS && step.source.expert >= resident;
+    const Weight& from = far ? offloaded : weight;
+    const int expert = step.source.expert - (far ? resident : 0);
     ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)) + x_bytes);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int tile = (EXPERTS ? step.source.expert * ((p.n + 15) / 16) : 0) + tile_of(step.pair, r, p);
-        const uint4* codes = weight.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
+        const int tile = (EXPERTS ? expert * ((p.n + 15) / 16) : 0) + tile_of(step.pair, r, p);
+        const uint4* codes = from.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
         const int at = (tile * p.groups + group) * 8;
         ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
-        ptx::bulk_load(ptx::shared_address(stage.scales[r]), weight.scales + at, scale_bytes, full);
+        ptx::bulk_load(ptx::shared_address(stage.scales[r]), from.scales + at, scale_bytes, full);
         if (weight.zeros != nullptr) {
-            ptx::bulk_load(ptx::shared_address(stage.zeros[r]), weight.zeros + at, scale_bytes, full);
+            ptx::bulk_load(ptx::shared_address(stage.zeros[r]), from.zeros + at, scale_bytes, full);
         }
     }
 }
@@ -185,12 +189,12 @@ struct Ring {
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
 // them before the kernel ahead has ended, as far as it is known whose they are.
 __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
-                                        const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
+                                        const Weight& offloaded, const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
     Step ahead(p);
     int asked = 0;
     for (; asked < p.stages && ahead.there(items, p) && is_known(items, ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
         ahead.find(items, p);
-        load_weights(stages[asked], at.full + 8 * asked, weight, ahead, p);
+        load_weights(stages[asked], at.full + 8 * asked, weight, offloaded, items.resident, ahead, p);
     }
     ptx::griddepcontrol_wait();
     count_items(items);
@@ -205,7 +209,7 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
         const ptx::uint32 full = at.full + 8 * ring.slot;
         ahead.find(items, p);
         ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
-        load_weights(stages[ring.slot], full, weight, ahead, p);
+        load_weights(stages[ring.slot], full, weight, offloaded, items.resident, ahead, p);
         if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, ahead.source.row, ahead.chunk);
     }
 }
@@ -451,9 +455,9 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
 }
 
 __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* codes, const ptx::uint32* scales,
-                                        const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm,
-                                        const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, Items items,
-                                        const Problem& p) {
+                                        const ptx::uint32* zeros, const Weight& offloaded, const ELEMENT* x,
+                                        const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
+                                        Items items, const Problem& p) {
     // x of all steps, or of those in flight; the stages; sums [WARPS][2][kTokenTiles][32]; the rest as it is declared here.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
@@ -482,7 +486,9 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     __syncthreads();
 
     if (warp == WARPS) {
-        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, items, p);
+        if (lane == 0) {
+            produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, offloaded, map, in_parts, items, p);
+        }
         return;
     }
     const Vector norm_weight =
@@ -550,15 +556,16 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RESIDENT)
     wna16_decode_experts(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
-                         const ptx::uint32* zeros, const ELEMENT* residual, ELEMENT* out, const Items items,
+                         const ptx::uint32* zeros, const uint4* host_codes, const ptx::uint32* host_scales,
+                         const ptx::uint32* host_zeros, const ELEMENT* residual, ELEMENT* out, const Items items,
                          const Problem p) {
-    compute(map, codes, scales, zeros, nullptr, nullptr, nullptr, residual, out, items, p);
+    compute(map, codes, scales, zeros, {host_codes, host_scales, host_zeros}, nullptr, nullptr, nullptr, residual, out, items, p);
 }
 #else
 extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), RESIDENT)
     wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
                  const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
                  const ELEMENT* residual, ELEMENT* out, const Problem p) {
-    compute(map, codes, scales, zeros, x, norm, bias, residual, out, one_item(), p);
+    compute(map, codes, scales, zeros, {}, x, norm, bias, residual, out, one_item(), p);
 }
 #endif

@@ -1,6 +1,7 @@
 // The products of a mixture of experts: which rows of x are multiplied by which expert's weights.
 //
-// The weights of all experts lie one behind the other. A token has `per_token` slots, one per expert that it passes through;
+// The weights of experts lie one behind the other: those of the first `resident` ones in the GPU's memory, those of all others
+// in pinned memory of the host, which kernels read across the link between the two. A token has `per_token` slots, one per expert that it passes through;
 // slot `s` of all tokens (s / per_token is the token) has the expert `experts[s]`. What a kernel computes is cut into items:
 //
 //   by slot    (tiles null, slots 1)          item s: the row s / per_token of x times the expert of slot s, to row s of out
@@ -29,10 +30,11 @@ struct Items {
     int slots;   // whose products are added in an item
     int shared_expert;  // that each token's first slot has; -1: there is none
     int early;   // `experts` was written before the kernel ahead began
+    int resident;  // experts whose weights lie in the GPU's memory
 };
 
 // One product of all rows, with no experts.
-__device__ __forceinline__ Items one_item() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1}; }
+__device__ __forceinline__ Items one_item() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1, 0}; }
 
 // Whether the expert of an item's first slots is known before the kernel ahead has ended.
 __device__ __forceinline__ bool is_known(const Items& items, int item) {

@@ -19,8 +19,9 @@
 // gemm/split_k_reduce.cu, which finishes them in fixed order.
 //
 // EXPERTS = 1 is a mixture of experts: rows of x are sorted by expert and multiplied by the expert's weights, which lie one
-// behind the other. tiles[i] = {expert, first row, rows, 0} with up to TILE_M rows; there are tiles[-1].x of them. Blocks
-// without a tile end at once; k is not split and there is no bias.
+// behind the other, from number `resident` on in pinned memory of the host (wna16/experts.cuh). tiles[i] = {expert, first row,
+// rows, 0} with up to TILE_M rows; there are tiles[-1].x of them. Blocks without a tile end at once; k is not split and there
+// is no bias.
 //
 // Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration
 // takes more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel
@@ -244,10 +245,8 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
 
 // The kernel ahead may write x and bias: not __restrict__ (see ptx::griddepcontrol_wait).
 __device__ __forceinline__ void compute(
-    const ELEMENT* x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
-    const ELEMENT* __restrict__ zeros, const ELEMENT* bias, ELEMENT* __restrict__ out,
-    float* __restrict__ partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride,
-    long long out_stride, int k_per_split, TilePlace<unsigned> place) {
+    const ELEMENT* x, const Weight& weight, const ELEMENT* bias, ELEMENT* __restrict__ out, float* __restrict__ partial, int m,
+    int n, int k, int middle, int x_stride, long long out_stride, int k_per_split, TilePlace<unsigned> place) {
     alignas(128) extern __shared__ unsigned char shared[];
 
     const int row0 = place.row * kTileM;
@@ -256,7 +255,6 @@ __device__ __forceinline__ void compute(
     const int warp_row = warp % kWarpsM * kWarpM;
     const int warp_column = warp / kWarpsM * kWarpN;
 
-    const Weight weight = {codes, scales, zeros, (n + 15) / 16, (k + kTileK - 1) / kTileK, groups, group_shift};
     const int first_tile = blockIdx.y * (k_per_split / kTileK);
     const int tiles = min(k_per_split / kTileK, weight.k_tiles - first_tile);
     InputCopy input(x, x_stride, m, k, row0, first_tile * kTileK);
@@ -281,7 +279,7 @@ __device__ __forceinline__ void compute(
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // the first tile is complete: every thread has waited for its own copies
 
-    const bool symmetric = zeros == nullptr;
+    const bool symmetric = weight.zeros == nullptr;
     const ptx::uint32 middle_pair = pack_pair<ELEMENT>(middle, middle);
     Sums sums = {};
     InputFragments inputs[2];
@@ -359,8 +357,10 @@ __device__ __forceinline__ void compute(
 #if EXPERTS
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16_experts(
     const ELEMENT* x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
-    const ELEMENT* __restrict__ zeros, ELEMENT* __restrict__ out, const int4* tiles, int n, int k, int groups,
-    int group_shift, int middle) {
+    const ELEMENT* __restrict__ zeros, const uint4* __restrict__ host_codes, const ELEMENT* __restrict__ host_scales,
+    const ELEMENT* __restrict__ host_zeros, ELEMENT* __restrict__ out, const int4* tiles, int n, int k, int groups,
+    int group_shift, int middle, int resident) {
+    __shared__ Weight weight;  // there are no registers for pointers that are chosen here
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_wait();
 #endif
@@ -369,11 +369,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16_expe
     if (index >= tiles[-1].x) return;
     const int4 tile = tiles[index];  // expert, first row, rows
     const int row_tiles = (n + 15) / 16, k_tiles = (k + kTileK - 1) / kTileK;
-    const long long rows_before = static_cast<long long>(tile.x) * row_tiles;
-    const long long groups_before = rows_before * groups * 16;
-    compute(x + static_cast<long long>(tile.y) * k, codes + rows_before * k_tiles * kLoads * 32, scales + groups_before,
-            zeros == nullptr ? nullptr : zeros + groups_before, nullptr, out + static_cast<long long>(tile.y) * n, nullptr,
-            tile.z, n, k, groups, group_shift, middle, k, n, k_tiles * kTileK, {0, blockIdx.x % columns});
+    if (threadIdx.x == 0) {
+        const bool offloaded = tile.x >= resident;
+        if (offloaded) codes = host_codes, scales = host_scales, zeros = host_zeros;
+        const long long rows_before = static_cast<long long>(tile.x - (offloaded ? resident : 0)) * row_tiles;
+        const long long groups_before = rows_before * groups * 16;
+        weight = {codes + rows_before * k_tiles * kLoads * 32, scales + groups_before,
+                  zeros == nullptr ? nullptr : zeros + groups_before, row_tiles, k_tiles, groups, group_shift};
+    }
+    __syncthreads();
+    compute(x + static_cast<long long>(tile.y) * k, weight, nullptr, out + static_cast<long long>(tile.y) * n, nullptr, tile.z,
+            n, k, middle, k, n, k_tiles * kTileK, {0, blockIdx.x % columns});
 }
 #else
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
@@ -382,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
     float* __restrict__ partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride,
     long long out_stride, int k_per_split) {
     const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
-    compute(x, codes, scales, zeros, bias, out, partial, m, n, k, groups, group_shift, middle, x_stride, out_stride,
-            k_per_split, place);
+    const Weight weight = {codes, scales, zeros, (n + 15) / 16, (k + kTileK - 1) / kTileK, groups, group_shift};
+    compute(x, weight, bias, out, partial, m, n, k, middle, x_stride, out_stride, k_per_split, place);
 }
 #endif

@@ -7,7 +7,7 @@
 //   CONSUMERS warpgroups that multiply, 64 rows of the weight each: 2, or 3 where TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
 //   EXPERTS   0: one product; 1: those of a mixture of experts: rows of x are sorted by expert and multiplied by the expert's
-//             weights, which lie one behind the other. tiles[i] = {expert, first row, rows, 0} with up to TOKENS rows; there
+//             weights, which lie one behind the other, from number `resident` on in pinned memory of the host. tiles[i] = {expert, first row, rows, 0} with up to TOKENS rows; there
 //             are tiles[-1].x of them, which blocks take in turn, whole. x has at least TOKENS rows, and there is no bias.
 //
 // Computed is the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
@@ -55,11 +55,13 @@ struct Problem {
     int direct;       // write by ordinary stores: out has no tensor map
     int splits;       // blocks of a cluster, which share a tile along k; 1 for no clusters
     const int4* tiles;  // of experts; else null
+    int resident;       // experts whose weights lie in the GPU's memory
 };
 
 struct Maps {
     ptx::TileMaps map_x;
     ptx::TensorMap map_codes, map_scales, map_zeros, map_out;
+    ptx::TensorMap host_codes, host_scales, host_zeros;  // of the experts in the host's memory
 };
 
 // A part of a tile: blocks [begin, end) of k.
@@ -105,6 +107,7 @@ struct Place {
     int token, row;   // of the tile's first element
     int end;          // of the rows of x that are multiplied
     int weight_tile;  // the packed tile of the weight in which the tile begins
+    bool offloaded;   // the weight lies in the host's memory
 };
 
 __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
@@ -112,10 +115,12 @@ __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
         const int columns = (p.n + kRows - 1) / kRows;
         const int4 rows = p.tiles[tile / columns];
         const int row = tile % columns * kRows;
-        return {rows.y, row, rows.y + rows.z, rows.x * ((p.n + 15) / 16) + row / 16};
+        const bool offloaded = rows.x >= p.resident;
+        const int expert = rows.x - (offloaded ? p.resident : 0);
+        return {rows.y, row, rows.y + rows.z, expert * ((p.n + 15) / 16) + row / 16, offloaded};
     }
     const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, (p.n + kRows - 1) / kRows, p.group);
-    return {place.row * TOKENS, place.column * kRows, p.m, place.column * kRows / 16};
+    return {place.row * TOKENS, place.column * kRows, p.m, place.column * kRows / 16, false};
 }
 
 extern __shared__ unsigned char memory[];
@@ -169,9 +174,13 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     const int block = blocks.segment.begin;
     const int tile = blocks.place.weight_tile;
     const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
-    ptx::tma_load(buffers.codes + stage * kCodeBytes, &maps.map_codes, full, block * 128 * kLoads, tile);
-    ptx::tma_load(buffers.scales + stage * kScaleBytes, &maps.map_scales, full, group * 8, tile);
-    if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, &maps.map_zeros, full, group * 8, tile);
+    const ptx::TensorMap *codes = &maps.map_codes, *scales = &maps.map_scales, *zeros = &maps.map_zeros;
+    if (EXPERTS && blocks.place.offloaded) {
+        codes = &maps.host_codes, scales = &maps.host_scales, zeros = &maps.host_zeros;
+    }
+    ptx::tma_load(buffers.codes + stage * kCodeBytes, codes, full, block * 128 * kLoads, tile);
+    ptx::tma_load(buffers.scales + stage * kScaleBytes, scales, full, group * 8, tile);
+    if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, zeros, full, group * 8, tile);
 }
 
 // Where no row is there, whatever lies in the stage gives columns of the result that nobody stores.

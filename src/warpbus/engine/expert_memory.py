@@ -1,0 +1,82 @@
+"""Which experts of a model do not fit on a GPU, and lie in pinned memory of the host instead.
+
+All layers have nearly the same number of experts there, so that every layer reads as much across the link as the
+others. At least one expert per layer stays on the GPU.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from warpbus.kernels.ops.arguments import HALVES
+from warpbus.models import ModelConfig, MoESpec
+from warpbus.qtensor import Scheme
+
+
+@dataclass(frozen=True)
+class OffloadableExperts:
+    """The experts of a model that can be offloaded.
+
+    Attributes:
+        counts: for each layer the most experts that can be; 0 in a dense layer.
+        sizes: for each layer the bytes of an expert.
+    """
+
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, Scheme], sizes: Mapping[str, int]
+    ) -> "OffloadableExperts":
+        """Those that the kernels can read: quantized, and all of a layer alike.
+
+        Args:
+            dtype: of the activations.
+            quantized: the schemes of the parameters that are quantized.
+            sizes: bytes of the parameters.
+        """
+        counts, each = [], []
+        for index, layer in enumerate(config.all_layers):
+            experts = layer.mlp.router.experts if isinstance(layer.mlp, MoESpec) else 0
+            names = [f"layers.{index}.{matrix.name}.weight" for matrix in layer.matrices if matrix.expert is not None]
+            able = dtype in HALVES and bool(names) and _alike(config, names, quantized)
+            counts.append(experts - 1 if able else 0)
+            each.append(sum(sizes[name] for name in names) // experts if able else 0)
+        return cls(tuple(counts), tuple(each))
+
+    @property
+    def most(self) -> int:
+        """How many experts can be offloaded in all layers together."""
+        return sum(self.counts)
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """`count` experts spread over the layers: for each layer, how many of its experts are offloaded."""
+        # The level up to which all layers can be filled; the first ones get one more.
+        level = bisect_right(range(max(self.counts, default=0) + 1), count, key=self._filled) - 1
+        found = [min(level, most) for most in self.counts]
+        for layer, most in enumerate(self.counts):
+            if sum(found) < count and found[layer] < most:
+                found[layer] += 1
+        return tuple(found)
+
+    def _filled(self, level: int) -> int:
+        """Offloaded experts if each layer has `level` of them, as far as it can."""
+        return sum(min(level, most) for most in self.counts)
+
+    def nbytes(self, offloaded: tuple[int, ...]) -> int:
+        """Bytes of so many experts of each layer."""
+        return sum(count * size for count, size in zip(offloaded, self.sizes, strict=True))
+
+
+def _alike(config: ModelConfig, names: list[str], quantized: Mapping[str, Scheme]) -> bool:
+    """Whether the kernels take these matrices of a layer's experts."""
+    found: dict[str, set[tuple[object, ...]]] = {}
+    for name in names:
+        matrix, scheme = config.matrix(name), quantized.get(name)
+        if matrix is None or scheme is None or scheme.activations is not None or any(x % 8 for x in matrix.shape):
+            return False
+        found.setdefault(matrix.name.rpartition(".")[2], set()).add((matrix.shape, scheme))
+    return all(len(kinds) == 1 for kinds in found.values())
