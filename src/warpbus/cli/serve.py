@@ -37,6 +37,11 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     dtype="dtype of activations: auto, float32, float16 or bfloat16",
     max_model_len="maximum context length in tokens",
     max_num_seqs="maximum number of sequences in a batch",
+    max_num_batched_tokens="maximum number of tokens in a step, of prompts and of running requests",
+    inter_token_latency=FieldOption(
+        "target of the time between two tokens of a request, such as 50ms: limits prompt tokens per step",
+        metavar="TIME",
+    ),
     max_queue="maximum number of waiting requests",
     memory="GPU memory per model: 6GB, 5.5GiB, 50%",
     kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8 or fp8", field="kv_dtype"),

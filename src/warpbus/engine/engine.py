@@ -32,13 +32,13 @@ from warpbus.engine.adapters import adapt, check_adapter, salt_of
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.drafting import Drafting
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
-from warpbus.engine.kv_cache import KVCache, stored_dtype
+from warpbus.engine.kv_cache import KVCache, has_decode_kernels, stored_dtype
 from warpbus.engine.logits import LogitsRow
 from warpbus.engine.mtp import check_mtp
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
-from warpbus.engine.runner import Runner, SampledTokens
+from warpbus.engine.runner import LaunchedStep, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence import Sequence, TextPiece
@@ -46,22 +46,19 @@ from warpbus.engine.sequence_state import RunnerState, SchedulerState
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
+from warpbus.engine.step_budget import StepBudget
 from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
-from warpbus.kernels.ops import attention, mla
-from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig, MoESpec
+from warpbus.models import Decoder, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
-PREFILL_TOKENS = 4096
-"""The token budget for prompts in a step without decoding sequences."""
+BATCHED_TOKENS = 4096
+"""The default token budget of a step."""
 
-EXPERTS_PREFILL_TOKENS = 8192
+EXPERTS_BATCHED_TOKENS = 8192
 """The same for a mixture of experts, where an expert has only a part of the tokens."""
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
 _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
-
-_LaunchedStep = tuple[SampledTokens, list[list[int]] | None]
-"""The sampled tokens of a step, and the drafts of its decoding sequences."""
 
 
 class Engine:
@@ -72,7 +69,9 @@ class Engine:
         max_model_len: the most tokens of a prompt with its answer, a prefix excluded; by default the model's context.
         max_num_seqs: the most sequences that run at once; further ones wait.
         kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU only.
-        prefill_tokens: the most prompt tokens per step.
+        max_num_batched_tokens: the most tokens of a step, of prompts and of decoding sequences.
+        inter_token_latency: the target of the seconds between two tokens of a sequence; see `StepBudget`. Not with
+            several processes.
         cache_tokens: the most tokens in the cache, prefixes excluded. None: what `max_num_seqs` sequences need, or what
             fits the free memory. The cache allocates memory as it needs it, except on a remote device: there it
             allocates all at once, up to three quarters of what the lease has left.
@@ -108,7 +107,8 @@ class Engine:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         kv_dtype: str = "auto",
-        prefill_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        inter_token_latency: float | None = None,
         cache_tokens: int | None = None,
         mixed_rows: int = MIXED_ROWS,
         most_graphs: int | None = None,
@@ -121,14 +121,14 @@ class Engine:
         self.dtype = model.final_norm.weight.dtype
         self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
-        kernels = _has_kernels(config, self.dtype, device)
+        kernels = has_decode_kernels(config, self.dtype, device)
         if stored_dtype(config, kv_dtype, self.dtype) != self.dtype and not kernels:
             raise UsageError(
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
                 f"{device}: give auto, or float16 or bfloat16 on a GPU"
             )
         experts = any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
-        self._prefill_tokens = prefill_tokens or (EXPERTS_PREFILL_TOKENS if experts else PREFILL_TOKENS)
+        self._most_tokens = max_num_batched_tokens or (EXPERTS_BATCHED_TOKENS if experts else BATCHED_TOKENS)
         self._prefixes = Prefixes(adapters, config)
         blocks = cache_blocks(
             model,
@@ -165,17 +165,21 @@ class Engine:
             reserved=self._prefixes.blocks,
         )
         self._begin_cache("end what else uses it, or quantize the model")
+        self._budget = StepBudget(
+            self._most_tokens,
+            mixed=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
+            clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
+            latency=inter_token_latency,
+        )
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=max_num_seqs,
-            prefill_tokens=self._prefill_tokens,
-            mixed_tokens=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
-            clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
+            budget=self._budget,
         )
         self._slots = list(range(max_num_seqs))[::-1]
-        self._launched: deque[_LaunchedStep] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._steps = 0
-        self._planning = 0.0
+        self._planning = self._read_time = 0.0
         self._launching = 0.0
         self._adapters = {adapter.name: adapter for adapter in adapters}
         loras = [adapter.name for adapter in adapters if isinstance(adapter, Lora)]
@@ -185,7 +189,8 @@ class Engine:
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
             kv_dtype=kv_dtype,
-            prefill_tokens=self._prefill_tokens,
+            max_num_batched_tokens=self._most_tokens,
+            inter_token_latency=inter_token_latency,
             cache_tokens=blocks * BLOCK,
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
@@ -202,7 +207,7 @@ class Engine:
             max_model_len=plan.context,
             max_num_seqs=max_num_seqs,
             kv_dtype=plan.kv_dtype,
-            prefill_tokens=plan.prefill_tokens,
+            max_num_batched_tokens=plan.prefill_tokens,
             cache_tokens=plan.pool_tokens,
             mixed_rows=PLANNED_ROWS,
             most_graphs=PLANNED_GRAPHS,
@@ -312,7 +317,8 @@ class Engine:
             drafts, propose = self._drafting.drafts(plan, ahead=ahead)
             for chunk in plan.chunks:
                 self._assign_slot(chunk.sequence)
-            self._launched.append((self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose), drafts))
+            sampled = self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose)
+            self._launched.append(LaunchedStep(sampled, drafts, plan, planned))
             self._launching += time.perf_counter() - planned
         elif not self._launched and self._scheduler.waiting:
             return [self._refuse_first()]
@@ -343,7 +349,7 @@ class Engine:
         if not is_gpu(self.device):
             return
         end = self.model.config.prompt_end or 0
-        for length in (*_WARM_PROMPTS, self._prefill_tokens):
+        for length in (*_WARM_PROMPTS, self._most_tokens):
             self.decode([[*[0] * (max(1, min(length, self.max_model_len - 2)) - 1), end]], 2)
         self.add(request([end], tokens=2, params=SamplingParams(top_p=0.9, seed=0)))
         while self.has_work:
@@ -536,8 +542,12 @@ class Engine:
     def _read(self) -> list[tuple[Sequence, TextPiece]]:
         """Read the tokens of the earliest launched step."""
         pieces: list[tuple[Sequence, TextPiece]] = []
-        sampled, drafts = self._launched.popleft()
-        found = sampled.read()
+        launched = self._launched.popleft()
+        found, drafts = launched.sampled.read(), launched.drafts
+        # A step that was launched early begins when the last one ends.
+        before, self._read_time = self._read_time, time.perf_counter()
+        rows = len(launched.plan.decoding) + sum(map(len, drafts or ()))
+        self._budget.record(rows, launched.plan.prompt_tokens, self._read_time - max(before, launched.time))
         at = 0
         # The decoding sequences come first, each with one token more than it has drafts.
         while at < len(found):
@@ -569,14 +579,6 @@ class Engine:
         )
         self.abort(sequence)
         return sequence, sequence.take()
-
-
-def _has_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether attention of single tokens has kernels, so that a step can be captured in a CUDA graph."""
-    spec = config.attention
-    if isinstance(spec, LatentAttentionSpec):
-        return mla.has_kernel(dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device)
-    return attention.has_kernel(dtype, spec.head_dim, device)
 
 
 class _NoText:

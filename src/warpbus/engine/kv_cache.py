@@ -13,7 +13,8 @@ from warpbus.cuda.vmm import Arena
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.logits import to_device
 from warpbus.errors import DeviceError, UsageError
-from warpbus.models import ModelConfig
+from warpbus.kernels.ops import attention, mla
+from warpbus.models import LatentAttentionSpec, ModelConfig
 from warpbus.models.cost import kv_cache_bytes
 
 KV_DTYPES = ("auto", "int8", "fp8")
@@ -169,3 +170,11 @@ def can_round(config: ModelConfig) -> bool:
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
     """Bytes per token in a `KVCache`."""
     return kv_cache_bytes(config, dtype, stored_dtype(config, kv_dtype, dtype))
+
+
+def has_decode_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether attention of single tokens has kernels that read the cache, so that CUDA graphs can capture a step."""
+    spec = config.attention
+    if isinstance(spec, LatentAttentionSpec):
+        return mla.has_kernel(dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device)
+    return attention.has_kernel(dtype, spec.head_dim, device)

@@ -28,6 +28,7 @@ from warpbus.engine.plan import (
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.step import MIXED_ROWS
+from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
@@ -156,7 +157,8 @@ def build_engine(
         max_model_len=options.max_model_len if plan is None else plan.context,
         max_num_seqs=options.max_num_seqs,
         kv_dtype=options.kv_dtype if plan is None else plan.kv_dtype,
-        prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
+        max_num_batched_tokens=options.max_num_batched_tokens or (None if plan is None else plan.prefill_tokens),
+        inter_token_latency=None if options.inter_token_latency is None else parse_latency(options.inter_token_latency),
         cache_tokens=_cache_tokens(opened, options) if plan is None else plan.pool_tokens,
         mixed_rows=PLANNED_ROWS if limited else MIXED_ROWS,
         most_graphs=PLANNED_GRAPHS if limited else None,

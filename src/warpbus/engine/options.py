@@ -10,6 +10,7 @@ from warpbus.cuda.dtype_names import dtype_name
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import Speculation
+from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 
 GenerationConfig = Literal["auto", "none"]
@@ -31,7 +32,11 @@ class ServiceOptions:
         kv_dtype: the storage type of the KV cache: "auto", "int8" or "fp8"; see `LLM`.
         cache_tokens: the size of the KV cache in tokens, rounded up to whole blocks; requests for which there is no
             block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
-        prefill_tokens: the most prompt tokens per step; None: the engine's default.
+        max_num_batched_tokens: the most tokens of a step, of prompts and of decoding requests; None: the engine's
+            default.
+        inter_token_latency: the target of the time between two tokens of a request: "50ms", or seconds. Steps take in
+            as much of new prompts as measured steps allow. None: no target. Not with several processes, whose measured
+            times would differ.
         prefix_caching: prompts with a common prefix share the blocks of it.
         speculation: the most draft tokens per request and step, proposed by n-gram lookup, up to 1,024; or "mtp:1" to
             "mtp:4" ("mtp" is "mtp:1"), proposed by the model's layer of multi-token prediction; 0: no speculation.
@@ -59,7 +64,8 @@ class ServiceOptions:
     memory: str | int | None = None
     kv_dtype: str = "auto"
     cache_tokens: int | None = None
-    prefill_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
+    inter_token_latency: str | float | None = None
     prefix_caching: bool = True
     speculation: int | str = 0
     max_restarts: int = 5
@@ -74,7 +80,7 @@ class ServiceOptions:
             ("max_num_seqs", 1),
             ("max_queue", 0),
             ("cache_tokens", 2 * BLOCK),
-            ("prefill_tokens", 1),
+            ("max_num_batched_tokens", 1),
             ("max_model_len", 2),
             ("max_restarts", 0),
             ("tensor_parallel", 1),
@@ -83,6 +89,13 @@ class ServiceOptions:
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
         Speculation.parse(self.speculation)
+        if self.inter_token_latency is not None:
+            parse_latency(self.inter_token_latency)
+            if self.tensor_parallel > 1:
+                raise UsageError(
+                    f"inter_token_latency with tensor_parallel {self.tensor_parallel}: each process would measure "
+                    "other times, and plan other steps: leave one of them out"
+                )
         if self.generation_config not in get_args(GenerationConfig):
             raise UsageError(f"generation_config is {self.generation_config!r}: give auto or none")
         check_limit("watchdog_timeout", self.watchdog_timeout)

@@ -13,15 +13,12 @@ and read by all sequences that have the prefix.
 """
 
 from collections import abc, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from warpbus.engine.blocks import BLOCK, BlockAllocator, block_keys
 from warpbus.engine.sequence import Sequence
 from warpbus.engine.sequence_state import SchedulerState
-
-BACKLOG = 4
-"""Mixed steps that a backlog takes at least: with fewer, prompts are prefilled soon enough beside those that decode."""
+from warpbus.engine.step_budget import StepBudget
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,11 @@ class StepPlan:
     draft_limits: list[int]
     chunks: list[PromptChunk]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
     def __bool__(self) -> bool:
         return bool(self.decoding or self.chunks)
 
@@ -59,12 +61,7 @@ class Scheduler:
     Args:
         blocks: of the cache; enough for one sequence of the maximum length.
         max_num_seqs: the most sequences that run at once.
-        prefill_tokens: the token budget for prompts in a step without decoding sequences. An `unsplit` prompt that is
-            longer is prefilled alone.
-        mixed_tokens: maps the number of decoding tokens to the token budget of a mixed step, decoding tokens included;
-            it limits how long decoding sequences wait for prompts. None: the budget is `prefill_tokens`.
-        clears_backlogs: with much more waiting than a mixed step prefills, its budget for prompts is `prefill_tokens`:
-            all sequences end earlier, though those that decode wait longer for a token.
+        budget: the prompt tokens of each step. An `unsplit` prompt that is longer is prefilled alone.
 
     Attributes:
         waiting: the sequences in the order in which they are admitted: those that were preempted, then by priority.
@@ -73,20 +70,10 @@ class Scheduler:
         prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
     """
 
-    def __init__(
-        self,
-        blocks: BlockAllocator,
-        *,
-        max_num_seqs: int,
-        prefill_tokens: int,
-        mixed_tokens: Callable[[int], int] | None = None,
-        clears_backlogs: bool = False,
-    ) -> None:
+    def __init__(self, blocks: BlockAllocator, *, max_num_seqs: int, budget: StepBudget) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
-        self._prefill_tokens = prefill_tokens
-        self._mixed_tokens = mixed_tokens
-        self._clears_backlogs = clears_backlogs
+        self._budget = budget
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -136,12 +123,7 @@ class Scheduler:
         """
         preempted: set[Sequence] = set()
         decoding, draft_limits = self._decoding(drafts, preempted)
-        budget = self._prefill_tokens
-        if decoding and self._mixed_tokens is not None:
-            rows = len(decoding) + sum(draft_limits)
-            # At least one token, so that no prompt waits forever.
-            mixed = min(budget, max(1, self._mixed_tokens(rows) - rows))
-            budget = budget if self._clears_backlogs and self._waits(BACKLOG * mixed) else mixed
+        budget = self._budget.prompt_tokens(len(decoding) + sum(draft_limits), self._waits)
         chunks = self._chunks(budget, admit=not preempted)
         if lookahead:
             for sequence, most in zip(decoding, draft_limits, strict=True):

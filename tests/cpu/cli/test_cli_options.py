@@ -33,14 +33,14 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("quantize", QuantizationOptions): set(),
     ("train", TrainingOptions): {"dtype", "final_rate"},
     ("serve", ServerOptions): {"api_keys", "max_schema_bytes", "body_timeout", "heartbeat"},
-    ("serve", ServiceOptions): {"prefill_tokens", "max_restarts", "adapters", "cluster"},
+    ("serve", ServiceOptions): {"max_restarts", "adapters", "cluster"},
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),
     },
     ("chat", ServiceOptions): {
-        *("max_num_seqs", "max_queue", "cache_tokens", "prefill_tokens", "prefix_caching", "speculation"),
-        *("max_restarts", "watchdog_timeout", "adapters", "tensor_parallel", "cluster"),
+        *("max_num_seqs", "max_queue", "cache_tokens", "max_num_batched_tokens", "prefix_caching", "speculation"),
+        *("inter_token_latency", "max_restarts", "watchdog_timeout", "adapters", "tensor_parallel", "cluster"),
     },
     ("pool serve", PoolOptions): {
         *("peer_token", "max_unfinished", "max_unfinished_of_address", "max_asking", "handshake_timeout"),

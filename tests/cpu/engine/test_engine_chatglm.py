@@ -39,10 +39,10 @@ KINDS = pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], id
 OPTIONS = [
     {},
     {"max_num_seqs": 2},
-    {"prefill_tokens": 7},
+    {"max_num_batched_tokens": 7},
     {"speculation": 3},
     {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK},
-    {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "prefill_tokens": 7, "speculation": 2},
+    {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "max_num_batched_tokens": 7, "speculation": 2},
 ]
 
 

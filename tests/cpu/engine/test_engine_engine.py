@@ -37,11 +37,13 @@ def alone(model, params):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prefill_tokens", [None, 7, 64])
-def test_it_decodes_what_the_model_prefers(family, prefill_tokens):
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 7, 64])
+def test_it_decodes_what_the_model_prefers(family, max_num_batched_tokens):
     """With 64 a prompt of 65 tokens leaves a single one for its last piece."""
     model = random_model(FAMILIES[family], None, "cpu", torch.float32)
-    for prompt, answer in zip(PROMPTS, Engine(model, prefill_tokens=prefill_tokens).decode(PROMPTS, 9), strict=True):
+    for prompt, answer in zip(
+        PROMPTS, Engine(model, max_num_batched_tokens=max_num_batched_tokens).decode(PROMPTS, 9), strict=True
+    ):
         assert len(answer) == 9
         assert_best(model, prompt, answer)
 
@@ -57,11 +59,11 @@ def test_a_quantized_model():
     "options",
     [
         {"max_num_seqs": 2},
-        {"prefill_tokens": 5},
+        {"max_num_batched_tokens": 5},
         {"prefix_caching": False},
         {"speculation": 4},
         {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK},
-        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "speculation": 3, "prefill_tokens": 33},
+        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "speculation": 3, "max_num_batched_tokens": 33},
     ],
     ids=str,
 )
@@ -130,7 +132,7 @@ def test_one_prompt_asked_many_times_in_one_step_is_computed_once(model):
         assert each.token_ids == answers(model, own, tokens=20, prompts=[PROMPTS[2]])[0][0]
 
 
-@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"prefill_tokens": 10}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"max_num_batched_tokens": 10}], ids=str)
 def test_logprobs_are_those_of_the_model_alone(model, options):
     params = SamplingParams(seed=1, temperature=0.5, logprobs=3, repetition_penalty=1.3)
     requests = [request(prompt, tokens=20, params=params) for prompt in PROMPTS[:3]]
@@ -186,7 +188,7 @@ class Alternating:
         mask[:] = 0x55555555 if self.taken % 2 else -0x55555556
 
 
-@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"prefill_tokens": 9}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"max_num_batched_tokens": 9}], ids=str)
 def test_a_grammar_masks_its_own_row_alone(model, options):
     params = SamplingParams(temperature=0, grammar=Grammar("regex", "any: the matcher is given"))
     free = [request(prompt, tokens=40) for prompt in PROMPTS]

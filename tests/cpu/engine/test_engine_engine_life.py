@@ -55,7 +55,7 @@ KINDS = pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], id
 @pytest.mark.parametrize("params", [SEEDED, replace(SEEDED, repetition_penalty=1.2)], ids=["", "penalty"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefill_tokens": 20}, {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK}, {"speculation": 3}],
+    [{}, {"max_num_batched_tokens": 20}, {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK}, {"speculation": 3}],
     ids=str,
 )
 def test_requests_are_added_while_others_run(model, kind, options, params):
@@ -98,7 +98,7 @@ def test_graphs_are_for_filled_up_rows_and_bounded_lengths(model):
 
 @KINDS
 def test_a_request_that_is_called_off_gets_nothing_more_and_disturbs_nobody(model, kind):
-    engine = kind(Engine(model, prefill_tokens=40))
+    engine = kind(Engine(model, max_num_batched_tokens=40))
     requests = [request(prompt, tokens=30) for prompt in PROMPTS]
     waiting = request(PROMPTS[0], tokens=30)
     for each in requests:
@@ -309,7 +309,7 @@ def test_full_memory_is_a_device_error(model, monkeypatch):
 @pytest.mark.parametrize("params", [SEEDED, replace(SEEDED, frequency_penalty=1.0)], ids=["", "penalty"])
 def test_what_was_interrupted_is_computed_again(model, kind, method, at, params, monkeypatch):
     """Blocks that were promised to be full are not found after all, and nobody loses a token or draws another."""
-    engine = kind(Engine(model, prefill_tokens=70))
+    engine = kind(Engine(model, max_num_batched_tokens=70))
     requests = [request(prompt, tokens=15, params=params) for prompt in PROMPTS]
     original, calls = getattr(Runner, method), []
 
@@ -372,7 +372,7 @@ def some_params(dice):
     )
 
 
-@pytest.mark.parametrize("options", [{"prefill_tokens": 50}, {"speculation": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 50}, {"speculation": 3}], ids=str)
 @pytest.mark.usefixtures("small_growth")
 def test_hundreds_of_requests_come_and_go(options):
     model = random_model(with_traits(SMALL, num_layers=2, hidden_size=32, num_heads=2), None, "cpu", torch.float32)

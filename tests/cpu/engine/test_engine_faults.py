@@ -79,7 +79,7 @@ def asked(prompt, params, *, tokens=30, adapter=None):
 
 
 KINDS = pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["read at once", "ahead"])
-OPTIONS = pytest.mark.parametrize("options", [{}, {"prefill_tokens": 20}, {"speculation": 3}], ids=str)
+OPTIONS = pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 20}, {"speculation": 3}], ids=str)
 
 
 @KINDS
@@ -408,7 +408,7 @@ def answered(engine, all_wanted, together):
     options=st.sampled_from(
         [
             {},
-            {"prefill_tokens": 30, "prefix_caching": False},
+            {"max_num_batched_tokens": 30, "prefix_caching": False},
             {"speculation": 3},
             {"speculation": 70},
             {"cache_tokens": 4 * BLOCK, "max_num_seqs": 3},

@@ -46,10 +46,10 @@ def alone(model):
     [
         {},
         {"max_num_seqs": 2},
-        {"prefill_tokens": 5},
+        {"max_num_batched_tokens": 5},
         {"prefix_caching": False},
         {"speculation": 4},
-        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "speculation": 3, "prefill_tokens": 33},
+        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "speculation": 3, "max_num_batched_tokens": 33},
     ],
     ids=str,
 )

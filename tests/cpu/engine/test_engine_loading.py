@@ -53,7 +53,7 @@ def test_an_engine_is_made_as_the_options_say(tiny_glm):
     prompts = [[7, 8, 9] * 30, [7, 8, 9] * 30, [11]]
     expected = plain.decode(prompts, 20)
     assert plain.stats().prefix_hits == 2 * BLOCK
-    other = engine_of(tiny_glm, max_model_len=130, prefix_caching=False, speculation=3, prefill_tokens=16)
+    other = engine_of(tiny_glm, max_model_len=130, prefix_caching=False, speculation=3, max_num_batched_tokens=16)
     assert other.max_model_len == 130
     assert other.decode(prompts, 20) == expected
     stats = other.stats()

@@ -93,7 +93,7 @@ def alone(params):
     [
         {},
         {"max_num_seqs": 2},
-        {"prefill_tokens": 5},
+        {"max_num_batched_tokens": 5},
         {"prefix_caching": False},
         {"speculation": 4},
         {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK},
@@ -131,7 +131,7 @@ def test_scores_are_those_of_the_merged_model_and_of_the_definition_beside_a_qua
 @pytest.mark.parametrize("family", ["quantized", "glm-0414", "qwen3"])
 def test_answers_of_every_kind_of_model(family):
     requests = asked(tokens=9)
-    finish(engine_of(family, prefill_tokens=48), requests)
+    finish(engine_of(family, max_num_batched_tokens=48), requests)
     for each in requests:
         assert_best(changed(each.adapter, family), each.prompt, each.token_ids)
 

@@ -71,7 +71,7 @@ def moved(model, params, before, blocks=2, **options):
     [
         {},
         {"max_num_seqs": 2},
-        {"prefill_tokens": 40},
+        {"max_num_batched_tokens": 40},
         {"prefix_caching": False},
         {"speculation": 3},
         {"cache_tokens": 12 * BLOCK, "max_model_len": 11 * BLOCK},

@@ -62,10 +62,10 @@ def alone(model, params):
         {"speculation": "mtp"},
         {"speculation": "mtp:4"},
         {"speculation": "mtp:2", "max_num_seqs": 2},
-        {"speculation": "mtp:3", "prefill_tokens": 5},
+        {"speculation": "mtp:3", "max_num_batched_tokens": 5},
         {"speculation": "mtp:2", "prefix_caching": False},
         {"speculation": "mtp:1"} | FEW_BLOCKS,
-        {"speculation": "mtp:4", "prefill_tokens": 33} | FEW_BLOCKS,
+        {"speculation": "mtp:4", "max_num_batched_tokens": 33} | FEW_BLOCKS,
     ],
     ids=str,
 )
@@ -115,10 +115,10 @@ def test_logprobs_are_those_without_it(model):
 
 @pytest.mark.parametrize("family", EXACT)
 @pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["kernel by kernel", "graphs"])
-@pytest.mark.parametrize("prefill_tokens", [None, 5])
-def test_the_drafts_are_those_of_passes_without_a_cache(family, kind, prefill_tokens):
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 5])
+def test_the_drafts_are_those_of_passes_without_a_cache(family, kind, max_num_batched_tokens):
     model, checked = predictable(EXACT[family]), 0
-    engine = kind(Engine(model, speculation="mtp:3", prefill_tokens=prefill_tokens))
+    engine = kind(Engine(model, speculation="mtp:3", max_num_batched_tokens=max_num_batched_tokens))
     requests = [request(prompt, tokens=12) for prompt in PROMPTS]
     for each in requests:
         engine.add(each)

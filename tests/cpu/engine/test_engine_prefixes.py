@@ -31,10 +31,10 @@ KINDS = pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], id
 LENGTHS = {"short": 3, "block": BLOCK, "long": 2 * BLOCK + 7}
 OPTIONS = [
     {},
-    {"prefill_tokens": 7},
+    {"max_num_batched_tokens": 7},
     {"speculation": 3},
     {"cache_tokens": 4 * BLOCK, "max_model_len": 4 * BLOCK},
-    {"cache_tokens": 4 * BLOCK, "max_model_len": 4 * BLOCK, "prefill_tokens": 33, "speculation": 2},
+    {"cache_tokens": 4 * BLOCK, "max_model_len": 4 * BLOCK, "max_num_batched_tokens": 33, "speculation": 2},
 ]
 
 
@@ -245,7 +245,7 @@ def test_sleep_and_move_keep_the_prefixes(prefixes):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_seed_repeats_itself_behind_a_prefix(model, prefixes, name):
     found = []
-    for options in ({}, {"prefill_tokens": 9}, {"speculation": 4}):
+    for options in ({}, {"max_num_batched_tokens": 9}, {"speculation": 4}):
         requests = asked(PROMPTS, [name], params=SEEDED)
         finish(Engine(model, adapters=list(prefixes.values()), **options), requests)
         found.append([each.token_ids for each in requests])

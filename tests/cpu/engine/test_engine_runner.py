@@ -12,6 +12,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence_state import RunnerState, SchedulerState
 from warpbus.engine.step import StepExecutor
+from warpbus.engine.step_budget import StepBudget
 from warpbus.models import random_model
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -30,7 +31,7 @@ class Driven:
         cache.commit(blocks)
         self.step = StepExecutor(model, cache, 4, 16, 300, graphs=False, **PLACE)
         self.runner = Runner(model, cache, self.step, 16)
-        self.scheduler = Scheduler(BlockAllocator(blocks), max_num_seqs=4, prefill_tokens=1000)
+        self.scheduler = Scheduler(BlockAllocator(blocks), max_num_seqs=4, budget=StepBudget(1000))
         self.sequences = []
         for slot, prompt in enumerate(prompts):
             each = request(prompt, tokens=200, params=params)

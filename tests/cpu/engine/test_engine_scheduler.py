@@ -17,6 +17,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence import Sequence
 from warpbus.engine.sequence_state import SchedulerState
+from warpbus.engine.step_budget import StepBudget
 
 LONGEST = 5 * BLOCK
 BASES = [[(at * at + base) % 5 for at in range(LONGEST)] for base in (0, 1)]  # what prompts begin with
@@ -75,7 +76,7 @@ class Machine:
         self.blocks = BlockAllocator(blocks + kept, commit=lambda _: self.memory, sharing=sharing, reserved=kept)
         self.blocks.committed = 1 + kept
         mixed_tokens = None if mixed is None else lambda rows: mixed + rows // 4
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed_tokens)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=most, budget=StepBudget(budget, mixed=mixed_tokens))
         self.most, self.budget, self.mixed, self.drafts, self.lag = most, budget, mixed_tokens, drafts, lag
         self.cells = {}
         self.write_prefixes()
@@ -294,7 +295,7 @@ def pieces_of(plan):
 
 
 def test_prompts_are_read_in_their_order_within_the_budget():
-    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, prefill_tokens=10)
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, budget=StepBudget(10))
     first, second, third = requests = [sequence([base] * 8, 20) for base in range(3)]
     for request in requests:
         scheduler.add(request)
@@ -304,14 +305,12 @@ def test_prompts_are_read_in_their_order_within_the_budget():
     scheduler.append_tokens(first, [7])
     plan = scheduler.plan()
     assert plan.decoding == [first]
-    assert pieces_of(plan) == [(2, 8, True), (0, 4, False)]
+    assert pieces_of(plan) == [(2, 8, True), (0, 3, False)]
 
 
-@pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 10), (1, 1), (None, 10)])
+@pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 9), (1, 1), (None, 9)])
 def test_where_some_decode_less_of_a_prompt_is_read(mixed, piece):
-    scheduler = Scheduler(
-        BlockAllocator(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed)
-    )
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, budget=StepBudget(10, mixed=mixed and (lambda _: mixed)))
     first = sequence([1], 20)
     scheduler.add(first)
     assert pieces_of(scheduler.plan()) == [(0, 1, True)]
@@ -391,7 +390,7 @@ def test_a_request_that_is_preempted_with_a_step_under_way_goes_on_with_its_toke
 
 
 def test_lower_priorities_are_admitted_first():
-    scheduler = Scheduler(BlockAllocator(64), max_num_seqs=2, prefill_tokens=100)
+    scheduler = Scheduler(BlockAllocator(64), max_num_seqs=2, budget=StepBudget(100))
     added = {}
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5)):
         added[name] = sequence([1, 2], 4)
@@ -438,7 +437,7 @@ def test_what_is_gone_can_be_removed_again():
 def test_a_backlog_is_prefilled_in_large_chunks(waiting, piece, clears):
     """One sequence decodes and 3 tokens fit beside it: up to 12 that wait are no backlog."""
     scheduler = Scheduler(
-        BlockAllocator(100), max_num_seqs=4, prefill_tokens=20, mixed_tokens=lambda _: 4, clears_backlogs=clears
+        BlockAllocator(100), max_num_seqs=4, budget=StepBudget(20, mixed=lambda _: 4, clears_backlogs=clears)
     )
     scheduler.add(sequence([1, 2], 10))
     scheduler.plan()
@@ -450,9 +449,7 @@ def test_a_backlog_is_prefilled_in_large_chunks(waiting, piece, clears):
 
 @pytest.mark.parametrize("mixed", [None, 6])
 def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed):
-    scheduler = Scheduler(
-        BlockAllocator(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed)
-    )
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, budget=StepBudget(10, mixed=mixed and (lambda _: mixed)))
     first, second = sequence([1] * 8, 40), sequence([2] * 30, 40, unsplit=25)
     for request in (first, second):
         scheduler.add(request)
@@ -465,7 +462,7 @@ def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed)
 
 
 def test_beginnings_that_may_not_be_cut_are_read_together_where_they_fit():
-    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, prefill_tokens=10)
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, budget=StepBudget(10))
     for length in (4, 4, 4):
         scheduler.add(sequence([1] * length, 20, unsplit=length))
     assert pieces_of(scheduler.plan()) == [(0, 4, True)] * 2

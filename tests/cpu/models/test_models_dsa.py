@@ -103,7 +103,7 @@ def test_the_selection_matters(tmp_path: Path, case: str) -> None:
     assert (model(tokens) - found)[:, 5:].norm() > 0.05 * found[:, 5:].norm()
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 5}, {"speculation": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5}, {"speculation": 3}], ids=str)
 @pytest.mark.parametrize("case", ["few", "all", "shared"])
 def test_generated_tokens_are_those_of_transformers(tmp_path: Path, case: str, options: dict[str, Any]) -> None:
     directory = written(tmp_path / "model", CASES[case])

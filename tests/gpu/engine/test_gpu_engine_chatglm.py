@@ -110,7 +110,7 @@ def test_prompts_and_steps(dtype, head_dim, scheme):
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefill_tokens": 48},
+        {"max_num_batched_tokens": 48},
         {"max_num_seqs": 2},
         {"speculation": 3},
         {"mixed_rows": 256, "most_graphs": 2},

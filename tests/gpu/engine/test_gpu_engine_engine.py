@@ -52,13 +52,13 @@ def drawn_prompts(count, longest, seed):
     return [dice.choices(range(1000), k=dice.randrange(1, longest)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("prefill_tokens", [None, 48])
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 48])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("scheme", [None, W4])
-def test_prompts_and_steps(prefill_tokens, num_kv_heads, dtype, scheme):
+def test_prompts_and_steps(max_num_batched_tokens, num_kv_heads, dtype, scheme):
     model = model_of(with_traits(SMALL, num_kv_heads=num_kv_heads), scheme, dtype)
-    engine = Engine(model, max_model_len=200, prefill_tokens=prefill_tokens)
+    engine = Engine(model, max_model_len=200, max_num_batched_tokens=max_num_batched_tokens)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 12), strict=True):
         assert_best(model, prompt, answer, TOLERANCES[dtype])
 
@@ -73,7 +73,7 @@ def test_other_families(changes):
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.1), ("fp8", 0.5)])
 @pytest.mark.parametrize("speculation", [0, 3])
 def test_caches_of_8_bits(model, kv_dtype, tolerance, speculation):
-    engine = Engine(model, kv_dtype=kv_dtype, prefill_tokens=64, speculation=speculation)
+    engine = Engine(model, kv_dtype=kv_dtype, max_num_batched_tokens=64, speculation=speculation)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 30), strict=True):
         assert_best(model, prompt, answer, tolerance)
 
@@ -96,7 +96,7 @@ def test_a_sequence_outgrows_its_graph(model):
 @pytest.mark.parametrize("alone", [True, False])
 def test_long_prompts_by_themselves_and_beside_those_that_decode(model, alone):
     """More tokens than a graph takes, and pieces of them in graphs."""
-    engine = Engine(model, prefill_tokens=1500)
+    engine = Engine(model, max_num_batched_tokens=1500)
     dice = random.Random(3)
     short, long = request(PROMPTS[1], tokens=60), request(dice.choices(range(1000), k=1700), tokens=10)
     for each in (long, short) if alone else (short, long):
@@ -259,7 +259,7 @@ def test_logprobs_are_the_models(model, speculation):
 def test_the_embedding_may_lie_on_the_cpu(speculation):
     model = model_of(embedding="cpu", head=Scheme.parse("w8a16"))
     assert model.embedding.weight.device.type == "cpu"
-    engine = Engine(model, speculation=speculation, prefill_tokens=50)
+    engine = Engine(model, speculation=speculation, max_num_batched_tokens=50)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 40), strict=True):
         assert_best(model, prompt, answer)
 

@@ -40,14 +40,14 @@ def copied(model, config, dtype):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.25)])
 @pytest.mark.parametrize("config", [LATENT, SPARSE], ids=["latent", "sparse"])
-@pytest.mark.parametrize("prefill_tokens", [None, 50])
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 50])
 @torch.no_grad()
-def test_answers_are_those_of_the_model_alone(config, dtype, tolerance, prefill_tokens):
+def test_answers_are_those_of_the_model_alone(config, dtype, tolerance, max_num_batched_tokens):
     """In bfloat16 an indexer may choose other tokens, so that only whole answers without it are compared closely."""
     if config is SPARSE and dtype != torch.float32:
         pytest.skip("rounding changes which tokens are chosen")
     reference = random_model(config, None, "cpu", torch.float32)
-    engine = Engine(copied(reference, config, dtype), max_model_len=512, prefill_tokens=prefill_tokens)
+    engine = Engine(copied(reference, config, dtype), max_model_len=512, max_num_batched_tokens=max_num_batched_tokens)
     requests = [request(prompt, tokens=20, params=GREEDY) for prompt in PROMPTS]
     for each in requests:
         engine.add(each)

@@ -68,10 +68,10 @@ def check(requests, scheme=W4, dtype=torch.float16):
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), KINDS, ids=str)
-@pytest.mark.parametrize("prefill_tokens", [None, 48])
-def test_each_row_has_its_own(scheme, dtype, prefill_tokens):
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 48])
+def test_each_row_has_its_own(scheme, dtype, max_num_batched_tokens):
     requests = asked([None, *NAMES, "all", None, "wide"], 20)
-    finish(engine_of(scheme, dtype, prefill_tokens=prefill_tokens), requests)
+    finish(engine_of(scheme, dtype, max_num_batched_tokens=max_num_batched_tokens), requests)
     check(requests, scheme, dtype)
     plain = asked([None] * len(requests), 20)
     finish(engine_of(scheme, dtype), plain)
@@ -119,7 +119,7 @@ def test_warm_graphs_are_of_both_kinds():
 
 def test_prompts_come_while_others_decode():
     """In the graphs of steps in which some rows read prompts, and in pieces longer than any graph."""
-    engine = engine_of(prefill_tokens=1500)
+    engine = engine_of(max_num_batched_tokens=1500)
     first = asked(["all", None, "wide"], 60)
     for each in first:
         engine.add(each)

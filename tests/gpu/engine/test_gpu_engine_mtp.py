@@ -51,7 +51,7 @@ def test_the_answers_are_the_models(config, speculation):
 @CONFIGS
 def test_the_drafts_are_those_of_the_layer(config):
     model = predictable(config)
-    engine = Engine(model, speculation="mtp:2", prefill_tokens=48)
+    engine = Engine(model, speculation="mtp:2", max_num_batched_tokens=48)
     for prompt in PROMPTS:
         engine.add(request(prompt, tokens=20))
     checked = 0

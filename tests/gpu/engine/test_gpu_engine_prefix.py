@@ -85,7 +85,7 @@ def test_each_request_has_its_own_prefix_or_none(dtype, scheme, prefixes):
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefill_tokens": 48},
+        {"max_num_batched_tokens": 48},
         {"max_num_seqs": 3},
         {"speculation": 3},
         {"mixed_rows": 256, "most_graphs": 2},
