@@ -9,6 +9,7 @@ sampled as without speculation, and the draft is accepted if it is this token. S
 the same tokens as without speculation, up to rounding.
 """
 
+import itertools
 from collections import abc
 from dataclasses import dataclass
 from typing import Self
@@ -24,8 +25,10 @@ MOST_MTP_DRAFTS = 4
 MOST_MTP_SEQUENCES = 32
 """With more running sequences, multi-token prediction drafts no tokens: their rows fill the device by themselves."""
 
-_LEAST_ACCEPTANCE = ((4, 0.25), (16, 0.4), (MOST_MTP_SEQUENCES, 0.6))
-# By the number of running sequences: the share of the drafts of a position that have to be accepted.
+_DRAFT_COSTS = ((4, 0.35, 0.12), (16, 0.25, 0.25), (MOST_MTP_SEQUENCES, 0.25, 0.35))
+# By the number of running sequences: the time of drafting at all and of each draft per sequence, both in steps without
+# drafts. The first row was measured (docs/mtp.md), the others are estimates: with more sequences, drafts find experts
+# of their own.
 _WEIGHT = 1 / 32  # of a draft in the moving average of its position
 _PERIOD, _TRIAL = 512, 32  # in the first _TRIAL of each _PERIOD of steps, all positions are drafted and measured
 
@@ -65,14 +68,15 @@ class Speculation:
 
 
 class DraftPolicy:
-    """How many tokens multi-token prediction drafts: those that pay, by measured acceptance and running sequences.
+    """How many tokens multi-token prediction drafts: as many as give most tokens per time, by their acceptance.
 
     A draft costs time of the device, more with more sequences, because its row is computed, in a mixture of experts by
     experts of its own. A moving average over the last drafts says for each position (first draft, second, ...) which
-    share was accepted. Positions are used up to the first whose share is below a limit: 25 % with up to 4 running
-    sequences, 40 % with up to 16, 60 % with up to 32; with more sequences there are no drafts. In 32 of 512 steps all
-    positions are used, so that the averages stay current. Nothing depends on time, so that processes which share a
-    model decide alike.
+    share was accepted. A step with k drafts gives 1 + (sum of the first k shares) tokens, and takes as long as
+    1 + a + k b steps without drafts: a = 0.35, b = 0.12 with up to 4 running sequences, a = 0.25, b = 0.25 with up to
+    16, a = 0.25, b = 0.35 with up to 32. The k with most tokens per time is used, or none; with more than 32 sequences
+    there are no drafts. In 32 of 512 steps all positions are used, so that the averages stay current. No clock is
+    read, so that processes which share a model decide alike.
 
     Args:
         most: draft tokens per sequence and step.
@@ -84,12 +88,15 @@ class DraftPolicy:
 
     def count(self, sequences: int) -> int:
         """The draft tokens per sequence of a step with so many running sequences."""
-        least = next((share for most, share in _LEAST_ACCEPTANCE if sequences <= most), None)
-        if least is None:
+        costs = next(((base, each) for most, base, each in _DRAFT_COSTS if sequences <= most), None)
+        if costs is None:
             return 0
         if self._step % _PERIOD < _TRIAL:
             return len(self._accepted)
-        return next((at for at, share in enumerate(self._accepted) if share < least), len(self._accepted))
+        base, each = costs
+        tokens = itertools.accumulate(self._accepted, initial=1.0)
+        rates = [found / (1 + each * count + base * (count > 0)) for count, found in enumerate(tokens)]
+        return rates.index(max(rates))
 
     def advance(self) -> None:
         """Count a step."""
