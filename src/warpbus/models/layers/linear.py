@@ -12,6 +12,7 @@ from warpbus.kernels import ops
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.cpu import pack_for_cpu
+from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
 from warpbus.kernels.ops.w8a8 import check_device
@@ -27,7 +28,8 @@ class QuantizedLinear(nn.Module):
     """`x @ weight.T + bias` with a quantized weight; replaces `torch.nn.Linear`.
 
     With a w8a8 scheme x is first rounded to 8 bits per token: by the kernels for 16-bit x on GPUs, elsewhere by their
-    reference. CPU and GPU results differ only in the order of sums.
+    reference. CPU and GPU results differ only in the order of sums. With other schemes, a CPU rounds x to 8 bits per
+    128 columns, unless `WARPBUS_CPU_ACTIVATIONS` is "float".
 
     Only the form that the kernels of the device need is kept. `.to()` another device or dtype repacks the weight; this
     is exact except that scales are rounded to the dtype (those of w8a8 are not). A state dict holds the packed form and
@@ -125,16 +127,34 @@ def project(
         y = _activated(linear.add(project(linear.part, x), x), activation)
         return y if residual is None else residual + y
     fuses = activation != "gelu" and not isinstance(norm, LayerNorm)  # the kernels support neither
-    if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight) and fuses:
+    if isinstance(linear, QuantizedLinear) and fuses:
+        form, bias = linear.form, linear.bias
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if not _differentiated(x, weight, residual):
-            return ops.wna16_linear(
-                x, linear.form, linear.bias, norm=weight, eps=eps, residual=residual, activation=activation
-            )
+        if isinstance(form, PackedWeight) and not _differentiated(x, weight, residual):
+            return ops.wna16_linear(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)
+        if isinstance(form, CpuCodes) and not _differentiated(x, weight, residual):
+            return _by_codes(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)
     if norm is not None:
         x = norm(x)
     y = _by_vector(linear, x) if isinstance(linear, nn.Linear) and _is_vector(linear, x) else linear(x)
     y = _activated(y, activation)
+    return y if residual is None else residual + y
+
+
+def _by_codes(
+    x: Tensor,
+    weight: CpuCodes,
+    bias: Tensor | None,
+    *,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    if activation == "none" or (bias is None and fuses_gates(weight)):
+        gated = activation == "swiglu"
+        return codes_linear(x, weight, bias, norm=norm, eps=eps, residual=residual, gated=gated)
+    y = _activated(codes_linear(x, weight, bias, norm=norm, eps=eps), activation)
     return y if residual is None else residual + y
 
 
