@@ -133,6 +133,7 @@ def build_engine(
         embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
         mtp=opened.config.mtp is not None,
+        int8_activations=activations_in_8_bits(),
     )
     adapters = opened.adapters
     if group is not None and group.world > 1:

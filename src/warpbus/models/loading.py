@@ -128,6 +128,7 @@ def load_model(
     embedding: torch.device | str | None = None,
     group: Group | None = None,
     mtp: bool = False,
+    int8_activations: bool = False,
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
@@ -151,6 +152,7 @@ def load_model(
             logits are complete and bit-identical on every process. Each process reads only its part of the file; in
             formats other than compressed-tensors it reads each matrix as a whole.
         mtp: load the layer of multi-token prediction, too.
+        int8_activations: on a CPU, quantized layers round their inputs to 8 bits; see `QuantizedLinear`.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -172,6 +174,7 @@ def load_model(
         head=head,
         embedding=embedding,
         part=part,
+        int8_activations=int8_activations,
     )
     total = source.nbytes(list(source.tensors))
     done = 0
@@ -187,7 +190,8 @@ def load_model(
         if head is None:
             model.head.weight = tied
         else:
-            model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
+            rounded = round_onto(tied, head, device, dtype)
+            model.add_module("head", QuantizedLinear(rounded, dtype=dtype, int8_activations=int8_activations))
     if part is not None and group is not None:
         part.join(model, group)
     for module in model.modules():
@@ -243,6 +247,7 @@ class _Source:
         schemes: of the parameters that the file holds quantized.
         part: the part of the model to read; None for all of it.
         staging: copies tensors to a GPU; None on the CPU.
+        int8_activations: see `load_model`.
     """
 
     checkpoint: Checkpoint
@@ -257,6 +262,7 @@ class _Source:
     embedding: torch.device | str | None = None
     part: Part | None = None
     staging: PinnedStaging | None = None
+    int8_activations: bool = False
 
     @classmethod
     def open(
@@ -382,7 +388,8 @@ class _Source:
         parent, _, name = path.rpartition(".")
         linear = cast(nn.Linear, module.get_submodule(path))
         bias = None if linear.bias is None else linear.bias.data
-        setattr(module.get_submodule(parent), name, QuantizedLinear(weight, bias, dtype=self.dtype))
+        quantized = QuantizedLinear(weight, bias, dtype=self.dtype, int8_activations=self.int8_activations)
+        setattr(module.get_submodule(parent), name, quantized)
 
     def spans(self, parameter: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, int, Spans]], int, Spans | None]:
         """The parts of the file's tensors to read for a parameter of this shape.

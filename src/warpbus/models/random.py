@@ -33,6 +33,7 @@ def random_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
+    int8_activations: bool = False,
 ) -> Decoder:
     """A decoder with random weights; nothing is made that it does not keep.
 
@@ -47,6 +48,7 @@ def random_model(
         embedding: where the embedding lies, if not on `device`.
         group: the processes that compute it together, each with a part of the shape that it would have of a model
             that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
+        int8_activations: on a CPU, quantized layers round their inputs to 8 bits; see `QuantizedLinear`.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -70,7 +72,8 @@ def random_model(
             else:
                 bias = None if module.bias is None else draw.bias(module)
                 parent, _, leaf = name.rpartition(".")
-                quantized = QuantizedLinear(draw.weight(chosen.fitting(module.in_features), module), bias, dtype=dtype)
+                drawn = draw.weight(chosen.fitting(module.in_features), module)
+                quantized = QuantizedLinear(drawn, bias, dtype=dtype, int8_activations=int8_activations)
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
@@ -89,7 +92,8 @@ def random_model(
         if head is None:
             model.head.weight = tied
         else:
-            model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
+            tied_head = round_onto(tied, head, device, dtype)
+            model.add_module("head", QuantizedLinear(tied_head, dtype=dtype, int8_activations=int8_activations))
     if part is not None and group is not None:
         part.join(model, group)
     for module in model.modules():

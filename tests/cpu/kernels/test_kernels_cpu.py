@@ -8,6 +8,7 @@ from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import cpu
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu, pack_table
 from warpbus.kernels.ops.cpu_codes import CpuCodes
+from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = pytest.mark.skipif(
@@ -147,16 +148,21 @@ def test_a_cpu_without_torchs_kernels(monkeypatch):
 
 def test_which_form_a_weight_gets(monkeypatch):
     weight = random_weight("w4a16-g32", 8, 32)
-    assert isinstance(pack_for_cpu(weight, torch.float32), CpuCodes)
-    assert pack_for_cpu(weight, torch.float64) is None
+    assert isinstance(pack_for_cpu(weight, torch.float32), CpuWeight)
+    assert isinstance(pack_for_cpu(weight, torch.float32, int8_activations=True), CpuCodes)
+    assert pack_for_cpu(weight, torch.float64, int8_activations=True) is None
     monkeypatch.setattr(cpu, "is_available", lambda: False)
-    assert isinstance(pack_for_cpu(weight, torch.float32), CpuWeight)
-    monkeypatch.undo()
+    assert isinstance(pack_for_cpu(weight, torch.float32, int8_activations=True), CpuWeight)
+
+
+def test_whether_activations_are_rounded(monkeypatch):
+    monkeypatch.delenv("WARPBUS_CPU_ACTIVATIONS", raising=False)
+    assert activations_in_8_bits()
     monkeypatch.setenv("WARPBUS_CPU_ACTIVATIONS", "float")
-    assert isinstance(pack_for_cpu(weight, torch.float32), CpuWeight)
+    assert not activations_in_8_bits()
     monkeypatch.setenv("WARPBUS_CPU_ACTIVATIONS", "int4")
     with pytest.raises(UsageError, match="WARPBUS_CPU_ACTIVATIONS is 'int4': set it to int8 or float"):
-        pack_for_cpu(weight, torch.float32)
+        activations_in_8_bits()
 
 
 def test_rejects():

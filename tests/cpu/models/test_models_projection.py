@@ -11,7 +11,7 @@ from warpbus.errors import DeviceError, TensorError
 from warpbus.formats import Checkpoint
 from warpbus.kernels import ops
 from warpbus.kernels.ops import w8a8
-from warpbus.kernels.ops.cpu import pack_for_cpu
+from warpbus.kernels.ops.cpu import CpuWeight, pack_for_cpu
 from warpbus.kernels.ops.cpu_codes import CpuCodes
 from warpbus.kernels.ops.packed import PackedWeight, pack
 from warpbus.kernels.ops.rounding import round_to_nearest
@@ -46,18 +46,22 @@ def test_the_weight_comes_back_from_every_form(scheme):
     plain, arranged = QuantizedLinear(weight), QuantizedLinear(weight, dtype=torch.float32)
     half = matrix(scheme, dtype=torch.float16)
     packed = QuantizedLinear(pack(half, torch.float16))
+    rounding = QuantizedLinear(weight, dtype=torch.float32, int8_activations=True)
     assert isinstance(plain.form, QTensor)
-    assert isinstance(arranged.form, CpuCodes)  # as the CPU has it
+    assert isinstance(arranged.form, QTensor | CpuWeight)  # as the CPU has it
+    assert isinstance(rounding.form, CpuCodes)
+    same(rounding.weight, weight)
     assert isinstance(packed.form, PackedWeight)
     same(plain.weight, weight)
     same(arranged.weight, weight)
     same(packed.weight, half)
+    assert isinstance(rounding.to(torch.bfloat16).form, CpuCodes)
+    same(rounding.weight, arranged.to(torch.bfloat16).weight)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_every_form_gives_the_same_product(scheme, tokens, monkeypatch):
-    monkeypatch.setenv("WARPBUS_CPU_ACTIVATIONS", "float")
+def test_every_form_gives_the_same_product(scheme, tokens):
     weight = matrix(scheme)
     bias, x = torch.rand(80, generator=GENERATOR), torch.randn(2, tokens, 128, generator=GENERATOR)
     expected = F.linear(x, weight.dequantize(), bias)
@@ -72,7 +76,8 @@ def test_the_cpu_rounds_activations_to_8_bits(scheme, activation):
     norm, x = RMSNorm(128, 1e-5), torch.randn(3, 128, generator=GENERATOR)
     residual = torch.randn(3, 40 if activation == "swiglu" else 80, generator=GENERATOR)
     for bias in (None, torch.rand(80, generator=GENERATOR)):
-        layer, exact = QuantizedLinear(weight, bias, dtype=torch.float32), QuantizedLinear(weight, bias)
+        layer = QuantizedLinear(weight, bias, dtype=torch.float32, int8_activations=True)
+        exact = QuantizedLinear(weight, bias)
         with torch.inference_mode():
             found, wanted = (
                 project(each, x, norm=norm, residual=residual, activation=activation) for each in (layer, exact)

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.cpu_codes import DTYPES, CpuCodes, pack_codes
-from warpbus.kernels.ops.cpu_library import SCALES, activations_in_8_bits, is_available
+from warpbus.kernels.ops.cpu_library import SCALES, is_available
 from warpbus.kernels.ops.packed import check_weight_only
 from warpbus.qtensor import QTensor, Scheme, pack, unpack
 
@@ -88,7 +88,7 @@ class CpuWeight:
         return QTensor.from_codes(self.scheme, parts[0], scales, None if self.scheme.symmetric else parts[1])
 
 
-def pack_for_cpu(weight: QTensor, dtype: torch.dtype) -> CpuCodes | CpuWeight | None:
+def pack_for_cpu(weight: QTensor, dtype: torch.dtype, *, int8_activations: bool = False) -> CpuCodes | CpuWeight | None:
     """Reorder a matrix for the CPU's kernels.
 
     Takes as much memory as the matrix, and a few MB in between.
@@ -96,21 +96,21 @@ def pack_for_cpu(weight: QTensor, dtype: torch.dtype) -> CpuCodes | CpuWeight | 
     Args:
         weight: on the CPU.
         dtype: of the activations.
+        int8_activations: the activations may be rounded to 8 bits.
 
     Returns:
-        for `codes_linear`; for `cpu_linear` if activations may not be rounded (`WARPBUS_CPU_ACTIVATIONS`), or no
-        compiler makes the kernels; None where there is no fast path, and the reference is to be used.
+        for `codes_linear` if activations may be rounded, and a compiler makes the kernels; else for `cpu_linear`; None
+        where there is no fast path, and the reference is to be used.
 
     Raises:
         TensorError: if the weight is on another device, or of a w8a8 scheme.
-        UsageError: `WARPBUS_CPU_ACTIVATIONS` has no known value.
     """
     check_weight_only("pack_for_cpu", weight.scheme)
     if weight.device.type != "cpu":
         raise TensorError(f"pack_for_cpu: the weight is on {weight.device}, expected the CPU: move it with .to('cpu')")
     if dtype not in DTYPES:
         return None
-    if activations_in_8_bits() and weight.scales.dtype in SCALES and is_available():
+    if int8_activations and weight.scales.dtype in SCALES and is_available():
         return pack_codes(weight)
     return pack_table(weight)
 

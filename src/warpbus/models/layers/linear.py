@@ -28,8 +28,8 @@ class QuantizedLinear(nn.Module):
     """`x @ weight.T + bias` with a quantized weight; replaces `torch.nn.Linear`.
 
     With a w8a8 scheme x is first rounded to 8 bits per token: by the kernels for 16-bit x on GPUs, elsewhere by their
-    reference. CPU and GPU results differ only in the order of sums. With other schemes, a CPU rounds x to 8 bits per
-    128 columns, unless `WARPBUS_CPU_ACTIVATIONS` is "float".
+    reference. CPU and GPU results differ only in the order of sums. With other schemes it is not rounded, unless
+    `int8_activations` is given: then a CPU rounds it to 8 bits per 128 columns.
 
     Only the form that the kernels of the device need is kept. `.to()` another device or dtype repacks the weight; this
     is exact except that scales are rounded to the dtype (those of w8a8 are not). A state dict holds the packed form and
@@ -39,6 +39,7 @@ class QuantizedLinear(nn.Module):
         weight: `[out, in]`, packed or not.
         bias: `[out]`.
         dtype: of the activations that it will be multiplied with, which decides the form. None keeps a `QTensor`.
+        int8_activations: on a CPU that has the kernels, use those that round x to 8 bits; see `codes_linear`.
 
     Raises:
         DeviceError: w8a8-fp8 on a GPU older than sm_89, with activations of 16 bits.
@@ -47,14 +48,20 @@ class QuantizedLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, weight: QTensor | PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+        self,
+        weight: QTensor | PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        int8_activations: bool = False,
     ) -> None:
         super().__init__()
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias)
         self._dtype = weight.dtype if isinstance(weight, PackedWeight) else dtype
-        self._hold(_arranged(weight, self._dtype) if isinstance(weight, QTensor) else weight)
+        self._int8_activations = int8_activations
+        self._hold(self._arranged(weight) if isinstance(weight, QTensor) else weight)
 
     @property
     def form(self) -> Form:
@@ -91,8 +98,21 @@ class QuantizedLinear(nn.Module):
             moved = QTensor(self.scheme, fn(weight.qweight), fn(weight.scales), zeros, weight.shape)
         if self._dtype is not None:
             self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
-        self._hold(_arranged(moved, self._dtype))
+        self._hold(self._arranged(moved))
         return self
+
+    def _arranged(self, weight: QTensor) -> Form:
+        """The weight in the form that the kernels of its device need."""
+        dtype = self._dtype
+        if dtype is None:
+            return weight
+        if weight.holds_values:
+            if dtype in HALVES and gpu_has_kernels(weight.device):
+                check_device("w8a8_linear", weight.scheme.dtype, weight.device)
+            return dataclasses.replace(weight, scales=weight.scales.float())
+        if weight.device.type == "cpu":
+            return pack_for_cpu(weight, dtype, int8_activations=self._int8_activations) or weight
+        return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
 
     def _hold(self, form: Form) -> None:
         self._form = form
@@ -182,19 +202,6 @@ def _swiglu(x: Tensor) -> Tensor:
         return swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _arranged(weight: QTensor, dtype: torch.dtype | None) -> Form:
-    """The weight in the form that the kernels of its device need."""
-    if dtype is None:
-        return weight
-    if weight.holds_values:
-        if dtype in HALVES and gpu_has_kernels(weight.device):
-            check_device("w8a8_linear", weight.scheme.dtype, weight.device)
-        return dataclasses.replace(weight, scales=weight.scales.float())
-    if weight.device.type == "cpu":
-        return pack_for_cpu(weight, dtype) or weight
-    return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
 
 
 def _tensors(form: Form) -> dict[str, Tensor | None]:
