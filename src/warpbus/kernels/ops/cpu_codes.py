@@ -12,6 +12,7 @@ and, the roundings being independent, about 0.6 % of the norm of x times that of
 """
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from math import prod
 
@@ -56,9 +57,13 @@ class CpuCodes:
     @property
     def matrix(self) -> CpuMatrix:
         """The structure that the kernels take; made for each call, since tensors may move."""
+        return CpuMatrix(pointer(self.codes), pointer(self.scales), pointer(self.zeros), *self._sizes)
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, ...]:
         (n, k), bits = self.shape, stored_bits(self.scheme)
-        sizes = n, k, k // self.scales.shape[1], bits, self.scheme.middle_code, SCALES.index(self.scales.dtype)
-        return CpuMatrix(pointer(self.codes), pointer(self.scales), pointer(self.zeros), *sizes, -(-n // TILE))
+        group, kind = k // self.scales.shape[1], SCALES.index(self.scales.dtype)
+        return n, k, group, bits, self.scheme.middle_code, kind, -(-n // TILE)
 
     def unpack(self) -> QTensor:
         """The matrix that was packed."""
@@ -163,7 +168,7 @@ def codes_linear(
     columns = n // 2 if gated else n
     _check(x, weight, bias, norm, residual, gated)
     m = prod(x.shape[:-1])
-    rows, norm, bias, before = as_float(x.reshape(m, k)), as_float(norm), as_float(bias), as_float(residual)
+    rows, norm, bias, before = as_float(x), as_float(norm), as_float(bias), as_float(residual)
     out = torch.empty(*x.shape[:-1], columns)
     if m:
         task = _LinearTask(
@@ -171,7 +176,7 @@ def codes_linear(
             *(m, gated, torch.get_num_threads(), eps),
         )
         task.run("linear", variant)
-    return out.to(x.dtype)
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
 def _check(
@@ -180,7 +185,7 @@ def _check(
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise TensorError(f"codes_linear: x has shape {list(x.shape)}, the weight expects {k} features")
-    if x.dtype not in DTYPES or x.device.type != "cpu":
+    if x.dtype not in DTYPES or not x.is_cpu:
         raise TensorError(
             f"codes_linear: x is {x.dtype} on {x.device}, expected float32, bfloat16 or float16 on the CPU: "
             "convert it with .to()"
@@ -193,7 +198,7 @@ def _check(
     columns = n // 2 if gated else n
     expected = {"bias": (n,), "norm": (k,), "residual": (*x.shape[:-1], columns)}
     for name, tensor in (("bias", bias), ("norm", norm), ("residual", residual)):
-        if tensor is not None and (tensor.shape != expected[name] or tensor.device.type != "cpu"):
+        if tensor is not None and (tensor.shape != expected[name] or not tensor.is_cpu):
             raise TensorError(
                 f"codes_linear: {name} has shape {list(tensor.shape)} on {tensor.device}, expected "
                 f"{list(expected[name])} on the CPU"

@@ -25,7 +25,7 @@ class Task(ctypes.Structure):
 
     def run(self, name: str, variant: CpuVariant | None = None) -> None:
         """Call the function `warpbus_<name>`, of this CPU's variant by default."""
-        getattr(library(variant or _own()), f"warpbus_{name}")(ctypes.byref(self))
+        _function(name, variant)(ctypes.byref(self))
 
 
 class CpuMatrix(ctypes.Structure):
@@ -44,7 +44,14 @@ def pointer(tensor: Tensor | None) -> int:
 
 def as_float(tensor: Tensor | None) -> Tensor | None:
     """In float32 and contiguous."""
-    return None if tensor is None else tensor.detach().float().contiguous()
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.float().contiguous()
+
+
+@functools.cache
+def _function(name: str, variant: CpuVariant | None) -> Any:
+    return getattr(library(variant or own_variant()), f"warpbus_{name}")
 
 
 @functools.cache
@@ -62,15 +69,10 @@ def library(variant: CpuVariant) -> ctypes.CDLL:
 
 
 @functools.cache
-def _own() -> CpuVariant:
-    return own_variant()
-
-
-@functools.cache
 def is_available() -> bool:
     """Whether the kernels can be used; if they cannot be compiled, a warning says why, once."""
     try:
-        library(_own())
+        library(own_variant())
     except DeviceError as error:
         warnings.warn(f"no kernels for this CPU: quantized models decode slower ({error})", stacklevel=2)
         return False
