@@ -23,7 +23,7 @@ from warpbus.errors import DeviceError
 
 _COMPILERS = ("c++", "g++", "clang++")
 # No contraction of products and sums on the compiler's own account: the same bits from every compiler.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 _LONGEST = 600  # seconds of a compilation
 _INSTALL = "install g++ or clang++, or let CXX name one"
 

@@ -148,7 +148,10 @@ class _RandomTensors:
         words = self._words(n, packed_words(k, scheme.bits))
         if spare := -k * scheme.bits % 32:  # bits of a row's last word that hold no code
             words[:, -1] &= (1 << (32 - spare)) - 1
-        return QTensor(scheme, words, self._scales(shape, scale), zeros, (n, k))
+        scales = self._scales(shape, scale)
+        # In 16 bits, as files have them: on a CPU the bytes of scales count, too.
+        scales = scales if self._dtype in HALVES else scales.to(torch.bfloat16)
+        return QTensor(scheme, words, scales, zeros, (n, k))
 
     def _values(self, scheme: Scheme, n: int, k: int, scale: float) -> QTensor:
         drawn = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=self._device, generator=self._generator)
