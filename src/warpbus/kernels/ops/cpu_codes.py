@@ -164,8 +164,7 @@ def codes_linear(
     Raises:
         TensorError: other shapes, dtypes or devices.
     """
-    n, k = weight.shape
-    columns = n // 2 if gated else n
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
     _check(x, weight, bias, norm, residual, gated)
     m = prod(x.shape[:-1])
     rows, norm, bias, before = as_float(x), as_float(norm), as_float(bias), as_float(residual)
