@@ -42,8 +42,8 @@ from warpbus.qtensor import Scheme
 SCHEMES = ("w4a16-g128", "w8a16")
 PROMPT = list(range(100, 132))
 WARM = 2  # tokens
-SAMPLES, TOKENS = 11, 8  # samples of each model, tokens of a sample
-PROMPTS, LENGTH = 4, 512  # prompts of each model, tokens of a prompt
+SAMPLES, TOKENS = 40, 2  # samples of each model, tokens of a sample
+PROMPTS, LENGTH = 6, 512  # prompts of each model, tokens of a prompt
 HEAD = Scheme(8, 128)
 
 # ChatGLM2's at half the width. Groups of 128 divide every matrix's columns, in the small one too.
