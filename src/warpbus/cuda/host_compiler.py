@@ -24,6 +24,7 @@ from warpbus.errors import DeviceError
 _COMPILERS = ("c++", "g++", "clang++")
 # No contraction of products and sums on the compiler's own account: the same bits from every compiler.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+_ROOT = 0  # user id
 _LONGEST = 600  # seconds of a compilation
 _INSTALL = "install g++ or clang++, or let CXX name one"
 
@@ -123,7 +124,7 @@ def find_compiler() -> tuple[str, ...]:
 def _is_ours(entry: Path) -> bool:
     """Whether an entry is there, and was written by this user or the system's: it is going to be executed."""
     try:
-        return entry.stat().st_uid in (0, os.getuid())
+        return entry.stat().st_uid in (_ROOT, os.getuid())
     except FileNotFoundError:
         return False
 
