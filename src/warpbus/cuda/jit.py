@@ -109,7 +109,7 @@ def compile_source(source: Path, root: Path, macros: tuple[tuple[str, str], ...]
     if found is not None:
         return found
     try:
-        with _alone(entry):
+        with alone(entry):
             found = _read(entry)
             if found is None:
                 found = _compile(source, root, macros, arch)
@@ -173,15 +173,19 @@ def _header_version() -> str:
 def _key(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> str:
     deciding = _FORMAT, compiler_version(), arch, macros, json.dumps(_OPTIONS, sort_keys=True)
     digest = hashlib.sha256("".join(f"{each}\n" for each in deciding).encode())
-    for path in _closure(source, root):
+    for path in closure(source, root):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(root)} {len(text)}\n".encode())
         digest.update(text)
     return digest.hexdigest()[:40]
 
 
-def _closure(source: Path, root: Path) -> list[Path]:
-    """The source and every file that it includes with quotes, directly or not, in a fixed order."""
+def closure(source: Path, root: Path) -> list[Path]:
+    """The source and every file that it includes with quotes, directly or not, in a fixed order.
+
+    Raises:
+        DeviceError: a file that is included is not below `root`.
+    """
     found = {source}
     waiting = [source]
     while waiting:
@@ -210,7 +214,7 @@ def _read(entry: Path) -> Cubin | None:
 
 
 def _write(entry: Path, cubin: Cubin) -> None:
-    """Write an entry, within `_alone`; what processes left behind that were killed at it is removed."""
+    """Write an entry, within `alone`; what processes left behind that were killed at it is removed."""
     for abandoned in entry.parent.glob(f"*{_lock_name(entry)}.*.part"):  # who writes there has the lock, and we have it
         abandoned.unlink(missing_ok=True)
     facts = {
@@ -229,7 +233,7 @@ def _write(entry: Path, cubin: Cubin) -> None:
 
 
 @contextmanager
-def _alone(entry: Path) -> Iterator[None]:
+def alone(entry: Path) -> Iterator[None]:
     """Let one process at a time compile an entry. The lock goes with the process that holds it, however it ends."""
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     locks = entry.parent / "locks"

@@ -32,9 +32,14 @@ from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
+from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
 from warpbus.models.adapters import load_adapter
+from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
+from warpbus.qtensor import Scheme
+
+_CPU_HEAD = Scheme(8, 128)
 
 
 @dataclass(frozen=True)
@@ -140,11 +145,12 @@ def build_engine(
         device=opened.device,
         dtype=opened.dtype,
         progress=progress,
-        head=None if plan is None else plan.head,
+        head=_cpu_head(opened) if plan is None else plan.head,
         embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
         mtp=opened.config.mtp is not None,
         offloaded=() if plan is None else plan.offloaded,
+        int8_activations=activations_in_8_bits(),
     )
     adapters = opened.adapters
     if group is not None and group.world > 1:
@@ -169,6 +175,19 @@ def build_engine(
     )
     engine.plan = plan
     return engine
+
+
+def _cpu_head(opened: OpenedModel) -> Scheme | None:
+    """The scheme that the head of a quantized model is rounded to on a CPU, where each token would read it in float32.
+
+    None if the file has the head quantized, the layers are not quantized, or on a GPU.
+    """
+    if opened.device.type != "cpu" or not activations_in_8_bits():
+        return None
+    schemes = quantized_parameters(opened.checkpoint, opened.config)
+    if "head.weight" in schemes or all(scheme.activations is not None for scheme in schemes.values()):
+        return None
+    return _CPU_HEAD.fitting(opened.config.hidden_size)
 
 
 def _cache_tokens(opened: OpenedModel, options: ServiceOptions) -> int | None:

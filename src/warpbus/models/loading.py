@@ -130,6 +130,7 @@ def load_model(
     group: Group | None = None,
     mtp: bool = False,
     offloaded: Sequence[int] = (),
+    int8_activations: bool = False,
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
@@ -155,6 +156,7 @@ def load_model(
         mtp: load the layer of multi-token prediction, too.
         offloaded: for each layer, how many of its experts lie in pinned memory of the host, the last ones; by default
             none. For a single process.
+        int8_activations: on a CPU, quantized layers round their inputs to 8 bits; see `QuantizedLinear`.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -177,6 +179,7 @@ def load_model(
         embedding=embedding,
         part=part,
         offloaded=offloaded,
+        int8_activations=int8_activations,
     )
     total = source.nbytes(list(source.tensors))
     done = 0
@@ -197,7 +200,8 @@ def load_model(
         if head is None:
             model.head.weight = tied
         else:
-            model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
+            rounded = round_onto(tied, head, device, dtype)
+            model.add_module("head", QuantizedLinear(rounded, dtype=dtype, int8_activations=int8_activations))
     if part is not None and group is not None:
         part.join(model, group)
     if torch.device(device).type == "cuda":
@@ -251,6 +255,7 @@ class _Source:
         part: the part of the model to read; None for all of it.
         staging: copies tensors to a GPU; None on the CPU.
         offloaded: see `load_model`.
+        int8_activations: see `load_model`.
     """
 
     checkpoint: Checkpoint
@@ -266,6 +271,7 @@ class _Source:
     part: Part | None = None
     staging: PinnedStaging | None = None
     offloaded: Sequence[int] = ()
+    int8_activations: bool = False
 
     @classmethod
     def open(
@@ -402,7 +408,8 @@ class _Source:
         parent, _, name = path.rpartition(".")
         linear = cast(nn.Linear, module.get_submodule(path))
         bias = None if linear.bias is None else linear.bias.data
-        setattr(module.get_submodule(parent), name, QuantizedLinear(weight, bias, dtype=self.dtype))
+        quantized = QuantizedLinear(weight, bias, dtype=self.dtype, int8_activations=self.int8_activations)
+        setattr(module.get_submodule(parent), name, quantized)
 
     def spans(self, parameter: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, int, Spans]], int, Spans | None]:
         """The parts of the file's tensors to read for a parameter of this shape.

@@ -36,6 +36,7 @@ def random_model(
     embedding: torch.device | str | None = None,
     group: Group | None = None,
     offloaded: Sequence[int] = (),
+    int8_activations: bool = False,
 ) -> Decoder:
     """A decoder with random weights; nothing is made that it does not keep.
 
@@ -51,6 +52,7 @@ def random_model(
         group: the processes that compute it together, each with a part of the shape that it would have of a model
             that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
         offloaded: experts in the memory of the host, as `load_model`; the weights are the same as without.
+        int8_activations: on a CPU, quantized layers round their inputs to 8 bits; see `QuantizedLinear`.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -76,7 +78,8 @@ def random_model(
                 parent, _, leaf = name.rpartition(".")
                 drawn = draw.weight(chosen.fitting(module.in_features), module)
                 drawn = drawn.to("cpu") if config.is_offloaded(f"{name}.weight", offloaded) else drawn
-                setattr(model.get_submodule(parent), leaf, QuantizedLinear(drawn, bias, dtype=dtype))
+                quantized = QuantizedLinear(drawn, bias, dtype=dtype, int8_activations=int8_activations)
+                setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
@@ -94,7 +97,8 @@ def random_model(
         if head is None:
             model.head.weight = tied
         else:
-            model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
+            tied_head = round_onto(tied, head, device, dtype)
+            model.add_module("head", QuantizedLinear(tied_head, dtype=dtype, int8_activations=int8_activations))
     if part is not None and group is not None:
         part.join(model, group)
     for index, layer in enumerate(model.layers):
@@ -149,7 +153,10 @@ class _RandomTensors:
         words = self._words(n, packed_words(k, scheme.bits))
         if spare := -k * scheme.bits % 32:  # bits of a row's last word that hold no code
             words[:, -1] &= (1 << (32 - spare)) - 1
-        return QTensor(scheme, words, self._scales(shape, scale), zeros, (n, k))
+        scales = self._scales(shape, scale)
+        # In 16 bits, as files have them: on a CPU the bytes of scales count, too.
+        scales = scales if self._dtype in HALVES else scales.to(torch.bfloat16)
+        return QTensor(scheme, words, scales, zeros, (n, k))
 
     def _values(self, scheme: Scheme, n: int, k: int, scale: float) -> QTensor:
         drawn = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=self._device, generator=self._generator)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from warpbus.cuda.capture import GraphMemory, capture
+from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, random_model
 from warpbus.models.layers.linear import project
 from warpbus.qtensor import Scheme
@@ -68,7 +69,7 @@ def _step(
 ) -> Callable[[], None]:
     """The products of one token with the matrices of so many random layers, ready to be run."""
     shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=(), mtp=None)
-    model = random_model(shape, scheme, device, dtype)
+    model = random_model(shape, scheme, device, dtype, int8_activations=activations_in_8_bits())
     pairs = []
     for index, matrix in shape.matrices:
         linear = model.layers[index].get_submodule(matrix.name)

@@ -1,12 +1,14 @@
-"""wna16 on a CPU: exact packing, every scheme against float64, few rows and many, gradients, what it rejects."""
+"""wna16 on a CPU in floating point: packing, every scheme against float64, few rows and many, gradients, refusals."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from warpbus.errors import TensorError
+from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import cpu
-from warpbus.kernels.ops.cpu import cpu_linear, pack_for_cpu
+from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu, pack_table
+from warpbus.kernels.ops.cpu_codes import CpuCodes
+from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = pytest.mark.skipif(
@@ -31,9 +33,9 @@ def random_weight(name, n, k, dtype=torch.float16):
     return QTensor.from_codes(scheme, codes, (0.01 * torch.rand(shape) + 0.001).to(dtype), zeros)
 
 
-def packed(name, n, k, dtype=torch.float32):
+def packed(name, n, k):
     weight = random_weight(name, n, k)
-    found = pack_for_cpu(weight, dtype)
+    found = pack_table(weight)
     assert found is not None
     return weight, found
 
@@ -79,7 +81,7 @@ def test_any_number_of_columns(name):
 @pytest.mark.parametrize("dtype", cpu.DTYPES)
 def test_dtypes_and_biases(dtype, rows):
     torch.manual_seed(4)
-    weight, fast = packed("w4a16-g64-asym", 600, 192, dtype)
+    weight, fast = packed("w4a16-g64-asym", 600, 192)
     x, bias = torch.randn(rows, 192).to(dtype), torch.randn(600).to(dtype)
     found = cpu_linear(x, fast, bias)
     assert found.dtype == dtype
@@ -132,17 +134,35 @@ def test_memory():
     assert fast.nbytes < 1.03 * weight.nbytes
 
 
-def test_a_cpu_without_the_kernels(monkeypatch):
+def test_a_cpu_without_torchs_kernels(monkeypatch):
     weight = random_weight("w4a16-g32", 8, 32)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     cpu._bag.cache_clear()
     try:
-        assert pack_for_cpu(weight, torch.float32) is None
+        assert pack_table(weight) is None
     finally:
         cpu._bag.cache_clear()
     monkeypatch.undo()
-    assert pack_for_cpu(weight, torch.float64) is None
-    assert pack_for_cpu(weight, torch.float32) is not None
+    assert pack_table(weight) is not None
+
+
+def test_which_form_a_weight_gets(monkeypatch):
+    weight = random_weight("w4a16-g32", 8, 32)
+    assert isinstance(pack_for_cpu(weight, torch.float32), CpuWeight)
+    assert isinstance(pack_for_cpu(weight, torch.float32, int8_activations=True), CpuCodes)
+    assert pack_for_cpu(weight, torch.float64, int8_activations=True) is None
+    monkeypatch.setattr(cpu, "is_available", lambda: False)
+    assert isinstance(pack_for_cpu(weight, torch.float32, int8_activations=True), CpuWeight)
+
+
+def test_whether_activations_are_rounded(monkeypatch):
+    monkeypatch.delenv("WARPBUS_CPU_ACTIVATIONS", raising=False)
+    assert activations_in_8_bits()
+    monkeypatch.setenv("WARPBUS_CPU_ACTIVATIONS", "float")
+    assert not activations_in_8_bits()
+    monkeypatch.setenv("WARPBUS_CPU_ACTIVATIONS", "int4")
+    with pytest.raises(UsageError, match="WARPBUS_CPU_ACTIVATIONS is 'int4': set it to int8 or float"):
+        activations_in_8_bits()
 
 
 def test_rejects():

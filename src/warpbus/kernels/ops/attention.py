@@ -17,6 +17,7 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
+from warpbus.kernels.ops import cpu_attention
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
 from warpbus.kernels.ops.cache import CODES, check_cache, check_indices
 from warpbus.kernels.ops.workspace import counters
@@ -433,8 +434,8 @@ def _launch(
     return out
 
 
-def _reference(*arguments: Any) -> Tensor:
-    return reference.decode_attention(*arguments[:-1])  # where kernels do not overlap, all inputs are ready
+def _on_cpu(*arguments: Any) -> Tensor:
+    return cpu_attention.decode_attention(*arguments[:-1])  # where kernels do not overlap, all inputs are ready
 
 
 def _fake(
@@ -460,7 +461,7 @@ _decode_attention = operator(
     "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit, bool stored, "
     "bool inputs_ready) -> Tensor",
     cuda=_launch,
-    reference=_reference,
+    reference=_on_cpu,
     fake=_fake,
 )
 

@@ -1,4 +1,7 @@
-"""`wna16` on a CPU: decoding reads the codes themselves, and never a matrix of floating-point weights.
+"""`wna16` on a CPU. `cpu_codes` has the kernels for activations in 8 bits; this module decides between them and its own
+form of a weight for activations in floating point, which PyTorch's operators compute.
+
+Decoding reads the codes themselves, and never a matrix of floating-point weights.
 
 A product of a quantized matrix and a vector is a sum of the matrix's columns, each weighted by an element of the
 vector: what `torch.ops.quantized` calls an embedding bag. Its kernels (FBGEMM, compiled at run time for AVX2 and
@@ -33,10 +36,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError
+from warpbus.kernels.ops.cpu_codes import DTYPES, CpuCodes, pack_codes
+from warpbus.kernels.ops.cpu_library import SCALES, is_available
 from warpbus.kernels.ops.packed import check_weight_only
 from warpbus.qtensor import QTensor, Scheme, pack, unpack
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CHUNK = 512  # rows of the weight whose codes lie together: one column of them is what the kernel reads at a time
 _ALIGNMENT = 16  # rows; a vector register holds so many float32
@@ -85,18 +88,19 @@ class CpuWeight:
         return QTensor.from_codes(self.scheme, parts[0], scales, None if self.scheme.symmetric else parts[1])
 
 
-def pack_for_cpu(weight: QTensor, dtype: torch.dtype) -> CpuWeight | None:
-    """Reorder a matrix for `cpu_linear`.
+def pack_for_cpu(weight: QTensor, dtype: torch.dtype, *, int8_activations: bool = False) -> CpuCodes | CpuWeight | None:
+    """Reorder a matrix for the CPU's kernels.
 
     Takes as much memory as the matrix, and a few MB in between.
 
     Args:
         weight: on the CPU.
         dtype: of the activations.
+        int8_activations: the activations may be rounded to 8 bits.
 
     Returns:
-        None where there is no fast path, and the reference is to be used: on other CPUs than x86 with AVX2, and for
-        other dtypes than `DTYPES`.
+        for `codes_linear` if activations may be rounded, and a compiler makes the kernels; else for `cpu_linear`; None
+        where there is no fast path, and the reference is to be used.
 
     Raises:
         TensorError: if the weight is on another device, or of a w8a8 scheme.
@@ -104,8 +108,17 @@ def pack_for_cpu(weight: QTensor, dtype: torch.dtype) -> CpuWeight | None:
     check_weight_only("pack_for_cpu", weight.scheme)
     if weight.device.type != "cpu":
         raise TensorError(f"pack_for_cpu: the weight is on {weight.device}, expected the CPU: move it with .to('cpu')")
+    if dtype not in DTYPES:
+        return None
+    if int8_activations and weight.scales.dtype in SCALES and is_available():
+        return pack_codes(weight)
+    return pack_table(weight)
+
+
+def pack_table(weight: QTensor) -> CpuWeight | None:
+    """Reorder a matrix for `cpu_linear`; None on other CPUs than x86 with AVX2."""
     bits = _stored_bits(weight.scheme)
-    if dtype not in DTYPES or _bag(bits) is None:
+    if _bag(bits) is None:
         return None
     n, k = weight.shape
     groups = weight.scales.shape[1]

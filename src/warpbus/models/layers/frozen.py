@@ -14,6 +14,7 @@ from warpbus.kernels.operators import autocast
 from warpbus.kernels.ops import wna16_linear
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear
+from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.w8a8 import w8a8_linear
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES, times_packed, wna16_frozen
@@ -21,7 +22,7 @@ from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor
 
-Form = QTensor | PackedWeight | CpuWeight
+Form = QTensor | PackedWeight | CpuCodes | CpuWeight
 """A quantized weight in memory: unpacked, or packed for the kernels of a GPU or of the CPU."""
 
 _COLUMNS = 32  # whole words for any number of bits
@@ -29,6 +30,8 @@ _COLUMNS = 32  # whole words for any number of bits
 
 def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`."""
+    if isinstance(weight, CpuCodes):
+        return codes_linear(x, weight, bias)
     if isinstance(weight, CpuWeight):
         return cpu_linear(x, weight, bias)
     if isinstance(weight, QTensor) and weight.holds_values:
@@ -41,8 +44,8 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
 def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias`, differentiable with respect to x.
 
-    With a w8a8 scheme x is rounded, and the gradient passes through the rounding (straight-through estimator; Bengio et
-    al., 2013).
+    With a w8a8 scheme, and by the CPU's kernels, x is rounded, and the gradient passes through the rounding
+    (straight-through estimator; Bengio et al., 2013).
 
     Args:
         x: `[..., k]` as `quantized_linear` takes it; an enclosing `torch.autocast` converts it.
@@ -64,7 +67,7 @@ def times_frozen(dy: Tensor, weight: Form) -> Tensor:
     """`dy @ weight` for dy `[m, n]` and a quantized weight `[n, k]`, in the dtype of dy."""
     if isinstance(weight, PackedWeight):
         return times_packed(dy, weight)
-    if isinstance(weight, CpuWeight):
+    if isinstance(weight, CpuCodes | CpuWeight):
         weight = weight.unpack()
     n, k = weight.shape
     unit = math.lcm(_COLUMNS, weight.scheme.group_size or 1)  # no group may be cut
@@ -78,7 +81,7 @@ def times_frozen(dy: Tensor, weight: Form) -> Tensor:
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QTensor | CpuWeight, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QTensor | CpuCodes | CpuWeight, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         return quantized_linear(x, weight, bias)
 

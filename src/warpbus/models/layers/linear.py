@@ -12,6 +12,7 @@ from warpbus.kernels import ops
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.cpu import pack_for_cpu
+from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
 from warpbus.kernels.ops.w8a8 import check_device
@@ -27,7 +28,8 @@ class QuantizedLinear(nn.Module):
     """`x @ weight.T + bias` with a quantized weight; replaces `torch.nn.Linear`.
 
     With a w8a8 scheme x is first rounded to 8 bits per token: by the kernels for 16-bit x on GPUs, elsewhere by their
-    reference. CPU and GPU results differ only in the order of sums.
+    reference. CPU and GPU results differ only in the order of sums. With other schemes it is not rounded, unless
+    `int8_activations` is given: then a CPU rounds it to 8 bits per 128 columns.
 
     Only the form that the kernels of the device need is kept. `.to()` another device or dtype repacks the weight; this
     is exact except that scales are rounded to the dtype (those of w8a8 are not). A state dict holds the packed form and
@@ -37,6 +39,7 @@ class QuantizedLinear(nn.Module):
         weight: `[out, in]`, packed or not.
         bias: `[out]`.
         dtype: of the activations that it will be multiplied with, which decides the form. None keeps a `QTensor`.
+        int8_activations: on a CPU that has the kernels, use those that round x to 8 bits; see `codes_linear`.
 
     Raises:
         DeviceError: w8a8-fp8 on a GPU older than sm_89, with activations of 16 bits.
@@ -45,14 +48,20 @@ class QuantizedLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, weight: QTensor | PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None
+        self,
+        weight: QTensor | PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        int8_activations: bool = False,
     ) -> None:
         super().__init__()
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias)
         self._dtype = weight.dtype if isinstance(weight, PackedWeight) else dtype
-        self._hold(_arranged(weight, self._dtype) if isinstance(weight, QTensor) else weight)
+        self._int8_activations = int8_activations
+        self._hold(self._arranged(weight) if isinstance(weight, QTensor) else weight)
 
     @property
     def form(self) -> Form:
@@ -89,8 +98,21 @@ class QuantizedLinear(nn.Module):
             moved = QTensor(self.scheme, fn(weight.qweight), fn(weight.scales), zeros, weight.shape)
         if self._dtype is not None:
             self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
-        self._hold(_arranged(moved, self._dtype))
+        self._hold(self._arranged(moved))
         return self
+
+    def _arranged(self, weight: QTensor) -> Form:
+        """The weight in the form that the kernels of its device need."""
+        dtype = self._dtype
+        if dtype is None:
+            return weight
+        if weight.holds_values:
+            if dtype in HALVES and gpu_has_kernels(weight.device):
+                check_device("w8a8_linear", weight.scheme.dtype, weight.device)
+            return dataclasses.replace(weight, scales=weight.scales.float())
+        if weight.device.type == "cpu":
+            return pack_for_cpu(weight, dtype, int8_activations=self._int8_activations) or weight
+        return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
 
     def _hold(self, form: Form) -> None:
         self._form = form
@@ -125,16 +147,34 @@ def project(
         y = _activated(linear.add(project(linear.part, x), x), activation)
         return y if residual is None else residual + y
     fuses = activation != "gelu" and not isinstance(norm, LayerNorm)  # the kernels support neither
-    if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight) and fuses:
+    if isinstance(linear, QuantizedLinear) and fuses:
+        form, bias = linear.form, linear.bias
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if not _differentiated(x, weight, residual):
-            return ops.wna16_linear(
-                x, linear.form, linear.bias, norm=weight, eps=eps, residual=residual, activation=activation
-            )
+        if isinstance(form, PackedWeight) and not _differentiated(x, weight, residual):
+            return ops.wna16_linear(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)
+        if isinstance(form, CpuCodes) and not _differentiated(x, weight, residual):
+            return _by_codes(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)
     if norm is not None:
         x = norm(x)
     y = _by_vector(linear, x) if isinstance(linear, nn.Linear) and _is_vector(linear, x) else linear(x)
     y = _activated(y, activation)
+    return y if residual is None else residual + y
+
+
+def _by_codes(
+    x: Tensor,
+    weight: CpuCodes,
+    bias: Tensor | None,
+    *,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    if activation == "none" or (bias is None and fuses_gates(weight)):
+        gated = activation == "swiglu"
+        return codes_linear(x, weight, bias, norm=norm, eps=eps, residual=residual, gated=gated)
+    y = _activated(codes_linear(x, weight, bias, norm=norm, eps=eps), activation)
     return y if residual is None else residual + y
 
 
@@ -162,19 +202,6 @@ def _swiglu(x: Tensor) -> Tensor:
         return swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def _arranged(weight: QTensor, dtype: torch.dtype | None) -> Form:
-    """The weight in the form that the kernels of its device need."""
-    if dtype is None:
-        return weight
-    if weight.holds_values:
-        if dtype in HALVES and gpu_has_kernels(weight.device):
-            check_device("w8a8_linear", weight.scheme.dtype, weight.device)
-        return dataclasses.replace(weight, scales=weight.scales.float())
-    if weight.device.type == "cpu":
-        return pack_for_cpu(weight, dtype) or weight
-    return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
 
 
 def _tensors(form: Form) -> dict[str, Tensor | None]:

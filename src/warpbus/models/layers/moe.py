@@ -17,6 +17,7 @@ from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
+from warpbus.models.layers.cpu_experts import CpuStackedExperts
 from warpbus.models.layers.fusion import has_kernels
 from warpbus.models.layers.linear import QuantizedLinear
 from warpbus.models.layers.mlp import MLP
@@ -116,7 +117,8 @@ class MoE(nn.Module):
 
     Attributes:
         router: chooses the experts.
-        experts: the routed experts; on a GPU with kernels, where all are quantized alike, `StackedExperts`.
+        experts: the routed experts; where kernels compute them together, and all are quantized alike, `StackedExperts`
+            on a GPU and `CpuStackedExperts` on a CPU.
         shared: the shared expert, or None. Its matrices may be views of the stacked ones.
         output: what the sum passes through: the identity, or with tensor parallelism the all-reduce of the processes'
             partial sums.
@@ -126,7 +128,7 @@ class MoE(nn.Module):
         super().__init__()
         assert isinstance(spec.mlp, MoESpec)
         self.router = Router(spec.mlp.router, spec.hidden_size)
-        self.experts: nn.ModuleList | StackedExperts = nn.ModuleList(
+        self.experts: nn.ModuleList | StackedExperts | CpuStackedExperts = nn.ModuleList(
             MLP(*map(spec.matrix, (f"mlp.experts.{index}.gate_up", f"mlp.experts.{index}.down")), gated=True)
             for index in range(spec.mlp.router.experts)
         )
@@ -146,6 +148,8 @@ class MoE(nn.Module):
             return self._by_kernels(self.experts, x, norm, residual)
         x = x if norm is None else norm(x)
         rows = x.flatten(0, -2)
+        if isinstance(self.experts, CpuStackedExperts) and not torch.is_grad_enabled():
+            return self._on_cpu(self.experts, x, residual)
         total = torch.zeros_like(rows)
         # While experts are trained, all of them get a gradient in every process, which data parallelism relies on.
         trained = torch.is_grad_enabled() and self.router.weight.requires_grad
@@ -168,6 +172,10 @@ class MoE(nn.Module):
         """
         assert isinstance(self.experts, nn.ModuleList)
         every = list(self.experts)
+        on_cpu = CpuStackedExperts.of(every)
+        if on_cpu is not None:
+            self.experts = on_cpu
+            return
         packed = [_packed(each) for each in every]
         if not _kind(packed[0]) or any(_kind(pair) != _kind(packed[0]) for pair in packed):
             if offloaded:
@@ -205,8 +213,18 @@ class MoE(nn.Module):
         total = moe_mlp(rows, slots, weights, gate_up, down, residual=before, shared=joined).view_as(x)
         return self._written(total, later)
 
+    def _on_cpu(self, experts: CpuStackedExperts, x: Tensor, residual: Tensor | None) -> Tensor:
+        rows = x.flatten(0, -2)
+        routing = self.router(rows)
+        # With tensor parallelism the residual is added to the sum over the processes.
+        later = residual if isinstance(self.output, Parallel) else None
+        before = None if residual is None or later is not None else residual.flatten(0, -2)
+        if self.shared is not None:
+            before = self.shared(rows, residual=before)
+        return self._written(experts(rows, routing.experts, routing.weights, before).view_as(x), later)
+
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        if isinstance(self.experts, StackedExperts):
+        if isinstance(self.experts, StackedExperts | CpuStackedExperts):
             return self.experts.expert(number, x)
         y: Tensor = self.experts[number](x)
         return y

@@ -1,0 +1,166 @@
+"""C++ to machine code for this machine's CPU at run time, by the system's compiler, with the cache of `jit`.
+
+A library is compiled once for each of `VARIANTS` that is used: for the newest instructions that the CPU has. A cache
+entry is a shared library, named by the hash of everything that decides about its content. It appears whole (written
+aside and renamed), and one process compiles while others that want the same wait.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from warpbus.cuda.cpu import cpu_instructions
+from warpbus.cuda.jit import alone, cache_directory, closure
+from warpbus.errors import DeviceError
+
+_COMPILERS = ("c++", "g++", "clang++")
+# No contraction of products and sums on the compiler's own account: the same bits from every compiler.
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+_ROOT = 0  # user id
+_LONGEST = 600  # seconds of a compilation
+_INSTALL = "install g++ or clang++, or let CXX name one"
+
+
+@dataclass(frozen=True)
+class CpuVariant:
+    """What a library can be compiled for.
+
+    Attributes:
+        needs: instruction sets, by the names of Linux.
+        flags: of the compiler.
+    """
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine's CPU has the instructions."""
+        return self.needs <= cpu_instructions()
+
+
+def _x86(name: str, macro: str, needs: str, flags: str) -> CpuVariant:
+    return CpuVariant(name, frozenset(needs.split()), (f"-D{macro}", *(f"-m{flag}" for flag in flags.split())))
+
+
+VARIANTS = (
+    _x86(
+        "avx512-vnni",
+        "LANES_AVX512_VNNI",
+        "avx512f avx512bw avx512dq avx512vl avx512_vnni fma f16c",
+        "avx512f avx512bw avx512dq avx512vl avx512vnni fma f16c",
+    ),
+    _x86("avx-vnni", "LANES_AVX_VNNI", "avx2 avx_vnni fma f16c", "avx2 avxvnni fma f16c"),
+    _x86("avx2", "LANES_AVX2", "avx2 fma f16c", "avx2 fma f16c"),
+    CpuVariant("plain", frozenset(), ()),
+)
+"""Those with the newest instructions first; the last one runs on every CPU."""
+
+
+def own_variant() -> CpuVariant:
+    """The first of `VARIANTS` that this CPU runs."""
+    return next(variant for variant in VARIANTS if variant.runs_here)
+
+
+@functools.cache
+def load_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL:
+    """Compile a file of C++, or find it in the cache, and load it.
+
+    Args:
+        source: the file.
+        root: where its `#include "..."` are looked up.
+        variant: one that runs here.
+
+    Raises:
+        DeviceError: there is no compiler, it rejected the source, or what it made cannot be loaded.
+    """
+    compiler = find_compiler()
+    entry = cache_directory() / f"{source.stem}-{variant.name}-{_key(source, root, variant, compiler)}.so"
+    try:
+        if not _is_ours(entry):
+            with alone(entry):
+                if not _is_ours(entry):
+                    _compile(compiler, source, root, variant, entry)
+        return ctypes.CDLL(str(entry))
+    except OSError as error:
+        warnings.warn(f"the kernel cache {entry.parent} cannot be used ({error}): compiling every time", stacklevel=2)
+    with tempfile.TemporaryDirectory(prefix="warpbus-") as directory:
+        temporary = Path(directory) / entry.name
+        try:
+            _compile(compiler, source, root, variant, temporary)
+            return ctypes.CDLL(str(temporary))
+        except OSError as error:
+            raise DeviceError(
+                f"{source.name}, compiled for this CPU, cannot be loaded ({error}): let TMPDIR name a directory on a "
+                "file system that may hold programs"
+            ) from error
+
+
+@functools.cache
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: `CXX`, else a common one.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    own = os.environ.get("CXX")
+    if own:
+        return tuple(own.split())
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found:
+        return (found,)
+    raise DeviceError(f"no C++ compiler was found ({', '.join(_COMPILERS)}): {_INSTALL}")
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether an entry is there, and was written by this user or the system's: it is going to be executed."""
+    try:
+        return entry.stat().st_uid in (_ROOT, os.getuid())
+    except FileNotFoundError:
+        return False
+
+
+def _key(source: Path, root: Path, variant: CpuVariant, compiler: tuple[str, ...]) -> str:
+    deciding = compiler, _version(compiler), _FLAGS, variant.flags, platform.machine()
+    digest = hashlib.sha256("".join(f"{each}\n" for each in deciding).encode())
+    for path in closure(source, root):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(root)} {len(text)}\n".encode())
+        digest.update(text)
+    return digest.hexdigest()[:40]
+
+
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run((*compiler, "--version")).stdout
+
+
+def _compile(compiler: tuple[str, ...], source: Path, root: Path, variant: CpuVariant, entry: Path) -> None:
+    handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=f"{entry.stem}.", suffix=".part")
+    os.close(handle)
+    try:
+        done = _run((*compiler, *_FLAGS, *variant.flags, "-I", str(root), "-o", temporary, str(source)))
+        if done.returncode:
+            lines = done.stderr.splitlines()
+            first = next((line for line in lines if "error" in line), " ".join(lines[:1]))
+            raise DeviceError(f"{source.relative_to(root)} does not compile for {variant.name}: {first}")
+        os.replace(temporary, entry)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"the C++ compiler {' '.join(command)} does not run ({error}): {_INSTALL}") from error

@@ -1,0 +1,13 @@
+// What Python calls: warpbus/kernels/ops/cpu_*.py.
+#include "cpu/attention.h"
+#include "cpu/experts.h"
+#include "cpu/linear.h"
+
+extern "C" {
+
+void warpbus_linear(const Linear* task) { linear(*task); }
+
+void warpbus_experts(const Experts* task) { experts(*task); }
+
+void warpbus_attention(const Attention* task) { decode_attention(*task); }
+}
