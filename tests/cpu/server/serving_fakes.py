@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import httpx
 import openai
+from reasoning_model import TEMPLATE
 
 from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
@@ -70,20 +71,8 @@ class PlainTemplate:
         return self._tokenizer.encode(text + "assistant: " * add_generation_prompt)
 
 
-# A template that thinks and calls tools in the syntax of Qwen3.
-QWEN = (
-    "{%- for tool in tools or [] %}<|system|><tool_call>{{ tool | tojson }}{%- endfor %}"
-    "{%- for message in messages %}<|{{ 'observation' if message.role == 'tool' else message.role }}|>"
-    "{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{%- endif %}{{ message.content }}"
-    '{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": '
-    "{{ call.function.arguments | tojson }}}</tool_call>{%- endfor %}{%- endfor %}"
-    "{%- if add_generation_prompt %}<|assistant|>{%- if enable_thinking is defined and not enable_thinking %}"
-    "{{ '<think>\n\n</think>\n\n' }}{%- elif always_think %}<think>{{ '\n' }}{%- endif %}{%- endif %}"
-)
-
-
 def qwen_template(tokenizer):
-    return JinjaTemplate(QWEN, tokenizer, name="qwen", variables={}, stop_ids=(STOP,), end_id=None)
+    return JinjaTemplate(TEMPLATE, tokenizer, name="qwen", variables={}, stop_ids=(STOP,), end_id=None)
 
 
 class FakeService:
