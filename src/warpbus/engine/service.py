@@ -317,9 +317,8 @@ class Service:
         self._state, self._reason = "closing", "the service is being closed"
         with suppress(TimeoutError):
             await asyncio.wait_for(self._nothing_pending.wait(), drain)
-        self._fail_all(
-            UnavailableError, f"the service was closed, and this request not done within {drain:g} s: send it again"
-        )
+        message = f"the service was closed, and this request not done within {drain:g} s: send it again"
+        self._fail_all(partial(UnavailableError, message))
         assert self._supervisor is not None
         self._supervisor.stop()
         try:
@@ -524,17 +523,18 @@ class Service:
             then = f"it is given up after {self.options.max_restarts} restarts in a row: restart the server"
         message = f"the engine died: {death.what}; {then}"
         _log.warning("%s", message)
+        retry_after = _RETRY_AFTER if death.again else None
         if self._state not in ("closing", "closed"):
             after: State = "asleep" if self._state == "asleep" else "restarting"
             self._state, self._reason = after if death.again else "failed", message
-        self._fail_all(EngineDiedError, message)
+        self._fail_all(partial(EngineDiedError, message, retry_after=retry_after))
 
-    def _fail_all(self, kind: type[UnavailableError], message: str) -> None:
+    def _fail_all(self, error: Callable[[], UnavailableError]) -> None:
         """Fail all pending requests and queries, each with an exception of its own."""
         for number in list(self._inboxes):
             inbox = self._drop(number)
             if inbox is not None:
-                inbox.fail(kind(message))
+                inbox.fail(error())
         for future in self._queries.values():
             if not future.done():
-                future.set_exception(kind(message))
+                future.set_exception(error())

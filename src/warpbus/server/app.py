@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,7 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import admin, failures
+from warpbus.server import admin, failures, openapi
+from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
 from warpbus.server.conversations import named_model, prepare_chat
@@ -27,27 +27,6 @@ from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder, UsageStyle
 from warpbus.server.schema import ChatRequest, CompletionRequest
-
-_ERROR = {
-    "description": "refused or failed; OpenAI's error object",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-}
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
 
 
 def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
@@ -78,20 +57,22 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
         lifespan=_closing(models),
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": _ERROR, "5XX": _ERROR},
+        responses=openapi.ERRORS,
     )
     failures.install(app)
-    _add_generation(app, models, Responder(options, metrics))
+    responder = Responder(options, metrics)
+    app.state.running = responder.running
+    _add_generation(app, models, responder)
     admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
-    app.openapi = partial(_schema, app, app.openapi)  # type: ignore[method-assign]
+    openapi.install(app, has_keys=bool(options.api_keys), is_open=_is_open)
     return app
 
 
 def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
     options = responder.options
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **documented(ChatCompletion, events="ChatCompletionChunk, then [DONE]"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         chat = await prepare_chat(body, named_model(models, body, request, options), request, options)
@@ -105,7 +86,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             usage=UsageStyle.of(body.stream_options),
         )
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **documented(TextCompletion, events="TextCompletion, then [DONE]"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         model = named_model(models, body, request, options)
@@ -121,10 +102,11 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
         requests = []
         for prompt in prompts:
+            space = room(prompt, service.max_model_len)
             params = sampling_params(
                 body,
-                wanted=body.max_tokens or DEFAULT_TOKENS,
-                space=room(prompt, service.max_model_len),
+                wanted=body.max_tokens or min(space, DEFAULT_TOKENS),
+                space=space,
                 logprobs=body.logprobs,
                 options=options,
                 defaults=service.generation_defaults,
@@ -166,18 +148,3 @@ def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[
         await models.close(0.0)
 
     return lifespan
-
-
-def _schema(app: FastAPI, generated: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """FastAPI's own, with our errors instead of its."""
-    fresh = app.openapi_schema is None
-    schema = generated()
-    if fresh:
-        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        schemas["Error"] = _ERROR_SCHEMA
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-    return schema

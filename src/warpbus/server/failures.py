@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from warpbus.errors import (
     ContextLengthError,
+    EngineDiedError,
     QueueFullError,
     UnavailableError,
     UsageError,
@@ -49,8 +51,10 @@ def as_request_error(error: Exception, path: str) -> RequestError:
             429, str(error), kind="rate_limit_error", code="queue_full", retry_after=_retry_after(error)
         )
     if isinstance(error, UnavailableError):
+        # An engine that died says itself whether it comes back.
+        retry_after = None if isinstance(error, EngineDiedError) and not error.retry_after else _retry_after(error)
         return RequestError(
-            503, str(error), kind="service_unavailable", code="engine_unavailable", retry_after=_retry_after(error)
+            503, str(error), kind="service_unavailable", code="engine_unavailable", retry_after=retry_after
         )
     if isinstance(error, WarpbusError):
         return RequestError(500, str(error), kind="server_error")
@@ -72,6 +76,8 @@ def response_of(error: RequestError) -> Response:
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.closes:
+        headers["connection"] = "close"
     content = json.dumps(body_of(error), ensure_ascii=False).encode()
     return Response(content, error.status, headers, media_type="application/json")
 
@@ -108,8 +114,12 @@ def install(app: FastAPI) -> None:
 
 
 def _of_validation(error: RequestValidationError) -> RequestError:
-    """The most specific validation error of a body, with the name of its field: the first one of the innermost."""
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    """The most specific validation error of a body, with the name of its field: the first one of the innermost.
+
+    Of a union, the member of the given type says more than those of other types, and so does the one that got further
+    in a list.
+    """
+    first = max(error.errors(), key=lambda one: (not _of_type(one), len(one["loc"]), _indices(one["loc"])))
     location = [str(part)[:80] for part in first["loc"][1:] if not _UNION_MEMBER.match(str(part))]
     field = ".".join(location) or None
     if first["type"] == "json_invalid":
@@ -120,5 +130,15 @@ def _of_validation(error: RequestValidationError) -> RequestError:
     return RequestError(400, f"{field}: {message}" if field else message, param=location[0] if location else None)
 
 
+def _of_type(error: dict[str, Any]) -> bool:
+    """A validation error says that the value has another type."""
+    kind: str = error["type"]
+    return kind.endswith("_type") or (kind == "literal_error" and not isinstance(error["input"], str))
+
+
+def _indices(location: Sequence[str | int]) -> tuple[int, ...]:
+    return tuple(part for part in location if isinstance(part, int))
+
+
 def _retry_after(error: UnavailableError) -> int:
-    return max(1, round(getattr(error, "retry_after", None) or RETRY_SECONDS))
+    return max(1, round(error.retry_after or RETRY_SECONDS))

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warpbus.server.failures import response_of
-from warpbus.server.generation import RequestRecord
+from warpbus.server.generation import ENDING, RequestRecord, server_ends
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
 from warpbus.server.request_error import RequestError
@@ -60,6 +60,11 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_labelled)
+        except asyncio.CancelledError:
+            # Only the end of the server cancels a request, and only one that is not told of it by its answer.
+            record.error = record.error or ENDING
+            if not status:
+                await response_of(server_ends())(scope, receive, send_labelled)
         finally:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
@@ -81,6 +86,8 @@ def _line(scope: Scope, name: str, status: int, record: RequestRecord) -> str:
         )
     if record.ignored:
         words.append(f"ignored={_joined(record.ignored)}")
+    if record.error:
+        words.append(f"error={record.error}")
     words.append(f"time={time.monotonic() - record.started:.3f}s")
     return " ".join(words)
 
@@ -145,6 +152,11 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # RFC 9112, 6.1: a proxy may have seen another end of the request than this server does.
+            raise RequestError(
+                400, "Content-Length and Transfer-Encoding are both given: send one of them", closes=True
+            )
         host = headers.get("host", "")
         if self._hosts and _without_port(host) not in self._hosts:
             raise RequestError(
@@ -209,7 +221,9 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             seconds = self._options.body_timeout
-            raise RequestError(408, f"the body did not arrive in {seconds:g} s", code="body_timeout") from None
+            raise RequestError(
+                408, f"the body did not arrive in {seconds:g} s", code="body_timeout", closes=True
+            ) from None
 
 
 def cache_salt(scope: Scope) -> bytes:

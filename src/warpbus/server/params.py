@@ -86,6 +86,13 @@ def sampling_params(
     limit = options.max_tokens
     if wanted is not None and limit is not None and wanted > limit:
         raise RequestError(400, f"max_tokens is {wanted}: this server allows {limit}", param="max_tokens")
+    if wanted is not None and wanted > space:
+        raise RequestError(
+            400,
+            f"max_tokens is {wanted:,}: the prompt leaves {space:,} tokens of the model's context; give at most those, "
+            "or leave it out",
+            param="max_tokens",
+        )
     most = min(space, limit or space) if wanted is None else wanted
     given: dict[str, Any] = dict(defaults)
     given |= {

@@ -151,6 +151,11 @@ class Model:
         return "" if service is None else service.health.reason
 
     @property
+    def retry_after(self) -> int | None:
+        """Seconds after which a model that is not ready may be; None if it stays as it is."""
+        return None if self.state in ("failed", "closing", "closed") else RETRY_SECONDS
+
+    @property
     def service(self) -> ServiceProtocol:
         """The service. Raises RequestError (503) while the model loads or its engine restarts."""
         service = self._shared.service
@@ -161,7 +166,7 @@ class Model:
             f"the model {self.name} is {self.state}" + (f": {self.reason}" if self.reason else ""),
             kind="service_unavailable",
             code="model_not_ready",
-            retry_after=RETRY_SECONDS,
+            retry_after=self.retry_after,
         )
 
     def awake(self) -> ServiceProtocol:

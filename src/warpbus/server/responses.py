@@ -17,7 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from warpbus.engine import TextPiece
 from warpbus.server.failures import as_request_error, body_of
-from warpbus.server.generation import GenerationRequest, Generations, RequestRecord, disconnected, unless_gone
+from warpbus.server.generation import (
+    GenerationRequest,
+    Generations,
+    RequestRecord,
+    RunningGenerations,
+    disconnected,
+    unless_gone,
+)
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Model
@@ -96,11 +103,15 @@ class Responder:
     Args:
         options: of the server.
         metrics: updated with the answers.
+
+    Attributes:
+        running: what it generates now.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         self.options = options
         self.metrics = metrics
+        self.running = RunningGenerations()
 
     async def respond(
         self,
@@ -129,7 +140,12 @@ class Responder:
         counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
         record.prompt_tokens = counts.prompt_tokens
         generations = Generations(
-            model, requests, timeout=self.options.request_timeout, metrics=self.metrics, record=record
+            model,
+            requests,
+            timeout=self.options.request_timeout,
+            metrics=self.metrics,
+            record=record,
+            running=self.running,
         )
         pieces = _counted(generations.pieces(), counts, per_prompt, record)
         if not stream:
@@ -199,7 +215,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        writing = asyncio.ensure_future(self._write(send, scope["path"]))
+        writing = asyncio.ensure_future(self._write(send, scope))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -211,13 +227,13 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, self._first, return_exceptions=True)
             await self._pieces.aclose()
 
-    async def _write(self, send: Send, path: str) -> None:
+    async def _write(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events(path):
+        async for data in self._events(scope):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, path: str) -> AsyncIterator[bytes]:
+    async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
         form = self._form
         before = Usage(self._usage.prompt_tokens).json(0)
         yield b"".join([self._event(chunk, before) for chunk in form.opening()])
@@ -240,7 +256,10 @@ class EventStream(Response):
                 yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json(form.reasoning_tokens)})
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield _encoded(body_of(as_request_error(error, path)))
+            failure = as_request_error(error, scope["path"])
+            record: RequestRecord = scope["state"]["record"]
+            record.error = failure.code or failure.kind
+            yield _encoded(body_of(failure))
 
     def _event(self, choice: Json, usage: Json) -> bytes:
         chunk = self._form.wrap([choice], streamed=True)

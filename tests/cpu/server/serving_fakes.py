@@ -214,7 +214,8 @@ class Running:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = make_server(create_app(models, options), options)
+        app = create_app(models, options)
+        self._server = make_server(app, options, app.state.running)
         self.connections = self._server.server_state.connections
         self._thread = threading.Thread(target=self._server.run, args=([self.socket],), daemon=True)
 

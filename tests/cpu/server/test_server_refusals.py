@@ -53,6 +53,10 @@ def error_of(response, status):
         ({"stop": ["a"] * 17}, "stop", "stop"),
         ({"stop": ""}, None, "stop"),
         ({"stop": [1]}, "stop", "stop"),
+        ({"stop": ["a"] * 10_000}, "stop", "stop: List should have at most 16 items"),
+        ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice", "tool_choice.function.name: "),
+        ({"max_tokens": 5000}, "max_tokens", "the prompt leaves 2,0"),
+        ({"max_completion_tokens": 5000}, "max_tokens", "max_tokens is 5,000"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
         ({"logit_bias": {"³": 1}}, "logit_bias", "no token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias"),
@@ -77,6 +81,21 @@ def test_a_field_that_is_wrong_is_named(http, changes, param, message):
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: List should have at least 1 item"),
+        (["a"] * 129, "prompt: List should have at most 128 items"),
+        (["a", 5], "prompt.1: Input should be a valid string"),
+        ([5, "a"], "prompt.1: Input should be a valid integer"),
+    ],
+)
+def test_the_error_of_a_prompt_is_that_of_its_type(http, prompt, message):
+    error = error_of(http.post("/v1/completions", json={"model": "parrot", "prompt": prompt}), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,250 @@
+"""The bodies of answers as `/openapi.json` declares them. The server builds its answers without these classes: tests
+compare the two."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class TokenDetails(BaseModel):
+    """Tokens of a prompt found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Tokens of an answer that are thinking."""
+
+    reasoning_tokens: int
+
+
+class TokenUsage(BaseModel):
+    """The tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+    completion_tokens_details: OutputDetails
+
+
+class LikelyToken(BaseModel):
+    """A token with its log probability (natural logarithm; -9999 for probability 0) and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(LikelyToken):
+    """A sampled token, and the most likely ones at its position."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(BaseModel):
+    """The log probabilities of an answer's tokens."""
+
+    content: list[ChosenToken]
+    refusal: None = None
+
+
+class CallAnswer(BaseModel):
+    """The function of a call; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(BaseModel):
+    """A call of a tool. `index` counts the calls of a stream."""
+
+    id: str
+    type: Literal["function"]
+    function: CallAnswer
+    index: int | None = None
+
+
+class MessageAnswer(BaseModel):
+    """The message that a model wrote; of a chunk, what it adds."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCallAnswer] = []
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: MessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChunkChoice(BaseModel):
+    """A part of one answer."""
+
+    index: int
+    delta: MessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletion(BaseModel):
+    """The answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatCompletionChunk(BaseModel):
+    """The data of an event in a stream of answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: TokenUsage | None = None
+
+
+class TextLogprobs(BaseModel):
+    """The log probabilities of a text's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(BaseModel):
+    """One text, or a part of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextCompletion(BaseModel):
+    """The continuations of texts, or the data of an event in a stream of them."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: TokenUsage | None = None
+
+
+class ServedModel(BaseModel):
+    """A model that requests can name. What depends on its files is there when it is loaded."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    state: str
+    max_model_len: int | None = None
+    tools: bool | None = None
+    reasoning: bool | None = None
+    default_sampling_params: dict[str, float] | None = None
+
+
+class ModelList(BaseModel):
+    """All models that requests can name."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class Tokenized(BaseModel):
+    """The token ids of a text."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(BaseModel):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class HealthAnswer(BaseModel):
+    """Whether all models are ready, or the states of the others and why."""
+
+    status: str
+    reason: str | None = None
+
+
+class VersionAnswer(BaseModel):
+    """The version of Warpbus."""
+
+    version: str
+
+
+class SleepAnswer(BaseModel):
+    """Whether a model sleeps."""
+
+    is_sleeping: bool
+
+
+class MoveAnswer(BaseModel):
+    """How a model moved: bytes of weights and of cache copied ahead and during the pause, and seconds."""
+
+    weights: int
+    ahead: int
+    paused: int
+    preparing: float
+    pause: float
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong; `param` is the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+MOVES = dict[str, MoveAnswer]
+"""By the name of the model."""
+
+STREAMED: tuple[type[BaseModel], ...] = (ChatCompletionChunk,)
+"""What is only the data of events."""
+
+
+def documented(
+    model: Any, *, events: str | None = None, also: dict[int | str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Arguments of a route that declare its answer.
+
+    Args:
+        model: of the body, for status 200.
+        events: if the answer may be a stream, what the data of its events is.
+        also: what other statuses are declared.
+    """
+    content = {} if events is None else {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+    whole = {"model": model, "description": "the answer", "content": content}
+    return {"response_model": None, "responses": {200: whole, **(also or {})}}
