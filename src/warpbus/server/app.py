@@ -15,6 +15,7 @@ import warpbus
 from warpbus.server import admin, failures, openapi
 from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
+from warpbus.server.chunks import UsageStyle
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
 from warpbus.server.conversations import named_model, prepare_chat
 from warpbus.server.generation import GenerationRequest, unless_gone
@@ -25,7 +26,7 @@ from warpbus.server.page import page_router
 from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params, truncated
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
-from warpbus.server.responses import Responder, UsageStyle
+from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
 
 
@@ -79,11 +80,10 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         return await responder.respond(
             request,
             chat.model,
-            ChatForm(chat, logprobs=bool(body.logprobs)),
+            ChatForm(chat, logprobs=bool(body.logprobs), style=UsageStyle.of(body.stream_options)),
             chat.requests,
             per_prompt=len(chat.requests),
             stream=bool(body.stream),
-            usage=UsageStyle.of(body.stream_options),
         )
 
     @app.post("/v1/completions", **documented(TextCompletion, events="TextCompletion, then [DONE]"))
@@ -117,12 +117,15 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             request,
             model,
             TextForm(
-                model, tokenizer, [echo for echo in echoes for _ in range(count)], logprobs=body.logprobs is not None
+                model,
+                tokenizer,
+                [echo for echo in echoes for _ in range(count)],
+                logprobs=body.logprobs is not None,
+                style=UsageStyle.of(body.stream_options),
             ),
             requests,
             per_prompt=count,
             stream=bool(body.stream),
-            usage=UsageStyle.of(body.stream_options),
         )
 
     @app.post("/v1/embeddings", include_in_schema=False)

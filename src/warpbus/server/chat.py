@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import time
 from collections import abc
 
 from warpbus.engine import TextPiece
 from warpbus.models.templates.tools import ToolCall
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.chunks import ChunkForm, UsageStyle
 from warpbus.server.conversations import PreparedChat
 from warpbus.server.responses import Json, new_id
 
 
-class ChatForm:
-    """The format of chat answers; see `Form`.
+class ChatForm(ChunkForm):
+    """The format of chat answers.
 
     Args:
         chat: the request.
         logprobs: the answers have logprobs.
+        style: which chunks have the usage.
     """
 
-    def __init__(self, chat: PreparedChat, *, logprobs: bool) -> None:
-        self._head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": chat.model.name}
+    def __init__(self, chat: PreparedChat, *, logprobs: bool, style: UsageStyle) -> None:
+        super().__init__("chatcmpl", chat.model.name, ("chat.completion", "chat.completion.chunk"), style)
         self._tokenizer = chat.tokenizer
         self._logprobs = logprobs
         self._readers = chat.readers
 
     @property
     def reasoning_tokens(self) -> int:
-        """See `Form.reasoning_tokens`."""
+        """See `ChunkForm.reasoning_tokens`."""
         return sum(reader.reasoning_tokens for reader in self._readers)
 
-    def opening(self) -> list[Json]:
-        """See `Form.opening`: the role of each answer."""
+    def first_choices(self) -> list[Json]:
+        """See `ChunkForm.first_choices`: the role of each answer."""
         delta = {"role": "assistant", "content": "", "reasoning_content": None}
         return [self._choice(index, delta) for index in range(len(self._readers))]
 
-    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
-        """See `Form.chunks`."""
+    def choices(self, index: int, piece: TextPiece) -> list[Json]:
+        """See `ChunkForm.choices`."""
         reader = self._readers[index]
         delta = reader.read(piece)
         calls = delta.calls
@@ -56,8 +57,8 @@ class ChatForm:
             found.append(self._choice(index, {}, finish=reader.finish_reason))
         return found
 
-    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
-        """See `Form.whole`."""
+    def choice(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
+        """See `ChunkForm.choice`."""
         reader = self._readers[index]
         deltas = [reader.read(piece) for piece in pieces]
         text = "".join(delta.text for delta in deltas)
@@ -78,11 +79,6 @@ class ChatForm:
             "logprobs": self._content(pieces),
             "finish_reason": reader.finish_reason,
         }
-
-    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
-        """See `Form.wrap`."""
-        kind = "chat.completion.chunk" if streamed else "chat.completion"
-        return {**self._head, "object": kind, "choices": choices}
 
     def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None, finish: str | None = None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

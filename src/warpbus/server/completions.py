@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import abc
 
 from warpbus.engine import TextPiece
 from warpbus.models.tokenizers import Tokenizer, encode_prompt
 from warpbus.server.chat import LOWEST, token_text
+from warpbus.server.chunks import ChunkForm, UsageStyle
 from warpbus.server.registry import Model
-from warpbus.server.responses import Json, new_id
+from warpbus.server.responses import Json
 from warpbus.server.schema import CompletionRequest
 
 DEFAULT_TOKENS = 16
@@ -30,47 +30,39 @@ def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]
     ]
 
 
-class TextForm:
-    """The format of completions; see `Form`.
+class TextForm(ChunkForm):
+    """The format of completions.
 
     Args:
         model: which answers.
         tokenizer: of the model, for the texts of tokens.
         echoes: the text before each answer's text: its prompt, or nothing.
         logprobs: are wanted.
+        style: which chunks have the usage.
     """
 
-    reasoning_tokens = 0
-
-    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: abc.Sequence[str], *, logprobs: bool) -> None:
-        self._head = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, echoes: abc.Sequence[str], *, logprobs: bool, style: UsageStyle
+    ) -> None:
+        super().__init__("cmpl", model.name, ("text_completion", "text_completion"), style)
         self._tokenizer = tokenizer
         self._echoes = echoes
         self._logprobs = logprobs
         self._offsets = [0] * len(echoes)
 
-    def opening(self) -> list[Json]:
-        """See `Form.opening`: the prompts, if they are echoed."""
+    def first_choices(self) -> list[Json]:
+        """See `ChunkForm.first_choices`: the prompts, if they are echoed."""
         return [self._choice(index, text, []) for index, text in enumerate(self._echoes) if text]
 
-    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
-        """See `Form.chunks`."""
+    def choices(self, index: int, piece: TextPiece) -> list[Json]:
+        """See `ChunkForm.choices`."""
         if not piece.text and not piece.logprobs and piece.finish_reason is None:
             return []
         return [self._choice(index, piece.text, [piece])]
 
-    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
-        """See `Form.whole`."""
+    def choice(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
+        """See `ChunkForm.choice`."""
         return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
-
-    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
-        """See `Form.wrap`."""
-        return {**self._head, "choices": choices}
 
     def _choice(self, index: int, text: str, pieces: abc.Sequence[TextPiece]) -> Json:
         return {
