@@ -144,4 +144,6 @@ def merge(pieces: abc.Sequence[TextPiece]) -> TextPiece:
         finish_reason=last.finish_reason,
         cached_tokens=last.cached_tokens,
         queue_seconds=last.queue_seconds,
+        stop_string=last.stop_string,
+        prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
     )

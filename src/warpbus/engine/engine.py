@@ -37,7 +37,7 @@ from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import Runner, SampledTokens
-from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sampling_params import MOST_PROMPT_LOGPROBS, SamplingParams
 from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.sequence_state import RunnerState, SchedulerState
@@ -243,11 +243,12 @@ class Engine:
 
         Raises:
             ContextLengthError: the prompt with its answer is longer than `max_model_len`.
-            UsageError: its parameters name a token outside the vocabulary, there is no such adapter, or the prompt
-                lacks the token that must end prompts of this model.
+            UsageError: its parameters name a token outside the vocabulary, or ask for logprobs of a prompt that has
+                none; there is no such adapter; or the prompt lacks the token that must end prompts of this model.
         """
         check_adapter(sequence.adapter, self._adapters)
         sequence.params.check_ids(self.model.config.vocab_size)
+        self._check_prompt_logprobs(sequence)
         length = len(sequence.prompt) + sequence.limit
         if length > self.max_model_len:
             raise ContextLengthError(
@@ -260,6 +261,7 @@ class Engine:
             length,
             salt_of(sequence.adapter, sequence.cache_salt),
             self._unsplit_tokens(sequence.prompt),
+            uncached=sequence.params.prompt_logprobs is not None,
             prefix=prefix,
             prefix_length=prefix_length,
         )
@@ -488,6 +490,21 @@ class Engine:
                 "as chats and prompts of text do by themselves"
             )
         return prompt.index(end) + 1
+
+    def _check_prompt_logprobs(self, sequence: Sequence) -> None:
+        count = sequence.params.prompt_logprobs
+        if count is None:
+            return
+        if self.model.config.prompt_end is not None:
+            raise UsageError(
+                "prompt_logprobs: this model reads its prompt in both directions, so its tokens have no probabilities: "
+                "leave it out"
+            )
+        if len(sequence.prompt) * (count + 1) > MOST_PROMPT_LOGPROBS:
+            raise UsageError(
+                f"prompt_logprobs is {count} for {len(sequence.prompt):,} tokens: ask for at most "
+                f"{MOST_PROMPT_LOGPROBS:,} log probabilities of a prompt"
+            )
 
     def _require_offloadable(self) -> OffloadableModel:
         if self._instance.offloadable is None:

@@ -25,6 +25,7 @@ class SchedulerState:
         unsplit: the number of leading tokens that one prefill chunk must contain, because they attend to each other in
             both directions (the prompt up to the token that ends it). The blocks of such a sequence are never shared:
             their content depends on later tokens. 0: all attention is causal.
+        uncached: compute all tokens, also those that the prefix cache has.
         prefix: the blocks of the prefix, which are read-only. Sequences with the same prefix have a salt of their own.
         prefix_length: cache positions of the prefix. If it does not fill its last block, that block is copied to the
             first block that the sequence owns.
@@ -44,6 +45,7 @@ class SchedulerState:
     limit: int
     salt: bytes = b""
     unsplit: int = 0
+    uncached: bool = False
     prefix: tuple[int, ...] = ()
     prefix_length: int = 0
     length: int = 0
