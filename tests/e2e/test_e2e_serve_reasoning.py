@@ -1,15 +1,12 @@
 """`warpbus serve` with a model that thinks, which is small and random: its budget, and grammars and tools behind it."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
 
 import openai
 import pytest
 from reasoning_model import write_reasoning_model
+from served_process import serving
 
 ASKED = [{"role": "user", "content": "9.11 or 9.9?"}]
 THINK = {"chat_template_kwargs": {"always_think": True}}
@@ -30,21 +27,11 @@ WEATHER = {
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     model = write_reasoning_model(tmp_path_factory.mktemp("reasoning"))
-    command = [sys.executable, "-m", "warpbus", "serve", str(model), "--port", "0", "--device", "cpu"]
-    environment = {**os.environ, "WARPBUS_API_KEY": "", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if found := re.search(r"ready at (http://\S+?):? ", line):
-                break
-        else:
-            pytest.fail("".join(said))
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0) as client:
-            yield client
-        process.terminate()
-        assert process.wait(90) == 0
+    with (
+        serving(str(model)) as process,
+        openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 def ask(client, *, extra=THINK, **fields):

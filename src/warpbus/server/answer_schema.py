@@ -228,6 +228,150 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class AnswerBlock(BaseModel):
+    """A part of a message: `text`; `thinking`; or the `id`, `name` and `input` of a call."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class AnthropicUsage(BaseModel):
+    """The tokens of a request; those found in the prefix cache are apart from the others."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    """The answer to a conversation in the form of Anthropic's API."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class CountedTokens(BaseModel):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
+
+
+class ResponseError(BaseModel):
+    """Why a response has failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsePart(BaseModel):
+    """A part of an item's content."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ResponseItem(BaseModel):
+    """An item of a response: a message; thinking; or the call of a function."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] | None = None
+    summary: list[Any] = []
+    content: list[ResponsePart] = []
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ResponseUsage(BaseModel):
+    """The tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: TokenDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseReasoning(BaseModel):
+    """How the model was asked to think."""
+
+    effort: str | None
+    summary: None = None
+
+
+class ResponseAnswer(BaseModel):
+    """OpenAI's response object. Fields of the request are repeated."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: bool
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[ResponseItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ResponseReasoning
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class DeletedAnswer(BaseModel):
+    """A response is no longer kept."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 MOVES = dict[str, MoveAnswer]
 """By the name of the model."""
 
@@ -245,6 +389,7 @@ def documented(
         events: if the answer may be a stream, what the data of its events is.
         also: what other statuses are declared.
     """
-    content = {} if events is None else {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+    event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+    content = {} if events is None else {"text/event-stream": {"schema": {**event, "description": f"events: {events}"}}}
     whole = {"model": model, "description": "the answer", "content": content}
     return {"response_model": None, "responses": {200: whole, **(also or {})}}

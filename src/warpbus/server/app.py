@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import admin, failures, openapi
+from warpbus.server import admin, failures, messages, openapi, responses_api
 from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.chunks import UsageStyle
@@ -28,6 +28,19 @@ from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
+
+# Routes of other servers for models that do not generate.
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/score": "scoring",
+    "/pooling": "embeddings",
+    "/classify": "classification",
+}
+_ANTHROPIC_HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
 
 
 def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
@@ -45,8 +58,8 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(options.allow_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id", *_ANTHROPIC_HEADERS],
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
@@ -64,6 +77,8 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
     responder = Responder(options, metrics)
     app.state.running = responder.running
     _add_generation(app, models, responder)
+    messages.add_routes(app, models, responder)
+    responses_api.add_routes(app, models, responder)
     admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
     openapi.install(app, has_keys=bool(options.api_keys), is_open=_is_open)
@@ -128,11 +143,16 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             stream=bool(body.stream),
         )
 
-    @app.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        raise RequestError(
-            501, "these models generate text: they are not served for embeddings", code="embeddings_not_supported"
-        )
+    for path, what in _NOT_SERVED.items():
+        app.post(path, include_in_schema=False)(_refusing(what))
+
+
+def _refusing(what: str) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        message = f"these models generate text: they are not served for {what}"
+        raise RequestError(501, message, code=f"{what}_not_supported")
+
+    return refuse
 
 
 async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:

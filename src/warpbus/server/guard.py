@@ -53,6 +53,7 @@ class AccessLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = name
+                headers["request-id"] = name  # as Anthropic's clients read it
                 headers["x-content-type-options"] = "nosniff"
                 if record.ignored:
                     headers["warning"] = f'299 - "unknown fields were ignored: {_joined(record.ignored)}"'
@@ -64,7 +65,7 @@ class AccessLog:
             # Only the end of the server cancels a request, and only one that is not told of it by its answer.
             record.error = record.error or ENDING
             if not status:
-                await response_of(server_ends())(scope, receive, send_labelled)
+                await response_of(server_ends(), scope["path"])(scope, receive, send_labelled)
         finally:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
@@ -133,7 +134,7 @@ class Guard:
             self._admit(scope)
             body = await self._read(scope, receive)
         except RequestError as error:
-            await response_of(error)(scope, receive, send_in_time)
+            await response_of(error, scope["path"])(scope, receive, send_in_time)
             return
         replayed = False
 
@@ -184,7 +185,7 @@ class Guard:
         if number is None:
             raise RequestError(
                 401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as X-Api-Key: KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
@@ -194,7 +195,9 @@ class Guard:
     def _key_number(self, headers: Headers) -> int | None:
         """The index of the request's API key among the accepted ones; None without a valid key."""
         kind, _, given = headers.get("authorization", "").partition(" ")
-        found = _digest(given.strip()) if kind.lower() == "bearer" else b""
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        found = _digest(given.strip()) if given else b""
         # All keys are compared, as digests of one length, so that the time reveals nothing.
         same = [hmac.compare_digest(found, key) for key in self._keys]
         return same.index(True) if any(same) else None

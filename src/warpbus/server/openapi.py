@@ -8,12 +8,17 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from warpbus.server.answer_schema import STREAMED, ErrorAnswer
+from warpbus.server.answer_schema import STREAMED, AnthropicErrorAnswer, ErrorAnswer
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": "refused or failed"} for status in ("4XX", "5XX")
 }
 """The `responses` of every route for its errors."""
+
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicErrorAnswer, "description": "refused or failed"} for status in ("4XX", "5XX")
+}
+"""The same for the routes of Anthropic's API."""
 
 _REFERENCE = "#/components/schemas/{model}"
 _SCHEMES = {

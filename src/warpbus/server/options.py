@@ -33,6 +33,7 @@ class ServerOptions:
         body_timeout: the most seconds for receiving a request body, and for sending each part of an answer.
         heartbeat: after so many seconds without data a stream gets a comment line.
         shutdown_timeout: how many seconds running requests get at shutdown.
+        max_stored_responses: how many responses of /v1/responses are kept, to be continued by their id; 0: none.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -57,10 +58,17 @@ class ServerOptions:
     body_timeout: float = 60.0
     heartbeat: float = 15.0
     shutdown_timeout: float = 30.0
+    max_stored_responses: int = 256
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("max_body_bytes", 1), ("max_n", 1), ("max_connections", 1)):
+        for name, least in (
+            ("port", 0),
+            ("max_body_bytes", 1),
+            ("max_n", 1),
+            ("max_connections", 1),
+            ("max_stored_responses", 0),
+        ):
             if getattr(self, name) < least:
                 raise UsageError(f"{_flag(name)} is {getattr(self, name)}: give {least} or more")
         if self.port > 65535:

@@ -237,6 +237,6 @@ def _encoded(events: list[Json]) -> bytes:
     return "".join(lines).encode()
 
 
-def new_id(kind: str) -> str:
+def new_id(kind: str, separator: str = "-") -> str:
     """An id of a response, such as chatcmpl-..."""
-    return f"{kind}-{uuid.uuid4().hex}"
+    return f"{kind}{separator}{uuid.uuid4().hex}"

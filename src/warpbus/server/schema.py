@@ -45,7 +45,7 @@ _UNSUPPORTED = frozenset(
     )
 )
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.

@@ -132,7 +132,7 @@ class FakeService:
         self.running += 1
         how = "aborted"
         try:
-            for said, (text, finish) in enumerate(self._said(prompt, params)):
+            for said, (text, finish, stopped) in enumerate(self._said(prompt, params)):
                 if isinstance(self.pause, asyncio.Event):
                     if said:
                         await self.pause.wait()
@@ -150,7 +150,7 @@ class FakeService:
                     )
                 if finish:
                     how = "done"
-                yield TextPiece(text, tokens, logprobs, finish, 3)
+                yield TextPiece(text, tokens, logprobs, finish, 3, stop_string=stopped)
         finally:
             self.running -= 1
             self.ended[how] += 1
@@ -159,18 +159,18 @@ class FakeService:
         text = self.script
         if text is None:
             lines = self.tokenizer.decode(prompt).removesuffix("assistant: ").split("\n")
-            text = [line for line in lines if line][-1].removeprefix("user: ")
+            text = ([line for line in lines if line] or [""])[-1].removeprefix("user: ")
             text += "" if params.seed is None else f" {params.seed}"
-        for stop in params.stop:
-            text = text.split(stop)[0]
+        stopped = next((stop for stop in params.stop if stop in text), None)
+        text = text if stopped is None else text.split(stopped)[0]
         budget = params.max_tokens
         for char in re.findall("</?think>|(?s:.)", text):
             budget -= len(self.tokenizer.encode(char))
             if budget <= 0:
-                yield char, "length"
+                yield char, "length", None
                 return
-            yield char, None
-        yield "", "stop"
+            yield char, None, None
+        yield "", "stop", stopped
 
     async def stats(self):
         if not self.alive:

@@ -21,6 +21,7 @@ from warpbus.server.registry import Models
 
 SCHEMA = create_app(Models()).openapi()
 HELLO = [{"role": "user", "content": "ab"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 CHECKS = (content_type_conformance, response_schema_conformance, status_code_conformance)
 load_all_checks()
 
@@ -116,7 +117,7 @@ def test_answers_have_the_fields_that_are_declared_and_no_others(path, body, who
     body = {"model": "qwen3", **body}
     if "tools" in body:
         body["tools"] = [{"type": "function", "function": {"name": "weather"}}]
-        service.script = '<think>a</think>b<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+        service.script = f"<think>a</think>b{CALL}"
     with Running(models, ServerOptions()) as running, running.http() as http:
         check(whole, http.post(path, json=body).json())
         options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -125,6 +126,30 @@ def test_answers_have_the_fields_that_are_declared_and_no_others(path, body, who
         assert len(events) > 2
         for data in events:
             check(event, json.loads(data))
+
+
+@pytest.mark.parametrize("script", ["ab", f"<think>a</think>b{CALL}"])
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "weather"}]}, "AnthropicMessage"),
+        ("/v1/messages/count_tokens", {"messages": HELLO}, "CountedTokens"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "weather"}]}, "ResponseAnswer"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}, "ResponseAnswer"),
+    ],
+)
+def test_answers_of_the_other_apis_have_the_fields_that_are_declared(script, path, body, name):
+    models = Models()
+    service = FakeService(make_template=qwen_template)
+    service.script = script
+    models.add("qwen3", service)
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        response = http.post(path, json={"model": "qwen3", **body})
+        assert response.status_code == 200
+        check(name, response.json())
+        if name == "ResponseAnswer":
+            check(name, http.get(f"/v1/responses/{response.json()['id']}").json())
+            check("DeletedAnswer", http.delete(f"/v1/responses/{response.json()['id']}").json())
 
 
 @pytest.mark.parametrize(
@@ -139,6 +164,8 @@ def test_answers_have_the_fields_that_are_declared_and_no_others(path, body, who
         ("GET", "/is_sleeping", None, "SleepAnswer"),
         ("GET", "/nothing", None, "ErrorAnswer"),
         ("POST", "/tokenize", {}, "ErrorAnswer"),
+        ("POST", "/v1/messages", {}, "AnthropicErrorAnswer"),
+        ("GET", "/v1/responses/none", None, "ErrorAnswer"),
     ],
 )
 def test_other_answers_have_the_fields_that_are_declared(sleepless, method, path, body, name):

@@ -160,9 +160,21 @@ def test_methods_that_a_route_does_not_take(http):
     assert response.headers["allow"] == "POST"
 
 
-def test_embeddings_are_refused_in_so_many_words(http):
-    error = error_of(http.post("/v1/embeddings", json={"model": "parrot", "input": "a"}), 501)
-    assert "embeddings" in error["message"]
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/pooling", "embeddings"),
+        ("/v1/rerank", "reranking"),
+        ("/rerank", "reranking"),
+        ("/v1/score", "scoring"),
+        ("/classify", "classification"),
+    ],
+)
+def test_what_a_decoder_does_not_do_is_refused_in_so_many_words(http, path, what):
+    error = error_of(http.post(path, json={"model": "parrot", "input": "a"}), 501)
+    assert error["message"].endswith(f"not served for {what}")
+    assert error["code"] == f"{what}_not_supported"
 
 
 def test_a_long_body_is_refused_before_it_is_read(served):
