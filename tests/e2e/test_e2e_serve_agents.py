@@ -75,6 +75,30 @@ def test_the_context_limits_an_answer(claude, gpt):
         gpt.chat.completions.create(model="glm-poet", messages=asked, max_tokens=5000, extra_body=body)
 
 
+def test_the_tokens_of_a_prompt_are_scored(gpt):
+    def score(text):
+        fields = {"model": "glm-poet", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}
+        [choice] = gpt.completions.create(**fields).choices
+        assert choice.text == text
+        first, *found = choice.logprobs.token_logprobs
+        assert first is None
+        assert max(found) < 0
+        for logprob, likely in zip(found, choice.logprobs.top_logprobs[1:], strict=True):
+            assert logprob <= max(likely.values())
+        return sum(found)
+
+    poem = "床前明月光，疑是地上霜。"
+    assert score(poem) > score(poem[::-1]) + 5
+    # A second time the prefix cache has the prompt.
+    assert score(poem) == pytest.approx(score(poem), abs=1e-3)
+    whole = gpt.completions.create(
+        model="glm-poet", prompt=poem, max_tokens=3, temperature=0, extra_body={"prompt_logprobs": 2}
+    )
+    assert sum(
+        max(each.values(), key=lambda one: one["rank"])["rank"] > 0 for each in whole.choices[0].prompt_logprobs[1:]
+    )
+
+
 def test_the_example_keeps_its_conversation_on_the_server(server, capsys):
     path = Path(__file__).parents[2] / "examples" / "agent_responses.py"
     spec = importlib.util.spec_from_file_location("agent_responses", path)

@@ -32,12 +32,13 @@ from warpbus.engine.drafting import Drafting
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
 from warpbus.engine.kv_cache import KVCache, stored_dtype
 from warpbus.engine.logits import LogitsRow
+from warpbus.engine.logprobs import check_prompt_logprobs
 from warpbus.engine.mtp import check_mtp
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import Runner, SampledTokens
-from warpbus.engine.sampling_params import MOST_PROMPT_LOGPROBS, SamplingParams
+from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.sequence_state import RunnerState, SchedulerState
@@ -248,7 +249,7 @@ class Engine:
         """
         check_adapter(sequence.adapter, self._adapters)
         sequence.params.check_ids(self.model.config.vocab_size)
-        self._check_prompt_logprobs(sequence)
+        check_prompt_logprobs(sequence, bidirectional=self.model.config.prompt_end is not None)
         length = len(sequence.prompt) + sequence.limit
         if length > self.max_model_len:
             raise ContextLengthError(
@@ -490,21 +491,6 @@ class Engine:
                 "as chats and prompts of text do by themselves"
             )
         return prompt.index(end) + 1
-
-    def _check_prompt_logprobs(self, sequence: Sequence) -> None:
-        count = sequence.params.prompt_logprobs
-        if count is None:
-            return
-        if self.model.config.prompt_end is not None:
-            raise UsageError(
-                "prompt_logprobs: this model reads its prompt in both directions, so its tokens have no probabilities: "
-                "leave it out"
-            )
-        if len(sequence.prompt) * (count + 1) > MOST_PROMPT_LOGPROBS:
-            raise UsageError(
-                f"prompt_logprobs is {count} for {len(sequence.prompt):,} tokens: ask for at most "
-                f"{MOST_PROMPT_LOGPROBS:,} log probabilities of a prompt"
-            )
 
     def _require_offloadable(self) -> OffloadableModel:
         if self._instance.offloadable is None:

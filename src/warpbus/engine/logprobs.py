@@ -9,7 +9,9 @@ from torch import Tensor
 
 from warpbus.engine.logits import to_device
 from warpbus.engine.readback import Readback
+from warpbus.engine.sampling_params import MOST_PROMPT_LOGPROBS
 from warpbus.engine.sequence import Sequence, TokenLogprob
+from warpbus.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,24 @@ class PromptLogprobs:
         assert self.sequence.prompt_logprobs is not None
         for (at, logprob), rank in zip(found.items(), ranks.tolist(), strict=True):
             self.sequence.prompt_logprobs[self.start + at] = replace(logprob, rank=rank)
+
+
+def check_prompt_logprobs(sequence: Sequence, *, bidirectional: bool) -> None:
+    """Raises UsageError if a request asks for log probabilities of its prompt that there are not.
+
+    Args:
+        bidirectional: the model reads prompts in both directions.
+    """
+    count = sequence.params.prompt_logprobs
+    if count is None:
+        return
+    if bidirectional:
+        raise UsageError(
+            "prompt_logprobs: this model reads its prompt in both directions, so its tokens have no probabilities: "
+            "leave it out"
+        )
+    if len(sequence.prompt) * (count + 1) > MOST_PROMPT_LOGPROBS:
+        raise UsageError(
+            f"prompt_logprobs is {count} for {len(sequence.prompt):,} tokens: ask for at most "
+            f"{MOST_PROMPT_LOGPROBS:,} log probabilities of a prompt"
+        )

@@ -51,6 +51,14 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class RankedToken(BaseModel):
+    """The log probability of a token of a prompt, and its rank among all, from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CallAnswer(BaseModel):
     """The function of a call; `arguments` is the text of a JSON object."""
 
@@ -85,6 +93,7 @@ class ChatChoice(BaseModel):
     message: MessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None
 
 
 class ChunkChoice(BaseModel):
@@ -94,6 +103,7 @@ class ChunkChoice(BaseModel):
     delta: MessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -105,6 +115,8 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None
+    prompt_token_ids: list[int] | None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -116,6 +128,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: TokenUsage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextLogprobs(BaseModel):
@@ -134,6 +147,9 @@ class TextChoice(BaseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextCompletion(BaseModel):

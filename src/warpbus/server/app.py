@@ -15,8 +15,7 @@ import warpbus
 from warpbus.server import admin, failures, messages, openapi, responses_api
 from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
-from warpbus.server.chunks import UsageStyle
-from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
+from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
 from warpbus.server.conversations import named_model, prepare_chat
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
@@ -95,7 +94,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         return await responder.respond(
             request,
             chat.model,
-            ChatForm(chat, logprobs=bool(body.logprobs), style=UsageStyle.of(body.stream_options)),
+            ChatForm(chat, body),
             chat.requests,
             per_prompt=len(chat.requests),
             stream=bool(body.stream),
@@ -114,30 +113,25 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
-        echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
         requests = []
         for prompt in prompts:
             space = room(prompt, service.max_model_len)
             params = sampling_params(
                 body,
-                wanted=body.max_tokens or min(space, DEFAULT_TOKENS),
+                wanted=min(space, DEFAULT_TOKENS) if body.max_tokens is None else body.max_tokens or 1,
                 space=space,
                 logprobs=body.logprobs,
+                prompt_logprobs=scored_prompt(body),
                 options=options,
                 defaults=service.generation_defaults,
                 grammar=grammar,
             )
-            requests += [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)]
+            silent = body.max_tokens == 0
+            requests += [GenerationRequest(prompt, for_answer(params, index), salt, silent) for index in range(count)]
         return await responder.respond(
             request,
             model,
-            TextForm(
-                model,
-                tokenizer,
-                [echo for echo in echoes for _ in range(count)],
-                logprobs=body.logprobs is not None,
-                style=UsageStyle.of(body.stream_options),
-            ),
+            TextForm(model, tokenizer, body, [request.prompt for request in requests]),
             requests,
             per_prompt=count,
             stream=bool(body.stream),

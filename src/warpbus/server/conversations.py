@@ -155,6 +155,7 @@ async def prepare_chat(
         wanted=wanted,
         space=space,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         options=options,
         defaults=service.generation_defaults,
         grammar=grammar,

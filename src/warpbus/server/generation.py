@@ -10,7 +10,7 @@ import time
 from collections import abc
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -29,11 +29,16 @@ ENDING = "server_ends"
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one answer."""
+    """A request for one answer.
+
+    Attributes:
+        silent: the prompt is computed, and its log probabilities are told, but nothing is answered.
+    """
 
     prompt: list[int]
     params: SamplingParams
     cache_salt: bytes = b""
+    silent: bool = False
 
 
 @dataclass
@@ -156,6 +161,8 @@ class Generations:
         try:
             async with aclosing(self._model.generate(request.prompt, request.params, request.cache_salt)) as answer:
                 async for piece in answer:
+                    if request.silent:
+                        piece = replace(piece, text="", token_ids=(), logprobs=None, finish_reason="length")
                     timer.record_piece(piece)
                     if piece.finish_reason == "abort":
                         raise _aborted()

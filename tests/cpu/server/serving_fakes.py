@@ -150,10 +150,24 @@ class FakeService:
                     )
                 if finish:
                     how = "done"
-                yield TextPiece(text, tokens, logprobs, finish, 3, stop_string=stopped)
+                yield TextPiece(
+                    text,
+                    tokens,
+                    logprobs,
+                    finish,
+                    3,
+                    stop_string=stopped,
+                    prompt_logprobs=None if said else self._prompt_logprobs(prompt, params.prompt_logprobs),
+                )
         finally:
             self.running -= 1
             self.ended[how] += 1
+
+    def _prompt_logprobs(self, prompt, count):
+        if count is None:
+            return None
+        likely = ((65, -1.0), (66, -1.5))[:count]
+        return (None, *(TokenLogprob(token, -2.5, likely, rank=7) for token in prompt[1:]))
 
     def _said(self, prompt, params):
         text = self.script
