@@ -62,6 +62,7 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     max_n="maximum n of a request",
     max_body_bytes="maximum size of a request",
     max_connections="maximum number of open connections",
+    adapter_dir=FieldOption("directory from which requests may load LoRAs; repeatable", field="adapter_dirs"),
     max_stored_responses="maximum number of responses of /v1/responses kept in memory",
     request_timeout="maximum seconds per answer",
     shutdown_timeout="seconds for running requests to finish at shutdown",

@@ -33,10 +33,16 @@ class RequestTimes:
 
 
 class Inbox:
-    """Buffers the pieces of one answer between the service and one consumer in the same event loop."""
+    """Buffers the pieces of one answer between the service and one consumer in the same event loop.
 
-    def __init__(self, times: RequestTimes) -> None:
+    Attributes:
+        times: of the request.
+        adapter: that it names.
+    """
+
+    def __init__(self, times: RequestTimes, adapter: str | None = None) -> None:
         self.times = times
+        self.adapter = adapter
         self._pieces: list[TextPiece] = []
         self._error: WarpbusError | None = None
         self._ended = False

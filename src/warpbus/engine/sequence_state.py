@@ -2,11 +2,13 @@
 
 import secrets
 import time
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Literal
 
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import NgramIndex
+from warpbus.errors import UsageError
 
 SequenceStatus = Literal["new", "waiting", "running", "removed"]
 
@@ -93,6 +95,25 @@ class SchedulerState:
     def own_blocks(self) -> list[int]:
         """The blocks after those of the prefix."""
         return self.blocks[self.full_prefix_blocks :]
+
+
+def unsplit_tokens(prompt: abc.Sequence[int], end: int | None) -> int:
+    """How many tokens of a prompt one chunk must contain: see `SchedulerState.unsplit`.
+
+    Args:
+        end: the token behind which the model answers; None: all attention is causal.
+
+    Raises:
+        UsageError: the prompt lacks it.
+    """
+    if end is None:
+        return 0
+    if end not in prompt:
+        raise UsageError(
+            f"the prompt lacks the token {end} (<sop>), behind which the model answers: end it with [gMASK] <sop>, "
+            "as chats and prompts of text do by themselves"
+        )
+    return prompt.index(end) + 1
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import admin, failures, messages, openapi, responses_api
+from warpbus.server import adapter_routes, admin, failures, messages, openapi, responses_api
 from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
@@ -78,6 +78,7 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
     _add_generation(app, models, responder)
     messages.add_routes(app, models, responder)
     responses_api.add_routes(app, models, responder)
+    adapter_routes.add_routes(app, models, options)
     admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
     openapi.install(app, has_keys=bool(options.api_keys), is_open=_is_open)

@@ -34,6 +34,7 @@ class ServerOptions:
         heartbeat: after so many seconds without data a stream gets a comment line.
         shutdown_timeout: how many seconds running requests get at shutdown.
         max_stored_responses: how many responses of /v1/responses are kept, to be continued by their id; 0: none.
+        adapter_dirs: directories below which POST /v1/load_lora_adapter may load adapters; empty: nowhere.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -59,6 +60,7 @@ class ServerOptions:
     heartbeat: float = 15.0
     shutdown_timeout: float = 30.0
     max_stored_responses: int = 256
+    adapter_dirs: tuple[str, ...] = ()
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -86,6 +88,9 @@ class ServerOptions:
         for origin in self.allow_origins:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
                 raise UsageError(f"--allow-origin {origin}: give an origin such as https://example.com, or *")
+        for directory in self.adapter_dirs:
+            if not Path(directory).is_dir():
+                raise UsageError(f"--adapter-dir {directory}: there is no such directory; give one with adapters")
         if "*" in self.allow_origins and not self.api_keys:
             raise UsageError("--allow-origin * lets every web page use the server: give an --api-key with it")
         if not self.loopback and not self.insecure and not (self.api_keys and self.tls):

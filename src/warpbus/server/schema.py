@@ -357,6 +357,20 @@ class TokenizeRequest(NamesModel, Templated):
         return self
 
 
+class LoadAdapterRequest(NamesModel):
+    """POST /v1/load_lora_adapter. `model` is the one below the adapter; by default the first."""
+
+    lora_name: ModelName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: ModelName
+    lora_int_id: int | None = Field(None, description="not used")
+
+
 class DetokenizeRequest(NamesModel):
     """POST /detokenize."""
 

@@ -15,7 +15,7 @@ from reasoning_model import TEMPLATE
 from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
-from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
+from warpbus.errors import CheckpointError, ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import JinjaTemplate, RoleTokenTemplate
 from warpbus.server.app import create_app
 from warpbus.server.listening import make_server
@@ -84,6 +84,7 @@ class FakeService:
         asked: the prompts and parameters of all requests.
         adapters: that they named.
         cache_salts: that they had.
+        loaded: adapters loaded while it runs, and their directories.
         running: requests that have begun and not ended.
         ended: how they ended, counted: "done" or "aborted".
         fails: raised by `generate`; or after so many characters: (count, error).
@@ -109,6 +110,7 @@ class FakeService:
         self.state = "ready"
         self.reason = ""
         self.closed = False
+        self.loaded = {}
 
     @property
     def health(self):
@@ -216,6 +218,16 @@ class FakeService:
         if device != "cuda:1":
             raise UsageError(f"device is {device!r}: give auto, cpu, cuda or cuda:N")
         return Moved(weights=1000, ahead=200, paused=10, preparing=3.5, pause=0.02)
+
+    async def load_adapter(self, name, directory):
+        if "damaged" in directory:
+            raise CheckpointError(f"{directory}: adapter_config.json is damaged")
+        self.loaded[name] = directory
+
+    async def unload_adapter(self, name):
+        if self.running:
+            raise UsageError(f"requests use the adapter {name!r}: try again when they have ended")
+        del self.loaded[name]
 
     async def close(self, *, drain=0.0):
         self.closed = True
