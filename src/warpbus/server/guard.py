@@ -13,12 +13,14 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warpbus.server.failures import response_of
 from warpbus.server.generation import ENDING, RequestRecord, server_ends
+from warpbus.server.logs import FIELDS
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
 from warpbus.server.request_error import RequestError
@@ -71,26 +73,43 @@ class AccessLog:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
             # Monitoring requests every few seconds would hide the others.
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
-            _access.log(level, "%s", _line(scope, name, status, record))
+            fields = _fields(scope, name, status, record)
+            _access.log(level, "%s", _line(fields), extra={FIELDS: fields})
 
 
-def _line(scope: Scope, name: str, status: int, record: RequestRecord) -> str:
-    client = scope["client"][0] if scope.get("client") else "-"
-    path = scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20")
-    words = [client, scope["method"], path, str(status or 499), f"id={name}"]
+def _fields(scope: Scope, name: str, status: int, record: RequestRecord) -> dict[str, Any]:
+    """What is logged of a request; times in seconds."""
+    found: dict[str, Any] = {
+        "client": scope["client"][0] if scope.get("client") else "-",
+        "method": scope["method"],
+        "path": scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20"),
+        "status": status or 499,
+        "id": name,
+    }
     if record.model is not None:
-        words.append(f"model={record.model}")
+        found["model"] = record.model
     if record.prompt_tokens:
-        words.append(
-            f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.output_tokens} "
-            f"ttft={'-' if record.first_token is None else f'{record.first_token:.3f}s'}"
-        )
+        found |= {
+            "prompt": record.prompt_tokens,
+            "cached": record.cached_tokens,
+            "output": record.output_tokens,
+            "ttft": None if record.first_token is None else round(record.first_token, 3),
+        }
     if record.ignored:
-        words.append(f"ignored={_joined(record.ignored)}")
+        found["ignored"] = _joined(record.ignored)
     if record.error:
-        words.append(f"error={record.error}")
-    words.append(f"time={time.monotonic() - record.started:.3f}s")
-    return " ".join(words)
+        found["error"] = record.error
+    return {**found, "time_s": round(time.monotonic() - record.started, 3)}
+
+
+def _line(fields: dict[str, Any]) -> str:
+    """The same as text."""
+    shown = {**fields, "time": f"{fields['time_s']:.3f}s"}
+    if "ttft" in fields:
+        shown["ttft"] = "-" if fields["ttft"] is None else f"{fields['ttft']:.3f}s"
+    del shown["time_s"]
+    words = [str(shown.pop(name)) for name in ("client", "method", "path", "status")]
+    return " ".join([*words, *(f"{name}={value}" for name, value in shown.items())])
 
 
 def _joined(fields: list[str]) -> str:

@@ -6,6 +6,7 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from warpbus.errors import UsageError
 
@@ -35,6 +36,7 @@ class ServerOptions:
         shutdown_timeout: how many seconds running requests get at shutdown.
         max_stored_responses: how many responses of /v1/responses are kept, to be continued by their id; 0: none.
         adapter_dirs: directories below which POST /v1/load_lora_adapter may load adapters; empty: nowhere.
+        log_format: "text", or "json" for one JSON object per line.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -61,6 +63,7 @@ class ServerOptions:
     shutdown_timeout: float = 30.0
     max_stored_responses: int = 256
     adapter_dirs: tuple[str, ...] = ()
+    log_format: Literal["text", "json"] = "text"
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +91,8 @@ class ServerOptions:
         for origin in self.allow_origins:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
                 raise UsageError(f"--allow-origin {origin}: give an origin such as https://example.com, or *")
+        if self.log_format not in ("text", "json"):
+            raise UsageError(f"--log-format is {self.log_format!r}: give text or json")
         for directory in self.adapter_dirs:
             if not Path(directory).is_dir():
                 raise UsageError(f"--adapter-dir {directory}: there is no such directory; give one with adapters")

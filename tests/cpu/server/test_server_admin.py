@@ -1,5 +1,9 @@
 """The routes beside generation, and the schema of all."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_fakes import FakeService, Running, until
@@ -146,3 +150,19 @@ def test_metrics_count_and_time():
     assert found["warpbus:spec_decode_num_draft_tokens_total",] == 40
     assert found["warpbus:spec_decode_num_accepted_tokens_total",] == 30
     assert found["warpbus:spec_decode_draft_acceptance_rate",] == 0.75
+
+
+def test_the_dashboard_shows_metrics_that_there_are(served, http):
+    http.post("/v1/completions", json={"model": "parrot", "prompt": "ab"})
+    http.post("/v1/completions", json={"model": "parrot", "prompt": ""})
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    there = {(sample.name, label) for family in families for sample in family.samples for label in sample.labels}
+    board = json.loads((Path(__file__).parents[3] / "examples" / "grafana.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    used = {name for expression in expressions for name in re.findall(r"warpbus:\w+", expression)}
+    assert used == used & {name for name, _ in there}
+    assert all((name, "model_name") in there for name in used)
+    for expression in expressions:
+        for label in re.findall(r"by \((\w+)\)", expression):
+            assert any((name, label) in there for name in re.findall(r"warpbus:\w+", expression)), expression
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) > 10
