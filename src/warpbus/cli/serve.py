@@ -67,6 +67,9 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     max_n="maximum n of a request",
     max_body_bytes="maximum size of a request",
     max_connections="maximum number of open connections",
+    adapter_dir=FieldOption("directory from which requests may load LoRAs; repeatable", field="adapter_dirs"),
+    log_format="text, or json: one JSON object per line of the log",
+    max_stored_responses="maximum number of responses of /v1/responses kept in memory",
     request_timeout="maximum seconds per answer",
     shutdown_timeout="seconds for running requests to finish at shutdown",
     watchdog_timeout=FieldOption("seconds after which a stalled engine is restarted", least=SHORTEST_LIMIT),
@@ -97,6 +100,7 @@ def serve(
     with serve_extra("serving"):
         from warpbus.server.listening import ModelToServe
         from warpbus.server.listening import serve as run
+        from warpbus.server.logs import formatter
     from warpbus.engine.placement import devices_of
 
     names = served_model_name or [model_name(model) for model in models]
@@ -109,7 +113,9 @@ def serve(
     devices_of(engine)  # raises for missing GPUs, before anything is downloaded
     directories = [model_directory(name, processes=engine.tensor_parallel) for name in models]
     adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(options.log_format))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("warpbus").setLevel(logging.INFO)
     wanted = [ModelToServe(name, path, adapters[name]) for name, path in zip(names, directories, strict=True)]
     with ExitStack() as loading:

@@ -56,6 +56,35 @@ def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
     return selection
 
 
+def readapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
+    """Give a model the LoRAs among some adapters instead of those that it has.
+
+    Raises:
+        CheckpointError: as `adapt`; the model then has its former LoRAs.
+    """
+    former = _strip(model)
+    try:
+        return adapt(model, adapters)
+    except BaseException:
+        _strip(model)
+        for parent, name, adapted in former:
+            parent.add_module(name, adapted)
+        raise
+
+
+def _strip(model: Decoder) -> list[tuple[nn.Module, str, Adapted]]:
+    """Remove all LoRAs from a model; their parents, their names there, and themselves."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Adapted)
+    ]
+    for parent, name, adapted in found:
+        parent.add_module(name, adapted.part)
+    return found
+
+
 def cut(adapter: Adapter, part: Part) -> Adapter:
     """One process's shard of an adapter: the rows and columns of a and b that belong to its part of each linear."""
     if isinstance(adapter, Prefix):
@@ -80,6 +109,12 @@ def check_adapter(name: str | None, names: Collection[str]) -> None:
     if name is not None and name not in names:
         there = f"give one of {', '.join(names)}" if names else "the model was loaded without any"
         raise UsageError(f"there is no adapter {name[:200]!r}: {there}")
+
+
+def lora_numbers(adapters: abc.Sequence[Adapter]) -> dict[str | None, int]:
+    """The numbers of the LoRAs in `Selection.rows`, by name."""
+    loras = [adapter.name for adapter in adapters if isinstance(adapter, Lora)]
+    return {name: number for number, name in enumerate(loras, start=1)}
 
 
 def salt_of(name: str | None, cache_salt: bytes = b"") -> bytes:

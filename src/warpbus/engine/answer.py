@@ -33,10 +33,16 @@ class RequestTimes:
 
 
 class Inbox:
-    """Buffers the pieces of one answer between the service and one consumer in the same event loop."""
+    """Buffers the pieces of one answer between the service and one consumer in the same event loop.
 
-    def __init__(self, times: RequestTimes) -> None:
+    Attributes:
+        times: of the request.
+        adapter: that it names.
+    """
+
+    def __init__(self, times: RequestTimes, adapter: str | None = None) -> None:
         self.times = times
+        self.adapter = adapter
         self._pieces: list[TextPiece] = []
         self._error: WarpbusError | None = None
         self._ended = False
@@ -144,4 +150,6 @@ def merge(pieces: abc.Sequence[TextPiece]) -> TextPiece:
         finish_reason=last.finish_reason,
         cached_tokens=last.cached_tokens,
         queue_seconds=last.queue_seconds,
+        stop_string=last.stop_string,
+        prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
     )

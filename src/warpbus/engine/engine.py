@@ -28,12 +28,13 @@ from functools import partial
 import torch
 
 from warpbus.cuda.remote import is_gpu
-from warpbus.engine.adapters import adapt, check_adapter, salt_of
+from warpbus.engine.adapters import adapt, check_adapter, lora_numbers, readapt, salt_of
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.drafting import Drafting
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
 from warpbus.engine.kv_cache import KVCache, has_decode_kernels, stored_dtype
 from warpbus.engine.logits import LogitsRow
+from warpbus.engine.logprobs import check_prompt_logprobs
 from warpbus.engine.mtp import check_mtp
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
@@ -42,7 +43,7 @@ from warpbus.engine.runner import LaunchedStep, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler
 from warpbus.engine.sequence import Sequence, TextPiece
-from warpbus.engine.sequence_state import RunnerState, SchedulerState
+from warpbus.engine.sequence_state import RunnerState, SchedulerState, unsplit_tokens
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
@@ -181,9 +182,8 @@ class Engine:
         self._steps = 0
         self._planning = self._read_time = 0.0
         self._launching = 0.0
-        self._adapters = {adapter.name: adapter for adapter in adapters}
-        loras = [adapter.name for adapter in adapters if isinstance(adapter, Lora)]
-        self._loras: dict[str | None, int] = {name: number for number, name in enumerate(loras, start=1)}
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+        self._loras = lora_numbers(adapters)
         self._make_replica = partial(
             type(self),
             max_model_len=self.max_model_len,
@@ -253,11 +253,12 @@ class Engine:
 
         Raises:
             ContextLengthError: the prompt with its answer is longer than `max_model_len`.
-            UsageError: its parameters name a token outside the vocabulary, there is no such adapter, or the prompt
-                lacks the token that must end prompts of this model.
+            UsageError: its parameters name a token outside the vocabulary, or ask for logprobs of a prompt that has
+                none; there is no such adapter; or the prompt lacks the token that must end prompts of this model.
         """
-        check_adapter(sequence.adapter, self._adapters)
+        check_adapter(sequence.adapter, self.adapters)
         sequence.params.check_ids(self.model.config.vocab_size)
+        check_prompt_logprobs(sequence, bidirectional=self.model.config.prompt_end is not None)
         length = len(sequence.prompt) + sequence.limit
         if length > self.max_model_len:
             raise ContextLengthError(
@@ -269,7 +270,8 @@ class Engine:
             list(sequence.prompt),
             length,
             salt_of(sequence.adapter, sequence.cache_salt),
-            self._unsplit_tokens(sequence.prompt),
+            unsplit_tokens(sequence.prompt, self.model.config.prompt_end),
+            uncached=sequence.params.prompt_logprobs is not None,
             prefix=prefix,
             prefix_length=prefix_length,
         )
@@ -395,6 +397,26 @@ class Engine:
         """
         return self._make_replica(model, offloadable=offloadable)
 
+    def use_adapters(self, adapters: abc.Sequence[Lora | Prefix]) -> list[tuple[Sequence, TextPiece]]:
+        """Exchange the LoRAs; the results of the launched steps. No request may use one that is left out.
+
+        Raises:
+            UsageError: the prefixes differ, whose blocks are reserved at the start.
+            CheckpointError: a LoRA does not fit the model; nothing has changed.
+        """
+        if [each for each in adapters if isinstance(each, Prefix)] != self._prefixes.all:
+            raise UsageError("a P-Tuning prefix can be loaded, or left out, at the start of the engine only")
+        pieces = self.drain()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a graph may still run whose LoRAs are dropped
+        self._instance.step.use_selection(readapt(self.model, adapters))
+        self._blocks.forget()  # an adapter may have got the name of another
+        self.adapters, self._loras = {adapter.name: adapter for adapter in adapters}, lora_numbers(adapters)
+        self._make_replica.keywords["adapters"] = adapters
+        for sequence in self._scheduler:
+            sequence.runner_state.adapter = self._loras.get(sequence.adapter, 0)
+        return pieces
+
     @property
     def can_sleep(self) -> bool:
         """The weights can be offloaded."""
@@ -488,18 +510,6 @@ class Engine:
             raise DeviceError(f"{self.device}: out of memory for a cache: {advice}")
         self._blocks.committed = self._instance.cache.committed
         self._prefixes.write(self._instance.cache, self.dtype)
-
-    def _unsplit_tokens(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt one chunk must contain: see `SchedulerState.unsplit`."""
-        end = self.model.config.prompt_end
-        if end is None:
-            return 0
-        if end not in prompt:
-            raise UsageError(
-                f"the prompt lacks the token {end} (<sop>), behind which the model answers: end it with [gMASK] <sop>, "
-                "as chats and prompts of text do by themselves"
-            )
-        return prompt.index(end) + 1
 
     def _require_offloadable(self) -> OffloadableModel:
         if self._instance.offloadable is None:

@@ -135,9 +135,17 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]
-            raise UsageError(f"{grammar.kind} cannot be used: {reason or 'it allows no answer'}")
+            raise UsageError(f"{grammar.kind} cannot be used: {_reason(matcher.get_error())}")
         return matcher
+
+
+def _reason(error: str) -> str:
+    """An error of the library in one line, without its internals."""
+    reason = " ".join(error.split("<backtrace>")[0].replace("<non-verbose/>", "").split())[:300]
+    # The library's name of the state in which no byte continues the grammar.
+    if not reason or "NoExtensionBias" in reason:
+        return "no text matches it: a rule or a $ref leads back to itself, or a class has no character"
+    return reason
 
 
 class _Vocabulary:

@@ -47,6 +47,7 @@ class Completion:
         prefill_seconds: time to the first token; of the whole batch, if prompts were answered together.
         decode_seconds: time from the first token to the last.
         logprobs: of `token_ids`, where they were asked for.
+        prompt_logprobs: of the prompt's tokens, None for the first, where they were asked for.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Completion:
     prefill_seconds: float
     decode_seconds: float
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def seconds(self) -> float:
@@ -422,6 +424,7 @@ def _completion(sequence: Sequence) -> Completion:
         prefill_seconds=sequence.prefill_seconds,
         decode_seconds=sequence.decode_seconds,
         logprobs=sequence.logprobs,
+        prompt_logprobs=sequence.prompt_logprobs,
     )
 
 

@@ -1,11 +1,17 @@
-"""The log probabilities of sampled tokens and of the most likely ones."""
+"""The log probabilities of sampled tokens, of the tokens of prompts, and of the most likely ones."""
 
 from collections import abc
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from warpbus.engine.sequence import TokenLogprob
+from warpbus.engine.logits import to_device
+from warpbus.engine.readback import Readback
+from warpbus.engine.sampling_params import MOST_PROMPT_LOGPROBS
+from warpbus.engine.sequence import Sequence, TokenLogprob
+from warpbus.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,77 @@ class Logprobs:
             row: TokenLogprob(token, chosen, tuple(zip(top_tokens[:count], top[:count], strict=True)))
             for row, count, token, chosen, top_tokens, top in values
         }
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """The log probabilities of some tokens of a prompt, on their way to the host.
+
+    Attributes:
+        sequence: whose prompt it is.
+        start: the position of the first of the tokens.
+    """
+
+    sequence: Sequence
+    start: int
+    _logprobs: Logprobs
+    _readback: Readback
+
+    @classmethod
+    def of(
+        cls, scores: Callable[[Tensor], Tensor], hidden: Tensor, sequence: Sequence, start: int, rows: int
+    ) -> "PromptLogprobs | None":
+        """Those of the tokens that follow a chunk's own; None if no token of the prompt does.
+
+        Args:
+            scores: maps hidden states to logits `[rows, vocabulary]`.
+            hidden: `[tokens, hidden]`, of the chunk.
+            start: the position of the chunk's first token.
+            rows: the most rows of logits at once.
+        """
+        followers = sequence.prompt[start + 1 : start + 1 + len(hidden)]
+        if not followers:
+            return None
+        tokens = to_device(followers, torch.int64, hidden.device)
+        count = sequence.params.prompt_logprobs or 0
+        parts, ranks = [], []
+        for begin in range(0, len(followers), rows):
+            own = tokens[begin : begin + rows]
+            logits = scores(hidden[begin : begin + len(own)])
+            parts.append(Logprobs.of(logits, own, range(len(own)), [count] * len(own)))
+            ranks.append((logits > logits.gather(1, own[:, None])).sum(-1) + 1)
+        whole = Logprobs(
+            tuple(range(len(followers))),
+            (count,) * len(followers),
+            *(torch.cat(each) for each in zip(*(part.tensors for part in parts), strict=True)),
+        )
+        return cls(sequence, start + 1, whole, Readback([*whole.tensors, torch.cat(ranks)]))
+
+    def read(self) -> None:
+        """Give the sequence the log probabilities. Raises: as `Readback.read`."""
+        *tensors, ranks = self._readback.read()
+        found = self._logprobs.with_tensors(tensors).read()
+        assert self.sequence.prompt_logprobs is not None
+        for (at, logprob), rank in zip(found.items(), ranks.tolist(), strict=True):
+            self.sequence.prompt_logprobs[self.start + at] = replace(logprob, rank=rank)
+
+
+def check_prompt_logprobs(sequence: Sequence, *, bidirectional: bool) -> None:
+    """Raises UsageError if a request asks for log probabilities of its prompt that there are not.
+
+    Args:
+        bidirectional: the model reads prompts in both directions.
+    """
+    count = sequence.params.prompt_logprobs
+    if count is None:
+        return
+    if bidirectional:
+        raise UsageError(
+            "prompt_logprobs: this model reads its prompt in both directions, so its tokens have no probabilities: "
+            "leave it out"
+        )
+    if len(sequence.prompt) * (count + 1) > MOST_PROMPT_LOGPROBS:
+        raise UsageError(
+            f"prompt_logprobs is {count} for {len(sequence.prompt):,} tokens: ask for at most "
+            f"{MOST_PROMPT_LOGPROBS:,} log probabilities of a prompt"
+        )

@@ -56,6 +56,14 @@ class MoveTo:
 
 
 @dataclass(frozen=True)
+class UseAdapters:
+    """To the engine: have these adapters, (name, directory) of each; `Reply` has the same number."""
+
+    number: int
+    adapters: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class Stop:
     """To the engine: end the process."""
 
@@ -65,7 +73,7 @@ class Shrink:
     """To the engine, which has had no work for a while: return the memory of the prefix cache."""
 
 
-Command = Add | Abort | Ask | MoveTo | Stop | Shrink
+Command = Add | Abort | Ask | MoveTo | UseAdapters | Stop | Shrink
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class RequestFailed:
 
 @dataclass(frozen=True)
 class Reply:
-    """From the engine: the answer to `Ask` or `MoveTo`."""
+    """From the engine: the answer to `Ask`, `MoveTo` or `UseAdapters`."""
 
     number: int
     answer: Stats | Moved | JobFailure | None

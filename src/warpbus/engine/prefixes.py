@@ -26,6 +26,7 @@ class Prefixes:
         config: of the model, or of one process's part of it.
 
     Attributes:
+        all: the prefixes.
         blocks: of all prefixes together, the first ones after `NULL_BLOCK`.
         longest: cache positions of the longest prefix.
         extra_blocks: 1 if requests may need one block more than their tokens fill, since a prefix ends within a block;
@@ -37,14 +38,14 @@ class Prefixes:
 
     def __init__(self, adapters: abc.Sequence[Lora | Prefix], config: ModelConfig) -> None:
         self._config = config
-        self._prefixes = [adapter for adapter in adapters if isinstance(adapter, Prefix)]
+        self.all = [adapter for adapter in adapters if isinstance(adapter, Prefix)]
         self._blocks: dict[str | None, range] = {}
         first = NULL_BLOCK + 1
-        for prefix in self._prefixes:
+        for prefix in self.all:
             _check(prefix, config)
             self._blocks[prefix.name] = range(first, first + prefix_blocks(prefix.tokens))
             first = self._blocks[prefix.name].stop
-        self._tokens: dict[str | None, int] = {prefix.name: prefix.tokens for prefix in self._prefixes}
+        self._tokens: dict[str | None, int] = {prefix.name: prefix.tokens for prefix in self.all}
         self.blocks = first - NULL_BLOCK - 1
         self.longest = max(self._tokens.values(), default=0)
         self.extra_blocks = int(any(tokens % BLOCK for tokens in self._tokens.values()))
@@ -62,7 +63,7 @@ class Prefixes:
         """
         device = cache.layers[0][0].device
         order = rotary_order(self._config).to(device)
-        for prefix in self._prefixes:
+        for prefix in self.all:
             first = self._blocks[prefix.name].start * BLOCK
             slots = torch.arange(first, first + prefix.tokens, device=device)
             # Layer by layer: a memory plan leaves little for activations.

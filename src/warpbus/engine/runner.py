@@ -20,7 +20,7 @@ from warpbus.engine.expert_placement import ExpertPlacement
 from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
-from warpbus.engine.logprobs import Logprobs
+from warpbus.engine.logprobs import Logprobs, PromptLogprobs
 from warpbus.engine.mtp import ComputedRows, draft, predict
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
@@ -30,6 +30,9 @@ from warpbus.engine.sequence import Sequence, TokenLogprob
 from warpbus.engine.step import FROM_DEVICE, StepExecutor, StepRows
 from warpbus.errors import DeviceError
 from warpbus.models import Decoder
+
+# Rows of logits that are computed at once for the log probabilities of prompts.
+_MOST_SCORE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,20 @@ class SampledTokens:
     tokens: Tensor
     _readback: Readback
     _logprobs: Logprobs | None
+    _prompts: tuple[PromptLogprobs, ...] = ()
     _drafts: bool = False  # the last tensor of the readback has the draft tokens of each sequence
 
     def read(self) -> list[tuple[Sequence, int | None, TokenLogprob | None]]:
         """The tokens; None where the logits hold NaN or infinity. Waits for the step.
 
-        The sequences get the draft tokens of multi-token prediction, `RunnerState.drafts`.
+        The sequences get the log probabilities of their prompts, and the draft tokens of multi-token prediction,
+        `RunnerState.drafts`.
 
         Raises:
             DeviceError: a remote device had no memory for the step.
         """
+        for prompt in self._prompts:
+            prompt.read()
         chosen, best, *rest = self._readback.read()
         if self._drafts:
             for sequence, drafts in zip(dict.fromkeys(self.sequences), rest.pop().tolist(), strict=True):
@@ -112,6 +119,8 @@ class Runner:
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Sequence] | None = []
         self._computed: list[ComputedRows] = []  # by the step that is launched
+        self._prompts: list[PromptLogprobs] = []  # of the step that is launched
+        self._score_rows = min(rows, _MOST_SCORE_ROWS)
         self._outdated = False  # the last tokens on the device are those of a step before the last one
         self._group = None if model.group is None or model.group.world == 1 else model.group
         self._same_devices = self._group is None or self._group.alike()
@@ -162,6 +171,7 @@ class Runner:
         """Forget launched steps, whose results are unknown after an error."""
         self._arranged = None
         self._computed.clear()
+        self._prompts.clear()
 
     def _update_tables(self, sequences: abc.Sequence[Sequence]) -> None:
         """Append new blocks to the block tables on the device, and set adapters and prefix lengths of new sequences."""
@@ -213,7 +223,7 @@ class Runner:
         longest = max(
             sequence.scheduler_state.cache_length for sequence in (*decoding, *(chunk.sequence for chunk in chunks))
         )
-        if chunks and step.fits_graph(count, longest):
+        if chunks and step.fits_graph(count, longest) and not any(map(_wants_logprobs, chunks)):
             return self._scores_of(_step_rows(decoding, guesses, chunks, known), prompts=True)
         parts: list[Tensor] = []
         if decoding and known:
@@ -252,6 +262,11 @@ class Runner:
         with self._step.with_adapters(rows.slots):
             hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
         self._keep(rows.sampled, rows.following, partial(self._predict_prompts, hidden, context))
+        for chunk, span in zip(chunks, spans, strict=True):
+            if _wants_logprobs(chunk):
+                own = hidden[span.begin : span.end]
+                found = PromptLogprobs.of(self._model.scores, own, chunk.sequence, chunk.start, self._score_rows)
+                self._prompts += [] if found is None else [found]
         if not rows.sampled:
             return []
         return [self._model.scores(hidden.index_select(0, to_device(rows.sampled, torch.int64, self._device)))]
@@ -299,7 +314,9 @@ class Runner:
         if not propose:  # nothing waits for it
             predict(self._computed, tokens)
         self._computed.clear()
-        return SampledTokens(rows, tokens, readback, logprobs, hidden is not None)
+        prompts = tuple(self._prompts)
+        self._prompts.clear()
+        return SampledTokens(rows, tokens, readback, logprobs, prompts, hidden is not None)
 
     def _deterministic(self, params: SamplingParams) -> bool:
         """All processes that share the model sample the same token: they have gathered the same logits, bit by bit."""
@@ -341,6 +358,11 @@ def _step_rows(
         if chunk.is_last:
             rows.sampled.append(len(rows.tokens) - 1)
     return rows
+
+
+def _wants_logprobs(chunk: PromptChunk) -> bool:
+    """The log probabilities of the prompt are asked for, and not known already."""
+    return chunk.sequence.prompt_logprobs is not None and not chunk.sequence.token_ids
 
 
 def _append_positions(rows: StepRows, sequence: Sequence, start: int, end: int) -> None:

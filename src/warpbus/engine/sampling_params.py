@@ -15,6 +15,9 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MOST_LOGPROBS = 20
 """The most alternatives per sampled token, as in OpenAI's API."""
 
+MOST_PROMPT_LOGPROBS = 1 << 20
+"""The most log probabilities of one prompt: its tokens times one more than `prompt_logprobs`."""
+
 _LEAST_TEMPERATURE = 1e-6  # below it, logits divided by the temperature may overflow float32
 MOST_BIASES = 1024
 MOST_STOPS = 64
@@ -105,6 +108,7 @@ class SamplingParams:
         priority: requests with lower values leave the queue first; equal ones, first come, first served.
         logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
             20). None: no logprobs.
+        prompt_logprobs: the same for the tokens of the prompt, which is then computed without the prefix cache.
 
     Raises:
         UsageError: a value is out of range.
@@ -124,6 +128,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)
     grammar: Grammar | None = None
     thinking: Thinking | None = None
@@ -151,6 +156,9 @@ class SamplingParams:
             _check("seed", self.seed, "a whole number, 0 or more", low=0, whole=True)
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, f"a whole number from 0 to {MOST_LOGPROBS}", 0, MOST_LOGPROBS, whole=True)
+        if self.prompt_logprobs is not None:
+            wanted = f"a whole number from 0 to {MOST_LOGPROBS}"
+            _check("prompt_logprobs", self.prompt_logprobs, wanted, 0, MOST_LOGPROBS, whole=True)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}: give True or False")

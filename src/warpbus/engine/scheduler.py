@@ -236,7 +236,7 @@ class Scheduler:
 
     def _cached_blocks(self, state: SchedulerState) -> list[int]:
         """The blocks of the longest cached prefix of a sequence, which uses them from now on."""
-        if state.unsplit:
+        if state.unsplit or state.uncached:
             return []
         state.keys = block_keys(state.ids, state.keys, salt=state.salt, offset=state.prefix_tail)
         # The last token is always computed, because its logits are needed.

@@ -27,12 +27,15 @@ _log = logging.getLogger("warpbus.engine")
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log probability (natural logarithm) of a sampled token, and the most likely tokens with theirs, best
-    first."""
+    """The log probability (natural logarithm) of a token, and the most likely tokens with theirs, best first.
+
+    `rank` is the place of a prompt's token among all by probability, from 1; 0 for a sampled token.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class TextPiece:
             the request runs.
         cached_tokens: tokens of the prompt found in the prefix cache.
         queue_seconds: how long the request waited before its first step.
+        stop_string: the stop string that ended the answer; None if none did.
+        prompt_logprobs: of the prompt's tokens, the first of which has none, if the request asked for them; in the
+            first piece that has tokens only.
     """
 
     text: str
@@ -55,6 +61,8 @@ class TextPiece:
     finish_reason: FinishReason | None
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    stop_string: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class TextStream(Protocol):
@@ -75,21 +83,25 @@ class StopStrings:
     Args:
         stops: the stop strings.
         include: the text ends with the stop string; otherwise before it.
+
+    Attributes:
+        found: the first stop string in the text; None before it.
     """
 
     def __init__(self, stops: abc.Sequence[str], *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that can be shown now, and whether a stop string was found; the text then ends there."""
         if not self._stops:
             return text, False
         self._held += text
-        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, size = min(found)
+            at, size, self.found = min(found)
             shown, self._held = self._held[: at + size if self._include else at], ""
             return shown, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
@@ -160,6 +172,8 @@ class Sequence:
         token_ids: token ids generated, the stop token included.
         text: their text up to the stop token or stop string, without text that could still become a stop string.
         logprobs: of the generated tokens, if the request asked for them; else None.
+        prompt_logprobs: of the prompt's tokens, None for the first and for those not computed yet, if the request asked
+            for them; else None.
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
         error: why it ended without a finish reason: an error of this request alone; else None.
         stop_ids: the tokens that end it.
@@ -194,6 +208,8 @@ class Sequence:
         self.token_ids: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        wanted = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * len(prompt) if wanted else None
         self.finish_reason: FinishReason | None = None
         self.error: WarpbusError | None = None
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
@@ -336,6 +352,7 @@ class Sequence:
         """The piece since the last call."""
         tokens, text = self._taken_tokens, self._taken_text
         self._taken_tokens, self._taken_text = len(self.token_ids), len(self.text)
+        first = tokens == 0 and self._taken_tokens > 0 and self.prompt_logprobs is not None
         return TextPiece(
             text=self.text[text:],
             token_ids=tuple(self.token_ids[tokens:]),
@@ -343,4 +360,6 @@ class Sequence:
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens,
             queue_seconds=self.queue_seconds,
+            stop_string=self._stops.found,
+            prompt_logprobs=tuple(self.prompt_logprobs or ()) if first else None,
         )

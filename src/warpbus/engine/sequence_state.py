@@ -2,11 +2,13 @@
 
 import secrets
 import time
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Literal
 
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import NgramIndex
+from warpbus.errors import UsageError
 
 SequenceStatus = Literal["new", "waiting", "running", "removed"]
 
@@ -25,6 +27,7 @@ class SchedulerState:
         unsplit: the number of leading tokens that one prefill chunk must contain, because they attend to each other in
             both directions (the prompt up to the token that ends it). The blocks of such a sequence are never shared:
             their content depends on later tokens. 0: all attention is causal.
+        uncached: compute all tokens, also those that the prefix cache has.
         prefix: the blocks of the prefix, which are read-only. Sequences with the same prefix have a salt of their own.
         prefix_length: cache positions of the prefix. If it does not fill its last block, that block is copied to the
             first block that the sequence owns.
@@ -44,6 +47,7 @@ class SchedulerState:
     limit: int
     salt: bytes = b""
     unsplit: int = 0
+    uncached: bool = False
     prefix: tuple[int, ...] = ()
     prefix_length: int = 0
     length: int = 0
@@ -91,6 +95,25 @@ class SchedulerState:
     def own_blocks(self) -> list[int]:
         """The blocks after those of the prefix."""
         return self.blocks[self.full_prefix_blocks :]
+
+
+def unsplit_tokens(prompt: abc.Sequence[int], end: int | None) -> int:
+    """How many tokens of a prompt one chunk must contain: see `SchedulerState.unsplit`.
+
+    Args:
+        end: the token behind which the model answers; None: all attention is causal.
+
+    Raises:
+        UsageError: the prompt lacks it.
+    """
+    if end is None:
+        return 0
+    if end not in prompt:
+        raise UsageError(
+            f"the prompt lacks the token {end} (<sop>), behind which the model answers: end it with [gMASK] <sop>, "
+            "as chats and prompts of text do by themselves"
+        )
+    return prompt.index(end) + 1
 
 
 @dataclass(eq=False)

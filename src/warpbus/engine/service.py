@@ -33,6 +33,7 @@ from warpbus.engine.messages import (
     Reply,
     RequestFailed,
     StepResults,
+    UseAdapters,
 )
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
@@ -135,6 +136,7 @@ class Service:
             {} if options.generation_config == "none" else read_generation_defaults(checkpoint.directory)
         )
         self._progress = progress
+        self._load: LoadEngine = load_engine
         self._state: State = "restarting"
         self._reason = "the engine is being started"
         self._stall = ""
@@ -181,8 +183,9 @@ class Service:
         check = partial(check_loadable, processes=options.tensor_parallel)
         checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
         service = cls(checkpoint.directory, options, checkpoint, progress)
+        service._load = load
         service._supervisor = EngineSupervisor(
-            (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),
+            service._arguments(),
             devices=devices,
             cluster=options.cluster,
             max_restarts=options.max_restarts,
@@ -235,7 +238,7 @@ class Service:
             # The processes draw the same random numbers only from the same seed.
             params = replace(params, seed=secrets.randbits(63))
         number = next(self._numbers)
-        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)))
+        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)), adapter)
         self._inboxes[number] = inbox
         self._nothing_pending.clear()
         outbox.put(Add(number, prompt, params, adapter, cache_salt))
@@ -306,6 +309,31 @@ class Service:
         # A cancelled caller must not interrupt it halfway.
         return await asyncio.shield(asyncio.ensure_future(self._move(device)))
 
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA; requests can name it afterwards. Requests that run pause while its files are read.
+
+        Raises:
+            UsageError: the name is in use, the memory is planned, the model sleeps, or it is a P-Tuning prefix.
+            CheckpointError, TensorError: the directory holds no LoRA of this model.
+            EngineDiedError, UnavailableError: as `stats`.
+        """
+        names = [each for each, _ in self.options.adapters]
+        if name in names:
+            raise UsageError(f"there is an adapter {name!r} already: unload it first")
+        if self.options.memory is not None:
+            raise UsageError("the engine's memory is planned: load its adapters at the start")
+        await asyncio.shield(asyncio.ensure_future(self._use_adapters(add=(name, directory))))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop a LoRA.
+
+        Raises:
+            UsageError: there is no such adapter, or requests use it; the model sleeps, or it is a P-Tuning prefix.
+            EngineDiedError, UnavailableError: as `stats`.
+        """
+        check_adapter(name, [each for each, _ in self.options.adapters])
+        await asyncio.shield(asyncio.ensure_future(self._use_adapters(drop=name)))
+
     async def close(self, *, drain: float = 0.0) -> None:
         """Refuse new requests, wait up to `drain` seconds for those that run, and end the others and the processes.
 
@@ -317,9 +345,8 @@ class Service:
         self._state, self._reason = "closing", "the service is being closed"
         with suppress(TimeoutError):
             await asyncio.wait_for(self._nothing_pending.wait(), drain)
-        self._fail_all(
-            UnavailableError, f"the service was closed, and this request not done within {drain:g} s: send it again"
-        )
+        message = f"the service was closed, and this request not done within {drain:g} s: send it again"
+        self._fail_all(partial(UnavailableError, message))
         assert self._supervisor is not None
         self._supervisor.stop()
         try:
@@ -441,6 +468,31 @@ class Service:
             self._supervisor.moved(target)
             return moved
 
+    def _arguments(self) -> tuple[object, ...]:
+        """The arguments of the engine's process."""
+        return self._load, self.model, self.options, self.config.vocab_size, self.stop_ids
+
+    async def _use_adapters(self, *, add: tuple[str, str] | None = None, drop: str | None = None) -> None:
+        async with self._one_at_a_time:
+            if self._state == "asleep":
+                raise UsageError("the model sleeps: wake it first")
+            self._reachable()
+            if drop is not None and any(inbox.adapter == drop for inbox in self._inboxes.values()):
+                raise UsageError(f"requests use the adapter {drop!r}: try again when they have ended")
+            before = self.options
+            kept = tuple(each for each in before.adapters if each[0] != drop)
+            wanted = replace(before, adapters=kept if add is None else (*kept, add))
+            if drop is not None:
+                self.options = wanted  # no request may name it from now on
+            try:
+                await self._answer_to(partial(UseAdapters, adapters=wanted.adapters))
+            except BaseException:
+                self.options = before
+                raise
+            self.options = wanted
+            assert self._supervisor is not None
+            self._supervisor.use_arguments(self._arguments())
+
     def _on_answer_closed(self, number: int) -> None:
         """Abort a request whose `Answer` was closed or dropped; called from any thread, the garbage collector's too."""
         if number in self._inboxes and not self._loop.is_closed():
@@ -526,17 +578,18 @@ class Service:
             then = f"it is given up after {self.options.max_restarts} restarts in a row: restart the server"
         message = f"the engine died: {death.what}; {then}"
         _log.warning("%s", message)
+        retry_after = _RETRY_AFTER if death.again else None
         if self._state not in ("closing", "closed"):
             after: State = "asleep" if self._state == "asleep" else "restarting"
             self._state, self._reason = after if death.again else "failed", message
-        self._fail_all(EngineDiedError, message)
+        self._fail_all(partial(EngineDiedError, message, retry_after=retry_after))
 
-    def _fail_all(self, kind: type[UnavailableError], message: str) -> None:
+    def _fail_all(self, error: Callable[[], UnavailableError]) -> None:
         """Fail all pending requests and queries, each with an exception of its own."""
         for number in list(self._inboxes):
             inbox = self._drop(number)
             if inbox is not None:
-                inbox.fail(kind(message))
+                inbox.fail(error())
         for future in self._queries.values():
             if not future.done():
-                future.set_exception(kind(message))
+                future.set_exception(error())

@@ -29,14 +29,16 @@ from warpbus.engine.messages import (
     Shrink,
     StepResults,
     Stop,
+    UseAdapters,
 )
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
 from warpbus.engine.sequence import Sequence, TextPiece, request_fault
+from warpbus.engine.serving_adapters import use_adapters
 from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.engine.stats import Stats
 from warpbus.engine.thinking import matcher_of
-from warpbus.errors import UsageError, WarpbusError
+from warpbus.errors import DeviceError, UsageError, WarpbusError
 from warpbus.models import Progress
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
@@ -77,7 +79,7 @@ def serve(
     lockstep.wait_for_all()
     if group.is_first:
         pipe([Ready(engine.max_model_len, engine.plan)])
-    loop = _ServingLoop(engine, group, pipe, requests)
+    loop = _ServingLoop(model, engine, group, pipe, requests)
     running = True
     while running:
         commands = lockstep.next_commands(pipe, loop.patience)
@@ -177,7 +179,10 @@ class _SequenceFactory:
 class _ServingLoop:
     """The serving loop: executes commands, runs a step, and sends the results of both."""
 
-    def __init__(self, engine: ServedEngine, group: Group, pipe: JobPipe, requests: _SequenceFactory) -> None:
+    def __init__(
+        self, model: Path, engine: ServedEngine, group: Group, pipe: JobPipe, requests: _SequenceFactory
+    ) -> None:
+        self._model = model
         self._engine = engine
         self._group = group
         self._pipe = pipe
@@ -207,6 +212,8 @@ class _ServingLoop:
                     self._queries.append(command)
                 case MoveTo():
                     self._begin_move(command)
+                case UseAdapters():
+                    self._use_adapters(command)
                 case Shrink():
                     if not self._asleep:
                         self._engine.shrink()
@@ -241,6 +248,20 @@ class _ServingLoop:
         sequence = self._sequences.pop(number, None)
         if sequence is not None:  # else it has already ended
             self._engine.abort(sequence)
+
+    def _use_adapters(self, command: UseAdapters) -> None:
+        answer: JobFailure | None = None
+        try:
+            if self._move is not None:
+                raise UsageError("the engine is on its way to another GPU: try again when it is there")
+            self._add_results(use_adapters(self._engine, self._model, command.adapters, self._group))
+        except DeviceError as error:
+            if self._group.world > 1:  # the other processes may have succeeded
+                raise
+            answer = JobFailure.of(error)
+        except WarpbusError as error:
+            answer = JobFailure.of(error)
+        self._events.append(Reply(command.number, answer))
 
     def _begin_move(self, command: MoveTo) -> None:
         try:

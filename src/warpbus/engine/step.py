@@ -302,6 +302,12 @@ class StepExecutor:
         slots, tokens, positions = ([state[at] for state in states] for at in range(3))
         self.advance(slots, to_device(tokens, torch.int64, self.last.device), positions)
 
+    def use_selection(self, selection: Selection) -> None:
+        """Use other adapters from now on. Graphs of steps with adapters read the former ones, and are dropped."""
+        self._selection = selection
+        if self._graphs is not None:
+            self._graphs.drop_adapted()
+
     def assign(self, slot: int, adapter: int) -> None:
         """Set the LoRA of a slot's sequence: its number, or 0 for none."""
         if self._assigned[slot] != adapter:
@@ -510,6 +516,10 @@ class _GraphCache:
         self._captured[key] = graph
         graph.replay()
 
+    def drop_adapted(self) -> None:
+        """Drop the graphs of steps with adapters."""
+        self._captured = {key: graph for key, graph in self._captured.items() if not key[3]}
+
     def _capture(self, work: Callable[[], object]) -> Graph:
         # Kernels are compiled and loaded at their first launch, which a capture does not allow.
         with running_on(self._memory.stream):
@@ -531,6 +541,11 @@ class _ProgramCache:
         self._recorded: dict[GraphKey, Recorded] = {}  # least recently used first
         self._device = device
         self._most = most
+
+    def drop_adapted(self) -> None:
+        """Drop the programs of steps with adapters."""
+        for key in [key for key in self._recorded if key[3]]:
+            self._recorded.pop(key).drop()
 
     def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Run `work`, recorded under `key`. `work` must be idempotent."""

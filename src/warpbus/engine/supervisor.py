@@ -161,6 +161,10 @@ class EngineSupervisor:
         else:
             outbox.put(Stop())
 
+    def use_arguments(self, arguments: tuple[object, ...]) -> None:
+        """Give the engine other arguments when it is restarted."""
+        self._arguments = arguments
+
     def moved(self, device: torch.device) -> None:
         """The only process has moved to another device: restart it there."""
         self._devices = [device]

@@ -8,10 +8,21 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import warpbus
 from warpbus.models.tokenizers import encode_prompt
+from warpbus.server.answer_schema import (
+    MOVES,
+    Detokenized,
+    HealthAnswer,
+    ModelList,
+    ServedModel,
+    SleepAnswer,
+    Tokenized,
+    VersionAnswer,
+    documented,
+)
 from warpbus.server.conversations import named_model, offered_tools, render_prompt
 from warpbus.server.generation import unless_gone
 from warpbus.server.metrics import CONTENT_TYPE, Metrics
@@ -28,12 +39,12 @@ def add_routes(app: FastAPI, models: Models, metrics: Metrics, options: ServerOp
 
 
 def _add_models(app: FastAPI, models: Models) -> None:
-    @app.get("/v1/models")
+    @app.get("/v1/models", **documented(ModelList))
     async def list_models() -> dict[str, Any]:
         """The models that requests can name."""
         return {"object": "list", "data": [_described(model) for model in models.all()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **documented(ServedModel))
     async def one_model(name: str) -> dict[str, Any]:
         """One of them."""
         return _described(models.find(name))
@@ -55,7 +66,7 @@ def _described(model: Model) -> dict[str, Any]:
 
 
 def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", **documented(Tokenized))
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text, as /v1/completions has it, or of a conversation."""
         model = named_model(models, body, request, options)
@@ -69,7 +80,7 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
         tokens = await unless_gone(request.receive, model.in_thread(work))
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **documented(Detokenized))
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of token ids."""
         model = named_model(models, body, request, options)
@@ -79,7 +90,9 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
 
 
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
-    @app.get("/health", responses={503: {"description": "a model is not ready"}})
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": HealthAnswer, "description": "a model is not ready"}}
+
+    @app.get("/health", **documented(HealthAnswer, also=not_ready))
     async def health() -> Response:
         """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why."""
         states = {model.state for model in models.bases()}
@@ -89,36 +102,37 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
         reasons = [f"{model.name}: {model.reason}" for model in models.bases() if model.reason]
         if reasons:
             body["reason"] = "; ".join(reasons)
-        return JSONResponse(body, 503, headers={"retry-after": str(RETRY_SECONDS)})
+        comes_back = all(model.retry_after for model in models.bases())
+        return JSONResponse(body, 503, headers={"retry-after": str(RETRY_SECONDS)} if comes_back else {})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         """For Prometheus."""
         return Response(await metrics.text(models), media_type=CONTENT_TYPE)
 
-    @app.get("/version")
+    @app.get("/version", **documented(VersionAnswer))
     async def version() -> dict[str, str]:
         """Of Warpbus."""
         return {"version": warpbus.__version__}
 
-    @app.post("/sleep")
+    @app.post("/sleep", **documented(SleepAnswer))
     async def sleep(model: str | None = None) -> dict[str, bool]:
         """Give the GPUs' memory back, keeping the models; of one model, or of all. Not while requests run."""
         return await _change(models, model, asleep=True)
 
-    @app.post("/wake_up")
+    @app.post("/wake_up", **documented(SleepAnswer))
     async def wake_up(model: str | None = None) -> dict[str, bool]:
         """Get the GPUs' memory back."""
         return await _change(models, model, asleep=False)
 
-    @app.post("/move")
+    @app.post("/move", **documented(MOVES))
     async def move(device: str, model: str | None = None) -> dict[str, dict[str, Any]]:
         """Have a model, or all of them, go on on another GPU of this machine, while they answer. Seconds and bytes."""
         chosen = _chosen(models, model)
         moved = await asyncio.gather(*[one.service.move(device) for one in chosen])
         return {one.name: asdict(each) for one, each in zip(chosen, moved, strict=True)}
 
-    @app.get("/is_sleeping")
+    @app.get("/is_sleeping", **documented(SleepAnswer))
     async def is_sleeping(model: str | None = None) -> dict[str, bool]:
         """Whether a model, or any of them, sleeps."""
         return {"is_sleeping": any(one.state == "asleep" for one in _chosen(models, model))}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,9 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import admin, failures
+from warpbus.server import adapter_routes, admin, failures, messages, openapi, responses_api
+from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
-from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
+from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
 from warpbus.server.conversations import named_model, prepare_chat
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
@@ -25,29 +25,21 @@ from warpbus.server.page import page_router
 from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params, truncated
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
-from warpbus.server.responses import Responder, UsageStyle
+from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
 
-_ERROR = {
-    "description": "refused or failed; OpenAI's error object",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+# Routes of other servers for models that do not generate.
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/score": "scoring",
+    "/pooling": "embeddings",
+    "/classify": "classification",
 }
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_ANTHROPIC_HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
 
 
 def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
@@ -65,8 +57,8 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(options.allow_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id", *_ANTHROPIC_HEADERS],
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
@@ -78,34 +70,38 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
         lifespan=_closing(models),
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": _ERROR, "5XX": _ERROR},
+        responses=openapi.ERRORS,
     )
     failures.install(app)
-    _add_generation(app, models, Responder(options, metrics))
+    responder = Responder(options, metrics)
+    app.state.running = responder.running
+    _add_generation(app, models, responder)
+    messages.add_routes(app, models, responder)
+    responses_api.add_routes(app, models, responder)
+    adapter_routes.add_routes(app, models, options)
     admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
-    app.openapi = partial(_schema, app, app.openapi)  # type: ignore[method-assign]
+    openapi.install(app, has_keys=bool(options.api_keys), is_open=_is_open)
     return app
 
 
 def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
     options = responder.options
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **documented(ChatCompletion, events="ChatCompletionChunk, then [DONE]"))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         chat = await prepare_chat(body, named_model(models, body, request, options), request, options)
         return await responder.respond(
             request,
             chat.model,
-            ChatForm(chat, logprobs=bool(body.logprobs)),
+            ChatForm(chat, body),
             chat.requests,
             per_prompt=len(chat.requests),
             stream=bool(body.stream),
-            usage=UsageStyle.of(body.stream_options),
         )
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **documented(TextCompletion, events="TextCompletion, then [DONE]"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         model = named_model(models, body, request, options)
@@ -118,36 +114,40 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
-        echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
         requests = []
         for prompt in prompts:
+            space = room(prompt, service.max_model_len)
             params = sampling_params(
                 body,
-                wanted=body.max_tokens or DEFAULT_TOKENS,
-                space=room(prompt, service.max_model_len),
+                wanted=min(space, DEFAULT_TOKENS) if body.max_tokens is None else body.max_tokens or 1,
+                space=space,
                 logprobs=body.logprobs,
+                prompt_logprobs=scored_prompt(body),
                 options=options,
                 defaults=service.generation_defaults,
                 grammar=grammar,
             )
-            requests += [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)]
+            silent = body.max_tokens == 0
+            requests += [GenerationRequest(prompt, for_answer(params, index), salt, silent) for index in range(count)]
         return await responder.respond(
             request,
             model,
-            TextForm(
-                model, tokenizer, [echo for echo in echoes for _ in range(count)], logprobs=body.logprobs is not None
-            ),
+            TextForm(model, tokenizer, body, [request.prompt for request in requests]),
             requests,
             per_prompt=count,
             stream=bool(body.stream),
-            usage=UsageStyle.of(body.stream_options),
         )
 
-    @app.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        raise RequestError(
-            501, "these models generate text: they are not served for embeddings", code="embeddings_not_supported"
-        )
+    for path, what in _NOT_SERVED.items():
+        app.post(path, include_in_schema=False)(_refusing(what))
+
+
+def _refusing(what: str) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        message = f"these models generate text: they are not served for {what}"
+        raise RequestError(501, message, code=f"{what}_not_supported")
+
+    return refuse
 
 
 async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:
@@ -166,18 +166,3 @@ def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[
         await models.close(0.0)
 
     return lifespan
-
-
-def _schema(app: FastAPI, generated: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """FastAPI's own, with our errors instead of its."""
-    fresh = app.openapi_schema is None
-    schema = generated()
-    if fresh:
-        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        schemas["Error"] = _ERROR_SCHEMA
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-    return schema

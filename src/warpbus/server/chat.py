@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import time
 from collections import abc
 
 from warpbus.engine import TextPiece
 from warpbus.models.templates.tools import ToolCall
-from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.chunks import ChunkForm, UsageStyle
 from warpbus.server.conversations import PreparedChat
-from warpbus.server.responses import Json, new_id
+from warpbus.server.responses import Json, Usage, new_id
+from warpbus.server.schema import ChatRequest
+from warpbus.server.token_scores import LOWEST, prompt_scores, token_text, with_sampled
 
 
-class ChatForm:
-    """The format of chat answers; see `Form`.
+class ChatForm(ChunkForm):
+    """The format of chat answers.
 
     Args:
         chat: the request.
-        logprobs: the answers have logprobs.
+        body: the same as it came.
     """
 
-    def __init__(self, chat: PreparedChat, *, logprobs: bool) -> None:
-        self._head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": chat.model.name}
+    def __init__(self, chat: PreparedChat, body: ChatRequest) -> None:
+        kinds = ("chat.completion", "chat.completion.chunk")
+        super().__init__("chatcmpl", chat.model.name, kinds, UsageStyle.of(body.stream_options))
         self._tokenizer = chat.tokenizer
-        self._logprobs = logprobs
+        self._prompt = chat.requests[0].prompt if body.return_token_ids else None
+        self._logprobs = bool(body.logprobs)
+        self._most = body.top_logprobs or 0
+        self._prompt_logprobs = body.prompt_logprobs
+        self._untold: list[list[int]] = [[] for _ in chat.readers]  # token ids that no chunk has told
         self._readers = chat.readers
 
     @property
     def reasoning_tokens(self) -> int:
-        """See `Form.reasoning_tokens`."""
+        """See `ChunkForm.reasoning_tokens`."""
         return sum(reader.reasoning_tokens for reader in self._readers)
 
-    def opening(self) -> list[Json]:
-        """See `Form.opening`: the role of each answer."""
+    def first_choices(self) -> list[Json]:
+        """See `ChunkForm.first_choices`: the role of each answer."""
         delta = {"role": "assistant", "content": "", "reasoning_content": None}
         return [self._choice(index, delta) for index in range(len(self._readers))]
 
-    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
-        """See `Form.chunks`."""
+    def choices(self, index: int, piece: TextPiece) -> list[Json]:
+        """See `ChunkForm.choices`."""
         reader = self._readers[index]
+        self._untold[index] += piece.token_ids if self._prompt is not None else ()
         delta = reader.read(piece)
         calls = delta.calls
         logprobs = self._content([piece])
@@ -56,8 +63,22 @@ class ChatForm:
             found.append(self._choice(index, {}, finish=reader.finish_reason))
         return found
 
-    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
+    def opening(self, usage: Usage) -> list[Json]:
+        """See `Form.opening`."""
+        found = super().opening(usage)
+        return found if self._prompt is None else [{**chunk, "prompt_token_ids": self._prompt} for chunk in found]
+
+    def whole(self, answers: abc.Sequence[abc.Sequence[TextPiece]], usage: Usage) -> Json:
         """See `Form.whole`."""
+        found = next((piece.prompt_logprobs for piece in answers[0] if piece.prompt_logprobs is not None), None)
+        return {
+            **super().whole(answers, usage),
+            "prompt_logprobs": prompt_scores(self._tokenizer, found, self._prompt_logprobs),
+            "prompt_token_ids": self._prompt,
+        }
+
+    def choice(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
+        """See `ChunkForm.choice`."""
         reader = self._readers[index]
         deltas = [reader.read(piece) for piece in pieces]
         text = "".join(delta.text for delta in deltas)
@@ -77,15 +98,14 @@ class ChatForm:
             "message": message,
             "logprobs": self._content(pieces),
             "finish_reason": reader.finish_reason,
+            "token_ids": None if self._prompt is None else [token for piece in pieces for token in piece.token_ids],
         }
 
-    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
-        """See `Form.wrap`."""
-        kind = "chat.completion.chunk" if streamed else "chat.completion"
-        return {**self._head, "object": kind, "choices": choices}
-
     def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None, finish: str | None = None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        if self._prompt is not None:
+            choice["token_ids"], self._untold[index] = self._untold[index], []
+        return choice
 
     def _content(self, pieces: abc.Sequence[TextPiece]) -> Json | None:
         if not self._logprobs:
@@ -94,7 +114,7 @@ class ChatForm:
             "content": [
                 {
                     **self._token(one.token, one.logprob),
-                    "top_logprobs": [self._token(token, logprob) for token, logprob in one.top],
+                    "top_logprobs": [self._token(token, logprob) for token, logprob in with_sampled(one, self._most)],
                 }
                 for piece in pieces
                 for one in piece.logprobs or ()
@@ -105,19 +125,6 @@ class ChatForm:
     def _token(self, token: int, logprob: float) -> Json:
         text, data = token_text(self._tokenizer, token)
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
-
-
-LOWEST = -9999.0
-"""The log probability of probability 0, as OpenAI writes it: JSON has no infinity."""
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """A token's text, with U+FFFD for an incomplete character, and its bytes."""
-    data = tokenizer.token_bytes(token)
-    if not data:
-        special = next((text for text, number in tokenizer.special_ids.items() if number == token), "")
-        data = special.encode()
-    return data.decode("utf-8", "replace"), data
 
 
 def _call(call: ToolCall) -> Json:

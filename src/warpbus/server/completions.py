@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import abc
 
-from warpbus.engine import TextPiece
+from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.models.tokenizers import Tokenizer, encode_prompt
-from warpbus.server.chat import LOWEST, token_text
+from warpbus.server.chunks import ChunkForm, UsageStyle
 from warpbus.server.registry import Model
-from warpbus.server.responses import Json, new_id
+from warpbus.server.responses import Json
 from warpbus.server.schema import CompletionRequest
+from warpbus.server.token_scores import TextScores, prompt_scores
 
 DEFAULT_TOKENS = 16
 """The default of `max_tokens`, as in OpenAI's API."""
@@ -30,67 +30,83 @@ def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]
     ]
 
 
-class TextForm:
-    """The format of completions; see `Form`.
+def scored_prompt(body: CompletionRequest) -> int | None:
+    """How many likeliest tokens are wanted for each token of the prompt; None: its log probabilities are not."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((count for count in wanted if count is not None), default=None)
+
+
+class TextForm(ChunkForm):
+    """The format of completions.
 
     Args:
         model: which answers.
         tokenizer: of the model, for the texts of tokens.
-        echoes: the text before each answer's text: its prompt, or nothing.
-        logprobs: are wanted.
+        body: of the request.
+        prompts: the token ids of the prompt of each answer.
     """
 
-    reasoning_tokens = 0
-
-    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: abc.Sequence[str], *, logprobs: bool) -> None:
-        self._head = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, body: CompletionRequest, prompts: abc.Sequence[list[int]]
+    ) -> None:
+        kinds = ("text_completion", "text_completion")
+        super().__init__("cmpl", model.name, kinds, UsageStyle.of(body.stream_options))
         self._tokenizer = tokenizer
-        self._echoes = echoes
-        self._logprobs = logprobs
-        self._offsets = [0] * len(echoes)
+        self._body = body
+        self._prompts = prompts
+        self._echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
+        self._told: set[int] = set()  # the answers whose stream has told the prompt's token ids
+        most = body.logprobs
+        self._scores = None if most is None else [TextScores(tokenizer, most) for _ in prompts]
 
-    def opening(self) -> list[Json]:
-        """See `Form.opening`: the prompts, if they are echoed."""
-        return [self._choice(index, text, []) for index, text in enumerate(self._echoes) if text]
-
-    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
-        """See `Form.chunks`."""
-        if not piece.text and not piece.logprobs and piece.finish_reason is None:
+    def first_choices(self) -> list[Json]:
+        """See `ChunkForm.first_choices`: the prompts, if they are echoed. With logprobs they come when these do."""
+        if self._scores is not None:
             return []
-        return [self._choice(index, piece.text, [piece])]
+        return [self._part(index, text) for index, text in enumerate(self._echoes) if text]
 
-    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
-        """See `Form.whole`."""
-        return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
+    def choices(self, index: int, piece: TextPiece) -> list[Json]:
+        """See `ChunkForm.choices`."""
+        found = []
+        if self._scores is not None and self._echoes[index] and piece.prompt_logprobs is not None:
+            scores = self._scores[index].json(self._prompt_entries(index, piece))
+            found.append({**self._part(index, self._echoes[index]), "logprobs": scores})
+        if piece.text or piece.logprobs or piece.finish_reason is not None or self._body.return_token_ids:
+            choice = self._part(index, piece.text, piece.finish_reason)
+            if self._scores is not None:
+                choice["logprobs"] = self._scores[index].json(_entries([piece]))
+            if self._body.return_token_ids:
+                choice |= {
+                    "token_ids": list(piece.token_ids),
+                    "prompt_token_ids": None if index in self._told else self._prompts[index],
+                }
+                self._told.add(index)
+            found.append(choice)
+        return found
 
-    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
-        """See `Form.wrap`."""
-        return {**self._head, "choices": choices}
-
-    def _choice(self, index: int, text: str, pieces: abc.Sequence[TextPiece]) -> Json:
+    def choice(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
+        """See `ChunkForm.choice`."""
+        text = self._echoes[index] + "".join(piece.text for piece in pieces)
+        choice = self._part(index, text, pieces[-1].finish_reason)
+        before = next((piece for piece in pieces if piece.prompt_logprobs is not None), None)
+        if self._scores is not None:
+            echoed = self._prompt_entries(index, before) if before is not None and self._body.echo else []
+            choice["logprobs"] = self._scores[index].json([*echoed, *_entries(pieces)])
+        asked = bool(self._body.return_token_ids)
+        found = None if before is None else before.prompt_logprobs
         return {
-            "index": index,
-            "text": text,
-            "logprobs": self._scores(index, pieces) if self._logprobs else None,
-            "finish_reason": pieces[-1].finish_reason if pieces else None,
+            **choice,
+            "prompt_logprobs": prompt_scores(self._tokenizer, found, self._body.prompt_logprobs),
+            "token_ids": [token for piece in pieces for token in piece.token_ids] if asked else None,
+            "prompt_token_ids": self._prompts[index] if asked else None,
         }
 
-    def _scores(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
-        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for one in [one for piece in pieces for one in piece.logprobs or ()]:
-            text, _ = token_text(self._tokenizer, one.token)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(max(one.logprob, LOWEST))
-            found["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(text)
-            likely: dict[str, float] = {}
-            # Different tokens may have the same text, for instance parts of characters: the likeliest is shown.
-            for token, logprob in one.top:
-                likely.setdefault(token_text(self._tokenizer, token)[0], max(logprob, LOWEST))
-            found["top_logprobs"].append(likely)
-        return found
+    def _part(self, index: int, text: str, finish: str | None = None) -> Json:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+    def _prompt_entries(self, index: int, piece: TextPiece) -> list[tuple[int, TokenLogprob | None]]:
+        return list(zip(self._prompts[index], piece.prompt_logprobs or (), strict=True))
+
+
+def _entries(pieces: abc.Sequence[TextPiece]) -> list[tuple[int, TokenLogprob | None]]:
+    return [(one.token, one) for piece in pieces for one in piece.logprobs or ()]

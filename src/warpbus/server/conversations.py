@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from warpbus.engine import Grammar, Thinking
 from warpbus.models.templates import Message
@@ -30,6 +33,8 @@ from warpbus.server.schema import (
     Templated,
     unknown_fields,
 )
+
+T = TypeVar("T")
 
 # Variables of a template that other fields set.
 _TOLD = {"name", "description", "parameters"}  # of a tool
@@ -87,8 +92,41 @@ def named_model(models: Models, body: NamesModel, request: Request, options: Ser
     return model
 
 
-async def prepare_chat(body: ChatRequest, model: Model, request: Request, options: ServerOptions) -> PreparedChat:
+def valid_chat(fields: dict[str, Any]) -> ChatRequest:
+    """A chat request from the fields of another API's request. RequestValidationError as of a body."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(found) from None
+
+
+def leave_out_tools(
+    tools: abc.Sequence[T], hosted: Callable[[T], str | None], request: Request, *, strict: bool
+) -> list[T]:
+    """The tools that a client runs. Those that only another vendor's server runs are left out, with a warning.
+
+    Args:
+        hosted: the type of a tool that a vendor's server runs; None for others.
+        strict: refuse them instead, with RequestError.
+    """
+    record: RequestRecord = request.scope["state"]["record"]
+    left_out = [(at, kind) for at, tool in enumerate(tools) if (kind := hosted(tool)) is not None]
+    if left_out and strict:
+        at, kind = left_out[0]
+        raise RequestError(400, f"tools.{at}: this server has no tool {kind!r}; leave it out", param="tools")
+    record.ignored = record.ignored + [f"tools.{at}.{kind}" for at, kind in left_out]
+    return [tool for tool in tools if hosted(tool) is None]
+
+
+async def prepare_chat(
+    body: ChatRequest, model: Model, request: Request, options: ServerOptions, *, cut_to_context: bool = False
+) -> PreparedChat:
     """Check a request and render its prompt.
+
+    Args:
+        cut_to_context: the request's most tokens are cut to what there is room for, and what the server allows;
+            otherwise more are refused.
 
     Raises:
         RequestError, UsageError: the request is wrong, or the model does not support what it asks for.
@@ -108,11 +146,16 @@ async def prepare_chat(body: ChatRequest, model: Model, request: Request, option
     if model.thinking is not None and start != "over" and (grammar or body.thinking_token_budget is not None):
         tokens = model.thinking
         thinking = Thinking(tokens.opening, tokens.closing, start == "open", body.thinking_token_budget)
+    space = room(prompt, service.max_model_len)
+    wanted = body.max_completion_tokens or body.max_tokens
+    if wanted is not None and cut_to_context:
+        wanted = min(wanted, space, options.max_tokens or space)
     params = sampling_params(
         body,
-        wanted=body.max_completion_tokens or body.max_tokens,
-        space=room(prompt, service.max_model_len),
+        wanted=wanted,
+        space=space,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         options=options,
         defaults=service.generation_defaults,
         grammar=grammar,

@@ -1,10 +1,11 @@
-"""Errors as HTTP responses with OpenAI's error object."""
+"""Errors as HTTP responses with OpenAI's error object, or Anthropic's for its API."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from warpbus.errors import (
     ContextLengthError,
+    EngineDiedError,
     QueueFullError,
     UnavailableError,
     UsageError,
@@ -28,7 +30,35 @@ _INVALID = "invalid_request_error"
 # What pydantic inserts into the location of an error for the member of a union that it tried.
 _UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)[-\[].*)$")
 # The field that holds what is too long for the context.
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+_PROMPTS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/messages": "messages",
+    "/v1/responses": "input",
+}
+# What Anthropic's API calls them.
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# Tags of unions, which pydantic inserts behind the index of an item.
+_TAGS = frozenset(
+    (
+        "function_call",
+        "function_call_output",
+        "message",
+        "reasoning",
+        "redacted_thinking",
+        "text",
+        "thinking",
+        "tool_result",
+        "tool_use",
+    )
+)
 _HTTP_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -49,8 +79,10 @@ def as_request_error(error: Exception, path: str) -> RequestError:
             429, str(error), kind="rate_limit_error", code="queue_full", retry_after=_retry_after(error)
         )
     if isinstance(error, UnavailableError):
+        # An engine that died says itself whether it comes back.
+        retry_after = None if isinstance(error, EngineDiedError) and not error.retry_after else _retry_after(error)
         return RequestError(
-            503, str(error), kind="service_unavailable", code="engine_unavailable", retry_after=_retry_after(error)
+            503, str(error), kind="service_unavailable", code="engine_unavailable", retry_after=retry_after
         )
     if isinstance(error, WarpbusError):
         return RequestError(500, str(error), kind="server_error")
@@ -65,14 +97,23 @@ def body_of(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
-def response_of(error: RequestError) -> Response:
-    """The response for an error."""
+def anthropic_body_of(error: RequestError) -> dict[str, Any]:
+    """Anthropic's error object."""
+    kind = _ANTHROPIC_KINDS.get(error.status, _INVALID if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body_of(error)["error"]["message"]}}
+
+
+def response_of(error: RequestError, path: str) -> Response:
+    """The response for an error of a route."""
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    content = json.dumps(body_of(error), ensure_ascii=False).encode()
+    if error.closes:
+        headers["connection"] = "close"
+    body = anthropic_body_of(error) if path.startswith("/v1/messages") else body_of(error)
+    content = json.dumps(body, ensure_ascii=False).encode()
     return Response(content, error.status, headers, media_type="application/json")
 
 
@@ -81,7 +122,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return response_of(_of_validation(error))
+        return response_of(_of_validation(error), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
@@ -90,7 +131,7 @@ def install(app: FastAPI) -> None:
             found = RequestError(404, f"there is no {request.method} {request.url.path[:200]}", code="not_found")
         elif error.status_code == 405:
             found = RequestError(405, f"{request.url.path[:200]} does not take {request.method}", code="method")
-        response = response_of(found)
+        response = response_of(found, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
@@ -100,17 +141,21 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(WarpbusError)
     async def failed(request: Request, error: WarpbusError) -> Response:
-        return response_of(as_request_error(error, request.url.path))
+        return response_of(as_request_error(error, request.url.path), request.url.path)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return response_of(as_request_error(error, request.url.path))
+        return response_of(as_request_error(error, request.url.path), request.url.path)
 
 
 def _of_validation(error: RequestValidationError) -> RequestError:
-    """The most specific validation error of a body, with the name of its field: the first one of the innermost."""
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
-    location = [str(part)[:80] for part in first["loc"][1:] if not _UNION_MEMBER.match(str(part))]
+    """The most specific validation error of a body, with the name of its field: the first one of the innermost.
+
+    Of a union, the member of the given type says more than those of other types, and so does the one that got further
+    in a list.
+    """
+    first = max(error.errors(), key=lambda one: (not _of_type(one), len(one["loc"]), _indices(one["loc"])))
+    location = _named_parts(first["loc"][1:])
     field = ".".join(location) or None
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON ({first['ctx']['error']}, at {field})", code="invalid_json")
@@ -120,5 +165,22 @@ def _of_validation(error: RequestValidationError) -> RequestError:
     return RequestError(400, f"{field}: {message}" if field else message, param=location[0] if location else None)
 
 
+def _named_parts(location: Sequence[str | int]) -> list[str]:
+    """The fields and indices of a location, without the members of unions."""
+    parts = [part for part in location if not _UNION_MEMBER.match(str(part))]
+    tags = {at for at in range(1, len(parts) - 1) if parts[at] in _TAGS and isinstance(parts[at - 1], int)}
+    return [str(part)[:80] for at, part in enumerate(parts) if at not in tags]
+
+
+def _of_type(error: dict[str, Any]) -> bool:
+    """A validation error says that the value has another type."""
+    kind: str = error["type"]
+    return kind.endswith("_type") or (kind == "literal_error" and not isinstance(error["input"], str))
+
+
+def _indices(location: Sequence[str | int]) -> tuple[int, ...]:
+    return tuple(part for part in location if isinstance(part, int))
+
+
 def _retry_after(error: UnavailableError) -> int:
-    return max(1, round(getattr(error, "retry_after", None) or RETRY_SECONDS))
+    return max(1, round(error.retry_after or RETRY_SECONDS))

@@ -13,12 +13,14 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warpbus.server.failures import response_of
-from warpbus.server.generation import RequestRecord
+from warpbus.server.generation import ENDING, RequestRecord, server_ends
+from warpbus.server.logs import FIELDS
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
 from warpbus.server.request_error import RequestError
@@ -53,6 +55,7 @@ class AccessLog:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = name
+                headers["request-id"] = name  # as Anthropic's clients read it
                 headers["x-content-type-options"] = "nosniff"
                 if record.ignored:
                     headers["warning"] = f'299 - "unknown fields were ignored: {_joined(record.ignored)}"'
@@ -60,29 +63,53 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_labelled)
+        except asyncio.CancelledError:
+            # Only the end of the server cancels a request, and only one that is not told of it by its answer.
+            record.error = record.error or ENDING
+            if not status:
+                await response_of(server_ends(), scope["path"])(scope, receive, send_labelled)
         finally:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
             # Monitoring requests every few seconds would hide the others.
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
-            _access.log(level, "%s", _line(scope, name, status, record))
+            fields = _fields(scope, name, status, record)
+            _access.log(level, "%s", _line(fields), extra={FIELDS: fields})
 
 
-def _line(scope: Scope, name: str, status: int, record: RequestRecord) -> str:
-    client = scope["client"][0] if scope.get("client") else "-"
-    path = scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20")
-    words = [client, scope["method"], path, str(status or 499), f"id={name}"]
+def _fields(scope: Scope, name: str, status: int, record: RequestRecord) -> dict[str, Any]:
+    """What is logged of a request; times in seconds."""
+    found: dict[str, Any] = {
+        "client": scope["client"][0] if scope.get("client") else "-",
+        "method": scope["method"],
+        "path": scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20"),
+        "status": status or 499,
+        "id": name,
+    }
     if record.model is not None:
-        words.append(f"model={record.model}")
+        found["model"] = record.model
     if record.prompt_tokens:
-        words.append(
-            f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.output_tokens} "
-            f"ttft={'-' if record.first_token is None else f'{record.first_token:.3f}s'}"
-        )
+        found |= {
+            "prompt": record.prompt_tokens,
+            "cached": record.cached_tokens,
+            "output": record.output_tokens,
+            "ttft": None if record.first_token is None else round(record.first_token, 3),
+        }
     if record.ignored:
-        words.append(f"ignored={_joined(record.ignored)}")
-    words.append(f"time={time.monotonic() - record.started:.3f}s")
-    return " ".join(words)
+        found["ignored"] = _joined(record.ignored)
+    if record.error:
+        found["error"] = record.error
+    return {**found, "time_s": round(time.monotonic() - record.started, 3)}
+
+
+def _line(fields: dict[str, Any]) -> str:
+    """The same as text."""
+    shown = {**fields, "time": f"{fields['time_s']:.3f}s"}
+    if "ttft" in fields:
+        shown["ttft"] = "-" if fields["ttft"] is None else f"{fields['ttft']:.3f}s"
+    del shown["time_s"]
+    words = [str(shown.pop(name)) for name in ("client", "method", "path", "status")]
+    return " ".join([*words, *(f"{name}={value}" for name, value in shown.items())])
 
 
 def _joined(fields: list[str]) -> str:
@@ -126,7 +153,7 @@ class Guard:
             self._admit(scope)
             body = await self._read(scope, receive)
         except RequestError as error:
-            await response_of(error)(scope, receive, send_in_time)
+            await response_of(error, scope["path"])(scope, receive, send_in_time)
             return
         replayed = False
 
@@ -145,6 +172,11 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # RFC 9112, 6.1: a proxy may have seen another end of the request than this server does.
+            raise RequestError(
+                400, "Content-Length and Transfer-Encoding are both given: send one of them", closes=True
+            )
         host = headers.get("host", "")
         if self._hosts and _without_port(host) not in self._hosts:
             raise RequestError(
@@ -172,7 +204,7 @@ class Guard:
         if number is None:
             raise RequestError(
                 401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as X-Api-Key: KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
@@ -182,7 +214,9 @@ class Guard:
     def _key_number(self, headers: Headers) -> int | None:
         """The index of the request's API key among the accepted ones; None without a valid key."""
         kind, _, given = headers.get("authorization", "").partition(" ")
-        found = _digest(given.strip()) if kind.lower() == "bearer" else b""
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        found = _digest(given.strip()) if given else b""
         # All keys are compared, as digests of one length, so that the time reveals nothing.
         same = [hmac.compare_digest(found, key) for key in self._keys]
         return same.index(True) if any(same) else None
@@ -209,7 +243,9 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             seconds = self._options.body_timeout
-            raise RequestError(408, f"the body did not arrive in {seconds:g} s", code="body_timeout") from None
+            raise RequestError(
+                408, f"the body did not arrive in {seconds:g} s", code="body_timeout", closes=True
+            ) from None
 
 
 def cache_salt(scope: Scope) -> bytes:

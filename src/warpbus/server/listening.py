@@ -24,10 +24,13 @@ from warpbus.engine.service import Service
 from warpbus.errors import UsageError
 from warpbus.models import Progress
 from warpbus.server.app import create_app
+from warpbus.server.generation import RunningGenerations
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
 
 _IDLE_SECONDS = 30
+# At the end of the server, clients whose requests are not done have so long to receive the error.
+_SECONDS_TO_TELL = 5
 _CROWDED = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 5\r\n"
     b"content-length: 131\r\n\r\n"
@@ -106,7 +109,8 @@ async def _serve(
     models = Models()
     for one in wanted:
         models.add(one.name, adapters=[name for name, _ in one.adapters])
-    server = make_server(create_app(models, options), options)
+    app = create_app(models, options)
+    server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -135,8 +139,12 @@ def _stop_if_failed(task: asyncio.Task[None], server: uvicorn.Server) -> None:
         server.should_exit = True
 
 
-def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
-    """The uvicorn server of an application; it does not listen yet and leaves signals to its caller."""
+def make_server(app: FastAPI, options: ServerOptions, running: RunningGenerations | None = None) -> uvicorn.Server:
+    """The uvicorn server of an application; it does not listen yet and leaves signals to its caller.
+
+    Args:
+        running: ended when the server has been shutting down for `options.shutdown_timeout`.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -146,11 +154,11 @@ def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
         ws="none",
         http=partial(_LimitedConnection, most=options.max_connections, seconds=options.body_timeout),  # type: ignore[arg-type]
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + _SECONDS_TO_TELL,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
     )
-    return _Server(config)
+    return _Server(config, options.shutdown_timeout, running)
 
 
 def address(listening: socket.socket, options: ServerOptions) -> str:
@@ -160,6 +168,22 @@ def address(listening: socket.socket, options: ServerOptions) -> str:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, seconds: float, running: RunningGenerations | None) -> None:
+        super().__init__(config)
+        self._seconds = seconds
+        self._running_generations = running
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Uvicorn cancels what runs for too long, and its clients would not be told.
+        timer = None
+        if self._running_generations is not None:
+            timer = asyncio.get_running_loop().call_later(self._seconds, self._running_generations.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if timer is not None:
+                timer.cancel()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # Uvicorn would raise the signal again at its end, and the exit status would not be 0.

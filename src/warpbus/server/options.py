@@ -6,6 +6,7 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from warpbus.errors import UsageError
 
@@ -33,6 +34,9 @@ class ServerOptions:
         body_timeout: the most seconds for receiving a request body, and for sending each part of an answer.
         heartbeat: after so many seconds without data a stream gets a comment line.
         shutdown_timeout: how many seconds running requests get at shutdown.
+        max_stored_responses: how many responses of /v1/responses are kept, to be continued by their id; 0: none.
+        adapter_dirs: directories below which POST /v1/load_lora_adapter may load adapters; empty: nowhere.
+        log_format: "text", or "json" for one JSON object per line.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -57,10 +61,19 @@ class ServerOptions:
     body_timeout: float = 60.0
     heartbeat: float = 15.0
     shutdown_timeout: float = 30.0
+    max_stored_responses: int = 256
+    adapter_dirs: tuple[str, ...] = ()
+    log_format: Literal["text", "json"] = "text"
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("max_body_bytes", 1), ("max_n", 1), ("max_connections", 1)):
+        for name, least in (
+            ("port", 0),
+            ("max_body_bytes", 1),
+            ("max_n", 1),
+            ("max_connections", 1),
+            ("max_stored_responses", 0),
+        ):
             if getattr(self, name) < least:
                 raise UsageError(f"{_flag(name)} is {getattr(self, name)}: give {least} or more")
         if self.port > 65535:
@@ -78,6 +91,11 @@ class ServerOptions:
         for origin in self.allow_origins:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
                 raise UsageError(f"--allow-origin {origin}: give an origin such as https://example.com, or *")
+        if self.log_format not in ("text", "json"):
+            raise UsageError(f"--log-format is {self.log_format!r}: give text or json")
+        for directory in self.adapter_dirs:
+            if not Path(directory).is_dir():
+                raise UsageError(f"--adapter-dir {directory}: there is no such directory; give one with adapters")
         if "*" in self.allow_origins and not self.api_keys:
             raise UsageError("--allow-origin * lets every web page use the server: give an --api-key with it")
         if not self.loopback and not self.insecure and not (self.api_keys and self.tls):

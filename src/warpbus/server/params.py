@@ -63,6 +63,7 @@ def sampling_params(
     wanted: int | None,
     space: int,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     options: ServerOptions,
     defaults: Mapping[str, float],
     grammar: Grammar | None,
@@ -74,7 +75,7 @@ def sampling_params(
         body: the request.
         wanted: the most tokens that it asks for; None is all that there is room for.
         space: the room that its prompt leaves.
-        logprobs: as in `SamplingParams`.
+        logprobs, prompt_logprobs: as in `SamplingParams`.
         options: of the server.
         defaults: the sampling parameters that the model recommends.
         grammar: that the answer has to follow.
@@ -86,6 +87,13 @@ def sampling_params(
     limit = options.max_tokens
     if wanted is not None and limit is not None and wanted > limit:
         raise RequestError(400, f"max_tokens is {wanted}: this server allows {limit}", param="max_tokens")
+    if wanted is not None and wanted > space:
+        raise RequestError(
+            400,
+            f"max_tokens is {wanted:,}: the prompt leaves {space:,} tokens of the model's context; give at most those, "
+            "or leave it out",
+            param="max_tokens",
+        )
     most = min(space, limit or space) if wanted is None else wanted
     given: dict[str, Any] = dict(defaults)
     given |= {
@@ -114,7 +122,14 @@ def sampling_params(
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
         given["logit_bias"] = _biases(body.logit_bias)
-    return SamplingParams(max_tokens=most, logprobs=logprobs, grammar=grammar, thinking=thinking, **given)
+    return SamplingParams(
+        max_tokens=most,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+        thinking=thinking,
+        **given,
+    )
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:

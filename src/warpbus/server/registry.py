@@ -86,6 +86,12 @@ class ServiceProtocol(Protocol):
     async def move(self, device: str) -> Moved:
         """Move to another GPU."""
 
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop a LoRA that no request uses."""
+
     async def close(self, *, drain: float = 0.0) -> None:
         """End the processes."""
 
@@ -151,6 +157,11 @@ class Model:
         return "" if service is None else service.health.reason
 
     @property
+    def retry_after(self) -> int | None:
+        """Seconds after which a model that is not ready may be; None if it stays as it is."""
+        return None if self.state in ("failed", "closing", "closed") else RETRY_SECONDS
+
+    @property
     def service(self) -> ServiceProtocol:
         """The service. Raises RequestError (503) while the model loads or its engine restarts."""
         service = self._shared.service
@@ -161,7 +172,7 @@ class Model:
             f"the model {self.name} is {self.state}" + (f": {self.reason}" if self.reason else ""),
             kind="service_unavailable",
             code="model_not_ready",
-            retry_after=RETRY_SECONDS,
+            retry_after=self.retry_after,
         )
 
     def awake(self) -> ServiceProtocol:
@@ -219,6 +230,19 @@ class Models:
         if service is not None:
             model.loaded(service)
         return model
+
+    def check_free(self, name: str) -> None:
+        """Raises RequestError (400) if a model or an adapter has the name."""
+        if name in self._models:
+            raise RequestError(400, f"{name[:200]!r} is served already: give another name", param="lora_name")
+
+    def add_adapter(self, base: Model, name: str) -> None:
+        """Add an adapter that the service of a model has loaded."""
+        self._models[name] = Model(name, base)
+
+    def remove_adapter(self, adapter: Model) -> None:
+        """Remove an adapter, which its service has dropped."""
+        del self._models[adapter.name]
 
     def all(self) -> Collection[Model]:
         """All models and adapters."""

@@ -12,6 +12,7 @@ class RequestError(WarpbusError):
         param: the field that is wrong, or None.
         code: OpenAI's or Warpbus's short name of the error, or None.
         retry_after: seconds after which another try may succeed, or None.
+        closes: the connection ends with the response, since what comes next on it is unknown.
     """
 
     def __init__(
@@ -23,6 +24,7 @@ class RequestError(WarpbusError):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -30,3 +32,4 @@ class RequestError(WarpbusError):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.closes = closes

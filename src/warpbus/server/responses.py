@@ -8,7 +8,6 @@ import uuid
 from collections import abc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from enum import Enum, auto
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -16,12 +15,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from warpbus.engine import TextPiece
-from warpbus.server.failures import as_request_error, body_of
-from warpbus.server.generation import GenerationRequest, Generations, RequestRecord, disconnected, unless_gone
+from warpbus.server.failures import as_request_error
+from warpbus.server.generation import (
+    GenerationRequest,
+    Generations,
+    RequestRecord,
+    RunningGenerations,
+    disconnected,
+    unless_gone,
+)
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Model
-from warpbus.server.schema import StreamOptions
+from warpbus.server.request_error import RequestError
 
 Json = dict[str, Any]
 
@@ -30,20 +36,23 @@ class Form(Protocol):
     """The format of an endpoint's answers. One object per HTTP request; `index` is the number of an answer in it."""
 
     @property
-    def reasoning_tokens(self) -> int:
-        """The number of tokens of thinking so far, in all answers."""
+    def last(self) -> bytes:
+        """What ends a stream that has not failed."""
 
-    def opening(self) -> list[Json]:
-        """The first chunks of a stream."""
+    def opening(self, usage: Usage) -> list[Json]:
+        """The first events of a stream; an event that has a `type` is sent under that name."""
 
-    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
-        """The chunks of a piece."""
+    def events(self, index: int, piece: TextPiece, usage: Usage) -> list[Json]:
+        """The events of a piece, which `usage` counts already."""
 
-    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
-        """The choice of an answer that is not streamed."""
+    def closing(self, usage: Usage) -> list[Json]:
+        """The last events of a stream."""
 
-    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
-        """The JSON object around choices."""
+    def failure(self, error: RequestError, usage: Usage) -> Json:
+        """The last event of a stream that fails."""
+
+    def whole(self, answers: abc.Sequence[abc.Sequence[TextPiece]], usage: Usage) -> Json:
+        """The body of a response that is not streamed."""
 
 
 class Usage:
@@ -64,31 +73,6 @@ class Usage:
         """Tokens of the prompts found in the prefix cache."""
         return sum(self._cached.values())
 
-    def json(self, reasoning_tokens: int) -> Json:
-        """OpenAI's `usage`; `reasoning_tokens` are those of the output that are thinking."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.output_tokens,
-            "total_tokens": self.prompt_tokens + self.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        }
-
-
-class UsageStyle(Enum):
-    """Which chunks of a stream have the usage: none, one at the end, or every chunk."""
-
-    NONE = auto()
-    LAST = auto()
-    EVERY = auto()
-
-    @classmethod
-    def of(cls, options: StreamOptions | None) -> UsageStyle:
-        """By OpenAI's `stream_options`, of which vLLM's `continuous_usage_stats` needs `include_usage`."""
-        if options is None or not options.include_usage:
-            return cls.NONE
-        return cls.EVERY if options.continuous_usage_stats else cls.LAST
-
 
 class Responder:
     """Responds to the generation requests of one server.
@@ -96,11 +80,15 @@ class Responder:
     Args:
         options: of the server.
         metrics: updated with the answers.
+
+    Attributes:
+        running: what it generates now.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         self.options = options
         self.metrics = metrics
+        self.running = RunningGenerations()
 
     async def respond(
         self,
@@ -111,15 +99,13 @@ class Responder:
         *,
         per_prompt: int,
         stream: bool,
-        usage: UsageStyle = UsageStyle.NONE,
     ) -> Response:
         """Generate, and return the response.
 
         Args:
-            jobs: the answers to the first prompt, then those to the next.
+            requests: the answers to the first prompt, then those to the next.
             per_prompt: how many answers each prompt gets.
             stream: as server-sent events.
-            usage: which chunks of a stream have the usage.
 
         Raises:
             WarpbusError: as `Generations.pieces`, before anything is sent.
@@ -129,7 +115,12 @@ class Responder:
         counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
         record.prompt_tokens = counts.prompt_tokens
         generations = Generations(
-            model, requests, timeout=self.options.request_timeout, metrics=self.metrics, record=record
+            model,
+            requests,
+            timeout=self.options.request_timeout,
+            metrics=self.metrics,
+            record=record,
+            running=self.running,
         )
         pieces = _counted(generations.pieces(), counts, per_prompt, record)
         if not stream:
@@ -145,7 +136,7 @@ class Responder:
             await asyncio.gather(first, return_exceptions=True)
             await pieces.aclose()
             raise
-        return EventStream(pieces, first, form, counts, usage, self.options.heartbeat)
+        return EventStream(pieces, first, form, counts, self.options.heartbeat)
 
 
 async def _wait_done(task: asyncio.Future[Any], seconds: float) -> None:
@@ -167,12 +158,11 @@ async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form
     async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].append(piece)
-    choices = [form.whole(index, found) for index, found in enumerate(answers)]
-    return JSONResponse({**form.wrap(choices, streamed=False), "usage": usage.json(form.reasoning_tokens)})
+    return JSONResponse(form.whole(answers, usage))
 
 
 class EventStream(Response):
-    """A stream of server-sent events: the chunks, then `[DONE]`; or, if it fails midway, an `error` object.
+    """A stream of server-sent events; if it fails midway, the last one says why.
 
     Ends, and calls the answers off, when the client leaves.
     """
@@ -183,7 +173,6 @@ class EventStream(Response):
         first: asyncio.Future[tuple[int, TextPiece]],
         form: Form,
         usage: Usage,
-        style: UsageStyle,
         heartbeat: float,
     ) -> None:
         super().__init__(
@@ -194,12 +183,11 @@ class EventStream(Response):
         self._first = first
         self._form = form
         self._usage = usage
-        self._style = style
         self._heartbeat = heartbeat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        writing = asyncio.ensure_future(self._write(send, scope["path"]))
+        writing = asyncio.ensure_future(self._write(send, scope))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -211,16 +199,15 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, self._first, return_exceptions=True)
             await self._pieces.aclose()
 
-    async def _write(self, send: Send, path: str) -> None:
+    async def _write(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events(path):
+        async for data in self._events(scope):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, path: str) -> AsyncIterator[bytes]:
-        form = self._form
-        before = Usage(self._usage.prompt_tokens).json(0)
-        yield b"".join([self._event(chunk, before) for chunk in form.opening()])
+    async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
+        form, usage = self._form, self._usage
+        yield _encoded(form.opening(usage))
         coming = self._first
         try:
             while True:
@@ -229,30 +216,27 @@ class EventStream(Response):
                     yield b": waiting\n\n"
                     continue
                 index, piece = coming.result()
-                chunks = form.chunks(index, piece)
-                so_far = self._usage.json(form.reasoning_tokens)
-                found = b"".join([self._event(chunk, so_far) for chunk in chunks])
+                found = _encoded(form.events(index, piece, usage))
                 if found:
                     yield found
                 coming = self._first = asyncio.ensure_future(anext(self._pieces))
         except StopAsyncIteration:
-            if self._style is not UsageStyle.NONE:
-                yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json(form.reasoning_tokens)})
-            yield b"data: [DONE]\n\n"
+            yield _encoded(form.closing(usage)) + form.last
         except Exception as error:
-            yield _encoded(body_of(as_request_error(error, path)))
-
-    def _event(self, choice: Json, usage: Json) -> bytes:
-        chunk = self._form.wrap([choice], streamed=True)
-        if self._style is UsageStyle.NONE:
-            return _encoded(chunk)
-        return _encoded({**chunk, "usage": usage if self._style is UsageStyle.EVERY else None})
+            failure = as_request_error(error, scope["path"])
+            record: RequestRecord = scope["state"]["record"]
+            record.error = failure.code or failure.kind
+            yield _encoded([form.failure(failure, usage)])
 
 
-def _encoded(content: Json) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _encoded(events: list[Json]) -> bytes:
+    lines = []
+    for event in events:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        lines.append(f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n")
+    return "".join(lines).encode()
 
 
-def new_id(kind: str) -> str:
+def new_id(kind: str, separator: str = "-") -> str:
     """An id of a response, such as chatcmpl-..."""
-    return f"{kind}-{uuid.uuid4().hex}"
+    return f"{kind}{separator}{uuid.uuid4().hex}"

@@ -38,14 +38,13 @@ _UNSUPPORTED = frozenset(
         "length_penalty",
         "logits_processors",
         "prompt_embeds",
-        "prompt_logprobs",
         "regex",
         "structural_tag",
         "use_beam_search",
     )
 )
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.
@@ -245,6 +244,8 @@ class Generating(NamesModel):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="of the prompt's tokens, as vLLM has them")
+    return_token_ids: bool | None = Field(None, description="the token ids of prompt and answer, as vLLM has them")
     user: str | None = Field(None, description="not used")
 
     @model_validator(mode="after")
@@ -258,6 +259,8 @@ class Generating(NamesModel):
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not available with stream: true: leave one of them out")
         return self
 
 
@@ -325,6 +328,7 @@ class CompletionRequest(Generating):
             list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
         ]
     )
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="0: nothing is generated")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = Field(None, description="refused: the models complete at the end only")
@@ -336,8 +340,6 @@ class CompletionRequest(Generating):
             raise ValueError("suffix is not supported: the model completes a text at its end; leave it out")
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of is not supported: leave it out, and choose among n answers")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs is not supported: leave one of them out")
         return self
 
 
@@ -353,6 +355,20 @@ class TokenizeRequest(NamesModel, Templated):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class LoadAdapterRequest(NamesModel):
+    """POST /v1/load_lora_adapter. `model` is the one below the adapter; by default the first."""
+
+    lora_name: ModelName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: ModelName
+    lora_int_id: int | None = Field(None, description="not used")
 
 
 class DetokenizeRequest(NamesModel):

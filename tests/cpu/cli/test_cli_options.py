@@ -36,7 +36,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("serve", ServiceOptions): {"max_restarts", "adapters", "cluster"},
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),
-        *("logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),
+        *("logprobs", "prompt_logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),
     },
     ("chat", ServiceOptions): {
         *("max_num_seqs", "max_queue", "cache_tokens", "max_num_batched_tokens", "prefix_caching", "speculation"),
@@ -49,7 +49,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("pool dashboard", ServerOptions): {
         *("port", "api_keys", "share_prefixes", "allow_origins", "max_body_bytes", "max_n", "max_tokens"),
         *("max_schema_bytes", "max_connections", "request_timeout", "body_timeout", "heartbeat", "shutdown_timeout"),
-        "strict",
+        *("strict", "max_stored_responses", "adapter_dirs", "log_format"),
     },
     ("bench quantize", QuantizeBenchOptions): set(),
     ("bench serving", ServingBenchOptions): set(),

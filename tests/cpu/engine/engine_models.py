@@ -112,6 +112,11 @@ class Recorder:
 
     def __init__(self):
         self.keys = []
+        self.dropped = 0
+
+    def drop_adapted(self):
+        self.keys = [key for key in self.keys if not key[3]]
+        self.dropped += 1
 
     def run(self, key, work):
         if key not in self.keys:

@@ -130,6 +130,11 @@ def test_nothing_is_shared_between_prompts_that_begin_alike(model):
     assert (stats.prefix_queries, stats.prefix_hits, stats.blocks_idle) == (0, 0, 0)
 
 
+def test_a_prompt_that_is_read_in_both_directions_has_no_logprobs(model):
+    with pytest.raises(UsageError, match="prompt_logprobs: this model reads its prompt in both directions"):
+        Engine(model).add(request([5, END], tokens=2, params=SamplingParams(prompt_logprobs=1)))
+
+
 def test_a_prompt_without_its_end_is_refused(model):
     with pytest.raises(UsageError, match=r"the prompt lacks the token 290 \(<sop>\), .*: end it with"):
         Engine(model).add(request([1, 2, 3], tokens=5))

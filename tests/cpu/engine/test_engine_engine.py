@@ -11,6 +11,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Sequence
+from warpbus.errors import UsageError
 from warpbus.models import random_model
 from warpbus.qtensor import Scheme
 
@@ -147,6 +148,51 @@ def test_logprobs_are_those_of_the_model_alone(model, options):
             assert found.token == token
             assert found.logprob == pytest.approx(expected[at, token].item(), abs=1e-4)
             assert [logprob for _, logprob in found.top] == pytest.approx(best.values[at].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"speculation": 3}, {"prefill_tokens": 10}, {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK}],
+    ids=str,
+)
+def test_logprobs_of_prompts_are_those_of_the_model_alone(model, options):
+    engine = Engine(model, **options)
+    # The prefix cache has the prompts, whose tokens would not be computed again.
+    finish(engine, [request(prompt, tokens=2) for prompt in PROMPTS])
+    requests = [
+        request(prompt, tokens=9, params=SamplingParams(temperature=0, prompt_logprobs=count))
+        for prompt, count in zip(PROMPTS, (3, 1, 0, 2, 20), strict=True)
+    ]
+    pieces = finish(engine, [*requests, request(PROMPTS[2], tokens=9)])
+    for each in requests:
+        count = each.params.prompt_logprobs
+        [told] = [piece.prompt_logprobs for piece in pieces[each] if piece.prompt_logprobs is not None]
+        assert list(told) == each.prompt_logprobs
+        assert pieces[each][0].prompt_logprobs is told or not pieces[each][0].token_ids
+        assert told[0] is None
+        with torch.no_grad():
+            expected = model(torch.tensor([each.prompt]))[0].float().log_softmax(-1)
+        for at, (token, found) in enumerate(zip(each.prompt[1:], told[1:], strict=True)):
+            assert found.token == token
+            assert found.logprob == pytest.approx(expected[at, token].item(), abs=1e-4)
+            assert [logprob for _, logprob in found.top] == pytest.approx(
+                expected[at].topk(count).values.tolist(), abs=1e-4
+            )
+            better = (
+                (expected[at] > expected[at, token] + 1e-4).sum(),
+                (expected[at] > expected[at, token] - 1e-4).sum(),
+            )
+            assert better[0] + 1 <= found.rank <= max(better[1], better[0] + 1)
+        assert each.token_ids == answers(model, GREEDY, tokens=9, prompts=[each.prompt])[0][0]
+
+
+def test_logprobs_of_prompts_that_are_too_many_are_refused(model):
+    params = SamplingParams(prompt_logprobs=20)
+    long = Sequence(0, [1] * 60_000, params, limit=1, stop_ids=frozenset(), stream=None)
+    with pytest.raises(UsageError, match=r"prompt_logprobs is 20 for 60,000 tokens: ask for at most 1,048,576"):
+        Engine(model).add(long)
+    with pytest.raises(UsageError, match="prompt_logprobs is 21"):
+        SamplingParams(prompt_logprobs=21)
 
 
 @pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"cache_tokens": 160, "max_model_len": 160}], ids=str)

@@ -1,5 +1,6 @@
 """LoRAs of requests that are computed together: each gets what the model that its adapter makes would give it alone."""
 
+import copy
 from dataclasses import replace
 from functools import cache
 
@@ -17,6 +18,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models import SHAPES, random_model
 from warpbus.models.adapters import Lora, LowRank, Prefix
+from warpbus.models.layers import Adapted
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
 
@@ -322,3 +324,69 @@ def test_a_prefix_is_cut_by_heads():
     # Where there are fewer KV heads than processes, some have the same.
     fourth = cut(Prefix("p", keys, -keys), Part(SMALL, 3, 4))
     assert torch.equal(fourth.keys_lthd, keys[:, :, 1:])
+
+
+def test_adapters_are_exchanged_between_steps():
+    engine = Engine(copy.deepcopy(base()), adapters=loras()[:1], prefix_caching=True)
+    first = [request(PROMPTS[2], tokens=30), request(PROMPTS[2], tokens=30)]
+    first[1].adapter = "all"
+    for each in first:
+        engine.add(each)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(UsageError, match="there is no adapter 'down'"):
+        engine.add(named("down"))
+    # The one that is used gets another number, and the request goes on with it.
+    engine.use_adapters([loras()[3], loras()[1], loras()[0]])
+    later = [named("down"), named("wide"), named("all"), named(None)]
+    finish(engine, later)
+    for each in (*first, *later):
+        assert_best(changed(each.adapter), each.prompt, each.token_ids)
+    engine.use_adapters([])
+    last = named(None)
+    finish(engine, [last])
+    assert last.token_ids == later[-1].token_ids
+    assert not [part for part in engine.model.modules() if isinstance(part, Adapted)]
+
+
+def named(adapter):
+    found = request(PROMPTS[2], tokens=30)
+    found.adapter = adapter
+    return found
+
+
+def test_another_adapter_of_the_same_name_gets_no_cached_prefixes_of_the_first():
+    engine = Engine(copy.deepcopy(base()), adapters=loras()[:1])
+    finish(engine, [named("all")])
+    other = Lora("all", loras()[1].parts)
+    engine.use_adapters([other])
+    again = named("all")
+    finish(engine, [again])
+    assert again.cached_tokens == 0
+    assert_best(changed("wide"), again.prompt, again.token_ids)
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing():
+    engine = Engine(copy.deepcopy(base()), adapters=loras()[:2])
+    wrong = Lora("wrong", {**loras()[0].parts, "layers.1.mlp.down": LowRank(torch.ones(1, 3), torch.ones(3, 1))})
+    with pytest.raises(CheckpointError, match="it is another model's"):
+        engine.use_adapters([*loras()[:2], wrong])
+    prefix = Prefix("prefix", torch.zeros(2, 3, 2, 16), torch.zeros(2, 3, 2, 16))
+    with pytest.raises(UsageError, match="prefix can be loaded, or left out, at the start"):
+        engine.use_adapters([*loras()[:2], prefix])
+    asked = [named("wide"), named("all")]
+    finish(engine, asked)
+    for each in asked:
+        assert_best(changed(each.adapter), each.prompt, each.token_ids)
+
+
+def test_graphs_of_steps_with_adapters_are_dropped():
+    engine = as_on_a_gpu(Engine(copy.deepcopy(base()), adapters=loras()[:1]))
+    finish(engine, [named("all")])
+    finish(engine, [named(None)])
+    engine.use_adapters(loras()[1:2])
+    graphs = engine._instance.step._graphs
+    assert graphs.dropped == 1
+    asked = named("wide")
+    finish(engine, [asked])
+    assert_best(changed("wide"), asked.prompt, asked.token_ids)

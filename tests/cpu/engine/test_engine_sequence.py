@@ -79,6 +79,7 @@ def test_a_stop_token_ends_the_text_and_is_counted():
     state = sequence()
     assert feed(state, "ab\0") == ["a", "b", ""]
     assert (state.text, state.finish_reason, state.token_ids) == ("ab", "stop", [97, 98, 0])
+    assert state.take().stop_string is None
 
 
 def test_the_limit_ends_the_text():
@@ -97,6 +98,7 @@ def test_a_stop_string_over_several_tokens_is_held_back_and_cut():
     state = sequence(stop=("END",))
     assert feed(state, "aENbEND!") == ["a", "", "", "ENb", "", "", ""]
     assert (state.text, state.finish_reason) == ("aENb", "stop")
+    assert state.take().stop_string == "END"
 
 
 def test_what_was_held_back_comes_out_at_the_end():

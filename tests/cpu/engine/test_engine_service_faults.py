@@ -107,15 +107,17 @@ def test_a_restart_that_fails_ends_as_failed_and_close_returns(monkeypatch: pyte
         monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
         waiting = service.generate([SLOW], params(1000))
         os.kill(process, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match="killed by signal 9"):
+        with pytest.raises(EngineDiedError, match="killed by signal 9") as ended:
             async for _ in waiting:
                 pass
+        assert ended.value.retry_after == 5.0
         failed = await until_state(service, "failed")
         assert "a process cannot be started" in failed.reason
         assert "/nowhere" in failed.reason
         assert "given up after 2 restarts in a row" in failed.reason
-        with pytest.raises(EngineDiedError, match="a process cannot be started"):
+        with pytest.raises(EngineDiedError, match="a process cannot be started") as refused:
             service.generate([10], params(1))
+        assert refused.value.retry_after is None
 
     with_service(test, max_restarts=2)
 

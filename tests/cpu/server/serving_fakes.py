@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import httpx
 import openai
+from reasoning_model import TEMPLATE
 
 from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
-from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
+from warpbus.errors import CheckpointError, ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import JinjaTemplate, RoleTokenTemplate
 from warpbus.server.app import create_app
 from warpbus.server.listening import make_server
@@ -70,20 +71,8 @@ class PlainTemplate:
         return self._tokenizer.encode(text + "assistant: " * add_generation_prompt)
 
 
-# A template that thinks and calls tools in the syntax of Qwen3.
-QWEN = (
-    "{%- for tool in tools or [] %}<|system|><tool_call>{{ tool | tojson }}{%- endfor %}"
-    "{%- for message in messages %}<|{{ 'observation' if message.role == 'tool' else message.role }}|>"
-    "{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{%- endif %}{{ message.content }}"
-    '{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": '
-    "{{ call.function.arguments | tojson }}}</tool_call>{%- endfor %}{%- endfor %}"
-    "{%- if add_generation_prompt %}<|assistant|>{%- if enable_thinking is defined and not enable_thinking %}"
-    "{{ '<think>\n\n</think>\n\n' }}{%- elif always_think %}<think>{{ '\n' }}{%- endif %}{%- endif %}"
-)
-
-
 def qwen_template(tokenizer):
-    return JinjaTemplate(QWEN, tokenizer, name="qwen", variables={}, stop_ids=(STOP,), end_id=None)
+    return JinjaTemplate(TEMPLATE, tokenizer, name="qwen", variables={}, stop_ids=(STOP,), end_id=None)
 
 
 class FakeService:
@@ -95,6 +84,7 @@ class FakeService:
         asked: the prompts and parameters of all requests.
         adapters: that they named.
         cache_salts: that they had.
+        loaded: adapters loaded while it runs, and their directories.
         running: requests that have begun and not ended.
         ended: how they ended, counted: "done" or "aborted".
         fails: raised by `generate`; or after so many characters: (count, error).
@@ -120,6 +110,7 @@ class FakeService:
         self.state = "ready"
         self.reason = ""
         self.closed = False
+        self.loaded = {}
 
     @property
     def health(self):
@@ -143,7 +134,7 @@ class FakeService:
         self.running += 1
         how = "aborted"
         try:
-            for said, (text, finish) in enumerate(self._said(prompt, params)):
+            for said, (text, finish, stopped) in enumerate(self._said(prompt, params)):
                 if isinstance(self.pause, asyncio.Event):
                     if said:
                         await self.pause.wait()
@@ -161,27 +152,41 @@ class FakeService:
                     )
                 if finish:
                     how = "done"
-                yield TextPiece(text, tokens, logprobs, finish, 3)
+                yield TextPiece(
+                    text,
+                    tokens,
+                    logprobs,
+                    finish,
+                    3,
+                    stop_string=stopped,
+                    prompt_logprobs=None if said else self._prompt_logprobs(prompt, params.prompt_logprobs),
+                )
         finally:
             self.running -= 1
             self.ended[how] += 1
+
+    def _prompt_logprobs(self, prompt, count):
+        if count is None:
+            return None
+        likely = ((65, -1.0), (66, -1.5))[:count]
+        return (None, *(TokenLogprob(token, -2.5, likely, rank=7) for token in prompt[1:]))
 
     def _said(self, prompt, params):
         text = self.script
         if text is None:
             lines = self.tokenizer.decode(prompt).removesuffix("assistant: ").split("\n")
-            text = [line for line in lines if line][-1].removeprefix("user: ")
+            text = ([line for line in lines if line] or [""])[-1].removeprefix("user: ")
             text += "" if params.seed is None else f" {params.seed}"
-        for stop in params.stop:
-            text = text.split(stop)[0]
+        stopped = next((stop for stop in params.stop if stop in text), None)
+        text = text if stopped is None else text.split(stopped)[0]
         budget = params.max_tokens
         for char in re.findall("</?think>|(?s:.)", text):
             budget -= len(self.tokenizer.encode(char))
             if budget <= 0:
-                yield char, "length"
+                yield char, "length", None
                 return
-            yield char, None
-        yield "", "stop"
+            yield char, None, None
+        yield "", "stop", stopped
 
     async def stats(self):
         if not self.alive:
@@ -214,6 +219,16 @@ class FakeService:
             raise UsageError(f"device is {device!r}: give auto, cpu, cuda or cuda:N")
         return Moved(weights=1000, ahead=200, paused=10, preparing=3.5, pause=0.02)
 
+    async def load_adapter(self, name, directory):
+        if "damaged" in directory:
+            raise CheckpointError(f"{directory}: adapter_config.json is damaged")
+        self.loaded[name] = directory
+
+    async def unload_adapter(self, name):
+        if self.running:
+            raise UsageError(f"requests use the adapter {name!r}: try again when they have ended")
+        del self.loaded[name]
+
     async def close(self, *, drain=0.0):
         self.closed = True
 
@@ -225,7 +240,8 @@ class Running:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = make_server(create_app(models, options), options)
+        app = create_app(models, options)
+        self._server = make_server(app, options, app.state.running)
         self.connections = self._server.server_state.connections
         self._thread = threading.Thread(target=self._server.run, args=([self.socket],), daemon=True)
 

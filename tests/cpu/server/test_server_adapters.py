@@ -131,3 +131,81 @@ def test_they_load_and_close_with_their_model():
         assert http.post("/v1/chat/completions", json=asked).status_code == 200
         assert service.adapters == ["li-bai"]
     assert len(closed) == 1
+
+
+@pytest.fixture
+def loading(service, tmp_path):
+    """A server that may load adapters from a directory."""
+    root = tmp_path / "adapters"
+    for name in ("li-bai", "damaged"):
+        (root / name).mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "file").write_text("")
+    models = Models()
+    models.add("parrot", service)
+    with Running(models, ServerOptions(adapter_dirs=(str(root),))) as running, running.http() as http:
+        http.root = root
+        yield http
+
+
+def load(http, name="poet", path="li-bai", **fields):
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **fields})
+
+
+def unload(http, name="poet"):
+    return http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def say(http, name):
+    return http.post("/v1/chat/completions", json={"model": name, "messages": HELLO})
+
+
+def test_adapters_come_and_go(loading, service):
+    assert say(loading, "poet").status_code == 404
+    loaded = load(loading)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
+    assert service.loaded == {"poet": str(loading.root / "li-bai")}
+    listed = loading.get("/v1/models").json()["data"]
+    assert [(model["id"], model["parent"]) for model in listed] == [("parrot", None), ("poet", "parrot")]
+    assert say(loading, "poet").status_code == 200
+    assert service.adapters[-1] == "poet"
+    again = load(loading)
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
+    gone = unload(loading)
+    assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'poet' removed successfully.")
+    assert service.loaded == {}
+    assert say(loading, "poet").status_code == 404
+    assert load(loading, path=str(loading.root / "li-bai")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["none", "../secret", "link", "file", "/etc", "li-bai/../../secret", "a\0b"])
+def test_adapters_come_from_allowed_directories_only(loading, service, path):
+    refused = load(loading, path=path)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_not_found")
+    assert service.loaded == {}
+
+
+def test_without_allowed_directories_none_is_loaded(http, tmp_path):
+    refused = load(http, path=str(tmp_path), model="parrot")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "adapters_not_allowed")
+    with pytest.raises(UsageError, match="--adapter-dir"):
+        ServerOptions(adapter_dirs=(str(tmp_path / "none"),))
+
+
+def test_what_cannot_be_loaded_is_not_served(loading, service):
+    damaged = load(loading, path="damaged")
+    assert damaged.status_code == 400
+    assert damaged.json()["error"]["message"] == "lora_path: damaged: adapter_config.json is damaged"
+    assert say(loading, "poet").status_code == 404
+    assert load(loading, name="").status_code == 400
+    assert load(loading, name="parrot").status_code == 400
+    assert load(loading, model="none").status_code == 404
+    load(loading)
+    assert load(loading, name="other", model="poet").status_code == 400
+    assert unload(loading, "parrot").status_code == 400
+    assert unload(loading, "none").status_code == 404
+    service.running = 1
+    assert unload(loading).status_code == 400
+    service.running = 0
+    assert say(loading, "poet").status_code == 200

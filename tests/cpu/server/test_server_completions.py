@@ -98,6 +98,11 @@ def test_logprobs_are_in_the_older_form(client):
     assert found.token_logprobs == [-0.5] * 3
     assert found.text_offset == [0, 1, 2]
     assert found.top_logprobs[0] == {"a": -0.5, "A": -1.5}
+    assert ask(client, "ab", logprobs=0).choices[0].logprobs.top_logprobs == [
+        {"a": -0.5},
+        {"b": -0.5},
+        {"<|user|>": -0.5},
+    ]
     chunks = [chunk.choices[0].logprobs for chunk in ask(client, "ab", logprobs=0, stream=True)]
     assert [offset for found in chunks if found for offset in found.text_offset] == [0, 1, 2]
 
@@ -117,7 +122,6 @@ def test_stop_strings_end_it(client, served):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo together with logprobs"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": ["a"] * 100, "n": 2}, "n is 2 for 100 prompts"),
         ({"prompt": "a", "n": 17}, "n is 17"),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -80,7 +82,8 @@ def test_an_engine_that_dies_amid_a_stream_ends_it_with_an_error(served):
     ("error", "status", "code", "retry"),
     [
         (QueueFullError("full", retry_after=7.2), 429, "queue_full", "7"),
-        (EngineDiedError("it died"), 503, "engine_unavailable", "5"),
+        (EngineDiedError("it died", retry_after=5.0), 503, "engine_unavailable", "5"),
+        (EngineDiedError("it is given up"), 503, "engine_unavailable", None),
         (UnavailableError("closing"), 503, "engine_unavailable", "5"),
         (UsageError("the grammar is wrong"), 400, None, None),
         (NumericError("the scores are NaN"), 500, None, None),
@@ -98,15 +101,16 @@ def test_what_fails_at_once_has_a_status(served, stream, error, status, code, re
         assert "secret" not in response.text
 
 
-@pytest.mark.parametrize("state", ["restarting", "failed"])
-def test_a_model_that_is_down_is_unavailable(served, state):
+@pytest.mark.parametrize(("state", "retry"), [("restarting", "5"), ("failed", None)])
+def test_a_model_that_is_down_is_unavailable(served, state, retry):
     served.service.state = state
     with served.http() as http:
         response = http.post(PATH, json=CHAT)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert (response.status_code, response.headers.get("retry-after")) == (503, retry)
         assert state in response.json()["error"]["message"]
         health = http.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": state})
+        assert health.headers.get("retry-after") == retry
         assert http.get("/metrics").status_code == 200
         assert http.post(PATH, json={**CHAT, "model": "glm-4"}).status_code == 200
 
@@ -167,7 +171,7 @@ def test_slow_heads_and_slow_bodies_are_cut_off():
     with serving(body_timeout=0.3) as running:
         assert raw(running, b"GET /health HT") == b""
         assert raw(running, b"") == b""
-        head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\nconnection: close\r\n\r\n{"
+        head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{"
         assert raw(running, head).startswith(b"HTTP/1.1 408 ")
         with running.http() as http:
             # An idle connection is no slow request.
@@ -250,17 +254,58 @@ def test_a_port_in_use_is_told():
         bind(ServerOptions(host="203.0.113.1", insecure=True))
 
 
-def test_a_server_that_has_to_end_waits_only_so_long():
-    with serving(shutdown_timeout=1.0) as running:
+def test_a_server_that_has_to_end_waits_only_so_long(caplog):
+    with caplog.at_level(logging.INFO), serving(shutdown_timeout=1.0) as running, ThreadPoolExecutor() as threads:
         running.service.pause = asyncio.Event()
-        with running.http() as http, http.stream("POST", PATH, json={**CHAT, "stream": True}) as response:
+        with running.http() as http, http.stream("POST", PATH, json={**CHAT, "stream": True, "n": 2}) as response:
             lines = response.iter_lines()
             next(lines)
+            plain = threads.submit(httpx.post, f"{running.url}{PATH}", json=CHAT, timeout=90)
+            until(lambda: running.service.running == 3)
             running.stop()
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
-    assert running.service.ended == {"aborted": 1}
+            error = json.loads(data_of(lines)[-1])["error"]
+        assert (error["code"], error["type"]) == ("server_ends", "service_unavailable")
+        refused = plain.result(90)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert refused.json()["error"] == error
+    assert running.service.ended == {"aborted": 3}
     assert running.service.closed
+    assert not [record for record in caplog.records if record.exc_info or record.levelno > logging.WARNING]
+    logged = [record.getMessage() for record in caplog.records if record.name == "warpbus.access"]
+    assert sorted(" 200 " in line and " error=server_ends " in f"{line} " for line in logged) == [False, True]
+
+
+def test_a_request_that_is_not_generated_yet_is_told_too(monkeypatch, caplog):
+    monkeypatch.setattr("warpbus.server.listening._SECONDS_TO_TELL", 0)
+    with serving(shutdown_timeout=1.0) as running, ThreadPoolExecutor() as threads:
+        holding, begun = threading.Event(), threading.Event()
+
+        def slow(messages, **how):
+            begun.set()
+            holding.wait(60)
+            return [65]
+
+        running.service.template.render = slow
+        asked = threads.submit(httpx.post, f"{running.url}{PATH}", json=CHAT, timeout=90)
+        assert begun.wait(60)
+        running.stop()
+        refused = asked.result(90)
+        holding.set()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_ends")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_length_beside_chunks_is_refused_and_closes_the_connection():
+    both = b"content-length: 5\r\ntransfer-encoding: chunked\r\n"
+    hidden = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving() as running:
+        for order in (both, b"transfer-encoding: chunked\r\ncontent-length: 0\r\n"):
+            head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n" + order + b"\r\n"
+            found = raw(running, head + b"0\r\n\r\n" + hidden)
+            assert found.startswith(b"HTTP/1.1 400 ")
+            assert b"connection: close" in found.lower()
+            assert found.count(b"HTTP/1.1 ") == 1
+            assert b"Content-Length and Transfer-Encoding" in found
 
 
 SCRIPT = """

@@ -53,6 +53,10 @@ def error_of(response, status):
         ({"stop": ["a"] * 17}, "stop", "stop"),
         ({"stop": ""}, None, "stop"),
         ({"stop": [1]}, "stop", "stop"),
+        ({"stop": ["a"] * 10_000}, "stop", "stop: List should have at most 16 items"),
+        ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice", "tool_choice.function.name: "),
+        ({"max_tokens": 5000}, "max_tokens", "the prompt leaves 2,0"),
+        ({"max_completion_tokens": 5000}, "max_tokens", "max_tokens is 5,000"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
         ({"logit_bias": {"³": 1}}, "logit_bias", "no token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias"),
@@ -77,6 +81,21 @@ def test_a_field_that_is_wrong_is_named(http, changes, param, message):
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: List should have at least 1 item"),
+        (["a"] * 129, "prompt: List should have at most 128 items"),
+        (["a", 5], "prompt.1: Input should be a valid string"),
+        ([5, "a"], "prompt.1: Input should be a valid integer"),
+    ],
+)
+def test_the_error_of_a_prompt_is_that_of_its_type(http, prompt, message):
+    error = error_of(http.post("/v1/completions", json={"model": "parrot", "prompt": prompt}), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -141,9 +160,21 @@ def test_methods_that_a_route_does_not_take(http):
     assert response.headers["allow"] == "POST"
 
 
-def test_embeddings_are_refused_in_so_many_words(http):
-    error = error_of(http.post("/v1/embeddings", json={"model": "parrot", "input": "a"}), 501)
-    assert "embeddings" in error["message"]
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/pooling", "embeddings"),
+        ("/v1/rerank", "reranking"),
+        ("/rerank", "reranking"),
+        ("/v1/score", "scoring"),
+        ("/classify", "classification"),
+    ],
+)
+def test_what_a_decoder_does_not_do_is_refused_in_so_many_words(http, path, what):
+    error = error_of(http.post(path, json={"model": "parrot", "input": "a"}), 501)
+    assert error["message"].endswith(f"not served for {what}")
+    assert error["code"] == f"{what}_not_supported"
 
 
 def test_a_long_body_is_refused_before_it_is_read(served):

@@ -1,0 +1,181 @@
+"""The document of the API: it is valid, complete, and says what the answers are."""
+
+import json
+
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from openapi_spec_validator import validate
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from serving_fakes import FakeService, Running, qwen_template
+
+from warpbus.server.app import create_app
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
+
+SCHEMA = create_app(Models()).openapi()
+HELLO = [{"role": "user", "content": "ab"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+CHECKS = (content_type_conformance, response_schema_conformance, status_code_conformance)
+load_all_checks()
+
+
+class Sleepless(FakeService):
+    async def sleep(self):
+        """A model that sleeps answers with 503, and it is the others that are looked for."""
+
+
+@pytest.fixture(scope="module")
+def sleepless():
+    models = Models()
+    models.add("parrot", Sleepless())
+    models.add("glm-4", Sleepless("<sop>"))
+    with Running(models, ServerOptions()) as running:
+        yield running
+
+
+@schemathesis.openapi.from_dict(SCHEMA).parametrize()
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_nothing_that_fits_the_schema_or_not_makes_the_server_fail(case, sleepless):
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+        case.body["model"] = "parrot" if len(case.body["model"]) % 2 else "glm-4"
+    response = case.call(base_url=sleepless.url)
+    assert response.status_code < 500
+    case.validate_response(response, checks=CHECKS)
+
+
+def test_the_document_is_valid():
+    validate(SCHEMA)
+    validate(create_app(Models(), ServerOptions(api_keys=("a-key-of-some",))).openapi())
+
+
+def test_it_has_every_route_that_works_and_our_errors():
+    assert "/v1/embeddings" not in SCHEMA["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics", "/sleep"} <= set(SCHEMA["paths"])
+    assert not [name for name in SCHEMA["components"]["schemas"] if "Validation" in name]
+    assert "422" not in SCHEMA["paths"]["/v1/completions"]["post"]["responses"]
+
+
+def test_every_answer_has_a_schema():
+    for path, operations in SCHEMA["paths"].items():
+        for operation in operations.values():
+            assert {"200", "4XX", "5XX"} <= set(operation["responses"]), path
+            for status, response in operation["responses"].items():
+                assert response["content"], (path, status)
+                assert all(content["schema"] for content in response["content"].values()), (path, status)
+    chats = SCHEMA["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert set(chats) == {"application/json", "text/event-stream"}
+    assert set(SCHEMA["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+
+
+def test_it_says_where_a_key_is_needed():
+    locked = create_app(Models(), ServerOptions(api_keys=("a-key-of-some",))).openapi()
+    assert {} in SCHEMA["security"]
+    assert {} not in locked["security"]
+    assert {name for each in locked["security"] for name in each} == set(locked["components"]["securitySchemes"])
+    open_paths = {path for path, item in locked["paths"].items() for each in item.values() if "security" in each}
+    assert open_paths == {"/health"}
+
+
+def strict(name):
+    """A schema of the document that also refuses fields that it does not name."""
+    definitions = json.loads(json.dumps(SCHEMA["components"]["schemas"]).replace("#/components/schemas/", "#/$defs/"))
+    for definition in definitions.values():
+        if "properties" in definition and "allOf" not in definition:
+            definition["additionalProperties"] = False
+    return {"$ref": f"#/$defs/{name}", "$defs": definitions}
+
+
+def check(name, body):
+    jsonschema.validate(body, strict(name), cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "whole", "event"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2},
+            "ChatCompletion",
+            "ChatCompletionChunk",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": "WEATHER"}, "ChatCompletion", "ChatCompletionChunk"),
+        ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 2}, "TextCompletion", "TextCompletion"),
+        ("/v1/completions", {"prompt": "ab", "echo": True}, "TextCompletion", "TextCompletion"),
+    ],
+)
+def test_answers_have_the_fields_that_are_declared_and_no_others(path, body, whole, event):
+    models = Models()
+    service = FakeService(make_template=qwen_template)
+    models.add("qwen3", service)
+    body = {"model": "qwen3", **body}
+    if "tools" in body:
+        body["tools"] = [{"type": "function", "function": {"name": "weather"}}]
+        service.script = f"<think>a</think>b{CALL}"
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        check(whole, http.post(path, json=body).json())
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        lines = http.post(path, json={**body, **options}).text.split("\n\n")
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        assert len(events) > 2
+        for data in events:
+            check(event, json.loads(data))
+
+
+@pytest.mark.parametrize("script", ["ab", f"<think>a</think>b{CALL}"])
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "weather"}]}, "AnthropicMessage"),
+        ("/v1/messages/count_tokens", {"messages": HELLO}, "CountedTokens"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "weather"}]}, "ResponseAnswer"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}, "ResponseAnswer"),
+    ],
+)
+def test_answers_of_the_other_apis_have_the_fields_that_are_declared(script, path, body, name):
+    models = Models()
+    service = FakeService(make_template=qwen_template)
+    service.script = script
+    models.add("qwen3", service)
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        response = http.post(path, json={"model": "qwen3", **body})
+        assert response.status_code == 200
+        check(name, response.json())
+        if name == "ResponseAnswer":
+            check(name, http.get(f"/v1/responses/{response.json()['id']}").json())
+            check("DeletedAnswer", http.delete(f"/v1/responses/{response.json()['id']}").json())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "name"),
+    [
+        ("GET", "/v1/models", None, "ModelList"),
+        ("GET", "/v1/models/glm-4", None, "ServedModel"),
+        ("POST", "/tokenize", {"prompt": "a"}, "Tokenized"),
+        ("POST", "/detokenize", {"tokens": [97]}, "Detokenized"),
+        ("GET", "/health", None, "HealthAnswer"),
+        ("GET", "/version", None, "VersionAnswer"),
+        ("GET", "/is_sleeping", None, "SleepAnswer"),
+        ("GET", "/nothing", None, "ErrorAnswer"),
+        ("POST", "/tokenize", {}, "ErrorAnswer"),
+        ("POST", "/v1/messages", {}, "AnthropicErrorAnswer"),
+        ("GET", "/v1/responses/none", None, "ErrorAnswer"),
+    ],
+)
+def test_other_answers_have_the_fields_that_are_declared(sleepless, method, path, body, name):
+    with sleepless.http() as http:
+        check(name, http.request(method, path, json=body).json())
+
+
+def test_a_move_has_the_fields_that_are_declared(sleepless):
+    with sleepless.http() as http:
+        moved = http.post("/move", params={"device": "cuda:1"}).json()
+    assert set(moved) == {"parrot", "glm-4"}
+    for each in moved.values():
+        check("MoveAnswer", each)
