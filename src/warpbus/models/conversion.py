@@ -10,9 +10,11 @@ import torch
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
 from warpbus.formats.fp8 import dequantized, fp8_matrices, fp8_storage
+from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.layout import WRITABLE
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
+from warpbus.models.gguf.export import TARGETS
 from warpbus.models.layer_spec import MLPSpec
 from warpbus.models.loading import quantized_parameters, read_config, tensor_map
 from warpbus.models.padding import padded_size
@@ -50,8 +52,8 @@ class ConversionPlan:
     Attributes:
         checkpoint: the model.
         config: of its decoder.
-        source: the quantized format of the model; None for an FP8 model that is dequantized while it is read.
-        dequantized: the number of matrices of such a model.
+        source: the quantized format of the model; None for one that is dequantized while it is read (FP8, GGUF).
+        dequantized: the number of such matrices.
         target: the quantized format of the output; None if the matrices are dequantized.
         dtype: of all weights of the output, if `target` is None.
         ffn: the FFN size of the source and of the output.
@@ -68,6 +70,13 @@ class ConversionPlan:
     ffn: tuple[int, int]
     matrices: tuple[ConvertedMatrix, ...]
     bytes_before: int
+
+    @property
+    def source_name(self) -> str:
+        """The format of the model."""
+        if self.checkpoint.from_gguf:
+            return "gguf"
+        return "fp8" if self.source is None else self.source.name
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -128,13 +137,13 @@ class ConversionPlan:
 def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> ConversionPlan:
     """Check the arguments and the headers of the model; arguments and errors as `convert`."""
     if to not in PLAIN and to not in WRITABLE:
-        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN))}")
-    checkpoint = Checkpoint(model)
+        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN, *TARGETS))}")
+    checkpoint = Checkpoint(directory_of(model))
     if output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
     source, bytes_before, in_fp8 = layout_of(checkpoint.config), checkpoint.total_bytes, 0
     if source is None:
-        in_fp8 = len(fp8_matrices(checkpoint))
+        in_fp8 = len(checkpoint.dequantized_blocks if checkpoint.from_gguf else fp8_matrices(checkpoint))
         checkpoint = _opened_fp8(checkpoint, to)
     config = read_config(checkpoint, mtp="stored")
     schemes = quantized_parameters(checkpoint, config)
@@ -153,7 +162,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
         raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: drop it")
     if ffn != before and any(mlp.bias for mlp in dense):
         raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which cannot be padded: drop it")
-    if source is not None and source.name == to and ffn == before:
+    if source is not None and source.name == to and ffn == before and not checkpoint.from_gguf:
         raise UsageError(f"{model}: is already in format {to}: there is nothing to convert")
     return ConversionPlan(
         checkpoint=checkpoint,
@@ -169,7 +178,9 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
 
 
 def _opened_fp8(checkpoint: Checkpoint, to: str) -> Checkpoint:
-    """An FP8 checkpoint whose matrices are dequantized to the dtype `to`. Raises UsageError if it is not one."""
+    """An FP8 or GGUF checkpoint, its matrices dequantized to the dtype `to`. Raises UsageError if it is neither."""
+    if checkpoint.from_gguf and to in PLAIN:
+        return checkpoint
     if fp8_storage(checkpoint.config) is None:
         raise UsageError(
             f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
