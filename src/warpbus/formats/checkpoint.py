@@ -89,7 +89,11 @@ class Checkpoint:
     @property
     def from_gguf(self) -> bool:
         """Whether the tensors are read from a GGUF file."""
-        return any(isinstance(tensor, ConvertedRows) for tensor in self._tensors.values())
+        return self.has(ConvertedRows)
+
+    def has(self, kind: type) -> bool:
+        """Whether some tensor is stored in this way."""
+        return any(isinstance(tensor, kind) for tensor in self._tensors.values())
 
     @property
     def dequantized_blocks(self) -> list[str]:

@@ -172,8 +172,8 @@ def from_tensors(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor
     """
     if f"{prefix}.weight_g_idx" in checkpoint:
         raise CheckpointError(
-            f"{prefix}.weight_g_idx: columns reordered by activation (actorder group) are not supported: "
-            "quantize the model again with actorder static"
+            f"{prefix}.weight_g_idx: columns reordered by activation (actorder group) have no such form: convert the "
+            "model to float16 or bfloat16"
         )
     if scheme.activations is not None:
         return _read_values(checkpoint, prefix, scheme)
@@ -233,7 +233,7 @@ def _read_group(name: str, group: object, default_format: object) -> Scheme:
     require(weights, where, "type", (_TYPES[stored_as],))
     require(weights, where, "dynamic", (False, None))
     require(weights, where, "strategy", ("group", "channel") if activations is None else ("channel",))
-    require(weights, where, "actorder", (None, "static", "weight"))
+    require(weights, where, "actorder", (None, "static", "weight", "group"))
     require(weights, where, "symmetric", (True, False))
     _refuse_others(weights, where)
     group_size = None if weights["strategy"] == "channel" else whole_number(weights, where, "group_size")

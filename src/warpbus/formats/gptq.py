@@ -12,7 +12,7 @@ transposed; the zero point of a symmetric file is `2**(bits - 1)` everywhere.
 
 Columns in an order of their own (`desc_act`, unless the groups were static) make a `g_idx` that goes back and forth
 between groups. A `QTensor` has its groups side by side, and no order of the columns would serve the next matrix too,
-which has another: such files are refused. Whole groups may lie in any order.
+which has another: such matrices are dequantized (`reordered`). Whole groups may lie in any order.
 """
 
 import re
@@ -230,8 +230,8 @@ def _read_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) ->
     blocks = index.view(groups, -1)
     if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
         raise CheckpointError(
-            f"{name}: columns reordered by activation (desc_act) are not supported: quantize the model again without "
-            "desc_act, or with static groups"
+            f"{name}: columns reordered by activation (desc_act) have no such form: convert the model to float16 or "
+            "bfloat16"
         )
     order = blocks[:, 0].long()
     return None if torch.equal(order, torch.arange(groups)) else order

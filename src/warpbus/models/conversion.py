@@ -12,6 +12,7 @@ from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, la
 from warpbus.formats.fp8 import dequantized, fp8_matrices, fp8_storage
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.layout import WRITABLE
+from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
 from warpbus.models.gguf.export import TARGETS
@@ -145,9 +146,16 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     if source is None:
         in_fp8 = len(checkpoint.dequantized_blocks if checkpoint.from_gguf else fp8_matrices(checkpoint))
         checkpoint = _opened_fp8(checkpoint, to)
+    else:
+        checkpoint = dequantized_reordered(checkpoint, source, PLAIN.get(to, torch.float16))
+        if to not in PLAIN and checkpoint.has(ReorderedMatrix):
+            raise CheckpointError(
+                f"{model}: has columns reordered by activation, which --to {to} has no form for: convert the model to "
+                "float16 or bfloat16"
+            )
     config = read_config(checkpoint, mtp="stored")
     schemes = quantized_parameters(checkpoint, config)
-    if source is not None and not schemes:
+    if source is not None and not schemes and not checkpoint.has(ReorderedMatrix):
         raise CheckpointError(
             f"{model}: config.json declares quantization {source.name}, but no matrix is quantized: check that "
             "config.json belongs to these weights"

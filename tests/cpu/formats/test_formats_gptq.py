@@ -195,7 +195,11 @@ def damage(change: str, tensors: dict[str, Tensor]) -> None:
         ("short index", TensorError, r"p\.g_idx has shape \[63\], expected \[64\]"),
         ("index too large", TensorError, r"p\.g_idx: names group 2, expected 0 to 1"),
         ("negative index", TensorError, r"p\.g_idx: names group -1, expected 0 to 1"),
-        ("reordered", CheckpointError, r"p\.g_idx: columns reordered by activation \(desc_act\) .* without desc_act"),
+        (
+            "reordered",
+            CheckpointError,
+            r"p\.g_idx: columns reordered by activation \(desc_act\) .* float16 or bfloat16",
+        ),
         ("odd zero", TensorError, r"p\.qzeros: stores 5, expected 7 everywhere, .* set sym to false"),
         ("odd columns", SchemeError, "p: 56 columns cannot be cut into groups of 32"),
     ],

@@ -42,6 +42,7 @@ from warpbus.formats.gguf.encoding import FALLBACK, assemble, encode
 from warpbus.formats.gguf.file import SUFFIX, PlannedTensor, Value, read_header, write_file
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.layout import Layout, layout_of
+from warpbus.formats.reordered import dequantized_reordered
 from warpbus.models.config import ModelConfig
 from warpbus.models.gguf.vocabulary import vocabulary_metadata
 from warpbus.models.layer_spec import AttentionSpec, MatrixSpec
@@ -265,6 +266,8 @@ class _Export:
         layout = layout_of(checkpoint.config)
         if layout is None:
             checkpoint = dequantized(checkpoint)
+        else:
+            checkpoint = dequantized_reordered(checkpoint, layout, torch.float16)
         config = read_config(checkpoint)
         architecture = ARCHITECTURES.get(config.family)
         if architecture is None or not isinstance(config.attention, AttentionSpec):
