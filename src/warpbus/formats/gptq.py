@@ -111,8 +111,10 @@ def check(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
     Raises:
         SchemeError: if the scheme is none of weights only, or the rows or columns do not fill whole words.
     """
-    if scheme.activations is not None:
-        raise SchemeError(f"{name}: the GPTQ format has no {scheme}, only schemes of weights: use compressed-tensors")
+    if scheme.activations is not None or scheme.element is not None:
+        raise SchemeError(
+            f"{name}: the GPTQ format has no {scheme}, only integer schemes of weights: use compressed-tensors"
+        )
     scheme.groups(shape[1], name)
     for size, axis in zip(shape, ("rows", "columns"), strict=True):
         if size * scheme.bits % 32:

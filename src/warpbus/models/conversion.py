@@ -9,7 +9,9 @@ import torch
 
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
-from warpbus.formats.fp8 import dequantized, fp8_matrices, fp8_storage
+from warpbus.formats.dequantizing import dequantized, dequantized_matrices
+from warpbus.formats.fp4 import fp4_storage
+from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.layout import WRITABLE
 from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
@@ -60,6 +62,7 @@ class ConversionPlan:
         ffn: the FFN size of the source and of the output.
         matrices: the matrices that are quantized, padded, or both.
         bytes_before: of all tensors of the model's files.
+        stored_config: the `config.json` of the model.
     """
 
     checkpoint: Checkpoint
@@ -71,13 +74,14 @@ class ConversionPlan:
     ffn: tuple[int, int]
     matrices: tuple[ConvertedMatrix, ...]
     bytes_before: int
+    stored_config: Mapping[str, Any]
 
     @property
     def source_name(self) -> str:
         """The format of the model."""
         if self.checkpoint.from_gguf:
             return "gguf"
-        return "fp8" if self.source is None else self.source.name
+        return _float_name(self.stored_config) if self.source is None else self.source.name
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -143,9 +147,10 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     if output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
     source, bytes_before, in_fp8 = layout_of(checkpoint.config), checkpoint.total_bytes, 0
+    stored_config = checkpoint.config
     if source is None:
-        in_fp8 = len(checkpoint.dequantized_blocks if checkpoint.from_gguf else fp8_matrices(checkpoint))
-        checkpoint = _opened_fp8(checkpoint, to)
+        in_fp8 = len(dequantized_matrices(checkpoint))
+        checkpoint = _opened_dequantized(checkpoint, to)
     else:
         checkpoint = dequantized_reordered(checkpoint, source, PLAIN.get(to, torch.float16))
         if to not in PLAIN and checkpoint.has(ReorderedMatrix):
@@ -182,23 +187,31 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
         ffn=(before, ffn),
         matrices=tuple(_matrices(config, schemes, None if ffn == before else ffn)),
         bytes_before=bytes_before,
+        stored_config=stored_config,
     )
 
 
-def _opened_fp8(checkpoint: Checkpoint, to: str) -> Checkpoint:
-    """An FP8 or GGUF checkpoint, its matrices dequantized to the dtype `to`. Raises UsageError if it is neither."""
+def _opened_dequantized(checkpoint: Checkpoint, to: str) -> Checkpoint:
+    """An FP8, FP4 or GGUF checkpoint, its matrices dequantized to `to`. Raises UsageError if it is none of these."""
     if checkpoint.from_gguf and to in PLAIN:
         return checkpoint
-    if fp8_storage(checkpoint.config) is None:
+    if fp8_storage(checkpoint.config) is None and fp4_storage(checkpoint.config) is None:
         raise UsageError(
             f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
         )
     if to not in PLAIN:
         raise UsageError(
-            f"--to {to}: the FP8 matrices of {checkpoint.directory} have no such form: convert to float16 or bfloat16, "
+            f"--to {to}: the matrices of {checkpoint.directory}, in {_float_name(checkpoint.config).upper()}, have no "
+            "such form: convert to float16 or bfloat16, "
             "or use warpbus quantize"
         )
     return dequantized(checkpoint, PLAIN[to])
+
+
+def _float_name(config: Mapping[str, Any]) -> str:
+    """The name of the floating-point format of a model that is not loaded quantized."""
+    storage = fp4_storage(config)
+    return "fp8" if storage is None else storage.element
 
 
 def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | None:

@@ -11,7 +11,7 @@ from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.formats.fp8 import dequantized
+from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.layout import Layout, layout_of
 from warpbus.formats.reordered import dequantized_reordered
 from warpbus.kernels.ops.packed import PackedWeight

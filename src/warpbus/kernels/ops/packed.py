@@ -72,7 +72,9 @@ def stored_bits(scheme: Scheme) -> int:
 
 
 def check_weight_only(name: str, scheme: Scheme) -> None:
-    """Raises TensorError for a scheme whose activations have 8 bits, too: `wna16` would not round them."""
+    """Raises TensorError for a scheme whose activations have 8 bits, too, and for FP4: `wna16` computes neither."""
+    if scheme.element is not None:
+        raise TensorError(f"{name}: the weight is {scheme}, which no kernel computes with: dequantize it")
     if scheme.activations is not None:
         raise TensorError(f"{name}: the weight is {scheme}, expected w<bits>a16: use w8a8_linear")
 

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 
 from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.files import check_space, replace_file
-from warpbus.formats.fp8 import dequantized
 from warpbus.formats.gguf.architectures import ROPE_FACTORS, llama3_factors, permuted
 from warpbus.formats.gguf.blocks import GROUP, PLAIN, TYPES, BlockType
 from warpbus.formats.gguf.encoding import FALLBACK, assemble, encode
