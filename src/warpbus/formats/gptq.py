@@ -40,6 +40,7 @@ from warpbus.qtensor import QTensor, Scheme, Schemes, pack, packed_words, unpack
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _WHERE = "quantization_config"
 _VERSIONS = {1: "gptq", 2: "gptq_v2"}
+_BITS = (2, 3, 4, 8)
 
 
 def version(config: dict[str, Any]) -> int | None:
@@ -111,6 +112,10 @@ def check(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
     Raises:
         SchemeError: if the scheme is none of weights only, or the rows or columns do not fill whole words.
     """
+    if scheme.bits not in _BITS:
+        raise SchemeError(
+            f"{name}: the GPTQ format has weights of 2, 3, 4 or 8 bits, not {scheme}: use compressed-tensors"
+        )
     if scheme.activations is not None or scheme.element is not None:
         raise SchemeError(
             f"{name}: the GPTQ format has no {scheme}, only integer schemes of weights: use compressed-tensors"
@@ -241,6 +246,7 @@ def _read_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) ->
 
 def _scheme(values: Mapping[str, Any], where: str) -> Scheme:
     bits, group_size = whole_number(values, where, "bits"), whole_number(values, where, "group_size")
+    require(values, where, "bits", _BITS)
     symmetric: bool = require(values, where, "sym", (True, False))
     return scheme_of(where, bits, None if group_size == -1 else group_size, symmetric)
 

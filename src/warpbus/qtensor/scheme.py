@@ -1,6 +1,6 @@
 """Quantization schemes and their one spelling: `w4a16-g128`, `w4a16-g32-asym`, `w8a16`, `w8a8-int8`, `w4a16-nvfp4`.
 
-w<bits>a16     weights of 2, 3, 4 or 8 bits, activations in 16 bits (or 32 on the CPU)
+w<bits>a16     weights of 2, 3, 4, 5, 6 or 8 bits, activations in 16 bits (or 32 on the CPU)
 -g<size>       one scale for each group of 32, 64 or 128 columns; without it, one for each row ("per channel")
 -asym          with a zero point for each group; without it, symmetric
 
@@ -18,7 +18,7 @@ import torch
 
 from warpbus.errors import SchemeError
 
-WEIGHT_BITS = (2, 3, 4, 8)
+WEIGHT_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """What activations may be rounded to, and the dtype that they and the weights then have."""

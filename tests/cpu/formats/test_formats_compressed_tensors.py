@@ -21,7 +21,7 @@ from warpbus.formats import (
 )
 from warpbus.qtensor import QTensor, Scheme, Schemes
 
-SCHEMES = [Scheme(*parts) for parts in itertools.product((2, 3, 4, 8), (None, 32, 64, 128), (True, False))]
+SCHEMES = [Scheme(*parts) for parts in itertools.product((2, 3, 4, 5, 6, 8), (None, 32, 64, 128), (True, False))]
 PREFIX = "model.layers.0.mlp.down_proj"
 
 
@@ -185,7 +185,7 @@ def test_a_plain_model_has_no_scheme() -> None:
         ({"novelty": 7}, r"weights\.novelty is 7, expected absent"),
         ({"group_size": None}, r"weights\.group_size is None, expected an integer"),
         ({"num_bits": "4"}, r"weights\.num_bits is '4', expected an integer"),
-        ({"num_bits": 5}, "5 bits are not supported: choose from 2, 3, 4, 8"),
+        ({"num_bits": 7}, "7 bits are not supported: choose from 2, 3, 4, 5, 6, 8"),
         ({"group_size": 256}, "groups of 256 are not supported: choose from 32, 64, 128"),
         ({"observer": "x" * 500, "type": "y" * 500}, r"weights\.type is 'y{79}\.\.\., expected 'int'"),
     ],

@@ -32,7 +32,7 @@ def write(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
 def matrices(draw: st.DrawFn) -> QTensor:
     """Matrices of every scheme of weights, of rows that fill whole words and some that do not."""
     scheme = Scheme(
-        draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([None, 32, 64, 128])), draw(st.booleans())
+        draw(st.sampled_from([2, 3, 4, 5, 6, 8])), draw(st.sampled_from([None, 32, 64, 128])), draw(st.booleans())
     )
     out = draw(st.integers(1, 12)) * draw(st.sampled_from([1, 8, 32]))
     columns = draw(st.integers(1, 3)) * (scheme.group_size or draw(st.sampled_from([1, 8, 32])))

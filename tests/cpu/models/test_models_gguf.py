@@ -90,13 +90,15 @@ def test_an_unquantized_model_comes_back(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["glm", "glm, wide heads", "chatglm2", "llama", "qwen2"])
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w3a16-g32", "w2a16-g32", "w8a16-g32", "w4a16"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-g32", "w3a16-g32", "w2a16-g32", "w5a16-g32", "w6a16-g32", "w8a16-g32", "w4a16"]
+)
 def test_codes_and_scales_of_symmetric_schemes_stay(tmp_path, name, scheme):
     source, _ = write_quantized(tmp_path / "model", CONFIGS[name], "compressed-tensors", scheme)
     write_vocabulary(source, CONFIGS[name])
     done = convert(source, tmp_path / "m.gguf", to="gguf").to_json()
     assert (done["exact"], done["rounded_again"], done["scales_rounded"]) == (
-        done["kinds"]["Q4_0" if scheme[1] != "8" else "Q8_0"],
+        done["kinds"][{"5": "Q5_0", "6": "Q8_0", "8": "Q8_0"}.get(scheme[1], "Q4_0")],
         0,
         0,
     )
@@ -120,12 +122,12 @@ def test_a_quantized_file_is_loaded_quantized_and_returns_to_the_same_codes(tmp_
         assert torch.equal(after[name], expected.to(after[name].dtype)), name
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w3a16-g32-asym", "w2a16-g32-asym"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w3a16-g32-asym", "w2a16-g32-asym", "w5a16-g32-asym"])
 def test_minima_of_asymmetric_schemes_are_rounded_once(tmp_path, scheme):
     source, plain = write_quantized(tmp_path / "model", CONFIGS["glm"], "compressed-tensors", scheme)
     tokenizer_files.write_poet(source)
     done = convert(source, tmp_path / "m.gguf", to="gguf").to_json()
-    assert (done["exact"], done["minima_rounded"]) == (0, done["kinds"]["Q4_1"])
+    assert (done["exact"], done["minima_rounded"]) == (0, done["kinds"]["Q5_1" if scheme[1] == "5" else "Q4_1"])
     checkpoint = Checkpoint(find_model(tmp_path / "m.gguf"))
     for name, expected in plain.items():
         if name.endswith("proj.weight"):
@@ -152,7 +154,8 @@ def test_block_types_of_schemes():
         return block_type(Scheme.parse(name), columns)
 
     assert [found(f"w{bits}a16") for bits in (2, 3, 4, 8)] == [("Q4_0", True)] * 3 + [("Q8_0", True)]
-    assert found("w4a16-asym") == ("Q4_1", True)
+    assert [found(f"w{bits}a16") for bits in (5, 6)] == [("Q5_0", True), ("Q8_0", True)]
+    assert [found(f"w{bits}a16-asym") for bits in (4, 5, 6)] == [("Q4_1", True), ("Q5_1", True), ("Q8_0", False)]
     assert found("w8a16-asym") == ("Q8_0", False)
     assert found("w8a8-int8") == ("Q8_0", True)
     assert found("w8a8-fp8") == ("Q8_0", False)

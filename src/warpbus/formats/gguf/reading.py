@@ -1,9 +1,9 @@
 """The tensors of a GGUF file as those of a checkpoint in Hugging Face's layout.
 
-Matrices of Q4_0 and Q8_0 become quantized matrices in the layout of compressed-tensors, `pack-quantized`, with groups
-of 32 and the same codes and scales. Matrices of other block types are dequantized to float16 when they are read, since
-no scheme has their minima or their nested scales. Matrices that the decoder fuses (q, k and v; gate and up) are all
-dequantized if their types differ.
+Matrices of Q4_0, Q5_0 and Q8_0 become quantized matrices in the layout of compressed-tensors, `pack-quantized`, with
+groups of 32 and the same codes and scales. Matrices of other block types are dequantized to float16 when they are read,
+since no scheme has their minima or their nested scales. Matrices that the decoder fuses (q, k and v; gate and up) are
+all dequantized if their types differ.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from warpbus.errors import TensorError
 from warpbus.formats.gguf.architectures import Keys, SourceRows, source_tensors
-from warpbus.formats.gguf.blocks import GROUP, half, q4_0_codes, q8_0_codes
+from warpbus.formats.gguf.blocks import GROUP, half, q4_0_codes, q5_0_codes, q8_0_codes
 from warpbus.formats.gguf.file import read_header
 from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes
 from warpbus.qtensor import Scheme, pack, packed_words
@@ -24,10 +24,10 @@ from warpbus.qtensor import Scheme, pack, packed_words
 WEIGHTS = "model.gguf"
 """The name of the file in a model directory."""
 
-SCHEMES = {"Q4_0": Scheme(4, GROUP), "Q8_0": Scheme(8, GROUP)}
+SCHEMES = {"Q4_0": Scheme(4, GROUP), "Q5_0": Scheme(5, GROUP), "Q8_0": Scheme(8, GROUP)}
 """The schemes of block types whose blocks are exactly the groups of a scheme."""
 
-_CODES: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": q4_0_codes, "Q8_0": q8_0_codes}
+_CODES: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": q4_0_codes, "Q5_0": q5_0_codes, "Q8_0": q8_0_codes}
 _DEQUANTIZED = torch.float16
 _ELEMENTS_AT_ONCE = 2**22
 _WEIGHT = ".weight"

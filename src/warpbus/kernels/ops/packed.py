@@ -68,7 +68,7 @@ class PackedWeight:
 
 def stored_bits(scheme: Scheme) -> int:
     """The bits that a packed code takes: 4 or 8."""
-    return 8 if scheme.bits == 8 else 4
+    return 8 if scheme.bits > 4 else 4
 
 
 def check_weight_only(name: str, scheme: Scheme) -> None:
