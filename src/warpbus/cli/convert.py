@@ -12,10 +12,14 @@ from warpbus.cli.progress import progress_bar
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="directory of a quantized model, or its name on a hub")],
-    output: Annotated[Path, typer.Argument(help="a new directory")],
+    model: Annotated[str, typer.Argument(help="a quantized model: directory, GGUF file, or name on a hub")],
+    output: Annotated[Path, typer.Argument(help="a new directory; for GGUF a new file")],
     to: Annotated[
-        str, typer.Option(help="compressed-tensors, gptq, gptq-v2 or awq; float16 or bfloat16: not quantized any more")
+        str,
+        typer.Option(
+            help="compressed-tensors, gptq, gptq-v2 or awq; float16 or bfloat16: not quantized any more; gguf: codes "
+            "unchanged where GGUF has them; gguf-q4_k and others: rounded to that type"
+        ),
     ],
     pad_ffn: Annotated[
         str, typer.Option(help="widen the FFN with zeros: none, auto (2 and 4 GPUs can share it), or a size")
@@ -25,7 +29,7 @@ def convert(
 ) -> None:
     """Convert MODEL between quantized formats, its codes unchanged, and compare what was written bit for bit.
 
-    It reads compressed-tensors, GPTQ, AWQ, and THUDM's int4 and int8.
+    It reads compressed-tensors, GPTQ, AWQ, THUDM's int4 and int8, and GGUF.
     """
     from warpbus.models.convert import convert as run
 

@@ -32,7 +32,7 @@ EXTRAS = {
     "test": (
         "make test",
         (
-            *("pytest", "pytest-xdist", "hypothesis", "transformers", "compressed-tensors", "psutil"),
+            *("pytest", "pytest-xdist", "hypothesis", "transformers", "compressed-tensors", "gguf", "psutil"),
             *("scikit-learn", "openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
         ),
     ),

@@ -22,7 +22,7 @@ def model_directory(name: str | Path, *, processes: int = 1) -> Path:
     """
     if name == DEMO:
         return model_path()
-    if Path(name).exists():
+    if Path(name).is_dir():
         return Path(name)
     from warpbus.formats.hub import find_model
     from warpbus.models import check_loadable

@@ -25,7 +25,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     goal=...,
     memory=...,
     bits=...,
-    format=FieldOption("compressed-tensors, gptq, gptq-v2 or awq", field="layout"),
+    format=FieldOption("compressed-tensors, gptq, gptq-v2, awq or modelopt", field="layout"),
     calibration=...,
     samples="maximum number of calibration sequences",
     seqlen="maximum tokens per sequence",

@@ -95,7 +95,7 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
 
 def check(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
     """Refuse what the format cannot hold. Raises SchemeError."""
-    if scheme.activations is not None or scheme.bits != 4:
+    if scheme.activations is not None or scheme.element is not None or scheme.bits != 4:
         raise SchemeError(f"{name}: the AWQ format has weights of 4 bits only, not {scheme}: use compressed-tensors")
     scheme.groups(shape[1], name)
     if shape[0] % _PER_WORD:

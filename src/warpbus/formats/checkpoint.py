@@ -1,8 +1,8 @@
 """`Checkpoint`: a model directory whose tensors are read one by one.
 
 Weights are looked for in this order: `model.safetensors`, `model.safetensors.index.json` with its shards,
-`pytorch_model.bin`, `pytorch_model.bin.index.json` with its shards. A `.bin` file is a pickle: only tensors are
-taken out of it (`torch.load` with `weights_only`), and nothing that it asks to call is called.
+`pytorch_model.bin`, `pytorch_model.bin.index.json` with its shards, `model.gguf` (see `gguf.view`). A `.bin` file is a
+pickle: only tensors are taken out of it (`torch.load` with `weights_only`), and nothing that it asks to call is called.
 """
 
 import json
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError
+from warpbus.formats.gguf.reading import WEIGHTS as GGUF_WEIGHTS
+from warpbus.formats.gguf.reading import ConvertedRows, read_weights
 from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes, read_header, shown
 
 
@@ -83,6 +85,21 @@ class Checkpoint:
         self._tensors = dict(tensors)
         self.total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return self
+
+    @property
+    def from_gguf(self) -> bool:
+        """Whether the tensors are read from a GGUF file."""
+        return self.has(ConvertedRows)
+
+    def has(self, kind: type) -> bool:
+        """Whether some tensor is stored in this way."""
+        return any(isinstance(tensor, kind) for tensor in self._tensors.values())
+
+    @property
+    def dequantized_blocks(self) -> list[str]:
+        """The tensors that are dequantized from a GGUF file when they are read."""
+        stored = self._tensors.items()
+        return [name for name, each in stored if isinstance(each, ConvertedRows) and each.is_dequantized]
 
     def names(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -168,6 +185,7 @@ class Checkpoint:
         kinds: tuple[tuple[str, _Reader], ...] = (
             ("model.safetensors", _read_safetensors),
             ("pytorch_model.bin", _read_pickle),
+            (GGUF_WEIGHTS, _read_gguf),
         )
         for filename, reader in kinds:
             if (self.directory / filename).is_file():
@@ -219,6 +237,10 @@ def shards_by_tensor(index_name: str, index: Mapping[str, Any]) -> dict[str, str
 
 def _read_safetensors(file: Path) -> dict[str, StoredTensor]:
     return dict(read_header(file))
+
+
+def _read_gguf(file: Path) -> dict[str, StoredTensor]:
+    return dict(read_weights(file))
 
 
 @dataclass(frozen=True)

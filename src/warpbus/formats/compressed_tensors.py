@@ -27,6 +27,7 @@ from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError
 from warpbus.formats.checkpoint import Checkpoint
+from warpbus.formats.fp4 import describe_fp4, fp4_from_tensors, fp4_to_tensors
 from warpbus.formats.reading import (
     matrix_shape,
     read_scales,
@@ -38,7 +39,15 @@ from warpbus.formats.reading import (
 )
 from warpbus.qtensor import QTensor, Scheme, Schemes, pack, packed_words, unpack
 
-PARTS = (".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+PARTS = (
+    ".weight",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".weight_global_scale",
+)
 """The endings of the tensors that a quantized matrix may have."""
 
 _WHERE = "quantization_config"
@@ -64,7 +73,7 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
     distinct = list(dict.fromkeys(of_layers.values()))
     if len(distinct) == 1:
         of_layers = {_EVERY: distinct[0]}
-    formats = [_FORMATS[scheme.activations] for scheme in distinct]
+    formats = [_format(scheme) for scheme in distinct]
     mixed = len(set(formats)) > 1
     groups = {}
     for index, (scheme, stored_as) in enumerate(zip(distinct, formats, strict=True)):
@@ -80,7 +89,13 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
     }
 
 
+def _format(scheme: Scheme) -> str:
+    return _FORMATS[scheme.activations] if scheme.element is None else f"{scheme.element}-pack-quantized"
+
+
 def _describe(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    if scheme.element is not None:
+        return describe_fp4(scheme, targets)
     stored_as = _FORMATS[scheme.activations]
     weights: dict[str, Any] = {"num_bits": scheme.bits, "type": _TYPES[stored_as], "symmetric": scheme.symmetric}
     if scheme.group_size is None:
@@ -150,6 +165,8 @@ def _names(value: object, where: str) -> list[str]:
 
 def to_tensors(prefix: str, weight: QTensor) -> dict[str, Tensor]:
     """A quantized matrix as the tensors of a checkpoint, for instance `model.layers.0.mlp.down_proj.weight_packed`."""
+    if weight.scheme.element is not None:
+        return fp4_to_tensors(prefix, weight)
     if weight.holds_values:
         return {f"{prefix}.weight": weight.qweight, f"{prefix}.weight_scale": weight.scales}
     tensors = {
@@ -170,10 +187,12 @@ def from_tensors(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor
         CheckpointError: if its columns were reordered, or its 3-bit codes packed by an old release.
         SchemeError: if the scheme's group size does not divide its columns.
     """
+    if scheme.element is not None:
+        return fp4_from_tensors(checkpoint, prefix, scheme)
     if f"{prefix}.weight_g_idx" in checkpoint:
         raise CheckpointError(
-            f"{prefix}.weight_g_idx: columns reordered by activation (actorder group) are not supported: "
-            "quantize the model again with actorder static"
+            f"{prefix}.weight_g_idx: columns reordered by activation (actorder group) have no such form: convert the "
+            "model to float16 or bfloat16"
         )
     if scheme.activations is not None:
         return _read_values(checkpoint, prefix, scheme)
@@ -233,7 +252,7 @@ def _read_group(name: str, group: object, default_format: object) -> Scheme:
     require(weights, where, "type", (_TYPES[stored_as],))
     require(weights, where, "dynamic", (False, None))
     require(weights, where, "strategy", ("group", "channel") if activations is None else ("channel",))
-    require(weights, where, "actorder", (None, "static", "weight"))
+    require(weights, where, "actorder", (None, "static", "weight", "group"))
     require(weights, where, "symmetric", (True, False))
     _refuse_others(weights, where)
     group_size = None if weights["strategy"] == "channel" else whole_number(weights, where, "group_size")

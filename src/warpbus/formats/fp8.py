@@ -15,7 +15,7 @@ In both, `weight = value * scale`. Scales of activations are ignored, since the 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +102,7 @@ def dequantized(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Che
     if storage is None:
         return checkpoint
     config = {key: value for key, value in checkpoint.config.items() if key != _WHERE}
-    if dtype is None:
-        declared = config.get("dtype", config.get("torch_dtype"))
-        dtype = _DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
+    dtype = declared_dtype(config) if dtype is None else dtype
     tensors: dict[str, StoredTensor] = {}
     for name in checkpoint.names():
         if name.endswith(storage.suffix):
@@ -114,6 +112,12 @@ def dequantized(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Che
         elif not name.endswith(_INPUT_SCALE):
             tensors[name] = checkpoint.stored(name)
     return Checkpoint.of_tensors(checkpoint.directory, tensors, config)
+
+
+def declared_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a `config.json` declares; bfloat16 if it declares none or another than float32 and 16 bits."""
+    declared = config.get("dtype", config.get("torch_dtype"))
+    return _DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
 
 
 def fp8_matrices(checkpoint: Checkpoint) -> list[str]:

@@ -12,7 +12,7 @@ transposed; the zero point of a symmetric file is `2**(bits - 1)` everywhere.
 
 Columns in an order of their own (`desc_act`, unless the groups were static) make a `g_idx` that goes back and forth
 between groups. A `QTensor` has its groups side by side, and no order of the columns would serve the next matrix too,
-which has another: such files are refused. Whole groups may lie in any order.
+which has another: such matrices are dequantized (`reordered`). Whole groups may lie in any order.
 """
 
 import re
@@ -40,6 +40,7 @@ from warpbus.qtensor import QTensor, Scheme, Schemes, pack, packed_words, unpack
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _WHERE = "quantization_config"
 _VERSIONS = {1: "gptq", 2: "gptq_v2"}
+_BITS = (2, 3, 4, 8)
 
 
 def version(config: dict[str, Any]) -> int | None:
@@ -111,8 +112,14 @@ def check(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
     Raises:
         SchemeError: if the scheme is none of weights only, or the rows or columns do not fill whole words.
     """
-    if scheme.activations is not None:
-        raise SchemeError(f"{name}: the GPTQ format has no {scheme}, only schemes of weights: use compressed-tensors")
+    if scheme.bits not in _BITS:
+        raise SchemeError(
+            f"{name}: the GPTQ format has weights of 2, 3, 4 or 8 bits, not {scheme}: use compressed-tensors"
+        )
+    if scheme.activations is not None or scheme.element is not None:
+        raise SchemeError(
+            f"{name}: the GPTQ format has no {scheme}, only integer schemes of weights: use compressed-tensors"
+        )
     scheme.groups(shape[1], name)
     for size, axis in zip(shape, ("rows", "columns"), strict=True):
         if size * scheme.bits % 32:
@@ -230,8 +237,8 @@ def _read_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) ->
     blocks = index.view(groups, -1)
     if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
         raise CheckpointError(
-            f"{name}: columns reordered by activation (desc_act) are not supported: quantize the model again without "
-            "desc_act, or with static groups"
+            f"{name}: columns reordered by activation (desc_act) have no such form: convert the model to float16 or "
+            "bfloat16"
         )
     order = blocks[:, 0].long()
     return None if torch.equal(order, torch.arange(groups)) else order
@@ -239,6 +246,7 @@ def _read_order(checkpoint: Checkpoint, name: str, columns: int, groups: int) ->
 
 def _scheme(values: Mapping[str, Any], where: str) -> Scheme:
     bits, group_size = whole_number(values, where, "bits"), whole_number(values, where, "group_size")
+    require(values, where, "bits", _BITS)
     symmetric: bool = require(values, where, "sym", (True, False))
     return scheme_of(where, bits, None if group_size == -1 else group_size, symmetric)
 

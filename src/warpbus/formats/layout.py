@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import UsageError
-from warpbus.formats import awq, compressed_tensors, gptq, thudm
+from warpbus.formats import awq, compressed_tensors, fp4, gptq, thudm
 from warpbus.formats.checkpoint import Checkpoint
+from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.reading import unreadable
 from warpbus.qtensor import QTensor, Scheme, Schemes
@@ -68,7 +69,7 @@ class WritableLayout(Layout):
 
 
 def layout_named(name: str) -> WritableLayout:
-    """The format to write: "compressed-tensors", "gptq", "gptq-v2" or "awq".
+    """The format to write: "compressed-tensors", "gptq", "gptq-v2", "awq" or "modelopt".
 
     Raises:
         UsageError: if there is no format of that name.
@@ -82,11 +83,13 @@ def layout_named(name: str) -> WritableLayout:
 def layout_of(config: Config) -> Layout | None:
     """The format of a model's quantized matrices, from its `config.json`; None if no matrix is loaded quantized.
 
-    The latter is an unquantized model, or an FP8 model that no scheme represents: see `formats.fp8`.
+    The latter is an unquantized model, or one in FP8 or FP4 that kernels do not represent: see `formats.dequantizing`.
 
     Raises:
         CheckpointError: the quantized format is not supported.
     """
+    if fp4_storage(config) is not None:
+        return None
     storage = fp8_storage(config)
     if storage is not None and not storage.is_scheme:
         return None
@@ -169,6 +172,19 @@ WRITABLE = {
             check_zeros=_any_zeros,
             to_tensors=awq.to_tensors,
             quantization_config=awq.quantization_config,
+        ),
+        WritableLayout(
+            name="modelopt",
+            parts=fp4.MODELOPT_PARTS,
+            detect=fp4.modelopt_detect,
+            read_schemes=fp4.modelopt_schemes,
+            is_quantized=lambda checkpoint, prefix: f"{prefix}.weight_scale" in checkpoint,
+            from_tensors=partial(fp4.fp4_from_tensors, modelopt=True),
+            scale_dtype=None,
+            check=fp4.check_modelopt,
+            check_zeros=_any_zeros,
+            to_tensors=partial(fp4.fp4_to_tensors, modelopt=True),
+            quantization_config=fp4.modelopt_config,
         ),
     )
 }

@@ -9,10 +9,15 @@ import torch
 
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
-from warpbus.formats.fp8 import dequantized, fp8_matrices, fp8_storage
+from warpbus.formats.dequantizing import dequantized, dequantized_matrices
+from warpbus.formats.fp4 import fp4_storage
+from warpbus.formats.fp8 import fp8_storage
+from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.layout import WRITABLE
+from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
+from warpbus.models.gguf.export import TARGETS
 from warpbus.models.layer_spec import MLPSpec
 from warpbus.models.loading import quantized_parameters, read_config, tensor_map
 from warpbus.models.padding import padded_size
@@ -50,13 +55,14 @@ class ConversionPlan:
     Attributes:
         checkpoint: the model.
         config: of its decoder.
-        source: the quantized format of the model; None for an FP8 model that is dequantized while it is read.
-        dequantized: the number of matrices of such a model.
+        source: the quantized format of the model; None for one that is dequantized while it is read (FP8, GGUF).
+        dequantized: the number of such matrices.
         target: the quantized format of the output; None if the matrices are dequantized.
         dtype: of all weights of the output, if `target` is None.
         ffn: the FFN size of the source and of the output.
         matrices: the matrices that are quantized, padded, or both.
         bytes_before: of all tensors of the model's files.
+        stored_config: the `config.json` of the model.
     """
 
     checkpoint: Checkpoint
@@ -68,6 +74,14 @@ class ConversionPlan:
     ffn: tuple[int, int]
     matrices: tuple[ConvertedMatrix, ...]
     bytes_before: int
+    stored_config: Mapping[str, Any]
+
+    @property
+    def source_name(self) -> str:
+        """The format of the model."""
+        if self.checkpoint.from_gguf:
+            return "gguf"
+        return _float_name(self.stored_config) if self.source is None else self.source.name
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -128,17 +142,25 @@ class ConversionPlan:
 def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> ConversionPlan:
     """Check the arguments and the headers of the model; arguments and errors as `convert`."""
     if to not in PLAIN and to not in WRITABLE:
-        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN))}")
-    checkpoint = Checkpoint(model)
+        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN, *TARGETS))}")
+    checkpoint = Checkpoint(directory_of(model))
     if output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
     source, bytes_before, in_fp8 = layout_of(checkpoint.config), checkpoint.total_bytes, 0
+    stored_config = checkpoint.config
     if source is None:
-        in_fp8 = len(fp8_matrices(checkpoint))
-        checkpoint = _opened_fp8(checkpoint, to)
+        in_fp8 = len(dequantized_matrices(checkpoint))
+        checkpoint = _opened_dequantized(checkpoint, to)
+    else:
+        checkpoint = dequantized_reordered(checkpoint, source, PLAIN.get(to, torch.float16))
+        if to not in PLAIN and checkpoint.has(ReorderedMatrix):
+            raise CheckpointError(
+                f"{model}: has columns reordered by activation, which --to {to} has no form for: convert the model to "
+                "float16 or bfloat16"
+            )
     config = read_config(checkpoint, mtp="stored")
     schemes = quantized_parameters(checkpoint, config)
-    if source is not None and not schemes:
+    if source is not None and not schemes and not checkpoint.has(ReorderedMatrix):
         raise CheckpointError(
             f"{model}: config.json declares quantization {source.name}, but no matrix is quantized: check that "
             "config.json belongs to these weights"
@@ -153,7 +175,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
         raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: drop it")
     if ffn != before and any(mlp.bias for mlp in dense):
         raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which cannot be padded: drop it")
-    if source is not None and source.name == to and ffn == before:
+    if source is not None and source.name == to and ffn == before and not checkpoint.from_gguf:
         raise UsageError(f"{model}: is already in format {to}: there is nothing to convert")
     return ConversionPlan(
         checkpoint=checkpoint,
@@ -165,21 +187,31 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
         ffn=(before, ffn),
         matrices=tuple(_matrices(config, schemes, None if ffn == before else ffn)),
         bytes_before=bytes_before,
+        stored_config=stored_config,
     )
 
 
-def _opened_fp8(checkpoint: Checkpoint, to: str) -> Checkpoint:
-    """An FP8 checkpoint whose matrices are dequantized to the dtype `to`. Raises UsageError if it is not one."""
-    if fp8_storage(checkpoint.config) is None:
+def _opened_dequantized(checkpoint: Checkpoint, to: str) -> Checkpoint:
+    """An FP8, FP4 or GGUF checkpoint, its matrices dequantized to `to`. Raises UsageError if it is none of these."""
+    if checkpoint.from_gguf and to in PLAIN:
+        return checkpoint
+    if fp8_storage(checkpoint.config) is None and fp4_storage(checkpoint.config) is None:
         raise UsageError(
             f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
         )
     if to not in PLAIN:
         raise UsageError(
-            f"--to {to}: the FP8 matrices of {checkpoint.directory} have no such form: convert to float16 or bfloat16, "
+            f"--to {to}: the matrices of {checkpoint.directory}, in {_float_name(checkpoint.config).upper()}, have no "
+            "such form: convert to float16 or bfloat16, "
             "or use warpbus quantize"
         )
     return dequantized(checkpoint, PLAIN[to])
+
+
+def _float_name(config: Mapping[str, Any]) -> str:
+    """The name of the floating-point format of a model that is not loaded quantized."""
+    storage = fp4_storage(config)
+    return "fp8" if storage is None else storage.element
 
 
 def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | None:

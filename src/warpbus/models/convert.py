@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from warpbus.errors import StorageError, TensorError
+from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.safetensors_io import raw_bytes
 from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare
+from warpbus.models.gguf.export import TARGETS, GGUFExport, export_gguf
 from warpbus.models.loading import quantized_parameters, read_config
 from warpbus.models.padding import pad_columns, pad_plain, pad_rows
 from warpbus.qtensor import QTensor, Scheme, Schemes
@@ -78,16 +79,18 @@ def convert(
     pad_ffn: int | str = "none",
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Conversion:
-    """Write a quantized model in another format. Codes, scales and zero points do not change.
+) -> Conversion | GGUFExport:
+    """Write a quantized model in another format. Codes, scales and zero points do not change, except to GGUF: see
+    `warpbus.models.gguf.export`.
 
     A model that the target format cannot represent is refused before anything is written. The output is read back and
     compared bit for bit before it gets its final name. Scales become float16 if the target format requires it.
 
     Args:
-        model: a model directory, quantized in a format of `warpbus.formats`.
-        output: a new directory.
-        to: a format, see `layout_named`; or "float16" or "bfloat16" for dequantized matrices.
+        model: a model directory, quantized in a format of `warpbus.formats`, or a GGUF file.
+        output: a new directory; for GGUF a new file.
+        to: a format, see `layout_named`; "float16" or "bfloat16" for dequantized matrices; or a target of
+            `export_gguf`, for which the model need not be quantized.
         pad_ffn: see `padded_size`.
         overwrite: replace a model that is at `output`.
         progress: see `Progress`.
@@ -99,6 +102,10 @@ def convert(
         TensorError: a tensor is missing, has the wrong shape or type, or values that overflow the target's dtype.
         StorageError: the output exists, cannot be written, or differs from what was written when it is read back.
     """
+    if to in TARGETS:
+        if pad_ffn != "none":
+            raise UsageError(f"--pad-ffn {pad_ffn}: an FFN is not widened in GGUF: drop it")
+        return export_gguf(model, output, to=to, overwrite=overwrite, progress=progress)
     started = time.perf_counter()
     plan = prepare(Path(model), Path(output), to, pad_ffn)
     job = _RunningConversion(plan, Path(output), progress or (lambda what, done, total: None))
@@ -115,9 +122,9 @@ def convert(
     return Conversion(
         model=str(model),
         output=str(output),
-        source="fp8" if plan.source is None else plan.source.name,
+        source=plan.source_name,
         target=to,
-        schemes="fp8" if plan.source is None else str(Schemes(None, plan.schemes)),
+        schemes=plan.source_name if plan.source is None else str(Schemes(None, plan.schemes)),
         matrices=len(plan.schemes) + plan.dequantized,
         ffn=plan.ffn,
         scales=scales,

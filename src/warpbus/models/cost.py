@@ -78,7 +78,9 @@ class TimeRange:
 
 
 def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
-    """Bytes of a quantized matrix `[n, k]` as the kernels of a GPU take it."""
+    """Bytes of a quantized matrix `[n, k]` as the kernels of a GPU take it: FP4 dequantized to 16 bits."""
+    if scheme.element is not None:
+        return 2 * n * k
     if scheme.activations is not None:
         return n * k + n * torch.float32.itemsize
     words, scales = packed_shapes(scheme, n, k)

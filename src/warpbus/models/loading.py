@@ -12,8 +12,9 @@ from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.formats.fp8 import dequantized
+from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.layout import Layout, layout_of
+from warpbus.formats.reordered import dequantized_reordered
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
@@ -281,6 +282,8 @@ class _Source:
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
         if layout is None:
             checkpoint = dequantized(checkpoint, dtype)
+        else:
+            checkpoint = dequantized_reordered(checkpoint, layout, dtype)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
         staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)

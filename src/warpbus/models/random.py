@@ -140,6 +140,8 @@ class _RandomTensors:
         codes = self._words(words)
         if scheme.bits < 4:
             codes &= 0x11111111 * scheme.max_code
+        elif 4 < scheme.bits < 8:
+            codes &= 0x01010101 * scheme.max_code
         scales = self._scales(shape, scale)
         scales[:, scheme.groups(k) :] = 0
         zeros = None if scheme.symmetric else torch.full_like(scales, scheme.middle_code)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import SchemeError, TensorError
+from warpbus.qtensor.fp4 import fp4_values
 from warpbus.qtensor.packing import pack, packed_words, unpack
 from warpbus.qtensor.scheme import Scheme
 
 
 @dataclass(frozen=True)
 class QTensor:
-    """A quantized matrix of `out` rows and `in` columns: `weight = (code - zero) * scale`.
+    """A quantized matrix of `out` rows and `in` columns: `weight = (code - zero) * scale`; of FP4 `number * scale`.
 
     Attributes:
         scheme: bits, group size, symmetric or not; or w8a8.
@@ -104,6 +105,9 @@ class QTensor:
         if self.holds_values:
             return self.qweight.to(dtype) * self.scales.to(dtype)
         groups = self.scales.shape[1]
+        if self.scheme.element is not None:
+            numbers = fp4_values(self.codes(), dtype).unflatten(1, (groups, -1))
+            return (numbers * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
         zero: Tensor | int = self.scheme.middle_code
         if self.zeros is not None:
             zero = self.zeros.to(torch.int16).unsqueeze(-1)

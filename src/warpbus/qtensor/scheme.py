@@ -1,11 +1,14 @@
-"""Quantization schemes and their one spelling: `w4a16-g128`, `w4a16-g32-asym`, `w8a16`, `w8a8-int8`, `w8a8-fp8`.
+"""Quantization schemes and their one spelling: `w4a16-g128`, `w4a16-g32-asym`, `w8a16`, `w8a8-int8`, `w4a16-nvfp4`.
 
-w<bits>a16     weights of 2, 3, 4 or 8 bits, activations in 16 bits (or 32 on the CPU)
+w<bits>a16     weights of 2, 3, 4, 5, 6 or 8 bits, activations in 16 bits (or 32 on the CPU)
 -g<size>       one scale for each group of 32, 64 or 128 columns; without it, one for each row ("per channel")
 -asym          with a zero point for each group; without it, symmetric
 
 w8a8-<type>    weights and activations are both int8, or both fp8 (e4m3): symmetric, with a scale for each row of the
                weights and one for each token, which is found when the token comes by ("dynamic")
+
+w4a16-nvfp4    weights are 4-bit floating-point numbers (e2m1) with an e4m3 scale for each group of 16 columns
+w4a16-mxfp4    the same with a power of two for each group of 32
 """
 
 import re
@@ -15,13 +18,18 @@ import torch
 
 from warpbus.errors import SchemeError
 
-WEIGHT_BITS = (2, 3, 4, 8)
+WEIGHT_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """What activations may be rounded to, and the dtype that they and the weights then have."""
 
+ELEMENTS = {"nvfp4": 16, "mxfp4": 32}
+"""The formats of 4-bit floating-point numbers, and their group sizes."""
+
 _PATTERN = re.compile(
-    r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?|w8a8-(?P<activations>int8|fp8)", re.ASCII
+    r"w4a16-(?P<element>nvfp4|mxfp4)|"
+    r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?|w8a8-(?P<activations>int8|fp8)",
+    re.ASCII,
 )
 
 
@@ -35,14 +43,23 @@ class Scheme:
 
     `activations` is "int8" or "fp8" where the layer's inputs are rounded too; the weights are then values of that
     type, read as `value * scale`. An int8 value is its code minus the middle code; fp8 has no codes.
+
+    `element` is "nvfp4" or "mxfp4" where the 4 bits are a floating-point number (`qtensor.fp4`), read as
+    `number * scale`; kernels do not compute with it, so files in it are dequantized when they are loaded.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool = True
     activations: str | None = None
+    element: str | None = None
 
     def __post_init__(self) -> None:
+        if self.element is not None:
+            expected = (4, ELEMENTS.get(self.element), True, None)
+            if (self.bits, self.group_size, self.symmetric, self.activations) != expected:
+                raise SchemeError(f"weights of {self.element} are not supported in this form: use w4a16-nvfp4")
+            return
         if self.bits not in WEIGHT_BITS:
             raise SchemeError(f"weights of {self.bits} bits are not supported: choose from {_listed(WEIGHT_BITS)}")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
@@ -72,8 +89,10 @@ class Scheme:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "
                 f"with bits from {_listed(WEIGHT_BITS)} and groups from {_listed(GROUP_SIZES)}; "
-                "or w8a8-int8 or w8a8-fp8"
+                "or w8a8-int8, w8a8-fp8, w4a16-nvfp4 or w4a16-mxfp4"
             )
+        if match["element"]:
+            return cls(4, ELEMENTS[match["element"]], element=match["element"])
         if match["activations"]:
             return cls(8, None, activations=match["activations"])
         group = match["group"]
@@ -82,6 +101,8 @@ class Scheme:
     def __str__(self) -> str:
         if self.activations is not None:
             return f"w8a8-{self.activations}"
+        if self.element is not None:
+            return f"w4a16-{self.element}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"w{self.bits}a16{group}{'' if self.symmetric else '-asym'}"
 
@@ -92,8 +113,8 @@ class Scheme:
 
     @property
     def has_codes(self) -> bool:
-        """Whether weights are integers: all schemes but fp8."""
-        return self.activations != "fp8"
+        """Whether weights are integers: all schemes but those of floating-point numbers."""
+        return self.activations != "fp8" and self.element is None
 
     @property
     def max_code(self) -> int:
@@ -116,6 +137,11 @@ class Scheme:
         if self.group_size is None:
             return 1
         if in_features % self.group_size:
+            if self.element is not None:
+                raise SchemeError(
+                    f"{name}: {in_features} columns cannot be cut into groups of {self.group_size} (scheme {self}): "
+                    "use w4a16"
+                )
             fitting = [size for size in GROUP_SIZES if in_features % size == 0]
             instead = f"use groups of {_listed(fitting)}" if fitting else "leave -g out for one scale a row"
             raise SchemeError(
@@ -129,17 +155,23 @@ class Scheme:
 
         It is the scheme itself if no group size does; see `groups`.
         """
+        if self.element is not None:
+            return self
         sizes = [size for size in GROUP_SIZES if size <= (self.group_size or 0) and in_features % size == 0]
         return replace(self, group_size=max(sizes)) if sizes else self
 
     def bits_per_weight(self, in_features: int, scale_bits: int = 16) -> float:
         """The average number of bits stored for a weight, scales and zero points included."""
         group = self.group_size or in_features
+        if self.element is not None:
+            return self.bits + 8 / group
         return self.bits + (scale_bits + (0 if self.symmetric else self.bits)) / group
 
     def _require_codes(self) -> None:
         if not self.has_codes:
-            raise SchemeError(f"{self}: its weights are floating-point values, not integer codes: use w8a8-int8")
+            raise SchemeError(
+                f"{self}: its weights are floating-point values, not integer codes: use w8a8-int8 or w4a16"
+            )
 
 
 def _listed(values: tuple[int, ...] | list[int]) -> str:

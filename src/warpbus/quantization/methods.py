@@ -125,6 +125,7 @@ class Gptq(Method):
         if group.device.type != "cuda":
             return
         parts = len(group.shares())
+        matrices = [matrix for matrix in matrices if matrix.scheme.element is None]  # FP4 is solved without graphs
         for scheme in {matrix.scheme for matrix in matrices}:
             solve_small(scheme, dtype, scale_dtype, group.device)
         for columns in {matrix.columns for matrix in matrices}:
@@ -240,7 +241,7 @@ class Awq(FoldingMethod):
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
-        return scheme.activations is None
+        return scheme.activations is None and scheme.element is None
 
     def candidates(
         self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics, weight_absmax: Tensor

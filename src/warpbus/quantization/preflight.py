@@ -9,7 +9,7 @@ import torch
 from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
-from warpbus.formats.fp8 import dequantized
+from warpbus.formats.dequantizing import dequantized
 from warpbus.models import ModelConfig, MoESpec, read_config, tensor_map
 from warpbus.models.families import BY_NAME
 from warpbus.qtensor import Scheme, Schemes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats import Checkpoint, layout_of, read_schemes
-from warpbus.formats.fp8 import dequantized
+from warpbus.formats.dequantizing import dequantized
 from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters, read_config
 from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize

@@ -66,7 +66,7 @@ class TrainingSettings(TrainingOptions):
         if self.method == "full":
             raise UsageError("quantize: quantized weights cannot be trained: use method lora or ptuning, or drop it")
         scheme = Scheme.parse(self.quantize)
-        if scheme.activations is not None or not scheme.symmetric:
+        if scheme.activations is not None or scheme.element is not None or not scheme.symmetric:
             raise UsageError(f"quantize is {self.quantize!r}: expected weights only, symmetric, such as w4a16-g64")
         if self.fp8:
             raise UsageError("quantize and fp8: quantized matrices cannot be multiplied in FP8: choose one of the two")

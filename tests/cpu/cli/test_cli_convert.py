@@ -89,10 +89,10 @@ def test_json(model, tmp_path):
 
 
 def test_mistakes_are_one_line_and_an_exit_code(model, tmp_path):
-    command = [sys.executable, "-c", RUN, "convert", str(model), str(tmp_path / "out"), "--to", "gguf"]
+    command = [sys.executable, "-c", RUN, "convert", str(model), str(tmp_path / "out"), "--to", "ggml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "error: --to gguf: expected one of compressed-tensors, gptq" in done.stderr
+    assert "error: --to ggml: expected one of compressed-tensors, gptq" in done.stderr
     assert "Traceback" not in done.stderr
     with pytest.raises(CheckpointError, match="there is no such directory"):
         invoke(tmp_path / "none", tmp_path / "out", "--to", "awq")

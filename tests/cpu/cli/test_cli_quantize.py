@@ -121,7 +121,7 @@ def test_arguments_are_checked_before_a_model_is_fetched(hub: StandIn, texts, tm
     for arguments, said in (
         ((), "gptq needs calibration data"),
         ((*given, "--algorithm", "best"), "algorithm is 'best'"),
-        ((*given, "--scheme", "w5a16"), "5 bits"),
+        ((*given, "--scheme", "w7a16"), "7 bits"),
         ((*given, "--gpus", "2"), "device cpu means the CPU"),
         ((*given, "--processes", "99"), "processes is 99"),
     ):

@@ -21,7 +21,7 @@ from warpbus.formats import (
 )
 from warpbus.qtensor import QTensor, Scheme, Schemes
 
-SCHEMES = [Scheme(*parts) for parts in itertools.product((2, 3, 4, 8), (None, 32, 64, 128), (True, False))]
+SCHEMES = [Scheme(*parts) for parts in itertools.product((2, 3, 4, 5, 6, 8), (None, 32, 64, 128), (True, False))]
 PREFIX = "model.layers.0.mlp.down_proj"
 
 
@@ -176,7 +176,7 @@ def test_a_plain_model_has_no_scheme() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"actorder": "group"}, r"group_0\.weights\.actorder is 'group', expected absent or 'static' or 'weight'"),
+        ({"actorder": "other"}, r"group_0\.weights\.actorder is 'other', expected absent or 'static' or 'weight'"),
         ({"type": "float"}, r"weights\.type is 'float', expected 'int'"),
         ({"dynamic": True}, r"weights\.dynamic is True, expected False"),
         ({"strategy": "tensor"}, r"weights\.strategy is 'tensor', expected 'group' or 'channel'"),
@@ -185,7 +185,7 @@ def test_a_plain_model_has_no_scheme() -> None:
         ({"novelty": 7}, r"weights\.novelty is 7, expected absent"),
         ({"group_size": None}, r"weights\.group_size is None, expected an integer"),
         ({"num_bits": "4"}, r"weights\.num_bits is '4', expected an integer"),
-        ({"num_bits": 5}, "5 bits are not supported: choose from 2, 3, 4, 8"),
+        ({"num_bits": 7}, "7 bits are not supported: choose from 2, 3, 4, 5, 6, 8"),
         ({"group_size": 256}, "groups of 256 are not supported: choose from 32, 64, 128"),
         ({"observer": "x" * 500, "type": "y" * 500}, r"weights\.type is 'y{79}\.\.\., expected 'int'"),
     ],
@@ -462,7 +462,7 @@ def damaged(change: str) -> tuple[dict[str, Tensor], Scheme]:
     [
         ("no scales", TensorError, r"tensor p\.weight_scale is missing"),
         ("no zeros", TensorError, r"tensor p\.weight_zero_point is missing"),
-        ("reordered", CheckpointError, r"p\.weight_g_idx: columns reordered .* quantize the model again"),
+        ("reordered", CheckpointError, r"p\.weight_g_idx: columns reordered .* float16 or bfloat16"),
         ("narrow", TensorError, r"tensor p\.weight_packed has shape \[30, 7\], expected \[30, 8\]"),
         ("wide words", TensorError, r"p\.weight_packed: expected torch\.int32, found torch\.int64"),
         ("integer scales", TensorError, r"p\.weight_scale: expected a floating-point type, found torch\.int32"),

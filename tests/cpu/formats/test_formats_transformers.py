@@ -90,7 +90,7 @@ def weights_are(model: Any, quantized: dict[str, QTensor], dtype: Any = torch.bf
     )
 
 
-@pytest.mark.parametrize("text", ["w4a16-g128", "w8a16", "w3a16-g32"])
+@pytest.mark.parametrize("text", ["w4a16-g128", "w8a16", "w3a16-g32", "w5a16-g128", "w6a16"])
 def test_layers_that_stay_packed_until_the_first_forward(text: str, tmp_path: Path) -> None:
     quantized = write_model(tmp_path / "model", Scheme.parse(text))
     model = load(tmp_path / "model")
@@ -104,7 +104,9 @@ def test_layers_that_stay_packed_until_the_first_forward(text: str, tmp_path: Pa
 
 # transformers dequantizes asymmetric layers while loading only: left packed, it expects their zero points unpacked.
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("text", ["w4a16-g128", "w4a16-g32-asym", "w3a16-g32-asym", "w2a16-asym", "w8a16-g64-asym"])
+@pytest.mark.parametrize(
+    "text", ["w4a16-g128", "w4a16-g32-asym", "w3a16-g32-asym", "w2a16-asym", "w6a16-g64-asym", "w8a16-g64-asym"]
+)
 def test_layers_that_are_dequantized_while_loading(text: str, tmp_path: Path) -> None:
     quantized = write_model(tmp_path / "model", Scheme.parse(text))
     options = transformers.CompressedTensorsConfig(dequantize=True)

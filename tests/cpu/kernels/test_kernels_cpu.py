@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 SCHEMES = [
     f"w{bits}a16{group}{asym}"
-    for bits in (2, 3, 4, 8)
+    for bits in (2, 3, 4, 5, 6, 8)
     for group in ("", "-g32", "-g64", "-g128")
     for asym in ("", "-asym")
 ]

@@ -340,7 +340,7 @@ def test_limits():
         clip_search(torch.ones(2, 64), torch.ones(64), 48, 4, True, torch.float16)
     with pytest.raises(TensorError, match=r"^clip_search: importance has shape \[63\]"):
         clip_search(torch.ones(2, 64), torch.ones(63), 32, 4, True, torch.float16)
-    with pytest.raises(SchemeError, match="5 bits"):
+    with pytest.raises(SchemeError, match="7 bits"):
         clip_search(torch.ones(2, 64), torch.ones(64), 32, 5, True, torch.float16)
 
 

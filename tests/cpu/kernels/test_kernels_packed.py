@@ -11,7 +11,7 @@ from warpbus.qtensor import QTensor, Scheme
 
 SCHEMES = [
     f"w{bits}a16{group}{asym}"
-    for bits, group, asym in itertools.product((2, 3, 4, 8), ("", "-g32", "-g64", "-g128"), ("", "-asym"))
+    for bits, group, asym in itertools.product((2, 3, 4, 5, 6, 8), ("", "-g32", "-g64", "-g128"), ("", "-asym"))
 ]
 DTYPES = [torch.float16, torch.bfloat16]
 

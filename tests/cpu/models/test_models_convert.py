@@ -233,7 +233,7 @@ def test_arguments(tmp_path: Path) -> None:
     plain = write_files(tmp_path / "plain", HF, plain_tensors(HF))
     empty = write_files(tmp_path / "empty", Checkpoint(directory).config, plain_tensors(HF))
     cases: list[tuple[Path, dict[str, Any], type[WarpbusError], str]] = [
-        (directory, {"to": "gguf"}, UsageError, "--to gguf: expected one of compressed-tensors, gptq, gptq-v2, awq"),
+        (directory, {"to": "ggml"}, UsageError, "--to ggml: expected one of compressed-tensors, gptq, gptq-v2, awq"),
         (directory, {"to": "awq"}, UsageError, "is already in format awq"),
         (directory, {"to": "gptq", "pad_ffn": "wide"}, UsageError, "--pad-ffn wide: expected auto, none, or a size"),
         (directory, {"to": "gptq", "pad_ffn": 128}, UsageError, "--pad-ffn 128: .* a size from 160"),

@@ -93,6 +93,6 @@ def test_conversion_pads_the_ffn(tmp_path: Path) -> None:
 
 def test_conversion_to_a_quantized_format_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "fp8", BLOCK)
-    with pytest.raises(UsageError, match=r"--to gptq: the FP8 matrices .* float16 or bfloat16, or use"):
+    with pytest.raises(UsageError, match=r"--to gptq: the matrices .*, in FP8, .* float16 or bfloat16, or use"):
         convert(tmp_path / "fp8", tmp_path / "out", to="gptq")
     assert not (tmp_path / "out").exists()

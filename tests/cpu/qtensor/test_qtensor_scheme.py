@@ -49,8 +49,8 @@ def test_malformed_names_are_answered_with_an_example(text: str) -> None:
 
 
 def test_unsupported_numbers_are_answered_with_those_supported() -> None:
-    with pytest.raises(SchemeError, match="5 bits are not supported: choose from 2, 3, 4, 8"):
-        Scheme.parse("w5a16")
+    with pytest.raises(SchemeError, match="7 bits are not supported: choose from 2, 3, 4, 5, 6, 8"):
+        Scheme.parse("w7a16")
     with pytest.raises(SchemeError, match="groups of 48 are not supported: choose from 32, 64, 128"):
         Scheme.parse("w4a16-g48")
     with pytest.raises(UsageError, match="unknown scheme"):

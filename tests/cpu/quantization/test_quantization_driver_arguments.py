@@ -55,7 +55,7 @@ def refused(kind: type[WarpbusError], tmp_path: Path, model: Path, match: str, *
         (UsageError, {"algorithm": "awq", "calibration": None}, r"awq needs calibration data"),
         (UsageError, {"algorithm": "obq"}, r"algorithm is 'obq': choose from gptq, awq, smoothquant, rtn"),
         (UsageError, {"layout": "gguf"}, r"format 'gguf': expected one of compressed-tensors, gptq, gptq-v2, awq"),
-        (SchemeError, {"scheme": "w5a16"}, r"5 bits"),
+        (SchemeError, {"scheme": "w7a16"}, r"7 bits"),
         (SchemeError, {"scheme": "w4a16-g48"}, r"groups of 48"),
         (UsageError, {"scheme": "w8a8-int8"}, r"gptq cannot quantize to w8a8-int8: choose from smoothquant, rtn"),
         (UsageError, {"algorithm": "awq", "scheme": "w8a8-fp8"}, r"awq cannot .* choose from smoothquant, rtn"),

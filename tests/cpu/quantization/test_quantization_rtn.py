@@ -10,7 +10,7 @@ from warpbus.quantization.algorithms import rtn
 
 SCHEMES = [
     f"w{bits}a16{group}{asym}"
-    for bits in (2, 3, 4, 8)
+    for bits in (2, 3, 4, 5, 6, 8)
     for group in ("-g32", "-g64", "-g128", "")
     for asym in ("", "-asym")
 ]
@@ -39,7 +39,7 @@ def test_every_weight_gets_its_nearest_code(text):
     assert torch.allclose(chosen, distances.amin(-1), atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_the_extreme_weight_lies_on_the_grid(bits):
     scheme = Scheme(bits, 32)
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,7 @@ from huggingface_hub import constants
 
 from warpbus.errors import CheckpointError, DownloadError, UsageError, WarpbusError
 from warpbus.formats.files import read_json
+from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.hub import huggingface, modelscope
 from warpbus.formats.hub.names import ModelName, parse_name
 from warpbus.formats.hub.needed import CONFIG, Progress, Repository, is_index, shards, small_files, weights_file
@@ -70,7 +71,8 @@ def find_model(
 ) -> Path:
     """The directory of a model.
 
-    `DEMO` is the packaged model. A path is returned unchanged, whether or not it exists. A name on a hub is looked up
+    `DEMO` is the packaged model. A path is returned unchanged, whether or not it exists, unless it is that of a GGUF
+    file: the result is then the directory that stands for it (`formats.gguf.view`). A name on a hub is looked up
     in the cache of the hub's library; the network is used only if the cached model is missing or incomplete. A branch
     that has moved since is therefore not noticed: `pull` asks the hub.
 
@@ -94,6 +96,8 @@ def find_model(
         if not _DEMO_DIRECTORY.exists():
             raise CheckpointError(f"{_DEMO_DIRECTORY}: the packaged demo is incomplete: install warpbus again")
         return _DEMO_DIRECTORY
+    if Path(name).is_file():
+        return directory_of(Path(name))
     named = None if isinstance(name, Path) else parse_name(name, revision=revision, source=source)
     if named is None:
         return Path(name)

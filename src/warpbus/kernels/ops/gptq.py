@@ -234,7 +234,7 @@ def clip_search(
         weight: float32, float16 or bfloat16 `[rows, columns]`.
         importance: float32 `[columns]`, what a squared error in a column costs.
         group_size: columns of a group, a divisor of `columns`; all of them for one group a row.
-        bits, symmetric: of the codes; 2, 3, 4 or 8 bits.
+        bits, symmetric: of the codes; see `qtensor.scheme.WEIGHT_BITS`.
         scale_dtype: what the scales are rounded to: float32, float16 or bfloat16.
 
     Returns:

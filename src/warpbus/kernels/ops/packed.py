@@ -73,11 +73,13 @@ class PackedWeight:
 
 def stored_bits(scheme: Scheme) -> int:
     """The bits that a packed code takes: 4 or 8."""
-    return 8 if scheme.bits == 8 else 4
+    return 8 if scheme.bits > 4 else 4
 
 
 def check_weight_only(name: str, scheme: Scheme) -> None:
-    """Raises TensorError for a scheme whose activations have 8 bits, too: `wna16` would not round them."""
+    """Raises TensorError for a scheme whose activations have 8 bits, too, and for FP4: `wna16` computes neither."""
+    if scheme.element is not None:
+        raise TensorError(f"{name}: the weight is {scheme}, which no kernel computes with: dequantize it")
     if scheme.activations is not None:
         raise TensorError(f"{name}: the weight is {scheme}, expected w<bits>a16: use w8a8_linear")
 

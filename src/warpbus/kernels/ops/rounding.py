@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warpbus.kernels.ops.gptq import clip_search
+from warpbus.kernels.reference.fp4 import round_to_fp4
 from warpbus.kernels.reference.grid import LARGEST, Grid, fit, nearest_values, slices
 from warpbus.qtensor import QTensor, Scheme, pack, packed_words
 
@@ -21,7 +22,7 @@ def round_to_nearest(
         weight: floating `[out, in]`, finite; worked on in float32, some rows at a time.
         scheme: any. With activations of 8 bits the scale of a row is that of its largest weight.
         scale_dtype: dtype of the scales; they are rounded to it before the codes are chosen. One that is too large for
-            it becomes infinite.
+            it becomes infinite. Scales of FP4 are float32.
         importance: float32 `[in]`, what a squared error in a column costs: each group's range is then clipped to where
             it costs least. Without it, or with activations of 8 bits, the full range.
 
@@ -33,6 +34,8 @@ def round_to_nearest(
     """
     if scheme.activations is not None:
         return _by_rows(weight, scheme, scale_dtype)
+    if scheme.element is not None:
+        return round_to_fp4(weight, scheme, importance)
     rows, columns = weight.shape
     count = scheme.groups(columns)
     # Set aside at once: parts that are joined in the end would leave holes in the heap between them.

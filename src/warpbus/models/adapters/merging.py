@@ -12,7 +12,7 @@ from torch import Tensor
 from warpbus.errors import CheckpointError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter, layout_of
 from warpbus.formats.companions import find_companions
-from warpbus.formats.fp8 import dequantized
+from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.peft import CONFIG, PeftLora
 from warpbus.formats.ptuning import is_prefix
 from warpbus.models.adapters.sites import placed

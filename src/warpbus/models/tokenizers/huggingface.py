@@ -116,7 +116,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [decoder]
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The character that byte-level vocabularies write for each byte (Radford et al. 2019, GPT-2).
 
     Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and on, in order.
@@ -126,7 +126,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+_ALPHABET = byte_alphabet()
 
 
 def _from_byte_level(text: str) -> bytes:

@@ -51,6 +51,9 @@ _SPLIT = "|".join(
 class RankTokenizer:
     """Byte-level BPE from a file of ranks, with GLM-4's way of cutting text.
 
+    Attributes:
+        ranks: the id of each token's bytes, special tokens excluded.
+
     Args:
         path: the file of ranks.
         special_ids: special tokens and their ids, none of which is a rank of the file.
@@ -62,7 +65,7 @@ class RankTokenizer:
     prompt_suffix: tuple[int, ...] = ()
 
     def __init__(self, path: Path, *, special_ids: Mapping[str, int]) -> None:
-        ranks = _read_ranks(path)
+        ranks = self.ranks = _read_ranks(path)
         self.special_ids = dict(special_ids)
         self._bytes = {rank: data for data, rank in ranks.items()}
         taken = sorted(set(self.special_ids.values()) & self._bytes.keys())

@@ -11,7 +11,7 @@ from torch import Tensor
 from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
 from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
-from warpbus.quantization.algorithms.precision import add_product, narrow, put_product
+from warpbus.quantization.algorithms.precision import add_product, narrow, product, put_product
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,12 @@ def factored(
         )
     upper, pivots, inverses = found
     return FactoredHessian(order, ordered, upper, narrow(inverses), pivots, added[order])
+
+
+def factored_loss(errors: Tensor, hessian: FactoredHessian) -> Tensor:
+    """tr(E^T H E) of errors `[in, rows]` in the order of the Hessian, without damping: one number of float64."""
+    weighted = product(hessian.narrow_hessian, narrow(errors)).sub_(errors * hessian.damped[:, None])
+    return weighted.mul_(errors).sum(0).sum(dtype=torch.float64)
 
 
 class FactoredStack:

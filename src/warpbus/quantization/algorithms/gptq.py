@@ -15,7 +15,8 @@ from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN, carry_over, descend
-from warpbus.quantization.algorithms.factored import FactoredHessian, FactoredStack, factored, stacked
+from warpbus.quantization.algorithms.factored import FactoredHessian, FactoredStack, factored, factored_loss, stacked
+from warpbus.quantization.algorithms.gptq_fp4 import fp4_matrices
 from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit
 from warpbus.quantization.algorithms.precision import narrow, product
 
@@ -132,6 +133,8 @@ def gptq_matrices(
     Raises:
         NumericError: as `gptq_rows`.
     """
+    if scheme.element is not None:
+        return fp4_matrices(weight, hessians, scheme, drift=drift, names=names)
     _, parts, height, size = weight.shape
     drift = weight.new_empty(0) if drift is None else drift
     settings = _settings(scheme, scale_dtype, clip=clip, sweeps=sweeps)
@@ -280,8 +283,4 @@ def _round(
 
 def _losses(errors: Tensor, of_part: Sequence[FactoredHessian]) -> Tensor:
     """tr(E^T H E) of each part, without damping: float64 `[parts]`."""
-    found = []
-    for part, hessian in zip(errors, of_part, strict=True):
-        weighted = product(hessian.narrow_hessian, narrow(part)).sub_(part * hessian.damped[:, None])
-        found.append(weighted.mul_(part).sum(0).sum(dtype=torch.float64))
-    return torch.stack(found)
+    return torch.stack([factored_loss(part, hessian) for part, hessian in zip(errors, of_part, strict=True)])

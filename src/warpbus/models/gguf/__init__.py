@@ -1,0 +1,1 @@
+"""Writes models as GGUF files (`export`), with their tokenizers (`vocabulary`)."""
