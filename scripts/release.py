@@ -32,6 +32,7 @@ IN_WHEEL = (
     "warpbus/evaluation/page.html",
     "warpbus/demo/glm-poet/model.safetensors",
     "warpbus/demo/data/calibration.jsonl",
+    "warpbus/quantization/data/general.jsonl",
     "warpbus/py.typed",
 )
 IN_SOURCES = (
@@ -174,7 +175,7 @@ def try_wheel(wheel: Path, place: Path) -> None:
     for words in (
         ["--version"],
         ["doctor"],
-        ["quantize", "demo", "poet-w4", "--algorithm", "rtn"],
+        ["quantize", "demo", "poet-w4", "--samples", "16"],
         ["chat", "poet-w4", "--prompt", "写一首题为《春夜》的五言绝句。"],
         ["serve", "--help"],
     ):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from warpbus.cli.models import is_here, model_directory
 from warpbus.cli.options import FieldOption, options_of
@@ -74,7 +75,13 @@ def quantize(
     bits: Annotated[
         float | None, typer.Option(help="average bits per weight, such as 3.5: chooses a scheme for each matrix")
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help=".txt, or .jsonl of texts or conversations")] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help=".txt, or .jsonl of texts or conversations, like those that the model will see",
+            show_default="packaged texts: English, Chinese, code, chat",
+        ),
+    ] = None,
     evaluate: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
@@ -107,6 +114,7 @@ def quantize(
     from warpbus.cli.quantizing import shown
     from warpbus.quantization import quantize as run
     from warpbus.quantization.driver import check_arguments
+    from warpbus.quantization.texts import GENERAL_TEXTS
 
     request = QuantizeRequest.of(
         model,
@@ -119,13 +127,17 @@ def quantize(
         calibration=calibration,
         options=options,
     )
+    if request.calibration == GENERAL_TEXTS:
+        # Not an error: the texts suit a general model. But a model of one domain needs its own.
+        console = Console(stderr=True, soft_wrap=True)
+        console.print("calibrating on the packaged texts (English, Chinese, code, chat); --calibration takes your own")
     if recommend:
         request.show(request.recommendation(), as_json=as_json)
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
     if request.scheme is not None and request.algorithm is not None:  # before a model is downloaded
-        check_arguments(request.scheme, request.algorithm, request.calibration, options)
+        check_arguments(request.scheme, request.algorithm, options)
     asked = check_output(
         model_directory(model),
         evaluate=evaluate,

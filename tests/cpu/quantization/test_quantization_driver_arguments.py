@@ -51,8 +51,6 @@ def refused(kind: type[WarpbusError], tmp_path: Path, model: Path, match: str, *
 @pytest.mark.parametrize(
     ("kind", "options", "match"),
     [
-        (UsageError, {"calibration": None}, r"gptq needs calibration data: pass --calibration"),
-        (UsageError, {"algorithm": "awq", "calibration": None}, r"awq needs calibration data"),
         (UsageError, {"algorithm": "obq"}, r"algorithm is 'obq': choose from gptq, awq, smoothquant, rtn"),
         (UsageError, {"layout": "gguf"}, r"format 'gguf': expected one of compressed-tensors, gptq, gptq-v2, awq"),
         (SchemeError, {"scheme": "w5a16"}, r"5 bits"),
