@@ -16,11 +16,15 @@ from rich.markup import escape
 
 import warpbus
 from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, merge, plan, pool, pull, quantize, serve, train
+from warpbus.cli.help import PlainGroup
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Plain help: in a table, long names of options would be cut in terminals of 80 columns.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)

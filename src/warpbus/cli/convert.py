@@ -7,13 +7,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="directory of a quantized model, or its name on a hub")],
-    output: Annotated[Path, typer.Argument(help="a new directory")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", autocompletion=complete_model, help="directory of a quantized model, or its name on a hub"
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory")],
     to: Annotated[
         str, typer.Option(help="compressed-tensors, gptq, gptq-v2 or awq; float16 or bfloat16: not quantized any more")
     ],

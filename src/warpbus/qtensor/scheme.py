@@ -4,6 +4,8 @@ w<bits>a16     weights of 2, 3, 4 or 8 bits, activations in 16 bits (or 32 on th
 -g<size>       one scale for each group of 32, 64 or 128 columns; without it, one for each row ("per channel")
 -asym          with a zero point for each group; without it, symmetric
 
+Words that other programs use are read too: int4 is w4a16-g128, fp8 is w8a8-fp8. No scheme is written that way.
+
 w8a8-<type>    weights and activations are both int8, or both fp8 (e4m3): symmetric, with a scale for each row of the
                weights and one for each token, which is found when the token comes by ("dynamic")
 """
@@ -19,6 +21,8 @@ WEIGHT_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64, 128)
 ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """What activations may be rounded to, and the dtype that they and the weights then have."""
+
+_ALIASES = {"int4": "w4a16-g128", "fp8": "w8a8-fp8"}
 
 _PATTERN = re.compile(
     r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?|w8a8-(?P<activations>int8|fp8)", re.ASCII
@@ -62,12 +66,14 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> "Scheme":
-        """Read a scheme's name, for instance `w4a16-g128`.
+        """Read a scheme's name, for instance `w4a16-g128`, or an alias.
 
         Raises:
             SchemeError: if `text` is not a scheme's name, or names one that does not exist.
         """
-        match = _PATTERN.fullmatch(text)
+        if text == "int8":
+            raise SchemeError("scheme 'int8': give w8a16 for weights of 8 bits, or w8a8-int8 for activations too")
+        match = _PATTERN.fullmatch(_ALIASES.get(text, text))
         if match is None:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "

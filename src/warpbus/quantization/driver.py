@@ -248,8 +248,11 @@ def _devices(device: str, gpus: str | int, processes: int, algorithm: str) -> Se
         raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
     first = resolve_device(device)
     if str(gpus) != "all" and (first.type == "cpu" or ":" in device):
+        wanted = f"--gpus {str(gpus)!a:.60}".replace("'", "")
+        if device == "auto":
+            raise UsageError(f"{wanted}: no GPU was found on this machine: leave it out, or see `warpbus doctor`")
         meant = "the CPU" if first.type == "cpu" else "one GPU"
-        raise UsageError(f"gpus is {str(gpus)!a:.60}: device {device} means {meant} here: give one of the two")
+        raise UsageError(f"{wanted}: --device {device} means {meant}: leave one of the two out")
     if first.type == "cpu":
         return [first] * (processes if algorithm in METHODS else 1)
     if processes > 1:

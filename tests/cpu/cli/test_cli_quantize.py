@@ -124,7 +124,7 @@ def test_arguments_are_checked_before_a_model_is_fetched(hub: StandIn, texts, tm
     for arguments, said in (
         ((*given, "--algorithm", "best"), "algorithm is 'best'"),
         ((*given, "--scheme", "w5a16"), "5 bits"),
-        ((*given, "--gpus", "2"), "device cpu means the CPU"),
+        ((*given, "--gpus", "2"), "--gpus 2: --device cpu means the CPU: leave one of the two out"),
         ((*given, "--processes", "99"), "processes is 99"),
     ):
         with pytest.raises((UsageError, SchemeError), match=said):
