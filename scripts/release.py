@@ -23,10 +23,12 @@ import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?P<start>(?P<image>!?)\[[^]\[]*\]\()(?!https?:|#|mailto:)(?P<target>[^)\s]+)\)")
+IMAGE = re.compile(r"""\b(src)="(?!https?:)([^"]+)\"""")
 
 # What a release without these would be: a command that fails on a user's machine only.
 IN_WHEEL = (
     "warpbus/kernels/csrc/ladder/vector_add.cu",
+    "warpbus/cuda/on_cpu/cuda_runtime.h",
     "warpbus/server/page/index.html",
     "warpbus/server/pool_page/index.html",
     "warpbus/evaluation/page.html",
@@ -142,7 +144,7 @@ def absolute_links(text: str, repository: str, tag: str) -> str:
     def absolute(link: re.Match[str]) -> str:
         return f"{link['start']}{repository}/{'raw' if link['image'] else 'blob'}/{tag}/{link['target']})"
 
-    return LINK.sub(absolute, text)
+    return IMAGE.sub(rf'\1="{repository}/raw/{tag}/\2"', LINK.sub(absolute, text))
 
 
 def check_contents(wheel: Path, sources: Path) -> None:

@@ -15,7 +15,22 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, merge, plan, pool, pull, quantize, serve, train
+from warpbus.cli import (
+    bench,
+    chat,
+    convert,
+    cuda,
+    demo,
+    doctor,
+    evaluate,
+    merge,
+    plan,
+    pool,
+    pull,
+    quantize,
+    serve,
+    train,
+)
 from warpbus.cli.help import PlainGroup
 from warpbus.errors import WarpbusError
 
@@ -39,6 +54,7 @@ app.command("eval")(evaluate.evaluate)
 app.command()(train.train)
 app.add_typer(pool.pool, name="pool")
 app.add_typer(bench.bench, name="bench")
+app.add_typer(cuda.cuda, name="cuda")
 app.command()(doctor.doctor)
 
 
