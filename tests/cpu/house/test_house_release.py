@@ -68,6 +68,7 @@ def test_the_readme_of_this_repository_is_made_absolute(release):
     text = release.absolute_links((ROOT / "README.md").read_text(encoding="utf-8"), "https://example.org/w", "v1")
     assert text.count("https://example.org/w/") > 10
     assert release.LINK.search(text) is None
+    assert release.IMAGE.search(text) is None
 
 
 @pytest.mark.parametrize("given", ["", "warpbus", "http://example.org/a", "ftp://example.org/a b"])
