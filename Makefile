@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check coverage lowest test-gpu bench format release
+.PHONY: demo test check coverage lowest test-gpu bench format release docs
 
 demo: .venv/ready
 	$(BIN)/warpbus demo
@@ -52,6 +52,10 @@ format: .venv/ready-check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation in build/site, with all links checked: make docs REPOSITORY=https://github.com/OWNER/warpbus
+docs: .venv/ready-docs
+	$(BIN)/python scripts/documentation_site.py $(if $(REPOSITORY),--repository $(REPOSITORY))
+
 # Builds sdist and wheel of the last commit in dist/, checks them, and tries the wheel in an empty environment:
 # make release REPOSITORY=https://github.com/OWNER/warpbus
 release: .venv/ready-release
@@ -63,6 +67,10 @@ release: .venv/ready-release
 
 .venv/ready-check: .venv/ready
 	$(PYTHON) scripts/environment.py test check
+	@touch $@
+
+.venv/ready-docs: .venv/ready
+	$(PYTHON) scripts/environment.py test docs
 	@touch $@
 
 .venv/ready-release: .venv/ready
