@@ -23,6 +23,7 @@ from warpbus.cli import (
     demo,
     doctor,
     evaluate,
+    learn,
     merge,
     plan,
     pool,
@@ -55,6 +56,7 @@ app.command()(train.train)
 app.add_typer(pool.pool, name="pool")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(cuda.cuda, name="cuda")
+app.command()(learn.learn)
 app.command()(doctor.doctor)
 
 

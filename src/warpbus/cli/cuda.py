@@ -41,7 +41,7 @@ def run(
     On the CPU, the threads of a block take turns. An index beyond the end of device memory, a host access to it, and a
     barrier that not all threads reach end the program with an explanation. Options come before FILE.
     """
-    from warpbus.cuda.programs import has_gpu, run_on_cpu, run_on_gpu
+    from warpbus.cuda.programs import has_gpu, run_in_orders, run_on_gpu
 
     if device not in DEVICES:
         raise UsageError(f"--device is {device!r}: choose from {', '.join(DEVICES)}")
@@ -51,12 +51,12 @@ def run(
         raise UsageError("--check compares orders of threads on the CPU: give --device cpu, or drop it")
     if device == "auto" and not on_gpu:
         Console(stderr=True, soft_wrap=True).print("running on the CPU", style="dim")
-    found = run_on_gpu(file, words) if on_gpu else run_on_cpu(file, words)
+    orders = ("forward", "reverse") if check else ("forward",)
+    found, *others = [run_on_gpu(file, words)] if on_gpu else run_in_orders(file, words, orders=orders)
     sys.stdout.write(found.output)
     sys.stdout.flush()
     sys.stderr.write(found.errors)
-    if check:
-        again = run_on_cpu(file, words, order="reverse")
+    for again in others:
         if (again.output, again.code) != (found.output, found.code):
             sys.stdout.write(again.output)
             sys.stderr.write(again.errors)

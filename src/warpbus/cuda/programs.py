@@ -67,6 +67,27 @@ def run_on_cpu(source: Path, arguments: Sequence[str] = (), *, order: str = "for
         DataError: the file cannot be read, or the compiler rejects it: the message has the compiler's.
         DeviceError: there is no C++ compiler.
     """
+    return run_in_orders(source, arguments, orders=(order,))[0]
+
+
+def run_in_orders(
+    source: Path,
+    arguments: Sequence[str] = (),
+    *,
+    orders: Sequence[str] = ("forward", "reverse"),
+    appended: str = "",
+    limit: float | None = None,
+) -> list[ProgramRun]:
+    """Compile a program for the CPU and run it once per order of threads.
+
+    Args:
+        source, arguments: see `run_on_cpu`.
+        appended: more of the program, behind the file.
+        limit: seconds after which a program that has not ended is stopped.
+
+    Raises:
+        DataError, DeviceError: see `run_on_cpu`; DataError also if the program did not end within the limit.
+    """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
     if compiler is None:
         raise DeviceError("no C++ compiler was found: install g++ (apt install g++), or name one in CXX")
@@ -74,23 +95,20 @@ def run_on_cpu(source: Path, arguments: Sequence[str] = (), *, order: str = "for
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{source}: cannot be read ({error}): give a .cu file") from None
+    name = str(source).replace("\\", "\\\\").replace('"', '\\"')
+    pieces = ['#include "cuda_runtime.h"', f'#line 1 "{name}"', translate(text)]
+    if appended:
+        pieces += ['#line 1 "test"', translate(appended)]
+    # An access to address 0 has to happen, so that it is explained: it must not be optimized away.
+    flags = ["-std=c++20", "-O1", "-w", "-fno-delete-null-pointer-checks", f"-I{HEADERS}", f"-I{source.parent}"]
     with tempfile.TemporaryDirectory() as place:
         translated, program = Path(place, f"{source.stem}.cpp"), Path(place, source.stem)
-        name = str(source).replace("\\", "\\\\").replace('"', '\\"')
-        translated.write_text(f'#include "cuda_runtime.h"\n#line 1 "{name}"\n{translate(text)}', encoding="utf-8")
-        # An access to address 0 has to happen, so that it is explained: it must not be optimized away.
-        flags = [
-            "-std=c++20",
-            "-O1",
-            "-w",
-            "-fno-delete-null-pointer-checks",
-            "-I",
-            str(HEADERS),
-            "-I",
-            str(source.parent),
-        ]
+        translated.write_text("\n".join(pieces) + "\n", encoding="utf-8")
         _compile([compiler, *flags, str(translated), "-o", str(program)], source)
-        return _run(program, arguments, {"WARPBUS_ORDER": order})
+        try:
+            return [_run(program, arguments, {"WARPBUS_ORDER": order}, limit) for order in orders]
+        except subprocess.TimeoutExpired:
+            raise DataError(f"{source}: did not end within {limit:g} s: look for an endless loop") from None
 
 
 def run_on_gpu(source: Path, arguments: Sequence[str] = ()) -> ProgramRun:
@@ -110,7 +128,7 @@ def run_on_gpu(source: Path, arguments: Sequence[str] = ()) -> ProgramRun:
     with tempfile.TemporaryDirectory() as place:
         program = Path(place, source.stem)
         _compile([compiler, "-std=c++17", "-O2", "-arch=native", str(source), "-o", str(program)], source)
-        return _run(program, arguments, {})
+        return _run(program, arguments, {}, None)
 
 
 def translate(text: str) -> str:
@@ -158,8 +176,7 @@ def _compile(command: list[str], source: Path) -> None:
         raise DataError(f"{source}: the compiler rejects it: {lines[0] if lines else 'without a message'}")
 
 
-def _run(program: Path, arguments: Sequence[str], environment: dict[str, str]) -> ProgramRun:
-    found = subprocess.run(
-        [str(program), *arguments], capture_output=True, text=True, errors="replace", env=os.environ | environment
-    )
+def _run(program: Path, arguments: Sequence[str], environment: dict[str, str], limit: float | None) -> ProgramRun:
+    words, variables = [str(program), *arguments], os.environ | environment
+    found = subprocess.run(words, capture_output=True, text=True, errors="replace", env=variables, timeout=limit)
     return ProgramRun(found.stdout, found.stderr, found.returncode)
