@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check coverage lowest test-gpu bench format
+.PHONY: demo test check coverage lowest test-gpu bench format release docs
 
 demo: .venv/ready
 	$(BIN)/warpbus demo
@@ -52,10 +52,27 @@ format: .venv/ready-check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation in build/site, with all links checked: make docs REPOSITORY=https://github.com/OWNER/warpbus
+docs: .venv/ready-docs
+	$(BIN)/python scripts/documentation_site.py $(if $(REPOSITORY),--repository $(REPOSITORY))
+
+# Builds sdist and wheel of the last commit in dist/, checks them, and tries the wheel in an empty environment:
+# make release REPOSITORY=https://github.com/OWNER/warpbus
+release: .venv/ready-release
+	$(BIN)/python scripts/release.py build $(if $(REPOSITORY),--repository $(REPOSITORY))
+
 .venv/ready: pyproject.toml scripts/environment.py
 	$(PYTHON) scripts/environment.py test
 	@touch $@
 
 .venv/ready-check: .venv/ready
 	$(PYTHON) scripts/environment.py test check
+	@touch $@
+
+.venv/ready-docs: .venv/ready
+	$(PYTHON) scripts/environment.py test docs
+	@touch $@
+
+.venv/ready-release: .venv/ready
+	$(PYTHON) scripts/environment.py test release
 	@touch $@

@@ -79,12 +79,12 @@ async def run(url: str, model: str | None, key: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Ask a running warpbus serve.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     parser.add_argument("--model", help="one that it serves; the first by default")
     parser.add_argument("--key", default="none", help="where the server wants one")
     options = parser.parse_args(arguments)
     try:
-        asyncio.run(run(options.url, options.model, options.key))
+        asyncio.run(run(options.url.rstrip("/").removesuffix("/v1"), options.model, options.key))
     except openai.APIConnectionError:
         print(f"error: nobody answers at {options.url}: start `warpbus serve demo`, or give --url", file=sys.stderr)
         return 1

@@ -3,7 +3,8 @@
     python3 scripts/environment.py [EXTRA ...]
 
 - A torch that the running Python already has is used, not installed again: the environment is layered over it.
-- Without an NVIDIA GPU the CPU build of torch is asked for first, and the ordinary build only if there is none.
+- Without an NVIDIA GPU the CPU build of torch is asked for first, of pip's index and of PyTorch's own, and the ordinary
+  build, with gigabytes of CUDA libraries, only if there is none.
 - Where no package can be downloaded, what is installed already has to do; what is missing is named.
 """
 
@@ -20,6 +21,7 @@ ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / "bin" / "python"
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = "2.13.0"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main(extras: list[str]) -> int:
@@ -71,14 +73,22 @@ def _usable_torch() -> bool:
 
 
 def _install_torch() -> None:
-    if not _has_nvidia_gpu():
-        _say(f"no NVIDIA GPU found: installing the CPU build of torch {TESTED_TORCH}")
-        if _pip("install", "--quiet", f"torch=={TESTED_TORCH}+cpu", quiet=True):
+    for text, arguments in torch_sources():
+        _say(text)
+        if _pip("install", "--quiet", *arguments, quiet=len(arguments) > 1 or "+cpu" in arguments[0]):
             return
-        _say("no CPU build at this package index: installing the ordinary build, which is larger")
-    else:
-        _say(f"installing torch {TESTED_TORCH}")
-    _pip("install", "--quiet", f"torch=={TESTED_TORCH}")
+
+
+def torch_sources() -> list[tuple[str, list[str]]]:
+    """Sources of the tested torch for this machine, best first: a sentence and the arguments of pip install."""
+    usual = [f"torch=={TESTED_TORCH}"]
+    if _has_nvidia_gpu():
+        return [(f"installing torch {TESTED_TORCH}", usual)]
+    return [
+        (f"no NVIDIA GPU found: installing the CPU build of torch {TESTED_TORCH}", [f"torch=={TESTED_TORCH}+cpu"]),
+        ("pip's index has no CPU build: asking PyTorch's", [*usual, "--index-url", CPU_INDEX]),
+        ("no CPU build could be installed: installing the ordinary build, with about 3 GB of CUDA libraries", usual),
+    ]
 
 
 def _has_nvidia_gpu() -> bool:

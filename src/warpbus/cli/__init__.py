@@ -15,13 +15,32 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, merge, plan, pool, pull, quantize, serve, train
+from warpbus.cli import (
+    bench,
+    chat,
+    convert,
+    cuda,
+    demo,
+    doctor,
+    evaluate,
+    learn,
+    merge,
+    plan,
+    pool,
+    pull,
+    quantize,
+    serve,
+    train,
+)
+from warpbus.cli.help import PlainGroup
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: in a table, long names of options would be cut in terminals of 80 columns.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
@@ -36,6 +55,8 @@ app.command("eval")(evaluate.evaluate)
 app.command()(train.train)
 app.add_typer(pool.pool, name="pool")
 app.add_typer(bench.bench, name="bench")
+app.add_typer(cuda.cuda, name="cuda")
+app.command()(learn.learn)
 app.command()(doctor.doctor)
 
 

@@ -18,6 +18,7 @@ from warpbus.bench.options import (
     ServingBenchOptions,
     TrainBenchOptions,
 )
+from warpbus.cli.help import PlainGroup
 from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError
@@ -49,6 +50,7 @@ def _paragraphs(text: str) -> str:
 
 
 bench = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     help=_paragraphs(
         """Measure operators and models, compared with torch, cuBLAS and the limits of this machine.

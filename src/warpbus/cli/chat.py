@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from warpbus.cli.adapters import one_adapter
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.tables import memory_table
@@ -37,7 +38,7 @@ COMMANDS = {
     "/retry": "answer the last message again",
     "/clear": "forget the conversation",
     "/system TEXT": "set the system message; without TEXT, remove it",
-    "/quit": "leave (also Ctrl-D); Ctrl-C stops an answer",
+    "/quit": "leave (also Ctrl-D, or Ctrl-C twice); Ctrl-C stops an answer",
 }
 
 # Of a model that recommends no sampling parameters.
@@ -74,7 +75,14 @@ DEMO_GREETING = """\
     kv_dtype="how the cache is kept: auto, int8 or fp8",
 )
 def chat(
-    model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo for the packaged poet")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="model directory, name on a hub, or demo for the packaged poet",
+        ),
+    ],
     sampling: dict[str, Any],
     engine: dict[str, Any],
     prompt: Annotated[str | None, typer.Option(help="answer this and exit; - reads it from stdin")] = None,
@@ -218,16 +226,22 @@ class Terminal:
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
+        leaving = False
         while True:
             try:
                 line = self._read("> ").strip()
+                leaving = False
                 if line.startswith("/"):
                     if not self._command(line):
                         return
                 elif line:
                     self._answer(line)
             except KeyboardInterrupt:
-                self._note("\nCtrl-D or /quit leaves")
+                if leaving:
+                    self._console.print()
+                    return
+                leaving = True
+                self._note("\nCtrl-C again, Ctrl-D or /quit leaves")
             except EOFError:
                 self._console.print()
                 return

@@ -24,6 +24,7 @@ from warpbus.quantization.driver import ALGORITHMS
 from warpbus.quantization.mixed import mixed_schemes
 from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.recommend import GOALS, Recommendation
+from warpbus.quantization.texts import GENERAL_TEXTS
 from warpbus.quantization.trials import try_candidates
 
 AUTO = "auto"
@@ -40,7 +41,7 @@ class QuantizeRequest:
         tried: whether candidates are tried.
         goal, memory: see `Recommendation`.
         bits: average bits per weight; None for one scheme for all matrices.
-        calibration: the calibration file.
+        calibration: the calibration file; None if nothing is calibrated.
         options: format, calibration data and device.
     """
 
@@ -71,7 +72,7 @@ class QuantizeRequest:
         """Check the flags.
 
         Raises:
-            UsageError: they contradict each other, or trials have no calibration data.
+            UsageError: they contradict each other.
         """
         if algorithm is not None and algorithm not in (*ALGORITHMS, AUTO):
             raise UsageError(f"--algorithm is {algorithm!r}: choose from {', '.join((*ALGORITHMS, AUTO))}")
@@ -84,12 +85,7 @@ class QuantizeRequest:
         if bits is not None and (tried or scheme is not None):
             raise UsageError("--bits chooses the schemes itself: drop --scheme, --recommend and auto")
         if calibration is None and (tried or bits is not None or algorithm != "rtn"):
-            if model == DEMO:
-                calibration = calibration_path()
-            elif tried or bits is not None:
-                raise UsageError(
-                    "choosing needs --calibration: a .txt or .jsonl of texts like those the model will see"
-                )
+            calibration = calibration_path() if model == DEMO else GENERAL_TEXTS
         if tried:
             scheme, algorithm = (None if each == AUTO else each for each in (scheme, algorithm))
         else:
@@ -167,7 +163,7 @@ class QuantizeRequest:
         """The command line that applies a recommendation."""
         chosen = found.chosen
         words = ["warpbus", "quantize", self.model, output, "--scheme", chosen.scheme, "--algorithm", chosen.algorithm]
-        if chosen.algorithm != "rtn" and self.model != DEMO:
+        if chosen.algorithm != "rtn" and self.model != DEMO and self.calibration != GENERAL_TEXTS:
             words += ["--calibration", str(self.calibration)]
         if self.options.layout != "compressed-tensors":
             words += ["--format", self.options.layout]

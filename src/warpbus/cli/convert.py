@@ -7,13 +7,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="a quantized model: directory, GGUF file, or name on a hub")],
-    output: Annotated[Path, typer.Argument(help="a new directory; for GGUF a new file")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="a quantized model: directory, GGUF file, or name on a hub",
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory; for GGUF a new file")],
     to: Annotated[
         str,
         typer.Option(

@@ -62,7 +62,7 @@ def _next_steps(console: Console, poet: Path) -> None:
     console.print("[bold]What next?[/]")
     for purpose, command in (
         ("Talk to the 4-bit poet:", f"warpbus chat {shlex.quote(str(poet))}"),
-        ("Quantize a model of your own:", "warpbus quantize MODEL OUTPUT --calibration texts.jsonl"),
+        ("Quantize a model of your own:", "warpbus quantize MODEL OUTPUT"),
         ("See what that cost:", "warpbus eval MODEL OUTPUT --data texts.jsonl"),
         ("See what this machine can run:", "warpbus doctor"),
     ):

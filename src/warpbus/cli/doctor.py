@@ -21,6 +21,9 @@ from warpbus.cli.compile import compile_all
 from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.tenant import sandbox
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+IN_CHECKOUT = Path(warpbus.__file__).parents[2].joinpath("tests", "cpu").is_dir()
+
 # What each extra that this version uses is for, and what it installs.
 EXTRAS = {
     "cuda": (
@@ -97,8 +100,10 @@ def doctor(
     console.print()
     if found["advice"]:
         console.print("[bold]What would help[/]")
+        advice = Table.grid(padding=(0, 1))  # a second line of an item is indented like its first one
         for text in found["advice"]:
-            console.print(f"  • {text}", highlight=False, markup=False)
+            advice.add_row(" •", escape(text))
+        console.print(advice, highlight=False)
     else:
         console.print("[green]Nothing is missing.[/]")
 
@@ -250,6 +255,12 @@ def _advice(found: dict[str, Any]) -> list[str]:
                 )
     elif found["driver"] is None:
         advice.append("No NVIDIA driver was found: everything runs on the CPU. With an NVIDIA GPU, install its driver.")
+        if cuda_build is not None:
+            advice.append(
+                "This torch brings about 3 GB of CUDA libraries that nothing here can use. Its CPU "
+                f"build is smaller: pip install torch=={found['torch']['version'].partition('+')[0]} --force-reinstall "
+                f"--index-url {CPU_INDEX}"
+            )
     elif cuda_build is None:
         advice.append("There is an NVIDIA driver, but this torch is the CPU build: install a CUDA build of torch.")
     # Within a major version of CUDA, an older driver runs programs that a newer one was built for.
@@ -260,8 +271,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
     else:
         advice.append("torch sees no GPU although a driver is there: look at nvidia-smi and CUDA_VISIBLE_DEVICES.")
     for name, missing in found["missing"].items():
-        # Nothing is compiled for a GPU that is not there.
-        if missing and (name != "cuda" or found["gpus"]):
+        # Nothing is compiled for a GPU that is not there, and only a checkout has tests.
+        if missing and (name != "cuda" or found["gpus"]) and (name != "test" or IN_CHECKOUT):
             purpose = EXTRAS[name][0]
             advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
     advice += [f"Tenants of a pool (warpbus pool serve): {line}." for line in found["sandbox"]["missing"]]

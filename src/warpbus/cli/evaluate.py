@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import DEMO, model_directory, model_name
 from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
@@ -15,7 +16,12 @@ from warpbus.errors import UsageError
 
 def evaluate(
     models: Annotated[
-        list[str], typer.Argument(help="model directories, names on a hub, or demo; the first is the reference")
+        list[str],
+        typer.Argument(
+            metavar="MODELS",
+            autocompletion=complete_model,
+            help="model directories, names on a hub, or demo; the first is the reference",
+        ),
     ],
     data: Annotated[Path | None, typer.Option(help=".jsonl of conversations or texts, or .txt to predict")] = None,
     choices: Annotated[Path | None, typer.Option(help=".jsonl of multiple-choice questions")] = None,

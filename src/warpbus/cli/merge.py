@@ -7,14 +7,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
 
 
 def merge(
-    model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo; not quantized")],
-    adapter: Annotated[Path, typer.Argument(help="directory of a LoRA in PEFT's format")],
-    output: Annotated[Path, typer.Argument(help="a new directory")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="model directory, name on a hub, or demo; not quantized",
+        ),
+    ],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="directory of a LoRA in PEFT's format")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
 ) -> None:

@@ -1,10 +1,12 @@
 """Models as the command line names them."""
 
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 from warpbus.cli.progress import download_bar
 from warpbus.demo import model_path
+from warpbus.errors import CheckpointError
 
 DEMO = "demo"
 
@@ -17,6 +19,7 @@ def model_directory(name: str | Path, *, processes: int = 1) -> Path:
         processes: that are to share the model.
 
     Raises:
+        CheckpointError: there is no such directory, but one of a similar name. Otherwise the path is returned.
         WarpbusError: what keeps a model from being downloaded, see `formats.hub.find_model`, or from being loaded, as
             far as its `config.json` tells.
     """
@@ -28,7 +31,12 @@ def model_directory(name: str | Path, *, processes: int = 1) -> Path:
     from warpbus.models import check_loadable
 
     with download_bar(str(name)) as show:
-        return find_model(str(name), progress=show, check=partial(check_loadable, processes=processes))
+        found = find_model(str(name), progress=show, check=partial(check_loadable, processes=processes))
+    if not found.exists():
+        near = get_close_matches(str(name), [DEMO, *(path.name for path in Path().iterdir() if path.is_dir())], n=1)
+        if near:
+            raise CheckpointError(f"{name}: there is no such model: did you mean {near[0]}?")
+    return found
 
 
 def is_here(name: str) -> bool:

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from warpbus.cli.completion import one_of
 from warpbus.errors import UsageError
 
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N", autocompletion=one_of("auto", "cpu", "cuda"))]
 
 Command = Callable[..., None]
 
@@ -31,6 +32,7 @@ class FieldOption:
         metavar: the placeholder of the value in the help.
         least: the lower limit, if it differs from the field's in `least` of the dataclass.
         default: if it differs from the field's; None if it depends on other options.
+        choices: values that the shell completes, if the type of the field does not list them.
     """
 
     help: str
@@ -38,6 +40,7 @@ class FieldOption:
     metavar: str | None = None
     least: float | None = None
     default: Any = ...
+    choices: tuple[str, ...] = ()
 
 
 def options_of(
@@ -108,6 +111,7 @@ def _parameter(name: str, option: FieldOption, field: Field[Any], kind: Any, lim
     least, default = option.least, field.default if option.default is ... else option.default
     if least is None and field.name in limits:
         least = kind(limits[field.name])
+    choices = option.choices or (get_args(kind) if get_origin(kind) is Literal else ())
     if get_origin(kind) is tuple:
         kind, default = list[str] if get_args(kind)[0] is str else str, None
     elif get_origin(kind) is Literal or str in get_args(kind):
@@ -116,7 +120,8 @@ def _parameter(name: str, option: FieldOption, field: Field[Any], kind: Any, lim
         default = None
     # Without an explicit flag, typer would also give a switch that is off a flag which negates it.
     flags = ["--" + name.replace("_", "-")] if default is False else []
-    info = typer.Option(*flags, help=option.help, metavar=option.metavar, min=least)
+    completion = one_of(*choices) if choices else None
+    info = typer.Option(*flags, help=option.help, metavar=option.metavar, min=least, autocompletion=completion)
     hint = kind | None if default is None else kind
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cuda.cards import CARDS, Card, card_named
@@ -30,7 +31,14 @@ if TYPE_CHECKING:  # both load torch
     as_json=...,
 )
 def plan(
-    model: Annotated[str, typer.Argument(help="a model directory, of which config.json is enough, or a known shape")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="a model directory, of which config.json is enough, or a known shape",
+        ),
+    ],
     service: dict[str, Any],
     gpu: Annotated[str | None, typer.Option(help=f"{', '.join(CARDS)}; default: the one here")] = None,
     scheme: Annotated[

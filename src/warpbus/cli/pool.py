@@ -3,8 +3,13 @@
 import typer
 
 from warpbus.cli import pool_dashboard, pool_leases, pool_processes, pool_serving
+from warpbus.cli.help import PlainGroup
 
-pool = typer.Typer(no_args_is_help=True, help="Share GPUs, reach those of other machines, and move what runs on them.")
+pool = typer.Typer(
+    cls=PlainGroup,
+    no_args_is_help=True,
+    help="Share GPUs, reach those of other machines, and move what runs on them.",
+)
 pool.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(pool_processes.run)
 pool.command()(pool_processes.processes)
 pool.command()(pool_processes.move)

@@ -80,7 +80,7 @@ def migrate(
 
 
 def drain(
-    host: Annotated[str, typer.Argument(help="name of the machine")],
+    host: Annotated[str, typer.Argument(metavar="HOST", help="name of the machine")],
     address: Address = None,
     token_file: TokenFile = None,
     as_json: _Json = False,
@@ -98,7 +98,7 @@ def drain(
 
 
 def undrain(
-    host: Annotated[str, typer.Argument(help="name of the machine")],
+    host: Annotated[str, typer.Argument(metavar="HOST", help="name of the machine")],
     address: Address = None,
     token_file: TokenFile = None,
 ) -> None:

@@ -84,7 +84,7 @@ _SHORT = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "share %", "CUDA_MPS_PINNED_DEVIC
 
 
 def move(
-    pid: Annotated[int, typer.Argument(help="process id")],
+    pid: Annotated[int, typer.Argument(metavar="PID", help="process id")],
     to: Annotated[int, _To],
     source: Annotated[int | None, _From] = None,
     force: Annotated[bool, _Force] = False,
@@ -98,7 +98,7 @@ def move(
 
 
 def suspend(
-    pid: Annotated[int, typer.Argument(help="process id")],
+    pid: Annotated[int, typer.Argument(metavar="PID", help="process id")],
     source: Annotated[int | None, _From] = None,
     force: Annotated[bool, _Force] = False,
     patience: Annotated[float, _Patience] = 10.0,
@@ -111,7 +111,7 @@ def suspend(
 
 
 def resume(
-    pid: Annotated[int, typer.Argument(help="process id")],
+    pid: Annotated[int, typer.Argument(metavar="PID", help="process id")],
     to: Annotated[int | None, _To] = None,
     source: Annotated[int | None, _From] = None,
     as_json: Annotated[bool, _Json] = False,

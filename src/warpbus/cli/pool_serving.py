@@ -75,7 +75,7 @@ async def _serve(options: PoolOptions) -> None:
             return
         await start
         _listen_to_signals(ending)  # Ray has put itself in their place
-        _greet(daemon.address, options)
+        _greet(daemon.address, options, daemon.largest_memory)
         await end
     finally:
         await daemon.close()
@@ -86,10 +86,12 @@ def _listen_to_signals(ending: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
 
 
-def _greet(address: str, options: PoolOptions) -> None:
+def _greet(address: str, options: PoolOptions, largest: int) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold]ready[/]: {escape(options.name)} at {escape(address)}")
-    console.print(escape(f'gpu = warpbus.pool.connect("{address}", memory="8GB")'))
+    size = f"{largest // 10**9}GB" if largest >= 10**9 else f"{largest // 10**6}MB"
+    memory = "8GB" if largest >= 8 * 10**9 else size
+    console.print(escape(f'gpu = warpbus.pool.connect("{address}", memory="{memory}")'))
 
 
 def token() -> None:

@@ -10,7 +10,9 @@ from warpbus.cli.progress import download_bar
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="such as THUDM/chatglm2-6b or modelscope:ZhipuAI/chatglm2-6b")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="such as THUDM/chatglm2-6b or modelscope:ZhipuAI/chatglm2-6b")
+    ],
     revision: Annotated[str | None, typer.Option(help="a branch, a tag or a commit; default: the hub's")] = None,
     source: Annotated[str | None, typer.Option(help="huggingface or modelscope")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what is there now as JSON")] = False,

@@ -4,13 +4,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from warpbus.cli.completion import complete_model, one_of
 from warpbus.cli.models import is_here, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.verdict import check_output
 from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.errors import UsageError
 from warpbus.quantization.options import QuantizationOptions
+
+FORMATS = ("compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt")
+SCHEMES = (
+    "int4",
+    "w2a16-g64",
+    "w3a16-g128",
+    "w4a16-g128",
+    "w4a16-g64",
+    "w4a16-g32-asym",
+    "w8a16",
+    "w8a8-int8",
+    "w8a8-fp8",
+)
+"""Schemes that the shell completes; --scheme takes more."""
 
 _AT_ONCE = (None, "gptq", "awq", "smoothquant")
 """Values of --algorithm with which worker processes are started early: no trials run first, and all share the work."""
@@ -25,7 +41,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     goal=...,
     memory=...,
     bits=...,
-    format=FieldOption("compressed-tensors, gptq, gptq-v2, awq or modelopt", field="layout"),
+    format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", field="layout", choices=FORMATS),
     calibration=...,
     samples="maximum number of calibration sequences",
     seqlen="maximum tokens per sequence",
@@ -42,15 +58,21 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     ),
 )
 def quantize(
-    model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", autocompletion=complete_model, help="model directory, name on a hub, or demo"),
+    ],
     given: dict[str, Any],
-    output: Annotated[Path | None, typer.Argument(help="a new directory for the quantized model")] = None,
+    output: Annotated[
+        Path | None, typer.Argument(metavar="OUTPUT", help="a new directory for the quantized model")
+    ] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
             help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale per row), then -asym; or w8a8-int8, "
-            "w8a8-fp8; or auto",
+            "w8a8-fp8; int4 is w4a16-g128; or auto",
             show_default="w4a16-g128",
+            autocompletion=one_of(*SCHEMES, "auto"),
         ),
     ] = None,
     algorithm: Annotated[
@@ -59,6 +81,7 @@ def quantize(
             help="gptq, awq, smoothquant (for w8a8), or rtn (fast, no calibration, less accurate); or auto: as "
             "recommended by --recommend, for any scheme unless --scheme is given",
             show_default="gptq",
+            autocompletion=one_of("gptq", "awq", "smoothquant", "rtn", "auto"),
         ),
     ] = None,
     recommend: Annotated[
@@ -66,7 +89,12 @@ def quantize(
         typer.Option("--recommend", help="try candidates on sample layers, print the recommendation, write nothing"),
     ] = False,
     goal: Annotated[
-        str | None, typer.Option(help="goal of --recommend and auto: quality, speed or size", show_default="quality")
+        str | None,
+        typer.Option(
+            help="goal of --recommend and auto: quality, speed or size",
+            show_default="quality",
+            autocompletion=one_of("quality", "speed", "size"),
+        ),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="for --recommend and auto: memory limit of the running model, such as 6GB")
@@ -74,7 +102,13 @@ def quantize(
     bits: Annotated[
         float | None, typer.Option(help="average bits per weight, such as 3.5: chooses a scheme for each matrix")
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help=".txt, or .jsonl of texts or conversations")] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help=".txt, or .jsonl of texts or conversations, like those that the model will see",
+            show_default="packaged texts: English, Chinese, code, chat",
+        ),
+    ] = None,
     evaluate: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
@@ -107,6 +141,7 @@ def quantize(
     from warpbus.cli.quantizing import shown
     from warpbus.quantization import quantize as run
     from warpbus.quantization.driver import check_arguments
+    from warpbus.quantization.texts import GENERAL_TEXTS
 
     request = QuantizeRequest.of(
         model,
@@ -120,12 +155,13 @@ def quantize(
         options=options,
     )
     if recommend:
+        _say_calibration(model_directory(model), general=request.calibration == GENERAL_TEXTS)
         request.show(request.recommendation(), as_json=as_json)
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
     if request.scheme is not None and request.algorithm is not None:  # before a model is downloaded
-        check_arguments(request.scheme, request.algorithm, request.calibration, options)
+        check_arguments(request.scheme, request.algorithm, options)
     asked = check_output(
         model_directory(model),
         evaluate=evaluate,
@@ -135,6 +171,7 @@ def quantize(
         html=html,
         as_json=as_json,
     )
+    _say_calibration(model_directory(model), general=request.calibration == GENERAL_TEXTS)
     chosen = request.choice()
     with shown(output) as progress:
         report = run(
@@ -148,3 +185,13 @@ def quantize(
             progress=progress,
         )
     asked.show(report.priced(gpu_hour=price, kwh=electricity), options.device)
+
+
+def _say_calibration(directory: Path, *, general: bool) -> None:
+    """Tell that the packaged texts are used: they suit a general model, but not one of a single domain.
+
+    Of a model that is not there, that is the only thing to say.
+    """
+    if general and directory.exists():
+        console = Console(stderr=True, soft_wrap=True)
+        console.print("calibrating on the packaged texts (English, Chinese, code, chat); --calibration takes your own")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from warpbus.cli.adapters import Named, adapters_by_model
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar
@@ -76,7 +77,12 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
 )
 def serve(
     models: Annotated[
-        list[str], typer.Argument(help="model directories, names on a hub, or demo for the packaged poet")
+        list[str],
+        typer.Argument(
+            metavar="MODELS",
+            autocompletion=complete_model,
+            help="model directories, names on a hub, or demo for the packaged poet",
+        ),
     ],
     server: dict[str, Any],
     service: dict[str, Any],

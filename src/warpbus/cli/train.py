@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from warpbus.cli.completion import complete_model
 from warpbus.cli.models import model_directory
 from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.dist.watchdog import SHORTEST_LIMIT
@@ -53,9 +54,13 @@ from warpbus.train.options import TrainingOptions
 def train(
     model: Annotated[
         str,
-        typer.Argument(help="directory with config.json, a tokenizer and weights if there are any, or a name on a hub"),
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=complete_model,
+            help="directory with config.json, a tokenizer and weights if there are any, or a name on a hub",
+        ),
     ],
-    output: Annotated[Path, typer.Argument(help="a new directory for the trained model or adapter")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory for the trained model or adapter")],
     data: Annotated[Path, typer.Option(help=".jsonl of conversations or texts, or .txt")],
     given: dict[str, Any],
     valid: Annotated[Path | None, typer.Option(help="held-out data of the same form")] = None,

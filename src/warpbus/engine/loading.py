@@ -92,7 +92,11 @@ def open_model(
                 "give warpbus.pool.connect() that much"
             )
         if device.type != "cuda":
-            raise UsageError(f"memory is {options.memory!r}, which plans a GPU's: the device is {device}: leave it out")
+            parse_memory(options.memory, 100 * 2**40)  # a size that is none is the first mistake
+            raise UsageError(
+                f"--memory {options.memory} limits GPU memory, but this run is on the {device.type.upper()}: leave it "
+                "out; `warpbus plan` shows what a GPU would need"
+            )
         weights = Stored.of_checkpoint(
             *(checkpoint, config, chosen),
             adapters=stacked_bytes(adapters, chosen),

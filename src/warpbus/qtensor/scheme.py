@@ -4,6 +4,8 @@ w<bits>a16     weights of 2, 3, 4, 5, 6 or 8 bits, activations in 16 bits (or 32
 -g<size>       one scale for each group of 32, 64 or 128 columns; without it, one for each row ("per channel")
 -asym          with a zero point for each group; without it, symmetric
 
+Words that other programs use are read too: int4 is w4a16-g128, fp8 is w8a8-fp8. No scheme is written that way.
+
 w8a8-<type>    weights and activations are both int8, or both fp8 (e4m3): symmetric, with a scale for each row of the
                weights and one for each token, which is found when the token comes by ("dynamic")
 
@@ -25,6 +27,8 @@ ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 ELEMENTS = {"nvfp4": 16, "mxfp4": 32}
 """The formats of 4-bit floating-point numbers, and their group sizes."""
+
+_ALIASES = {"int4": "w4a16-g128", "fp8": "w8a8-fp8"}
 
 _PATTERN = re.compile(
     r"w4a16-(?P<element>nvfp4|mxfp4)|"
@@ -79,12 +83,14 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> "Scheme":
-        """Read a scheme's name, for instance `w4a16-g128`.
+        """Read a scheme's name, for instance `w4a16-g128`, or an alias.
 
         Raises:
             SchemeError: if `text` is not a scheme's name, or names one that does not exist.
         """
-        match = _PATTERN.fullmatch(text)
+        if text == "int8":
+            raise SchemeError("scheme 'int8': give w8a16 for weights of 8 bits, or w8a8-int8 for activations too")
+        match = _PATTERN.fullmatch(_ALIASES.get(text, text))
         if match is None:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "

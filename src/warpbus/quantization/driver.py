@@ -33,7 +33,7 @@ from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
-from warpbus.quantization.texts import read_calibration
+from warpbus.quantization.texts import GENERAL_TEXTS, read_calibration
 
 ALGORITHMS = (*METHODS, "rtn")
 
@@ -90,9 +90,10 @@ def quantize(
         output: a new directory.
         scheme: see `Scheme`; `Schemes` where matrices differ.
         algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for activations of 8 bits, "smoothquant"
-            (Xiao et al., 2022), which need calibration data; or "rtn", round to nearest.
+            (Xiao et al., 2022), which are calibrated; or "rtn", round to nearest.
         layout: the format to write, see `formats.layout_named`.
-        calibration: see `read_calibration`, or sequences that are tokens already; rtn does not look at it.
+        calibration: see `read_calibration`, or sequences that are tokens already; by default the packaged
+            `GENERAL_TEXTS`. rtn does not look at it.
         samples: sequences to calibrate on, at most.
         seqlen: tokens of a sequence, at most; the model's context is a limit too.
         seed: of the draw of the sequences.
@@ -114,8 +115,8 @@ def quantize(
         the report, which is also in the output directory as `warpbus-report.json`.
 
     Raises:
-        UsageError: if an argument is wrong, there is no calibration data where it is needed, or an interrupted run to
-            the same output had other arguments or weights: the message says what differs.
+        UsageError: if an argument is wrong, or an interrupted run to the same output had other arguments or weights:
+            the message says what differs.
         SchemeError: if the scheme does not exist, or does not fit a matrix, the algorithm or the format.
         CheckpointError: if the model cannot be read, is not complete, or is quantized already.
         DataError: if the calibration data cannot be used.
@@ -137,7 +138,8 @@ def quantize(
         cluster=cluster,
         damping=damping,
     )
-    schemes, devices = check_arguments(scheme, algorithm, calibration, options)
+    schemes, devices = check_arguments(scheme, algorithm, options)
+    calibration = GENERAL_TEXTS if calibration is None else calibration
     model = find_model(model, check=check_loadable)
     state = _Told(progress)
     crew: AbstractContextManager[Callable[[Job], None]]
@@ -156,7 +158,6 @@ def quantize(
             )
         data = None
         if algorithm in METHODS:
-            assert calibration is not None
             data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
         state.matrices = len(plan.matrices)
         job = Job(
@@ -184,7 +185,6 @@ def quantize(
 def check_arguments(
     scheme: str | Scheme | Schemes,
     algorithm: str,
-    calibration: str | Path | Calibration | None,
     options: QuantizationOptions,
 ) -> tuple[Schemes, Sequence[torch.device]]:
     """What can be said against the arguments of `quantize` before there is a model.
@@ -198,11 +198,6 @@ def check_arguments(
     schemes = _schemes(scheme)
     if algorithm not in ALGORITHMS:
         raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
-    if algorithm in METHODS and calibration is None:
-        raise UsageError(
-            f"{algorithm} needs calibration data: pass --calibration with a .txt or .jsonl of texts like those that "
-            "the model is for, or use --algorithm rtn"
-        )
     for each in schemes.distinct():
         fitting = [name for name, method in METHODS.items() if method.fits(each)]
         if algorithm in METHODS and algorithm not in fitting:
@@ -253,8 +248,11 @@ def _devices(device: str, gpus: str | int, processes: int, algorithm: str) -> Se
         raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
     first = resolve_device(device)
     if str(gpus) != "all" and (first.type == "cpu" or ":" in device):
+        wanted = f"--gpus {str(gpus)!a:.60}".replace("'", "")
+        if device == "auto":
+            raise UsageError(f"{wanted}: no GPU was found on this machine: leave it out, or see `warpbus doctor`")
         meant = "the CPU" if first.type == "cpu" else "one GPU"
-        raise UsageError(f"gpus is {str(gpus)!a:.60}: device {device} means {meant} here: give one of the two")
+        raise UsageError(f"{wanted}: --device {device} means {meant}: leave one of the two out")
     if first.type == "cpu":
         return [first] * (processes if algorithm in METHODS else 1)
     if processes > 1:
@@ -385,7 +383,7 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
 
 def _settings(
     data: Calibration | None,
-    calibration: str | Path | Calibration | None,
+    calibration: str | Path | Calibration,
     samples: int,
     seqlen: int,
     seed: int,
@@ -395,4 +393,6 @@ def _settings(
     if data is None:
         return {}
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
+    if calibration == GENERAL_TEXTS:
+        given = "packaged general texts"
     return {"calibration": given, "samples": samples, "seqlen": seqlen, "seed": seed, "damping": damping}

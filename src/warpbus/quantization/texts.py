@@ -1,4 +1,7 @@
-"""Reading what a model is calibrated on: a file of texts or conversations, of which sequences are drawn."""
+"""Reading what a model is calibrated on: a file of texts or conversations, of which sequences are drawn.
+
+`GENERAL_TEXTS` is the packaged file for runs without one; `data/README.md` says what is in it.
+"""
 
 import random
 from pathlib import Path
@@ -9,6 +12,8 @@ from warpbus.models.documents import cut_text, parse_line, read_lines, read_text
 from warpbus.models.templates import Template
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.quantization.calibration import Calibration
+
+GENERAL_TEXTS = Path(__file__).parent / "data" / "general.jsonl"
 
 # The names that conversations exported by other programs have for the roles.
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
@@ -22,7 +27,8 @@ def read_calibration(
     Args:
         path: a `.txt`, cut into sequences of `seqlen` tokens; or a `.jsonl`, each line of which is one sequence:
             `{"text": ...}`, or a conversation under `messages` or `conversations`.
-        tokenizer, template: of the model; a model without a template takes no conversations.
+        tokenizer, template: of the model; a model without a template takes no conversations, except those of
+            `GENERAL_TEXTS`, which it gets as texts.
         samples: how many sequences are drawn at most.
         seqlen: the longest sequence in tokens; longer lines are cut, and a conversation of ChatGLM-6B is passed over
             whose prompt alone is longer.
@@ -46,6 +52,8 @@ def read_calibration(
     for where, content in records:
         if len(sequences) == samples:
             break
+        if template is None and path == GENERAL_TEXTS and not isinstance(content, str):
+            content = "\n\n".join(message["content"] for message in content)
         ids = _encode(where, content, tokenizer, template)[:seqlen]
         # Of a model whose prompts end in special tokens, a prompt that was cut before them is no sequence it knows.
         if ids and set(tokenizer.prompt_suffix) <= set(ids):

@@ -54,6 +54,8 @@ class TrainingSettings(TrainingOptions):
                 raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
         if self.dropout >= 1:
             raise UsageError(f"dropout is {self.dropout}: expected a number below 1")
+        if self.method == "qlora":
+            raise UsageError("method is 'qlora': QLoRA is method lora with --quantize w4a16-g64")
         choices = {"dtype": ("bfloat16", "float32"), "method": METHODS, "sharding": ("ddp", "fsdp")}
         for name, known in (choices | {"keep": ("last", "best")}).items():
             if getattr(self, name) not in known:

@@ -203,8 +203,15 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(llm, capsys, monkeypatc
 
 def test_ctrl_c_at_the_prompt_does_not_leave(llm, capsys):
     out, conversation = converse(llm, capsys, KeyboardInterrupt, "明月")
-    assert "Ctrl-D or /quit leaves" in out
+    assert "Ctrl-C again, Ctrl-D or /quit leaves" in out
     assert len(conversation.messages) == 2
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves(llm, capsys):
+    _, conversation = converse(llm, capsys, KeyboardInterrupt, KeyboardInterrupt, "明月")
+    assert conversation.messages == []
+    _, conversation = converse(llm, capsys, KeyboardInterrupt, "明月", KeyboardInterrupt, "明月")
+    assert len(conversation.messages) == 4
 
 
 def test_the_oldest_turns_give_way_when_the_context_is_full(tiny_glm, capsys):
@@ -294,7 +301,7 @@ def test_memory_is_planned_on_a_gpu_alone(tiny_glm):
         text=True,
     )
     assert (result.returncode, result.stdout) == (2, "")
-    assert "memory is '6GB', which plans a GPU's: the device is cpu: leave it out" in result.stderr
+    assert "--memory 6GB limits GPU memory, but this run is on the CPU: leave it out" in result.stderr
 
 
 def test_chatglm6b_talks_in_its_own_rounds(tiny_chatglm):

@@ -41,6 +41,13 @@ def test_recommends_and_writes_nothing(model, texts, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [texts.name]
 
 
+def test_recommends_without_calibration_data(model):
+    found = invoke(model, "--recommend", "--scheme", "w4a16-g64", "--algorithm", "gptq", "--samples", "4")
+    assert found.exit_code == 0
+    assert "packaged texts" in found.stderr
+    assert "--calibration" not in found.stdout.splitlines()[-1]
+
+
 def test_recommends_in_json(model, texts):
     found = invoke(
         model,
@@ -97,9 +104,6 @@ def test_bits_on_average(model, texts, tmp_path):
         (["--recommend", "--goal", "best"], "--goal is 'best': choose from quality, speed, size"),
         (["out", "--bits", "3.5", "--scheme", "w4a16"], "drop --scheme"),
         (["out", "--bits", "3.5", "--algorithm", "auto"], "drop --scheme"),
-        (["--recommend"], "choosing needs --calibration"),
-        (["out", "--algorithm", "auto"], "choosing needs --calibration"),
-        (["out", "--bits", "3.5"], "choosing needs --calibration"),
         ([], "OUTPUT is missing"),
     ],
 )

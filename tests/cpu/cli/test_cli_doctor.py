@@ -107,7 +107,6 @@ def test_two_gpus(machine):
     ("driver", "build", "advice"),
     [
         (None, None, "No NVIDIA driver was found: everything runs on the CPU. With an NVIDIA GPU, install its driver."),
-        (None, "13.0", "No NVIDIA driver was found"),
         ("13.0", None, "There is an NVIDIA driver, but this torch is the CPU build: install a CUDA build of torch."),
         ("12.4", "13.0", "The driver supports CUDA 12.4, torch was built for 13.0: update the driver."),
         ("9.2", "12.8", "The driver supports CUDA 9.2, torch was built for 12.8: update the driver."),
@@ -186,6 +185,30 @@ def test_what_is_not_installed(machine, monkeypatch):
     assert examined()["missing"]["test"] == ["psutil"]
     assert examined()["advice"] == ["For make test: pip install 'warpbus[test]' (missing: psutil)"]
     assert "pip install 'warpbus[test]'" in shown()
+
+
+def test_only_a_checkout_has_tests_to_run(machine, monkeypatch):
+    machine("13.0", "13.0", [("NVIDIA H100", 9, 0)])
+    monkeypatch.setattr(doctor, "_missing", lambda distributions: [name for name in distributions if name == "psutil"])
+    monkeypatch.setattr(doctor, "IN_CHECKOUT", False)
+    assert examined()["advice"] == []
+
+
+def test_a_cuda_build_without_a_driver_is_a_download_for_nothing(machine, monkeypatch):
+    machine(None, "13.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    (advice,) = [text for text in examined()["advice"] if "3 GB" in text]
+    assert "pip install torch==2.13.0 --force-reinstall --index-url https://download.pytorch.org/whl/cpu" in advice
+    machine(None, None)
+    assert not [text for text in examined()["advice"] if "3 GB" in text]
+
+
+def test_a_second_line_of_an_advice_is_indented(machine, monkeypatch):
+    machine(None, None)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = shown().split("What would help\n")[1].splitlines()
+    assert lines[0].startswith(" • No NVIDIA driver")
+    assert lines[1].startswith("   ")
 
 
 def test_the_cuda_extra_is_for_those_who_have_a_gpu(machine, monkeypatch):

@@ -88,7 +88,7 @@ def test_each_field_has_one_option_with_its_default(name: str, options: type) ->
         assert f"{by_name[option].opts[0]} " in text
         default = by_name[option].default
         if default is not None and not isinstance(default, bool):
-            assert f"[default: {default}]" in text, field
+            assert f"[default: {default}]" in text or f"[default: {default}; " in text, field
 
 
 COMMANDS = sorted({name for name, _ in INTERNAL})

@@ -43,6 +43,15 @@ def test_quantizes_and_shows_a_table(model, texts, tmp_path):
     assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == "w4a16-g64"
 
 
+def test_without_calibration_data_it_says_what_it_takes(model, texts, tmp_path):
+    flags = ("--samples", "2", "--seqlen", "32", "--scheme", "w4a16-g64", "--device", "cpu")
+    found = invoke(model, tmp_path / "out", *flags)
+    assert found.exit_code == 0
+    assert "calibrating on the packaged texts (English, Chinese, code, chat)" in found.stderr
+    assert "packaged texts" not in invoke(model, tmp_path / "own", *flags, "--calibration", texts).stderr
+    assert "packaged texts" not in invoke(model, tmp_path / "rtn", *flags, "--algorithm", "rtn").stderr
+
+
 def test_json_and_picture(model, tmp_path):
     flags = ("--algorithm", "rtn", "--scheme", "w8a16", "--device", "cpu", "--json", "--plot", tmp_path / "errors.png")
     found = invoke(model, tmp_path / "out", *flags)
@@ -75,12 +84,6 @@ def test_an_output_is_replaced_only_when_asked(model, tmp_path):
     assert "Traceback" not in done.stderr
     assert invoke(*flags, "w4a16", "--overwrite").exit_code == 0
     assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == "w4a16"
-
-
-def test_gptq_without_calibration_says_what_to_pass(model, tmp_path):
-    with pytest.raises(UsageError, match="--calibration"):
-        invoke(model, tmp_path / "out", "--scheme", "w4a16-g64")
-    assert not (tmp_path / "out").exists()
 
 
 def test_numbers_out_of_range_are_refused(model, tmp_path):
@@ -119,10 +122,9 @@ def test_zero_points_that_a_format_cannot_hold_are_refused_before_the_work(model
 def test_arguments_are_checked_before_a_model_is_fetched(hub: StandIn, texts, tmp_path):
     given = ("--calibration", texts, "--device", "cpu")
     for arguments, said in (
-        ((), "gptq needs calibration data"),
         ((*given, "--algorithm", "best"), "algorithm is 'best'"),
         ((*given, "--scheme", "w7a16"), "7 bits"),
-        ((*given, "--gpus", "2"), "device cpu means the CPU"),
+        ((*given, "--gpus", "2"), "--gpus 2: --device cpu means the CPU: leave one of the two out"),
         ((*given, "--processes", "99"), "processes is 99"),
     ):
         with pytest.raises((UsageError, SchemeError), match=said):

@@ -54,7 +54,7 @@ def test_help_names_every_setting():
     assert found.exit_code == 0
     for flag in ("--data", "--valid", "--steps", "--epochs", "--length", "--rows", "--learning-rate", "--gpus"):
         assert flag in found.stdout
-    assert "the same command resumes an interrupted run" in found.stdout
+    assert "the same command resumes an interrupted run" in " ".join(found.stdout.split())
 
 
 def test_what_cannot_be(blank_model, tmp_path, data):

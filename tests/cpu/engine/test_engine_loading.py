@@ -33,7 +33,8 @@ def test_what_is_known_before_weights_are_read(tiny_glm):
     ("changes", "message"),
     [
         ({"max_model_len": 513}, "max_model_len is 513: give 2 to 512, the model's context"),
-        ({"memory": "6GB"}, "memory is '6GB', which plans a GPU's: the device is cpu: leave it out"),
+        ({"memory": "6GB"}, "--memory 6GB limits GPU memory, but this run is on the CPU: leave it out"),
+        ({"memory": "6XB"}, "memory is '6XB': give a size such as 6GB"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_read(tiny_glm, changes, message):

@@ -25,8 +25,9 @@ SPAN = re.compile(r"`([^`]+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SHELL = ("|", "||", ">", "&", "&&")
 
-# Of scripts in benchmarks/, of compute-sanitizer and of Ray's own command.
+# Of scripts in benchmarks/, of compute-sanitizer, of Ray's own command, and of what installs Warpbus.
 OTHERS = {"--kill", "--small", "--tool", "--head"}
+OTHERS |= {"--build-arg", "--extra-index-url", "--index-url", "--pip-args", "--torch-backend"}
 
 
 def options(command: Any) -> set[str]:

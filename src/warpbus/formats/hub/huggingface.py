@@ -173,8 +173,9 @@ class HuggingFaceRepository:
         if isinstance(cause, OSError) and cause.errno is not None:
             return storage_error(self._folder, cause, needed=0)
         return DownloadError(
-            f"{repository}: the connection to {host} failed ({_one_line(cause)}): check the network and HTTPS_PROXY "
-            "and run the same command again, which continues where this one stopped; or give a directory with the model"
+            f"{repository}: the connection to {host} failed ({_one_line(cause)}): check the network, "
+            "HTTPS_PROXY, and HF_ENDPOINT for a mirror, and run the same command again, which continues where this one "
+            "stopped; or give a directory with the model"
         )
 
 

@@ -74,6 +74,6 @@ def check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise UsageError(
-            f"text holds the lone surrogate U+{code:04X} at character {error.start}: expected valid Unicode; "
-            "decode the input as UTF-8 before passing it"
+            f"text is not valid Unicode: it holds the lone surrogate U+{code:04X} at character {error.start}; in a "
+            "terminal, set a UTF-8 locale (export LC_ALL=C.UTF-8); in a program, decode the input as UTF-8"
         ) from None

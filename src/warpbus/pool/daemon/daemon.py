@@ -100,6 +100,11 @@ class Daemon:
         self._broker_at: Address | None = None
         self._serving = False
 
+    @property
+    def largest_memory(self) -> int:
+        """Bytes of the GPU that has most: the largest lease that this machine can have."""
+        return max(gpu.memory for gpu in self._gpus.gpus)
+
     async def start(self) -> None:
         """Listen, join a pool or start one, and accept connections."""
         options = self._options

@@ -1,0 +1,47 @@
+// C = A + B for matrices: threads and blocks in two dimensions, with dim3.
+//
+//     warpbus cuda run examples/cuda/matrix_add.cu
+#include "check.h"
+
+#include <vector>
+
+// Columns run along x: the 32 threads of a warp have neighbouring columns, which are neighbours in memory.
+__global__ void add(const float *a, const float *b, float *c, int rows, int columns) {
+    const int row = blockIdx.y * blockDim.y + threadIdx.y;
+    const int column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < rows && column < columns) {
+        const int i = row * columns + column;
+        c[i] = a[i] + b[i];
+    }
+}
+
+int main() {
+    const int rows = 300, columns = 500;
+    const size_t bytes = rows * columns * sizeof(float);
+    std::vector<float> a(rows * columns), b(rows * columns), c(rows * columns);
+    for (int i = 0; i < rows * columns; ++i) {
+        a[i] = i % 7;
+        b[i] = i % 11;
+    }
+    float *d_a, *d_b, *d_c;
+    CHECK(cudaMalloc(&d_a, bytes));
+    CHECK(cudaMalloc(&d_b, bytes));
+    CHECK(cudaMalloc(&d_c, bytes));
+    CHECK(cudaMemcpy(d_a, a.data(), bytes, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(d_b, b.data(), bytes, cudaMemcpyHostToDevice));
+
+    const dim3 threads(32, 8);
+    const dim3 blocks((columns + threads.x - 1) / threads.x, (rows + threads.y - 1) / threads.y);
+    add<<<blocks, threads>>>(d_a, d_b, d_c, rows, columns);
+    CHECK_LAUNCH();
+
+    CHECK(cudaMemcpy(c.data(), d_c, bytes, cudaMemcpyDeviceToHost));
+    int wrong = 0;
+    for (int i = 0; i < rows * columns; ++i) wrong += c[i] != a[i] + b[i];
+    printf("%d x %d, %u x %u blocks of %u x %u threads: ", rows, columns, blocks.x, blocks.y, threads.x, threads.y);
+    printf(wrong ? "%d elements are wrong\n" : "all match the CPU\n", wrong);
+    CHECK(cudaFree(d_a));
+    CHECK(cudaFree(d_b));
+    CHECK(cudaFree(d_c));
+    return wrong != 0;
+}

@@ -1,0 +1,193 @@
+"""Build the documentation site of this checkout in build/site: every document, in both languages, and the API.
+
+    python scripts/documentation_site.py [--repository https://github.com/OWNER/warpbus]
+
+The documents stay readable in the repository: this script arranges them for mkdocs, and rewrites their links. Files
+that documents link to, such as kernels, are copied, so that the site is complete; links to directories lead to the
+repository if there is one, else they are plain text. mkdocs checks every link and anchor (--strict). Needs the extra
+`docs`.
+"""
+
+import argparse
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+
+FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
+
+# Anchors as GitHub makes them, of Chinese headings too. safe_dump writes no Python objects.
+SLUGIFY = "!!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}"
+
+# Pages that are elsewhere in the site than in the repository.
+PLACES = {
+    "README.md": "index.md",
+    "README.zh-CN.md": "zh/index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+GROUPS = {
+    "Use": ("install", "quantization", "verdict", "serving", "adapters", "training", "memory", "parallel", "pool"),
+    "Models and formats": ("models", "moe", "mtp", "formats"),
+    "Reference": ("reference", "environment", "benchmarks", "glossary", "changelog"),
+    "Develop": (
+        *("architecture", "scheduling", "quantized_kernels", "chat_page", "contributing"),
+        *("add_a_model", "add_a_kernel", "add_an_algorithm", "add_an_endpoint"),
+    ),
+}
+API = {
+    "Quantization": ("warpbus.quantization.driver.quantize", "warpbus.quantization.report.Report"),
+    "Inference": (
+        *("warpbus.engine.llm.LLM", "warpbus.engine.sampling_params.SamplingParams"),
+        "warpbus.engine.llm.Completion",
+    ),
+    "GPU pool": ("warpbus.pool.client.gpu",),
+    "Errors": ("warpbus.errors",),
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repository", help="https address of the public repository")
+    repository = parser.parse_args(arguments).repository
+    pages = BUILD / "pages"
+    shutil.rmtree(pages, ignore_errors=True)
+    arrange(pages, repository)
+    configuration = BUILD / "mkdocs.yml"
+    text = yaml.safe_dump(settings(pages, repository), allow_unicode=True, sort_keys=False)
+    configuration.write_text(text.replace("SLUGIFY", SLUGIFY), encoding="utf-8")
+    # Not --quiet: it would hide warnings from --strict too.
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", configuration]
+    ).returncode
+
+
+def arrange(pages: Path, repository: str | None) -> None:
+    """Write the pages, and the files that they show or link to, to a directory."""
+    waiting = [*PLACES, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*") if path.is_file())]
+    arranged: set[str] = set()
+    while waiting:
+        source = waiting.pop()
+        if source in arranged:
+            continue
+        arranged.add(source)
+        target = pages / place_of(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.endswith(".md"):
+            text, linked = rewritten(source, (ROOT / source).read_text(encoding="utf-8"), repository)
+            target.write_text(text, encoding="utf-8")
+            waiting += linked
+        else:
+            shutil.copyfile(ROOT / source, target)
+    lines = ["# Python API", ""]
+    for title, names in API.items():
+        lines += [f"## {title}", "", *(f"::: {name}\n" for name in names)]
+    (pages / "reference.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def place_of(source: str) -> str:
+    """Where the site has a file of the repository."""
+    if source in PLACES:
+        return PLACES[source]
+    return source.removeprefix("docs/") if source.startswith("docs/") else f"files/{source}"
+
+
+def rewritten(source: str, text: str, repository: str | None) -> tuple[str, list[str]]:
+    """A document with the links of the site, and the files of the repository that it links to."""
+    linked: list[str] = []
+    here = posixpath.dirname(place_of(source))
+
+    def moved(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link["target"]))
+        if (ROOT / path).is_dir():
+            return f"{link['start']}{repository}/tree/main/{path}{link['end']}" if repository else f"](#{link['end']}"
+        linked.append(path)
+        return f"{link['start']}{posixpath.relpath(place_of(path), here or '.')}{link['anchor'] or ''}{link['end']}"
+
+    parts = FENCE.split(text)
+    parts[::2] = [without_dead_links(LINK.sub(moved, part)) for part in parts[::2]]
+    return "".join(parts), linked
+
+
+def without_dead_links(text: str) -> str:
+    return re.sub(r"\[([^\]]*)\]\(#\)", r"\1", text)
+
+
+def settings(pages: Path, repository: str | None) -> dict[str, object]:
+    """The configuration of mkdocs."""
+    found: dict[str, object] = {
+        "site_name": "Warpbus",
+        "docs_dir": str(pages),
+        "site_dir": str(BUILD / "site"),
+        "nav": [*english(), {"中文": list(chinese(pages))}],
+        "theme": {
+            "name": "material",
+            "font": False,  # no request to another host
+            "logo": "files/src/warpbus/server/page/mark.svg",
+            "favicon": "files/src/warpbus/server/page/mark.svg",
+            "features": ["navigation.sections", "navigation.top", "content.code.copy", "search.highlight"],
+            "palette": [
+                {"media": "(prefers-color-scheme: light)", "scheme": "default", "primary": "black", "accent": "amber"},
+                {"media": "(prefers-color-scheme: dark)", "scheme": "slate", "primary": "black", "accent": "amber"},
+            ],
+        },
+        "plugins": [
+            {"search": {"lang": ["en", "zh"]}},
+            {
+                "mkdocstrings": {
+                    "handlers": {
+                        "python": {
+                            "paths": [str(ROOT / "src")],
+                            "options": {
+                                "heading_level": 3,
+                                "show_root_heading": True,
+                                "show_source": False,
+                                "members_order": "source",
+                            },
+                        }
+                    }
+                }
+            },
+        ],
+        "markdown_extensions": [
+            {"toc": {"permalink": True, "slugify": "SLUGIFY"}},
+            *("tables", "attr_list", "md_in_html", "pymdownx.superfences", "pymdownx.highlight"),
+        ],
+        "not_in_nav": "files/**",
+        "validation": {"links": {"anchors": "warn", "unrecognized_links": "warn"}},
+        "extra": {
+            "alternate": [
+                {"name": "English", "link": "./", "lang": "en"},
+                {"name": "中文", "link": "./zh/", "lang": "zh"},
+            ]
+        },
+    }
+    return found | ({"repo_url": repository} if repository else {})
+
+
+def english() -> Iterator[dict[str, object]]:
+    yield {"Warpbus": "index.md"}
+    for name, group in GROUPS.items():
+        yield {name: [f"{page}.md" for page in group]}
+    chapters = sorted(path.name for path in (ROOT / "docs" / "tutorial").glob("[0-9]*.md") if "zh-CN" not in path.name)
+    yield {"Learn CUDA": ["tutorial/README.md", *(f"tutorial/{name}" for name in chapters), "cuda_programs.md"]}
+
+
+def chinese(pages: Path) -> Iterator[str]:
+    yield "zh/index.md"
+    yield from sorted(f"zh/{path.name}" for path in (pages / "zh").glob("*.md") if path.name != "index.md")
+    yield "tutorial/README.zh-CN.md"
+    yield from sorted(f"tutorial/{path.name}" for path in (pages / "tutorial").glob("[0-9]*.zh-CN.md"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

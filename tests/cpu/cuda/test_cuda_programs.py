@@ -1,0 +1,190 @@
+"""Stand-alone CUDA programs on the CPU: the examples, what they print, and mistakes that are explained."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from warpbus.cli import app
+from warpbus.cuda import programs
+from warpbus.errors import DataError, DeviceError, UsageError
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples" / "cuda"
+
+START = "#include <cuda_runtime.h>\n#include <cstdio>\n"
+ADD = (EXAMPLES / "vector_add.cu").read_text(encoding="utf-8")
+MULTIPLY = (EXAMPLES / "matrix_multiply.cu").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run(tmp_path):
+    shutil.copy(EXAMPLES / "check.h", tmp_path)
+
+    def run_text(text: str, *arguments: str, order: str = "forward") -> programs.ProgramRun:
+        source = tmp_path / "program.cu"
+        source.write_text(text, encoding="utf-8")
+        return programs.run_on_cpu(source, arguments, order=order)
+
+    return run_text
+
+
+def changed(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("vector_add", ["1000000 elements, 3907 blocks of 256 threads: all match the CPU"]),
+        ("matrix_add", ["300 x 500, 16 x 38 blocks of 32 x 8 threads: all match the CPU"]),
+        ("matrix_multiply", ["naive, n = 100: all match the CPU", "tiled, n = 100: all match the CPU"]),
+        ("reduction", ["tree: 299967, matches the CPU", "shuffles: 299967, matches the CPU"]),
+        (
+            "one_block",
+            [
+                "<<<1, 1>>>: no error, the last element is 0",
+                "<<<1, 1000>>>: no error, the last element is 998001",
+                "<<<1, 1024>>>: no error, the last element is 1046529",
+                "<<<1, 1025>>>: invalid configuration argument",
+                "<<<1, 500000>>>: invalid configuration argument",
+            ],
+        ),
+    ],
+)
+def test_examples(name: str, expected: list[str]) -> None:
+    for found in programs.run_in_orders(EXAMPLES / f"{name}.cu"):
+        assert (found.output.splitlines(), found.errors, found.code) == (expected, "", 0)
+
+
+def test_a_query_of_the_device() -> None:
+    found = programs.run_on_cpu(EXAMPLES / "device_query.cu")
+    assert "  threads per block, at most   1024\n" in found.output
+    assert "  block, at most               1024 x 1024 x 64\n" in found.output
+
+
+def test_every_example_is_tested_and_documented() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    for page in (ROOT / "docs" / "cuda_programs.md", ROOT / "docs" / "zh" / "cuda_programs.md"):
+        document = page.read_text(encoding="utf-8")
+        for path in EXAMPLES.glob("*.cu"):
+            assert path.stem in text
+            assert f"examples/cuda/{path.name}" in document
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            changed(ADD, "if (i < n) c[i]", "c[i]"),
+            "kernel add, block (3906, 0, 0), thread (64, 0, 0): access 0 bytes behind the end of 4000000 bytes",
+        ),
+        (changed(ADD, "wrong += c[i]", "wrong += d_c[i]"), "host code accesses device memory (4000000 bytes"),
+        (changed(ADD, "c[i] = a[i]", "c[i ? i : -1] = a[i]"), "kernel add wrote before the begin of 4000000 bytes"),
+        (changed(ADD, "d_c, n);", "nullptr, n);"), "kernel add, block (0, 0, 0), thread (0, 0, 0): access to address"),
+        (
+            changed(MULTIPLY, "    float sum = 0;\n    for (int first", "    if (column >= n) return;\n"
+                    "    float sum = 0;\n    for (int first"),
+            "kernel tiled, block (6, 0, 0): 8 threads wait at __syncthreads(), but 24 have returned",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_programs_are_explained(run, text: str, said: str) -> None:
+    found = run(text)
+    assert found.errors.startswith("error: ")
+    assert said in found.errors
+    assert found.code == 70
+
+
+def test_a_write_into_the_padding_is_found(run) -> None:
+    found = run(
+        START + "__global__ void k(char *x) { x[5] = 1; }\n"
+        "int main() { char *x; cudaMalloc(&x, 5); k<<<1, 1>>>(x); return 0; }\n"
+    )
+    assert "kernel k wrote behind the end of 5 bytes of cudaMalloc" in found.errors
+
+
+def test_statuses_of_the_runtime(run) -> None:
+    wrong = changed(ADD, "d_a, a, bytes, cudaMemcpyHostToDevice", "d_a, a, bytes, cudaMemcpyDeviceToHost")
+    found = run(wrong)
+    assert found.errors.endswith(": invalid argument\n")
+    assert "program.cu:31: cudaMemcpy(d_a, a, bytes, cudaMemcpyDeviceToHost)" in found.errors
+    assert found.code == 1
+    long = changed(ADD, "cudaMemcpy(d_b, b, bytes", "cudaMemcpy(d_b, b, bytes + 4")
+    assert run(long).errors.endswith(": invalid argument\n")
+    freed = changed(ADD, "CHECK(cudaFree(d_c))", "CHECK(cudaFree(d_b))")
+    assert run(freed).errors.endswith(": invalid argument\n")
+
+
+def test_shapes_of_blocks_templates_and_arguments(run) -> None:
+    text = START + (
+        "template <int kScale, class T> __global__ void fill(T *x, int3_t unused) {\n"
+        "    const int i = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);\n"
+        "    x[i] = kScale * i + blockIdx.z; }\n"
+        "int twice(int a, int b) { return a + b; }\n"
+        'int main() { int *x, y[24]; cudaMalloc(&x, sizeof y); const char *text = "a<<<b";\n'
+        "    fill<3, int><<<dim3(1, 1, 2), dim3(twice(1, 1), 3, 4)>>>(x, (1 + 1)); // fill<<<1, 1>>>(\n"
+        "    cudaMemcpy(y, x, sizeof y, cudaMemcpyDeviceToHost);\n"
+        '    printf("%d %d %s", y[0], y[23], text); return cudaGetLastError(); }\n'
+    ).replace("int3_t", "int")
+    found = run(text)
+    assert (found.output, found.code) == ("1 70 a<<<b", 0)
+
+
+def test_a_missing_barrier_depends_on_the_order(run) -> None:
+    without = changed(MULTIPLY, "__syncthreads();  // the tiles are complete", "// the tiles are complete")
+    assert "elements are wrong" in run(without).output
+    assert run(without).output != run(without, order="reverse").output
+
+
+def test_arguments_reach_the_program(run) -> None:
+    assert run(ADD, "10").output == "10 elements, 1 blocks of 256 threads: all match the CPU\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (START + "int main() { return undefined; }\n", r"program\.cu:3:.*undefined"),
+        (START + "int main() { k<<<1, 1>>>; }\n", r"line 3: expected a launch such as kernel<<<grid, block>>>"),
+        (START + "int main() { k<<<1, 1>>>(x; }\n", r"line 3: the parenthesis of a launch is not closed"),
+    ],
+)
+def test_what_is_no_program(run, text: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        run(text)
+
+
+def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(programs.shutil, "which", lambda name: None)
+    with pytest.raises(DeviceError, match=r"no C\+\+ compiler was found: install g\+\+"):
+        programs.run_on_cpu(EXAMPLES / "vector_add.cu")
+    with pytest.raises(DeviceError, match="needs nvcc, which was not found"):
+        programs.run_on_gpu(EXAMPLES / "vector_add.cu")
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"none\.cu: cannot be read"):
+        programs.run_on_cpu(tmp_path / "none.cu")
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, ["cuda", "run", *words], catch_exceptions=False)
+
+
+def test_the_command(tmp_path) -> None:
+    found = invoke("--device", "cpu", "--check", str(EXAMPLES / "vector_add.cu"), "1000")
+    assert found.exit_code == 0
+    assert found.stdout.splitlines() == [
+        "1000 elements, 4 blocks of 256 threads: all match the CPU",
+        "the same output with the threads in reverse order",
+    ]
+    with pytest.raises(UsageError, match="--check compares orders of threads on the CPU"):
+        invoke("--device", "cuda", "--check", str(EXAMPLES / "vector_add.cu"))
+    with pytest.raises(UsageError, match="choose from auto, cpu, cuda"):
+        invoke("--device", "gpu", str(EXAMPLES / "vector_add.cu"))
+    shutil.copy(EXAMPLES / "check.h", tmp_path)
+    source = tmp_path / "race.cu"
+    source.write_text(changed(MULTIPLY, "__syncthreads();  // the tiles", "// the tiles"), encoding="utf-8")
+    assert invoke("--device", "cpu", str(source)).exit_code == 1
+    with pytest.raises(DataError, match=r"depends on the order of the threads.*a __syncthreads\(\) is missing"):
+        invoke("--device", "cpu", "--check", str(source))

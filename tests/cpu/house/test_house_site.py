@@ -1,0 +1,74 @@
+"""The documentation site: every document has a place in it, and links are rewritten to these places."""
+
+import importlib.util
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("yaml")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    path = ROOT / "scripts" / "documentation_site.py"
+    spec = importlib.util.spec_from_file_location("documentation_site", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_document_is_in_the_navigation(site, tmp_path):
+    site.arrange(tmp_path, None)
+    english = [page for entry in site.english() for pages in entry.values() for page in [pages]]
+    named = {page for pages in english for page in ([pages] if isinstance(pages, str) else pages)}
+    named |= set(site.chinese(tmp_path))
+    pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("files/")} == named
+    assert (tmp_path / "files" / "src" / "warpbus" / "kernels" / "csrc" / "ladder" / "vector_add.cu").is_file()
+    assert (tmp_path / "pictures" / "chat_page.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "expected"),
+    [
+        ("README.md", "[a](docs/pool.md#leases)", "[a](pool.md#leases)"),
+        ("README.md", '<img src="docs/pictures/chat_page.png">', '<img src="pictures/chat_page.png">'),
+        ("README.zh-CN.md", "[a](docs/zh/moe.md) [b](docs/pool.md)", "[a](moe.md) [b](../pool.md)"),
+        ("docs/tutorial/README.md", "[a](../../README.md)", "[a](../index.md)"),
+        ("docs/pool.md", "[a](../src/warpbus/errors.py)", "[a](files/src/warpbus/errors.py)"),
+        ("docs/pool.md", "[a](#here) [b](https://x.y)", "[a](#here) [b](https://x.y)"),
+        ("docs/pool.md", "see [the kernels](../src/warpbus/kernels/csrc).", "see the kernels."),
+        ("docs/pool.md", "```\n[a](b.md)\n```\n", "```\n[a](b.md)\n```\n"),
+    ],
+)
+def test_links_are_rewritten(site, source, text, expected):
+    assert site.rewritten(source, text, None)[0] == expected
+
+
+def test_directories_lead_to_the_repository_if_there_is_one(site):
+    text, linked = site.rewritten("docs/pool.md", "[a](../src/warpbus/kernels/csrc)", "https://example.org/w")
+    assert text == "[a](https://example.org/w/tree/main/src/warpbus/kernels/csrc)"
+    assert linked == []
+
+
+def test_the_reference_names_what_is_public(site):
+    """The API of the site is that of `warpbus.__all__`, by the modules that define it."""
+    named = {name.rpartition(".")[2] for names in site.API.values() for name in names}
+    assert {"LLM", "Completion", "SamplingParams", "quantize", "errors", "gpu"} <= named
+    for names in site.API.values():
+        for name in names:
+            module = ROOT / "src" / Path(*name.split("."))
+            assert module.with_suffix(".py").is_file() or module.parent.with_suffix(".py").is_file()
+
+
+def test_the_extra_has_what_the_script_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = " ".join(project["optional-dependencies"]["docs"])
+    for name in ("mkdocs-material", "mkdocstrings", "jieba", "pyyaml"):
+        assert name in text
