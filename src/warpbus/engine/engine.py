@@ -42,7 +42,7 @@ from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import LaunchedStep, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler
-from warpbus.engine.sequence import Sequence, TextPiece
+from warpbus.engine.sequence import NoText, Sequence, TextPiece
 from warpbus.engine.sequence_state import RunnerState, SchedulerState, unsplit_tokens
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
@@ -591,18 +591,7 @@ class Engine:
         return sequence, sequence.take()
 
 
-class _NoText:
-    """The text stream of requests whose text is not needed."""
-
-    def push(self, token: int, /) -> str:
-        del token
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
 def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Sequence:
     """A request for exactly `tokens` tokens after a prompt (no stop token ends it); greedy unless `params` is given."""
     chosen = params or SamplingParams(temperature=0)
-    return Sequence(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())
+    return Sequence(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=NoText())

@@ -77,6 +77,19 @@ class TextStream(Protocol):
         ...
 
 
+class NoText:
+    """The text stream of requests whose text is not needed."""
+
+    def push(self, token: int, /) -> str:
+        """No text."""
+        del token
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
 class StopStrings:
     """Finds the first stop string in a streamed text, and holds back text that could begin one.
 
