@@ -70,6 +70,7 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     max_connections="maximum number of open connections",
     adapter_dir=FieldOption("directory from which requests may load LoRAs; repeatable", field="adapter_dirs"),
     log_format="text, or json: one JSON object per line of the log",
+    otlp_endpoint="URL of an OpenTelemetry collector for traces, such as http://127.0.0.1:4318/v1/traces",
     max_stored_responses="maximum number of responses of /v1/responses kept in memory",
     request_timeout="maximum seconds per answer",
     shutdown_timeout="seconds for running requests to finish at shutdown",

@@ -26,6 +26,7 @@ MOST_TEXT = 1 << 17
 """The most characters of a schema, an expression or a grammar."""
 
 _CACHED = 256
+_MOST_RULES = 500  # of EBNF: the time to convert them grows with their square
 _MOST_DEPTH = 64  # of a schema: its parsers are recursive
 
 # At most one space after a comma or a colon: small models may otherwise generate spaces without end.
@@ -243,10 +244,26 @@ def _of_lark(library: Any, text: str) -> str:
     return library.grammar_from_lark(text)
 
 
+def _of_ebnf(library: Any, text: str) -> str:
+    if "::=" not in text:
+        return _of_lark(library, text)
+    rules = text.count("::=")
+    if rules > _MOST_RULES:
+        raise UsageError(f"ebnf has {rules:,} rules: give at most {_MOST_RULES}")
+    try:
+        lark = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark(text)
+    # The library raises plain exceptions.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"ebnf cannot be used: {reason or type(error).__name__}") from None
+    return _of_lark(library, lark)
+
+
 _SOURCES: dict[GrammarKind, Callable[[Any, str], str]] = {
     "json_schema": _of_schema,
     "json_object": _of_object,
     "regex": _of_regex,
     "choice": _of_choice,
     "lark": _of_lark,
+    "ebnf": _of_ebnf,
 }

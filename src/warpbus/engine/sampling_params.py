@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from warpbus.errors import UsageError
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
 
 MOST_LOGPROBS = 20
 """The most alternatives per sampled token, as in OpenAI's API."""
@@ -29,7 +29,8 @@ class Grammar:
 
     Attributes:
         kind: "json_schema" (JSON that a schema describes), "json_object" (any JSON object), "regex" (a regular
-            expression that the whole answer matches), "choice" (one of the texts of a JSON list) or "lark".
+            expression that the whole answer matches), "choice" (one of the texts of a JSON list), "lark", or "ebnf"
+            (rules with `::=`, of which `root` is the first, as in llama.cpp; text without them is "lark").
         text: the schema, expression, list or grammar; empty for "json_object".
 
     Raises:

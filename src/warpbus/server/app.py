@@ -27,6 +27,7 @@ from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
+from warpbus.server.tracing import Traces
 
 # Routes of other servers for models that do not generate.
 _NOT_SERVED = {
@@ -42,16 +43,19 @@ _NOT_SERVED = {
 _ANTHROPIC_HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
 
 
-def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
+def create_app(models: Models, options: ServerOptions | None = None, tracer: Any = None) -> FastAPI:
     """The application for some models.
 
     Args:
         models: that requests can name; they may be loaded later, and are closed when the application ends.
         options: access control and limits; the caller listens on the socket.
+        tracer: of OpenTelemetry, which gets a span per request; None: there are no traces.
     """
     options = options or ServerOptions()
     metrics = Metrics()
     middleware = [Middleware(AccessLog, metrics=metrics)]
+    if tracer is not None:
+        middleware.append(Middleware(Traces, tracer=tracer))
     if options.allow_origins:
         middleware.append(
             Middleware(

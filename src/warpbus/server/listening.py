@@ -27,6 +27,7 @@ from warpbus.server.app import create_app
 from warpbus.server.generation import RunningGenerations
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
+from warpbus.server.tracing import tracer
 
 _IDLE_SECONDS = 30
 # At the end of the server, clients whose requests are not done have so long to receive the error.
@@ -68,15 +69,14 @@ def serve(
         ready: called with the server's address when all models are loaded.
 
     Raises:
-        UsageError: the port is in use, certificates cannot be used, or as `Service.start`.
+        UsageError: the port is in use, certificates cannot be used, OpenTelemetry is missing, or as `Service.start`.
         WarpbusError: a model could not be loaded; see `Service.start`.
     """
     options.check_tls()
-    listening = bind(options)
-    try:
-        asyncio.run(_serve(listening, wanted, options, service, progress=progress, ready=ready))
-    finally:
-        listening.close()
+    with contextlib.ExitStack() as closing:
+        traced = None if options.otlp_endpoint is None else closing.enter_context(tracer(options.otlp_endpoint))
+        listening = closing.enter_context(bind(options))
+        asyncio.run(_serve(listening, wanted, options, service, traced, progress=progress, ready=ready))
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -102,6 +102,7 @@ async def _serve(
     wanted: abc.Sequence[ModelToServe],
     options: ServerOptions,
     service: ServiceOptions,
+    traced: Any,
     *,
     progress: Callable[[str], Progress],
     ready: Callable[[str], None],
@@ -109,7 +110,7 @@ async def _serve(
     models = Models()
     for one in wanted:
         models.add(one.name, adapters=[name for name, _ in one.adapters])
-    app = create_app(models, options)
+    app = create_app(models, options, traced)
     server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

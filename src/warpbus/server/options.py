@@ -37,6 +37,7 @@ class ServerOptions:
         max_stored_responses: how many responses of /v1/responses are kept, to be continued by their id; 0: none.
         adapter_dirs: directories below which POST /v1/load_lora_adapter may load adapters; empty: nowhere.
         log_format: "text", or "json" for one JSON object per line.
+        otlp_endpoint: the URL of an OpenTelemetry collector for traces (OTLP over HTTP); None: there are no traces.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -64,6 +65,7 @@ class ServerOptions:
     max_stored_responses: int = 256
     adapter_dirs: tuple[str, ...] = ()
     log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +95,10 @@ class ServerOptions:
                 raise UsageError(f"--allow-origin {origin}: give an origin such as https://example.com, or *")
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}: give text or json")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--otlp-endpoint {self.otlp_endpoint}: give a URL such as http://127.0.0.1:4318/v1/traces"
+            )
         for directory in self.adapter_dirs:
             if not Path(directory).is_dir():
                 raise UsageError(f"--adapter-dir {directory}: there is no such directory; give one with adapters")

@@ -154,6 +154,9 @@ def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
         found.append(("guided_regex", Grammar("regex", body.guided_regex)))
     if body.guided_choice is not None:
         found.append(("guided_choice", _choice(body.guided_choice)))
+    for name in ("guided_grammar", "ebnf"):
+        if (text := getattr(body, name)) is not None:
+            found.append((name, Grammar("ebnf", text)))
     outputs = body.structured_outputs
     if outputs is not None:
         if outputs.json_ is not None:
@@ -164,6 +167,8 @@ def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
             found.append(("structured_outputs", Grammar("regex", outputs.regex)))
         if outputs.choice is not None:
             found.append(("structured_outputs", _choice(outputs.choice)))
+        if outputs.grammar is not None:
+            found.append(("structured_outputs", Grammar("ebnf", outputs.grammar)))
     if not found:
         return None
     if len(found) > 1:

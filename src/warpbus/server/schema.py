@@ -29,11 +29,9 @@ _UNSUPPORTED = frozenset(
         "allowed_token_ids",
         "bad_words",
         "chat_template",
-        "ebnf",
         "function_call",
         "functions",
         "grammar",
-        "guided_grammar",
         "json_schema",
         "length_penalty",
         "logits_processors",
@@ -205,6 +203,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     regex: str | None = None
     choice: Choices | None = None
+    grammar: str | None = Field(None, description="EBNF, or Lark")
 
 
 class NamesModel(Body):
@@ -243,6 +242,8 @@ class Generating(NamesModel):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, description="EBNF, or Lark")
+    ebnf: str | None = Field(None, description="the same, as SGLang has it")
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="of the prompt's tokens, as vLLM has them")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and answer, as vLLM has them")

@@ -324,6 +324,11 @@ def test_a_space_that_a_tokenizer_adds_is_none_of_the_grammars(tmp_path):
         (Grammar("json_schema", '{"$ref": "#"}'), "json_schema cannot be used: no text matches it: a rule or a $ref"),
         (Grammar("lark", "start: nowhere"), "nowhere"),
         (Grammar("lark", "start: <|user|>"), "lark cannot be used"),
+        (Grammar("ebnf", "root ::= x"), "ebnf cannot be used: Rule 'x' not found"),
+        (Grammar("ebnf", "root ::= ("), "ebnf cannot be used: Expected ')'"),
+        (Grammar("ebnf", "root ::= " + "(" * 60_000), "ebnf cannot be used"),
+        (Grammar("ebnf", "\n".join(f'r{i} ::= "a"' for i in range(501))), "ebnf has 501 rules: give at most 500"),
+        (Grammar("ebnf", "start: nowhere"), "nowhere"),
         (Grammar("choice", '"a"'), "choice is no list"),
         (Grammar("choice", '["a", ""]'), "choice is no list"),
         (Grammar("choice", "[]"), "choice is no list"),
@@ -333,6 +338,20 @@ def test_what_is_refused(compiler, grammar, says):
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         compiler.compile(grammar)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= verb " " noun\nverb ::= "see" | "hear"\nnoun ::= [a-z]+',
+        'start: VERB " " /[a-z]+/\nVERB: "see" | "hear"',
+    ],
+)
+def test_ebnf_and_lark(tokenizer, compiler, text):
+    matcher = compiler.compile(Grammar("ebnf", text))
+    assert all(matcher.accept(token) for token in tokenizer.encode("hear birds"))
+    wrong = compiler.compile(Grammar("ebnf", text))
+    assert not all(wrong.accept(token) for token in tokenizer.encode("hear 5"))
 
 
 def test_true_is_a_schema(tokenizer, compiler):

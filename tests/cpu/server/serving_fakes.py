@@ -236,11 +236,11 @@ class FakeService:
 class Running:
     """A server in a thread, and clients for it."""
 
-    def __init__(self, models, options):
+    def __init__(self, models, options, tracer=None):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        app = create_app(models, options)
+        app = create_app(models, options, tracer)
         self._server = make_server(app, options, app.state.running)
         self.connections = self._server.server_state.connections
         self._thread = threading.Thread(target=self._server.run, args=([self.socket],), daemon=True)

@@ -129,3 +129,19 @@ def test_a_tokenized_conversation_may_have_tools_and_variables(http, served):
     text = served.qwen.tokenizer.decode
     assert '"weather"' in text(tools)
     assert text(quiet) == text(plain) + "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_grammar": 'root ::= "a"'},
+        {"ebnf": 'root ::= "a"'},
+        {"structured_outputs": {"grammar": 'root ::= "a"'}},
+    ],
+)
+def test_a_grammar_may_be_ebnf(served, fields):
+    with served.http() as http:
+        response = http.post("/v1/completions", json={"model": "parrot", "prompt": "a", **fields})
+    assert response.status_code == 200
+    grammar = served.service.asked[-1][1].grammar
+    assert (grammar.kind, grammar.text) == ("ebnf", 'root ::= "a"')

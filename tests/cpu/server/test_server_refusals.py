@@ -26,7 +26,9 @@ def error_of(response, status):
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
-        ({"guided_grammar": "root ::= x"}, None, "guided_grammar is not supported"),
+        ({"structural_tag": {}}, None, "structural_tag is not supported"),
+        ({"guided_grammar": ""}, None, "give a text for ebnf"),
+        ({"guided_grammar": 'root ::= "a"', "ebnf": 'root ::= "a"'}, "ebnf", "one grammar only"),
         ({"modalities": ["text", "audio"]}, "modalities", "text"),
         ({"functions": []}, None, "functions is not supported"),
         ({"messages": []}, "messages", "messages"),
