@@ -26,7 +26,7 @@ def convert(
         str,
         typer.Option(
             help="compressed-tensors, gptq, gptq-v2 or awq; float16 or bfloat16: not quantized any more; gguf: codes "
-            "unchanged where GGUF has them; gguf-q4_k and others: rounded to that type"
+            "unchanged where GGUF has them; gguf-q4_k and others, fp8-block: rounded to that type"
         ),
     ],
     pad_ffn: Annotated[

@@ -17,6 +17,7 @@ from warpbus.formats.layout import WRITABLE
 from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
+from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
 from warpbus.models.gguf.export import TARGETS
 from warpbus.models.layer_spec import MLPSpec
 from warpbus.models.loading import quantized_parameters, read_config, tensor_map
@@ -142,7 +143,7 @@ class ConversionPlan:
 def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> ConversionPlan:
     """Check the arguments and the headers of the model; arguments and errors as `convert`."""
     if to not in PLAIN and to not in WRITABLE:
-        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN, *TARGETS))}")
+        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN, FP8_BLOCK, *TARGETS))}")
     checkpoint = Checkpoint(directory_of(model))
     if output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")

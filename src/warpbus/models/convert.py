@@ -15,6 +15,8 @@ from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.safetensors_io import raw_bytes
 from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare
+from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
+from warpbus.models.fp8_blocks import write_fp8_blocks
 from warpbus.models.gguf.export import TARGETS, GGUFExport, export_gguf
 from warpbus.models.loading import quantized_parameters, read_config
 from warpbus.models.padding import pad_columns, pad_plain, pad_rows
@@ -90,7 +92,7 @@ def convert(
         model: a model directory, quantized in a format of `warpbus.formats`, or a GGUF file.
         output: a new directory; for GGUF a new file.
         to: a format, see `layout_named`; "float16" or "bfloat16" for dequantized matrices; or a target of
-            `export_gguf`, for which the model need not be quantized.
+            `export_gguf` or "fp8-block" (`write_fp8_blocks`), for which the model need not be quantized.
         pad_ffn: see `padded_size`.
         overwrite: replace a model that is at `output`.
         progress: see `Progress`.
@@ -107,6 +109,15 @@ def convert(
             raise UsageError(f"--pad-ffn {pad_ffn}: an FFN is not widened in GGUF: drop it")
         return export_gguf(model, output, to=to, overwrite=overwrite, progress=progress)
     started = time.perf_counter()
+    if to == FP8_BLOCK:
+        if pad_ffn != "none":
+            raise UsageError(f"--pad-ffn {pad_ffn}: an FFN is not widened in FP8: drop it")
+        matrices, before, after = write_fp8_blocks(model, output, overwrite=overwrite)
+        seconds = time.perf_counter() - started
+        kind = "fp8 with a scale per 128 x 128"
+        return Conversion(
+            str(model), str(output), "floating point", to, kind, matrices, (0, 0), 0, 0, before, after, seconds
+        )
     plan = prepare(Path(model), Path(output), to, pad_ffn)
     job = _RunningConversion(plan, Path(output), progress or (lambda what, done, total: None))
     scales, rounded = job.check()
