@@ -38,8 +38,7 @@ def run(
 ) -> None:
     """Compile FILE and run it: by nvcc on a GPU, or by the C++ compiler on the CPU.
 
-    On the CPU, the threads of a block take turns. An index beyond the end of device memory, a host access to it, and a
-    barrier that not all threads reach end the program with an explanation. Options come before FILE.
+    On the CPU, mistakes such as an index beyond the end or a missing barrier are explained. Options come before FILE.
     """
     from warpbus.cuda.programs import has_gpu, run_in_orders, run_on_gpu
 
