@@ -26,7 +26,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SHELL = ("|", "||", ">", "&", "&&")
 
 # Of scripts in benchmarks/, of compute-sanitizer and of Ray's own command.
-OTHERS = {"--kill", "--small", "--tool", "--head"}
+OTHERS = {"--kill", "--small", "--llama", "--tool", "--head"}
 
 
 def options(command: Any) -> set[str]:
