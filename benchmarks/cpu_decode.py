@@ -236,7 +236,7 @@ def main() -> None:
         found = measure(contenders)
     records = []
     for scheme in schemes:
-        for peer in peers:
+        for peer in peers[: None if Scheme.parse(scheme).bits == 4 else 1]:  # llama.cpp has 4 bits
             ours, theirs = found[scheme], found[peer.name.split()[0]]
             for task, own, other in (("decode", ours.decode, theirs.decode), ("prompt", ours.prompt, theirs.prompt)):
                 records.append(record(shape, scheme, options.threads, task, own, other, peer))

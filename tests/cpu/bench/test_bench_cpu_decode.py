@@ -38,7 +38,7 @@ def test_how_threads_wait_can_be_chosen(tmp_path):
 
 
 def test_llama_cpp_takes_part_in_a_process_of_its_own(tmp_path):
-    arguments = ["--small", "--parameters", "2e6", "--threads", "1", "--scheme", "w8a16-g32", "--output", str(tmp_path)]
+    arguments = ["--small", "--parameters", "2e6", "--threads", "1", "--scheme", "w4a16-g32", "--output", str(tmp_path)]
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 9.9\nwhile read what tokens; do echo $tokens; done\n", encoding="utf-8")
     python.chmod(0o755)
