@@ -22,10 +22,12 @@ class OffloadableExperts:
     Attributes:
         counts: for each layer the most experts that can be; 0 in a dense layer.
         sizes: for each layer the bytes of an expert.
+        shared: for each layer, whether it has a shared expert, which is stacked with the others.
     """
 
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
+    shared: tuple[bool, ...]
 
     @classmethod
     def of(
@@ -38,14 +40,15 @@ class OffloadableExperts:
             quantized: the schemes of the parameters that are quantized.
             sizes: bytes of the parameters.
         """
-        counts, each = [], []
+        counts, each, shared = [], [], []
         for index, layer in enumerate(config.all_layers):
             experts = layer.mlp.router.experts if isinstance(layer.mlp, MoESpec) else 0
             names = [f"layers.{index}.{matrix.name}.weight" for matrix in layer.matrices if matrix.expert is not None]
             able = dtype in HALVES and bool(names) and _alike(config, names, quantized)
             counts.append(experts - 1 if able else 0)
             each.append(sum(sizes[name] for name in names) // experts if able else 0)
-        return cls(tuple(counts), tuple(each))
+            shared.append(isinstance(layer.mlp, MoESpec) and layer.mlp.shared is not None)
+        return cls(tuple(counts), tuple(each), tuple(shared))
 
     @property
     def most(self) -> int:
@@ -67,8 +70,23 @@ class OffloadableExperts:
         return sum(min(level, most) for most in self.counts)
 
     def nbytes(self, offloaded: tuple[int, ...]) -> int:
-        """Bytes of so many experts of each layer."""
-        return sum(count * size for count, size in zip(offloaded, self.sizes, strict=True))
+        """Bytes of so many experts of each layer; empty: none."""
+        return sum(count * size for count, size in zip(offloaded, self.sizes, strict=bool(offloaded)))
+
+    def stacking_bytes(self, offloaded: tuple[int, ...]) -> int:
+        """Bytes that stacking the experts of a layer takes beside them: the same again, of the layer with most.
+
+        Args:
+            offloaded: for each layer how many are not on the GPU; empty: none.
+        """
+        away = offloaded or (0,) * len(self.counts)
+        return max(
+            (
+                size * (most + 1 - own + shared)
+                for most, size, own, shared in zip(self.counts, self.sizes, away, self.shared, strict=True)
+            ),
+            default=0,
+        )
 
 
 def _alike(config: ModelConfig, names: list[str], quantized: Mapping[str, Scheme]) -> bool:

@@ -182,7 +182,7 @@ def plan_memory(
         UsageError: it does not fit; the message says what would.
     """
     piece = _piece(stored.config, stored.dtype, limit, max_model_len)
-    wanted = _Wanted(stored, stored.sizes(), limit, max_model_len, max_num_seqs, piece)
+    wanted = _Wanted(stored, stored.sizes(), stored.offloadable(), limit, max_model_len, max_num_seqs, piece)
     options = list(_options(stored, kv_dtype))
     for option in options:
         found = _lay_out(wanted, _SHORTEST_CONTEXT, *option)
@@ -196,10 +196,11 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is to be planned: the arguments of `plan_memory`, the bytes of the parameters, and how prompts are read."""
+    """What is to be planned: the arguments of `plan_memory`, the parameters and experts, and how prompts are read."""
 
     stored: Stored
     sizes: Mapping[str, int]
+    experts: OffloadableExperts
     limit: int
     max_model_len: int | None
     max_num_seqs: int
@@ -213,14 +214,13 @@ def _lay_out(
     head: Scheme | None,
     on_cpu: bool,
     offloaded: tuple[int, ...] = (),
-    host_bytes: int = 0,
 ) -> MemoryPlan | None:
     """The plan with these choices, if it fits with a context of `shortest` tokens where none was asked for."""
     stored, limit, asked = wanted.stored, wanted.limit, wanted.max_model_len
     config = stored.config
     least = asked or min(config.max_context, shortest)
     rows = batch_bucket(wanted.max_num_seqs)
-    parts = _fixed_parts(stored, wanted.sizes, rows, wanted.piece, head, on_cpu, host_bytes)
+    parts = _fixed_parts(stored, wanted.sizes, wanted.experts, rows, wanted.piece, head, on_cpu, offloaded)
     per_token = token_bytes(config, stored.dtype, kv)
     left = limit - sum(parts.values()) - _PAGE
     # Whole blocks, beside those that no sequence gets.
@@ -234,12 +234,13 @@ def _lay_out(
     cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
     parts["workspace"] += (context + stored.prefix_blocks * BLOCK) * reading
     parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
+    host_bytes = wanted.experts.nbytes(offloaded)
     return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, wanted.piece, offloaded, host_bytes)
 
 
 def _offload(wanted: _Wanted, kv: str, head: Scheme | None, on_cpu: bool) -> MemoryPlan | None:
     """The plan with as few offloaded experts as fit; None if none does."""
-    experts = wanted.stored.offloadable()
+    experts = wanted.experts
     if not experts.most:
         return None
     # Each piece of a prompt reads all offloaded experts: a large one is worth its activations.
@@ -247,8 +248,7 @@ def _offload(wanted: _Wanted, kv: str, head: Scheme | None, on_cpu: bool) -> Mem
     for each, shortest in ((large, _OFFLOADED_CONTEXT), (wanted, _OFFLOADED_CONTEXT), (wanted, _SHORTEST_CONTEXT)):
 
         def plan(count: int, each: _Wanted = each, shortest: int = shortest) -> MemoryPlan | None:
-            spread = experts.spread(count)
-            return _lay_out(each, shortest, kv, head, on_cpu, spread, experts.nbytes(spread))
+            return _lay_out(each, shortest, kv, head, on_cpu, experts.spread(count))
 
         if plan(experts.most) is not None:
             return plan(1 + bisect_left(range(1, experts.most), True, key=lambda count: plan(count) is not None))
@@ -326,29 +326,31 @@ def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None
 def _fixed_parts(
     stored: Stored,
     sizes: Mapping[str, int],
+    experts: OffloadableExperts,
     rows: int,
     piece: int,
     head: Scheme | None,
     on_cpu: bool,
-    host_bytes: int,
+    offloaded: tuple[int, ...],
 ) -> dict[str, int]:
-    """Bytes of everything but the cache, with `host_bytes` of the layers in the memory of the host."""
+    """Bytes of everything but the cache, with so many experts of each layer in the memory of the host."""
     config = stored.config
-    layers = sum(size for name, size in sizes.items() if name.startswith("layers.")) - host_bytes
+    layers = sum(size for name, size in sizes.items() if name.startswith("layers.")) - experts.nbytes(offloaded)
     embedding = 0 if on_cpu else sizes["embedding.weight"]
     rounded = 0 if head is None else packed_bytes(head, config.vocab_size, config.hidden_size)
     heads = sizes.get("head.weight", 0) if head is None else rounded
     scores = rows * config.vocab_size * (stored.dtype.itemsize + 3 * torch.float32.itemsize)
     library = _uses_library(stored, rows, head)
+    running = sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS)) + scores
+    running += _WORKSPACE + library * _LIBRARY_WORKSPACE
+    # Of all that loading takes for a moment this is the most. There are no activations by then.
+    stacking = int((1 + _GRANULARITY) * experts.stacking_bytes(offloaded))
     return {
         "layers": layers,
         **({"adapters": stored.adapters} if stored.adapters else {}),
         "embedding": embedding,
         "head": heads,
-        "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
-        + scores
-        + _WORKSPACE
-        + library * _LIBRARY_WORKSPACE,
+        "workspace": max(running, stacking),
         "allocator's granularity": int(_GRANULARITY * (layers + stored.adapters + embedding + heads)),
         "CUDA context and kernels": CONTEXT_BYTES + library * LIBRARY_BYTES,
     }
@@ -399,8 +401,8 @@ def _smallest(
     kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
     piece = _piece(config, stored.dtype, limit, max_model_len)
     experts = stored.offloadable()
-    host_bytes = experts.nbytes(experts.counts)
-    fixed = _fixed_parts(stored, stored.sizes(), batch_bucket(max_num_seqs), piece, head, on_cpu, host_bytes)
+    rows = batch_bucket(max_num_seqs)
+    fixed = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, experts.counts)
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(fixed.values()), per_token
 

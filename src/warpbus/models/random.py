@@ -63,7 +63,12 @@ def random_model(
         model = Decoder(config if part is None else part.config)
     if part is not None:
         part.narrow(model)
-    for name, module in list(model.named_modules()):
+    # Names: a list of modules would keep the experts of a layer beside the stacked ones.
+    names = [name for name, _ in model.named_modules()]
+    last = {name.split(".")[1]: name for name in names if name.startswith("layers.")}  # of each layer
+    layer_of = {name: int(index) for index, name in last.items()}
+    for name in names:
+        module = model.get_submodule(name)
         if isinstance(module, nn.Linear):
             if module is model.head and config.tie_embeddings:
                 continue
@@ -81,17 +86,20 @@ def random_model(
                 quantized = QuantizedLinear(drawn, bias, dtype=dtype, int8_activations=int8_activations)
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
-            module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
+            # Drawn on the device, for the same numbers wherever it lies; nothing else is there yet.
+            module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02).to(embedding or device))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
                 draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
         elif isinstance(module, Router):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=module.weight.shape[1] ** -0.5))
             if module.bias is not None:
                 module.bias = _fixed(torch.zeros(module.weight.shape[0], device=device))
-        elif hasattr(module, "weight"):
-            module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
+        elif isinstance(weight := getattr(module, "weight", None), Tensor):
+            module.weight = _fixed(torch.ones(weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:
-                module.bias = _fixed(torch.zeros(module.weight.shape, dtype=dtype, device=device))
+                module.bias = _fixed(torch.zeros(weight.shape, dtype=dtype, device=device))
+        if name in layer_of and isinstance(mlp := model.layers[layer_of[name]].mlp, MoE):
+            mlp.stack(offloaded[layer_of[name]] if offloaded else 0)
     if config.tie_embeddings:
         tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
         if head is None:
@@ -101,11 +109,8 @@ def random_model(
             model.add_module("head", QuantizedLinear(tied_head, dtype=dtype, int8_activations=int8_activations))
     if part is not None and group is not None:
         part.join(model, group)
-    for index, layer in enumerate(model.layers):
-        if isinstance(layer.mlp, MoE):
-            layer.mlp.stack(offloaded[index] if offloaded else 0)
-    if embedding is not None:
-        model.embedding.to(embedding)
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # drawn experts, and an embedding that was moved
     return model.eval()
 
 

@@ -32,7 +32,7 @@ def expert_bytes(stored):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
 @settings(max_examples=60, deadline=None)
 def test_layers_share_the_offloaded_experts_evenly(counts, data):
-    experts = OffloadableExperts(tuple(counts), tuple(7 for _ in counts))
+    experts = OffloadableExperts(tuple(counts), tuple(7 for _ in counts), tuple(False for _ in counts))
     total = data.draw(st.integers(0, experts.most))
     found = experts.spread(total)
     assert sum(found) == total
@@ -60,6 +60,23 @@ def test_as_few_experts_as_fit_are_offloaded(stored, memory):
     assert (plan.context, plan.prefill_tokens, plan.embedding_on_cpu) == (8192, 2048, True)
     assert f"{sum(plan.offloaded):,} experts in pinned memory of the host" in str(plan)
     assert plan.to_json()["host_bytes"] == plan.host_bytes
+
+
+def test_stacking_needs_the_layer_with_most_experts_on_the_gpu_again():
+    experts = OffloadableExperts((0, 7, 9), (0, 100, 50), (False, True, False))
+    assert experts.stacking_bytes(()) == experts.stacking_bytes((0, 0, 0)) == 900
+    assert experts.stacking_bytes((0, 7, 2)) == 400
+    assert OffloadableExperts((), (), ()).stacking_bytes(()) == 0
+
+
+@pytest.mark.parametrize("memory", [48, 60])
+def test_the_workspace_holds_what_stacking_takes(memory):
+    """The experts of a layer of GLM-4.5-Air are more than the activations of a piece."""
+    plan = plan_memory(AIR, memory * GB, max_num_seqs=1)
+    assert bool(plan.offloaded) == (memory == 48)
+    stacking = AIR.offloadable().stacking_bytes(plan.offloaded)
+    assert 0.85 * GB < stacking < plan.parts["workspace"] < 1.1 * stacking
+    assert plan.total <= memory * GB
 
 
 def test_a_model_that_fits_offloads_nothing():

@@ -11,7 +11,7 @@ from warpbus.cuda.cards import CARDS, card_named
 from warpbus.engine.forecast import forecast
 from warpbus.engine.plan import Stored
 from warpbus.errors import UsageError
-from warpbus.models import SHAPES
+from warpbus.models import SHAPES, IndexerSpec, LatentAttentionSpec
 from warpbus.qtensor import Scheme
 
 RECORD = Path(__file__).parents[3] / "benchmarks" / "results" / "decode-nvidia-h100-80gb-hbm3.json"
@@ -37,6 +37,7 @@ MEASURED = [
     ("chatglm2-6b", None, "h100", recorded()["float16"]),
     ("glm-4.5-air", W4, "h200", 279),
     ("qwen3-30b-a3b", W4, "h200", 428),
+    ("glm-4.7-flash", W4, "h200", 382),
 ]
 
 
@@ -100,7 +101,6 @@ def test_an_embedding_that_has_no_room_is_on_the_host() -> None:
     ("shape", "scheme", "card", "reason"),
     [
         ("glm-4.5-air", "w4a16-g128", "a100-80gb", "no steps were timed on a100-80gb"),
-        ("glm-4.7-flash", "w4a16-g128", "h100", "latent attention"),
         ("glm-4.5-air", "w8a8-int8", "h200", "no kernels"),
         ("qwen3-30b-a3b", None, "h200", "no kernels"),
         ("chatglm2-6b", "w8a8-int8", "h100", "activations of 8 bits"),
@@ -115,6 +115,16 @@ def test_what_was_not_measured_is_only_bounded(shape: str, scheme: str | None, c
     assert "at most" in found.speed()
     assert found.most_tokens_per_second > 0
     json.dumps(found.to_json())
+
+
+def test_sparse_attention_was_not_measured() -> None:
+    config = SHAPES["glm-4.7-flash"]
+    latent = config.attention
+    assert isinstance(latent, LatentAttentionSpec)
+    sparse = replace(latent, indexer=IndexerSpec(heads=32, head_dim=128, top_k=2048))
+    layers = tuple(replace(layer, attention=sparse) for layer in config.layers)
+    model = Stored.uniform(replace(config, layers=layers), torch.bfloat16, W4)
+    assert "sparse attention" in forecast(model, CARDS["h200"], 100 * GB).unmeasured
 
 
 def test_experts_of_different_schemes_have_no_kernels() -> None:

@@ -69,6 +69,13 @@ def test_experts_change_places():
     assert torch.equal(model(TOKENS), expected)
 
 
+@pytest.mark.parametrize(("offloaded", "wrong"), [(2, (0, 1)), (2, (5, 4)), (0, (3, 0))])
+def test_only_experts_on_both_sides_change_places(offloaded, wrong):
+    (experts,) = experts_of(model_of(config_of(6, layers=1), offloaded=offloaded))
+    with pytest.raises(UsageError, match="expected an offloaded expert and one that is not"):
+        experts.exchange(*wrong)
+
+
 def test_bytes_of_an_expert():
     (experts,) = experts_of(model_of(config_of(3, layers=1), offloaded=1))
     codes = (2 * 32 * 64 + 64 * 64) // 2  # the columns of down are padded to 64

@@ -78,8 +78,8 @@ def test_exchanged_experts_give_the_same_bits(config):
     expected = here(tokens)
     count = len(experts_of(far)[0].counts)
     for experts in experts_of(far):
-        for number in range(5):
-            experts.exchange(count - 1 - number, number % (count - 5))
+        for number in range(min(5, count - 5)):  # no expert twice: one has changed its side by then
+            experts.exchange(count - 1 - number, number)
         assert sorted(experts.slots.tolist()) == list(range(len(experts.order)))
         assert experts.slots.tolist() == experts.order
     assert torch.equal(far(tokens), expected)

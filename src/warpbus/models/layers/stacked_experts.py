@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from warpbus.errors import UsageError
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.models.layers.frozen import frozen_linear
@@ -84,10 +85,16 @@ class StackedExperts(nn.Module):
 
         Args:
             offloaded, resident: their numbers, both of routed experts.
+
+        Raises:
+            UsageError: the first one is not offloaded, or the second one is.
         """
-        assert self.slots is not None
-        far, near = self.order[offloaded], self.order[resident]
-        assert near < self.resident <= far
+        far, near = (self.order[number] if self.order else number for number in (offloaded, resident))
+        if self.slots is None or not near < self.resident <= far:
+            raise UsageError(
+                f"experts {offloaded} and {resident} are in the slots {far} and {near}, of which the first "
+                f"{self.resident} are on the GPU: expected an offloaded expert and one that is not"
+            )
         for name in self._stacked:
             stacked = self.matrices(name)
             for there, here in zip(_tensors(stacked.expert(far)), _tensors(stacked.expert(near)), strict=True):
