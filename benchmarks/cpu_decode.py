@@ -177,11 +177,20 @@ def measure(contenders: dict[str, Contender]) -> dict[str, Samples]:
     return found
 
 
+def typed(arguments: list[str]) -> list[str]:
+    """The command without the paths of this machine: of the record, and of the Python with llama.cpp."""
+    words = ["python", "benchmarks/cpu_decode.py"]
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        if word != "--output" and before != "--output":
+            words.append("PYTHON" if before == "--llama" else word)
+    return words
+
+
 def record(
     shape: ModelConfig, scheme: str, threads: int, task: str, ours: list[float], peer: list[float], against: Peer
 ) -> Record:
     """The best sample of ours against the best one of a peer."""
-    command = f"OMP_WAIT_POLICY={shlex.quote(os.environ['OMP_WAIT_POLICY'])} {shlex.join(['python', *sys.argv])}"
+    command = f"OMP_WAIT_POLICY={shlex.quote(os.environ['OMP_WAIT_POLICY'])} {shlex.join(typed(sys.argv[1:]))}"
     return Record(
         bench="cpu-decode",
         case={
