@@ -58,6 +58,11 @@ def _add_schemas(document: dict[str, Any]) -> None:
     for path in document["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+            for status in ERRORS:
+                # FastAPI gives errors the media type of the answer.
+                content = operation["responses"][status]["content"]
+                if "text/plain" in content:
+                    content["application/json"] = content.pop("text/plain")
 
 
 def _add_keys(document: dict[str, Any], has_keys: bool, is_open: Callable[[str], bool]) -> None:

@@ -69,6 +69,7 @@ def test_every_answer_has_a_schema():
             for status, response in operation["responses"].items():
                 assert response["content"], (path, status)
                 assert all(content["schema"] for content in response["content"].values()), (path, status)
+            assert set(operation["responses"]["4XX"]["content"]) == {"application/json"}
     chats = SCHEMA["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert set(chats) == {"application/json", "text/event-stream"}
     assert set(SCHEMA["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
