@@ -123,7 +123,7 @@ class Llama:
         sizes = {
             "hidden": shape.hidden_size,
             "layers": shape.num_layers,
-            "ffn": shape.layers[0].mlp.ffn_size,
+            "ffn": shape.dense_mlp.ffn_size,
             "heads": shape.attention.num_heads,
             "kv_heads": shape.attention.num_kv_heads,
             "vocabulary": shape.vocab_size,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.cuda import driver
+from warpbus.cuda.host_compiler import find_compiler
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"
@@ -88,9 +89,7 @@ def run_in_orders(
     Raises:
         DataError, DeviceError: see `run_on_cpu`; DataError also if the program did not end within the limit.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-    if compiler is None:
-        raise DeviceError("no C++ compiler was found: install g++ (apt install g++), or name one in CXX")
+    compiler = find_compiler()
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +103,7 @@ def run_in_orders(
     with tempfile.TemporaryDirectory() as place:
         translated, program = Path(place, f"{source.stem}.cpp"), Path(place, source.stem)
         translated.write_text("\n".join(pieces) + "\n", encoding="utf-8")
-        _compile([compiler, *flags, str(translated), "-o", str(program)], source)
+        _compile([*compiler, *flags, str(translated), "-o", str(program)], source)
         try:
             return [_run(program, arguments, {"WARPBUS_ORDER": order}, limit) for order in orders]
         except subprocess.TimeoutExpired:

@@ -25,7 +25,9 @@ def test_it_writes_a_record_for_each_scheme(tmp_path):
         assert record.ours == max(record.samples["ours"])
         assert record.peer.value == max(record.samples["peer"])
     assert 1e6 < records[0].case["parameters"] < 4e6
-    assert records[0].command.startswith(f"OMP_WAIT_POLICY=PASSIVE python {BENCHMARK} --small --parameters 2e6")
+    assert records[0].command.startswith(
+        "OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_decode.py --small --parameters 2e6"
+    )
 
 
 def test_how_threads_wait_can_be_chosen(tmp_path):
