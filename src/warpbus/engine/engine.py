@@ -230,7 +230,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges."""
-        scheduler, blocks = self._scheduler, self._blocks
+        scheduler, blocks, experts = self._scheduler, self._blocks, self._instance.runner.experts
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -244,6 +244,9 @@ class Engine:
             cache_bytes=self._instance.cache.nbytes,
             drafted=self._drafting.drafted,
             accepted=self._drafting.accepted,
+            experts_exchanged=experts.exchanged,
+            expert_choices=experts.choices,
+            host_expert_choices=experts.host_choices,
             planning=self._planning,
             launching=self._launching,
         )

@@ -54,6 +54,8 @@ class ExpertPlacement:
 
     Attributes:
         exchanged: how many experts were brought to the GPU so far.
+        choices, host_choices: how often tokens chose an expert of these layers, and one in the memory of the host, as
+            far as counts were read.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -68,6 +70,7 @@ class ExpertPlacement:
         self._due: list[Exchange] = []
         self._steps = 0
         self.exchanged = 0
+        self.choices = self.host_choices = 0
 
     def step(self) -> None:
         """Read counts or exchange experts, if it is time to. Does not wait for the GPU."""
@@ -109,12 +112,14 @@ class ExpertPlacement:
         if event is not None and not event.query():
             return
         self._arriving = None
-        for sums, new in zip(self._tokens, counts.tolist(), strict=True):
-            sums[:] = [0.5 * before + now for before, now in zip(sums, new, strict=False)]
         resident = [
             {expert for expert in range(len(sums)) if layer.order[expert] < layer.resident}
             for layer, sums in zip(self._layers, self._tokens, strict=True)
         ]
+        for sums, new, here in zip(self._tokens, counts.tolist(), resident, strict=True):
+            sums[:] = [0.5 * before + now for before, now in zip(sums, new, strict=False)]
+            self.choices += sum(new)
+            self.host_choices += sum(count for expert, count in enumerate(new) if count and expert not in here)
         self._due = choose_exchanges(self._tokens, resident)
 
 

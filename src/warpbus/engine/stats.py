@@ -16,6 +16,9 @@ class Stats:
             be, those used by sequences, and those kept in the prefix cache only.
         cache_bytes: committed memory of the cache.
         drafted, accepted: draft tokens of speculation, and how many of them were accepted.
+        experts_exchanged: experts that were brought to the GPU in place of others.
+        expert_choices, host_expert_choices: how often tokens chose an expert in layers with offloaded ones, and one in
+            the memory of the host; counted every 128 steps.
         planning: seconds of the host for scheduling steps.
         launching: seconds of the host for preparing and launching steps; on the CPU, for computing them.
     """
@@ -32,6 +35,9 @@ class Stats:
     cache_bytes: int
     drafted: int
     accepted: int
+    experts_exchanged: int = 0
+    expert_choices: int = 0
+    host_expert_choices: int = 0
     planning: float = 0.0
     launching: float = 0.0
 
@@ -39,3 +45,8 @@ class Stats:
     def acceptance(self) -> float:
         """The share of the draft tokens that were accepted, from 0 to 1; 0 before the first draft."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def host_expert_share(self) -> float:
+        """The share of the chosen experts that lay in the memory of the host, from 0 to 1; 0 before the first count."""
+        return self.host_expert_choices / self.expert_choices if self.expert_choices else 0.0

@@ -46,6 +46,10 @@ _ENGINE_METRICS = (
     _EngineMetric(
         "spec_decode_draft_acceptance_rate", "acceptance", False, "share of the guessed tokens that were right, 0 to 1"
     ),
+    _EngineMetric("experts_exchanged", "experts_exchanged", True, "experts brought from the host's memory to the GPU"),
+    _EngineMetric(
+        "host_expert_share", "host_expert_share", False, "share of the chosen experts in the host's memory, 0 to 1"
+    ),
     _EngineMetric("engine_steps", "steps", True, "steps of the engine"),
 )
 

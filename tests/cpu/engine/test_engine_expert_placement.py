@@ -59,6 +59,19 @@ def test_counts_become_exchanges_a_few_per_step():
     ] * 2
 
 
+def test_it_counts_what_was_read_from_the_host():
+    model = model_of(config_of(4), offloaded=2)
+    placement = ExpertPlacement(model)
+    first, second = experts_of(model)
+    first.counts += torch.tensor([30, 0, 0, 10], dtype=torch.int32)
+    second.counts += torch.tensor([5, 0, 7, 0], dtype=torch.int32)
+    for _ in range(expert_placement.WINDOW):
+        placement.step()
+    assert (placement.choices, placement.host_choices) == (0, 0)
+    placement.step()
+    assert (placement.choices, placement.host_choices) == (52, 17)
+
+
 def test_restart_forgets_what_was_counted():
     model = model_of(config_of(4), offloaded=2)
     placement = ExpertPlacement(model)
@@ -88,7 +101,9 @@ def test_the_engine_takes_a_step_of_it(monkeypatch: pytest.MonkeyPatch):
     # The router's kernel counts; without it, somebody else has to.
     experts_of(model)[0].counts[3] += 100
     assert engine.decode(prompts, 12) == expected
-    assert engine._instance.runner.experts.exchanged == 1
+    stats = engine.stats()
+    assert (stats.experts_exchanged, stats.expert_choices, stats.host_expert_choices) == (1, 100, 100)
+    assert stats.host_expert_share == 1.0
     assert experts_of(model)[0].order[3] < experts_of(model)[0].resident
 
 

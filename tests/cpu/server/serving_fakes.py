@@ -204,6 +204,9 @@ class FakeService:
             cache_bytes=1 << 20,
             drafted=40,
             accepted=30,
+            experts_exchanged=6,
+            expert_choices=800,
+            host_expert_choices=200,
         )
 
     async def sleep(self):

@@ -150,6 +150,8 @@ def test_metrics_count_and_time():
     assert found["warpbus:spec_decode_num_draft_tokens_total",] == 40
     assert found["warpbus:spec_decode_num_accepted_tokens_total",] == 30
     assert found["warpbus:spec_decode_draft_acceptance_rate",] == 0.75
+    assert found["warpbus:experts_exchanged_total",] == 6
+    assert found["warpbus:host_expert_share",] == 0.25
 
 
 def test_the_dashboard_shows_metrics_that_there_are(served, http):
