@@ -225,14 +225,17 @@ def _lay_out(
     left = limit - sum(parts.values()) - _PAGE
     # Whole blocks, beside those that no sequence gets.
     reading = _read_bytes(config, stored.dtype)
-    places = left // (per_token + reading + _table_bytes(config)) // BLOCK * BLOCK
-    tokens = places - stored.kept_tokens
+    answering = left // (per_token + reading + _table_bytes(config))
+    # Loading stacks the experts layer by layer, which needs those of a layer twice, while nothing else is there.
+    stacking = _stacking_bytes(wanted.experts, offloaded)
+    loading = (left + parts["workspace"] - stacking) // (per_token + _table_bytes(config))
+    tokens = min(answering, loading) // BLOCK * BLOCK - stored.kept_tokens
     if tokens < least:
         return None
     context = asked or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
     pool = min(tokens, -(-context // BLOCK) * BLOCK * wanted.max_num_seqs)
     cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
-    parts["workspace"] += (context + stored.prefix_blocks * BLOCK) * reading
+    parts["workspace"] = max(parts["workspace"] + (context + stored.prefix_blocks * BLOCK) * reading, stacking)
     parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
     host_bytes = wanted.experts.nbytes(offloaded)
     return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, wanted.piece, offloaded, host_bytes)
@@ -341,19 +344,23 @@ def _fixed_parts(
     heads = sizes.get("head.weight", 0) if head is None else rounded
     scores = rows * config.vocab_size * (stored.dtype.itemsize + 3 * torch.float32.itemsize)
     library = _uses_library(stored, rows, head)
-    running = sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS)) + scores
-    running += _WORKSPACE + library * _LIBRARY_WORKSPACE
-    # Of all that loading takes for a moment this is the most. There are no activations by then.
-    stacking = int((1 + _GRANULARITY) * experts.stacking_bytes(offloaded))
     return {
         "layers": layers,
         **({"adapters": stored.adapters} if stored.adapters else {}),
         "embedding": embedding,
         "head": heads,
-        "workspace": max(running, stacking),
+        "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
+        + scores
+        + _WORKSPACE
+        + library * _LIBRARY_WORKSPACE,
         "allocator's granularity": int(_GRANULARITY * (layers + stored.adapters + embedding + heads)),
         "CUDA context and kernels": CONTEXT_BYTES + library * LIBRARY_BYTES,
     }
+
+
+def _stacking_bytes(experts: OffloadableExperts, offloaded: tuple[int, ...]) -> int:
+    """What torch takes to stack the experts of a layer while the model is loaded."""
+    return int((1 + _GRANULARITY) * experts.stacking_bytes(offloaded))
 
 
 def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
@@ -402,9 +409,10 @@ def _smallest(
     piece = _piece(config, stored.dtype, limit, max_model_len)
     experts = stored.offloadable()
     rows = batch_bucket(max_num_seqs)
-    fixed = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, experts.counts)
+    parts = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, experts.counts)
+    parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, experts.counts))
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
-    return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(fixed.values()), per_token
+    return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(parts.values()), per_token
 
 
 def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str) -> str:
