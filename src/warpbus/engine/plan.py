@@ -6,7 +6,7 @@ at last experts on the GPU: those that do not fit lie in pinned memory of the ho
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -16,12 +16,13 @@ from warpbus.cuda.devices import free_memory
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.expert_memory import OffloadableExperts
+from warpbus.engine.joined_spans import MOST_EXPANDED
 from warpbus.engine.kv_cache import can_round, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.arguments import HALVES
-from warpbus.models import ModelConfig, quantized_parameters
+from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters
 from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
 from warpbus.qtensor import Scheme
 
@@ -225,7 +226,13 @@ def _lay_out(
     left = limit - sum(parts.values()) - _PAGE
     # Whole blocks, beside those that no sequence gets.
     reading = _read_bytes(config, stored.dtype)
-    answering = left // (per_token + reading + _table_bytes(config))
+    unit = per_token + reading + _table_bytes(config)
+
+    def needed(tokens: int) -> int:
+        longest = asked or min(max(0, tokens - stored.kept_tokens), config.max_context)
+        return tokens * unit + _expanded_bytes(config, stored.dtype, wanted.piece, longest)
+
+    answering = bisect_right(range(max(0, left) // unit + 1), left, key=needed) - 1
     # Loading stacks the experts layer by layer, which needs those of a layer twice, while nothing else is there.
     stacking = _stacking_bytes(wanted.experts, offloaded)
     loading = (left + parts["workspace"] - stacking) // (per_token + _table_bytes(config))
@@ -235,7 +242,9 @@ def _lay_out(
     context = asked or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
     pool = min(tokens, -(-context // BLOCK) * BLOCK * wanted.max_num_seqs)
     cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
-    parts["workspace"] = max(parts["workspace"] + (context + stored.prefix_blocks * BLOCK) * reading, stacking)
+    read = (context + stored.prefix_blocks * BLOCK) * reading
+    read += _expanded_bytes(config, stored.dtype, wanted.piece, context)
+    parts["workspace"] = max(parts["workspace"] + read, stacking)
     parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
     host_bytes = wanted.experts.nbytes(offloaded)
     return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, wanted.piece, offloaded, host_bytes)
@@ -395,6 +404,20 @@ def _read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.attention.cache_entry.size * dtype.itemsize
 
 
+def _expanded_bytes(config: ModelConfig, dtype: torch.dtype, piece: int, context: int) -> int:
+    """What latents take besides, while the last piece of a prompt as long as the context is read.
+
+    They are expanded to keys and values of all heads: up to `MOST_EXPANDED`. A longer prompt attends to the latents,
+    with a mask, of which torch makes a copy in 16 bits.
+    """
+    spec = config.attention
+    if not isinstance(spec, LatentAttentionSpec):
+        return 0
+    each = spec.num_heads * (spec.nope_dim + spec.value_dim + spec.query_dim) * dtype.itemsize
+    masks = piece * context * (torch.bool.itemsize + dtype.itemsize) if context > MOST_EXPANDED else 0
+    return min(context, MOST_EXPANDED) * each + masks
+
+
 def _table_bytes(config: ModelConfig) -> int:
     """A position's cosines and sines."""
     return config.rope.rotary_dim * torch.float32.itemsize
@@ -412,7 +435,9 @@ def _smallest(
     parts = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, experts.counts)
     parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, experts.counts))
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
-    return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(parts.values()), per_token
+    least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
+    expanded = _expanded_bytes(config, stored.dtype, piece, least)
+    return least, sum(parts.values()) + expanded, per_token
 
 
 def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str) -> str:

@@ -123,9 +123,22 @@ def test_an_unquantized_mixture_is_told_to_be_quantized():
 def test_main_memory_has_to_hold_the_experts(monkeypatch):
     plan = plan_memory(FLASH, 8 * GB, max_num_seqs=1)
     monkeypatch.setattr(planning, "free_memory", lambda device: 10 * GB)
-    with pytest.raises(DeviceError, match=r"do not fit on the GPU and need 9\.\d\d GB of pinned main memory; 10\.00"):
+    with pytest.raises(DeviceError, match=r"do not fit on the GPU and need 10\.\d\d GB of pinned main memory; 10\.00"):
         check_host_memory(plan)
     monkeypatch.setattr(planning, "free_memory", lambda device: 12 * GB)
     check_host_memory(plan)
     monkeypatch.setattr(planning, "free_memory", lambda device: None)
     check_host_memory(plan)
+
+
+def test_long_prompts_have_room_for_the_keys_and_values_of_all_heads():
+    def workspace(context):
+        return plan_memory(FLASH, 40 * GB, max_model_len=context, max_num_seqs=1).parts["workspace"]
+
+    latent, heads, piece = 2 * 576, 2 * 20 * (192 + 256 + 256), 2048
+    assert workspace(32768) - workspace(4096) == 28672 * (latent + heads)
+    assert workspace(65536) - workspace(32768) == 32768 * latent + 65536 * piece * 3
+    chosen = plan_memory(FLASH, 24 * GB, max_num_seqs=1)
+    assert chosen.context > 65536
+    assert chosen.parts["workspace"] > 32768 * heads + chosen.context * (latent + piece * 3)
+    assert sum(chosen.parts.values()) <= 24 * GB
