@@ -4,7 +4,7 @@
     pip install openai
     python examples/agent_responses.py          # --url, --model and --key for another server
 
-Codex CLI works with the same API. In ~/.codex/config.toml:
+Codex CLI uses the same API (it was not run in our tests). In ~/.codex/config.toml:
 
     model = "GLM-4.5-Air"
     model_provider = "warpbus"

@@ -97,9 +97,9 @@ def test_unknown_architecture(capsys, monkeypatch, copy, tmp_path):
 
 
 def test_unknown_scheme(capsys, monkeypatch, tmp_path):
-    code, line = run(capsys, monkeypatch, *quantize("demo", tmp_path / "out", "--scheme", "int4"))
+    code, line = run(capsys, monkeypatch, *quantize("demo", tmp_path / "out", "--scheme", "int3"))
     assert code == 2
-    assert "'int4'" in line
+    assert "'int3'" in line
     assert "w4a16-g128" in line
 
 

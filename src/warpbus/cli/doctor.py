@@ -36,7 +36,8 @@ EXTRAS = {
         "make test",
         (
             *("pytest", "pytest-xdist", "hypothesis", "transformers", "compressed-tensors", "gguf", "psutil"),
-            *("scikit-learn", "openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
+            *("scikit-learn", "anthropic", "openai", "httpx", "schemathesis", "jsonschema"),
+            *("openapi-spec-validator", "playwright", "trustme"),
         ),
     ),
 }

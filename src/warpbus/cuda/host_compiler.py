@@ -10,23 +10,21 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from warpbus.cuda.cpp_compiler import INSTALL, find_compiler
 from warpbus.cuda.cpu import cpu_instructions
 from warpbus.cuda.jit import alone, cache_directory, closure
 from warpbus.errors import DeviceError
 
-_COMPILERS = ("c++", "g++", "clang++")
 # No contraction of products and sums on the compiler's own account: the same bits from every compiler.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 _ROOT = 0  # user id
 _LONGEST = 600  # seconds of a compilation
-_INSTALL = "install g++ or clang++, or let CXX name one"
 
 
 @dataclass(frozen=True)
@@ -105,22 +103,6 @@ def load_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL:
             ) from error
 
 
-@functools.cache
-def find_compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler: `CXX`, else a common one.
-
-    Raises:
-        DeviceError: there is none.
-    """
-    own = os.environ.get("CXX")
-    if own:
-        return tuple(own.split())
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if found:
-        return (found,)
-    raise DeviceError(f"no C++ compiler was found ({', '.join(_COMPILERS)}): {_INSTALL}")
-
-
 def _is_ours(entry: Path) -> bool:
     """Whether an entry is there, and was written by this user or the system's: it is going to be executed."""
     try:
@@ -163,4 +145,4 @@ def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DeviceError(f"the C++ compiler {' '.join(command)} does not run ({error}): {_INSTALL}") from error
+        raise DeviceError(f"the C++ compiler {' '.join(command)} does not run ({error}): {INSTALL}") from error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.cuda import driver
-from warpbus.cuda.host_compiler import find_compiler
+from warpbus.cuda.cpp_compiler import find_compiler
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"

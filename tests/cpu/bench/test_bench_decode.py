@@ -133,7 +133,7 @@ def test_what_cannot_be_asked_for():
     with pytest.raises(UsageError, match="--size 1: give 2 or more tokens"):
         DECODE.cases(settings(sizes=(1,)))
     with pytest.raises(SchemeError, match="unknown scheme"):
-        DECODE.cases(settings(variants=("int4",)))
+        DECODE.cases(settings(variants=("int3",)))
     with pytest.raises(DeviceError, match="bench decode: needs an NVIDIA GPU"):
         run(DECODE, settings())
 

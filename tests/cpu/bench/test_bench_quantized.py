@@ -43,8 +43,8 @@ def test_every_layer_at_every_number_of_rows():
 
 
 def test_a_variant_is_a_scheme_that_fits():
-    with pytest.raises(SchemeError, match="unknown scheme 'int4'"):
-        WNA16.cases(settings(variants=("int4",)))
+    with pytest.raises(SchemeError, match="unknown scheme 'int3'"):
+        WNA16.cases(settings(variants=("int3",)))
 
 
 @pytest.mark.parametrize("name", ["w4a16-g128", "w8a16-g64-asym", "w3a16"])

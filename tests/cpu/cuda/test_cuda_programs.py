@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.cuda import programs
+from warpbus.cuda.cpp_compiler import find_compiler
 from warpbus.errors import DataError, DeviceError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -157,12 +158,15 @@ def test_what_is_no_program(run, text: str, said: str) -> None:
 
 
 def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:
+    find_compiler.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(programs.shutil, "which", lambda name: None)
-    with pytest.raises(DeviceError, match=r"no C\+\+ compiler was found: install g\+\+"):
+    with pytest.raises(DeviceError, match=r"no C\+\+ compiler was found .*: install g\+\+"):
         programs.run_on_cpu(EXAMPLES / "vector_add.cu")
     with pytest.raises(DeviceError, match="needs nvcc, which was not found"):
         programs.run_on_gpu(EXAMPLES / "vector_add.cu")
     monkeypatch.undo()
+    find_compiler.cache_clear()
     with pytest.raises(DataError, match=r"none\.cu: cannot be read"):
         programs.run_on_cpu(tmp_path / "none.cu")
 

@@ -152,7 +152,7 @@ def test_logprobs_are_those_of_the_model_alone(model, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"speculation": 3}, {"prefill_tokens": 10}, {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK}],
+    [{}, {"speculation": 3}, {"max_num_batched_tokens": 10}, {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK}],
     ids=str,
 )
 def test_logprobs_of_prompts_are_those_of_the_model_alone(model, options):

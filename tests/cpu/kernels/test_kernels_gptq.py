@@ -341,7 +341,7 @@ def test_limits():
     with pytest.raises(TensorError, match=r"^clip_search: importance has shape \[63\]"):
         clip_search(torch.ones(2, 64), torch.ones(63), 32, 4, True, torch.float16)
     with pytest.raises(SchemeError, match="7 bits"):
-        clip_search(torch.ones(2, 64), torch.ones(64), 32, 5, True, torch.float16)
+        clip_search(torch.ones(2, 64), torch.ones(64), 32, 7, True, torch.float16)
 
 
 def test_shared_memory_of_a_block_fits_every_gpu():

@@ -21,7 +21,7 @@ WAIT = "griddepcontrol.wait"
 
 def starts_early(unit):
     """Whether a kernel of the unit waits for the kernels ahead by itself."""
-    texts = (path.read_text() for path in jit._closure(unit.source, unit.root) if path.name != "ptx.cuh")
+    texts = (path.read_text() for path in jit.closure(unit.source, unit.root) if path.name != "ptx.cuh")
     return unit.runs_on("sm_90a") and any("griddepcontrol_wait()" in text for text in texts)
 
 

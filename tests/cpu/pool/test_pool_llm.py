@@ -37,7 +37,8 @@ def quantized(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def both(request: pytest.FixtureRequest, tiny_model: Path, quantized: Path) -> Iterator[Both]:
     """A model here, and the same with a CPU behind `warpbus:0`."""
     model = tiny_model if request.param == "plain" else quantized
-    with connected() as (session, executor):
+    with connected() as (session, executor), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARPBUS_CPU_ACTIVATIONS", "float")  # as the remote device computes
         yield LLM(model, device="cpu"), LLM(model, device="warpbus:0"), session, executor
 
 

@@ -53,7 +53,8 @@ def test_an_intruder_reaches_nothing(intrusion):
 def test_without_the_sandbox_it_reaches_all_of_it(intrusion):
     """The attempts themselves work: what stops them above is the sandbox."""
     said = intrusion(sandbox=False)
-    assert "ConnectionLostError" in said.pop("control the pool")  # the daemon knows its own processes
+    # The daemon knows its own processes, and closes the connection, at the latest while something is sent.
+    assert said.pop("control the pool").startswith(("ConnectionLostError", "BrokenPipeError"))
     assert {name: outcome for name, outcome in said.items() if outcome != "done"} == {}
 
 

@@ -311,7 +311,7 @@ def test_a_length_beside_chunks_is_refused_and_closes_the_connection():
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from serving_fakes import FakeService
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.service import Service
@@ -332,7 +332,7 @@ print(dict(service.ended), service.closed)
 
 
 def test_a_signal_lets_answers_finish_and_the_process_ends_well():
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), str(Path(__file__).parents[2])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()
         with httpx.stream("POST", f"{url}{PATH}", json={**CHAT, "stream": True}, timeout=90) as response:
