@@ -91,7 +91,7 @@ def test_the_cache_holds_latents_once():
 
 
 def test_the_plan_counts_latents_and_the_dequantized_projection():
-    plan = plan_memory(FLASH, 24 * GB, max_num_seqs=1, max_model_len=100_000)
+    plan = plan_memory(FLASH, 24 * GB, max_num_seqs=1, max_model_len=60_000)
     tokens = plan.pool_tokens + BLOCK
     assert 0 <= plan.parts["KV cache"] - tokens * 47 * 576 * 2 < 2**21
     assert plan.kv_dtype == "auto"
@@ -99,7 +99,7 @@ def test_the_plan_counts_latents_and_the_dequantized_projection():
     assert sum(size for name, size in FLASH.sizes().items() if "kv_b" in name) == kv_b
     assert 15.4 * GB < plan.parts["layers"] < 16.5 * GB
     assert plan.parts["CUDA context and kernels"] > LIBRARY_BYTES
-    assert plan.context == 100_000
+    assert plan.context == 60_000
 
 
 def test_no_plan_rounds_latents_to_eight_bits():
