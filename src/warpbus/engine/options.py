@@ -111,3 +111,21 @@ class ServiceOptions:
                 )
         if self.dtype != "auto":
             dtype_name(self.dtype)
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many engines a model has.
+
+    Attributes:
+        data_parallel: how many engines, each with the processes, the queue and the memory that `ServiceOptions` give.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    data_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.data_parallel) is not int or self.data_parallel < 1:
+            raise UsageError(f"data_parallel is {self.data_parallel!r}: give a whole number, 1 or more")

@@ -20,7 +20,7 @@ from warpbus.bench.options import (
 )
 from warpbus.cli import app
 from warpbus.cli.options import FieldOption, options_of, parse_numbers
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ReplicaOptions, ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import UsageError
 from warpbus.pool.daemon.options import PoolOptions
@@ -34,6 +34,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("train", TrainingOptions): {"dtype", "final_rate"},
     ("serve", ServerOptions): {"api_keys", "max_schema_bytes", "body_timeout", "heartbeat"},
     ("serve", ServiceOptions): {"max_restarts", "adapters", "cluster"},
+    ("serve", ReplicaOptions): set(),
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("logprobs", "prompt_logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),

@@ -113,6 +113,10 @@ class FakeService:
         self.loaded = {}
 
     @property
+    def replicas(self):
+        return {0: self}
+
+    @property
     def health(self):
         return SimpleNamespace(state=self.state, reason=self.reason)
 
@@ -234,6 +238,18 @@ class FakeService:
 
     async def close(self, *, drain=0.0):
         self.closed = True
+
+
+class FakeReplicas(FakeService):
+    """The same with several replicas, which are fakes; those that are asked for stats answer, or fail."""
+
+    def __init__(self, *replicas):
+        super().__init__()
+        self._replicas = dict(enumerate(replicas))
+
+    @property
+    def replicas(self):
+        return self._replicas
 
 
 class Running:
