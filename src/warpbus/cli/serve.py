@@ -49,6 +49,9 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     kv_cache_tokens=FieldOption(
         "maximum number of tokens in the KV cache; requests beyond that wait", field="cache_tokens"
     ),
+    kv_host_memory=FieldOption(
+        "main memory per replica for evicted blocks of the KV cache, such as 64GB", metavar="SIZE"
+    ),
     prefix_caching="reuse the KV cache of common prompt prefixes",
     speculation=FieldOption(
         "draft tokens per step: N for n-gram lookup, mtp:1 to mtp:4 for multi-token prediction", metavar="N|mtp:N"

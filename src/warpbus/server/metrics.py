@@ -42,6 +42,12 @@ _ENGINE_METRICS = (
     _EngineMetric("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
     _EngineMetric("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
     _EngineMetric("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
+    _EngineMetric("kv_host_cache_hits", "host_hits", True, "tokens of prompts found in the main memory's KV cache"),
+    _EngineMetric("kv_host_cache_bytes", "host_bytes", False, "bytes of KV blocks that main memory has now"),
+    _EngineMetric("kv_host_cache_stored_bytes", "host_stored_bytes", True, "bytes of KV blocks copied to main memory"),
+    _EngineMetric(
+        "kv_host_cache_loaded_bytes", "host_loaded_bytes", True, "bytes of KV blocks copied from main memory"
+    ),
     _EngineMetric("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
     _EngineMetric("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
     _EngineMetric("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),

@@ -41,7 +41,15 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     },
     ("chat", ServiceOptions): {
         *("max_num_seqs", "max_queue", "cache_tokens", "max_num_batched_tokens", "prefix_caching", "speculation"),
-        *("inter_token_latency", "max_restarts", "watchdog_timeout", "adapters", "tensor_parallel", "cluster"),
+        *(
+            "kv_host_memory",
+            "inter_token_latency",
+            "max_restarts",
+            "watchdog_timeout",
+            "adapters",
+            "tensor_parallel",
+            "cluster",
+        ),
     },
     ("pool serve", PoolOptions): {
         *("peer_token", "max_unfinished", "max_unfinished_of_address", "max_asking", "handshake_timeout"),

@@ -147,6 +147,10 @@ def test_metrics_count_and_time():
     assert found["warpbus:kv_cache_usage_perc",] == 0.3
     assert found["warpbus:prefix_cache_hits_total",] == 40
     assert found["warpbus:prefix_cache_queries_total",] == 100
+    assert found["warpbus:kv_host_cache_hits_total",] == 32
+    assert found["warpbus:kv_host_cache_bytes",] == 4096
+    assert found["warpbus:kv_host_cache_stored_bytes_total",] == 8192
+    assert found["warpbus:kv_host_cache_loaded_bytes_total",] == 2048
     assert found["warpbus:num_preemptions_total",] == 5
     assert found["warpbus:num_requests_waiting",] == 2
     assert found["warpbus:kv_cache_bytes_mapped",] == 1 << 20
