@@ -38,11 +38,13 @@ class Inbox:
     Attributes:
         times: of the request.
         adapter: that it names.
+        prompt_tokens: tokens of the prompt that probably have to be computed.
     """
 
-    def __init__(self, times: RequestTimes, adapter: str | None = None) -> None:
+    def __init__(self, times: RequestTimes, adapter: str | None = None, prompt_tokens: int = 0) -> None:
         self.times = times
         self.adapter = adapter
+        self.prompt_tokens = prompt_tokens
         self._pieces: list[TextPiece] = []
         self._error: WarpbusError | None = None
         self._ended = False

@@ -123,17 +123,51 @@ class ServiceOptions:
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many engines a model has.
+    """How many engines a model has, each with the processes, the queue and the memory that `ServiceOptions` give.
 
     Attributes:
-        data_parallel: how many engines, each with the processes, the queue and the memory that `ServiceOptions` give.
+        data_parallel: engines on this machine.
+        replicas: engines on a cluster at the start; by default `min_replicas`.
+        min_replicas, max_replicas: limits of their number, which follows the length of their queues; by default
+            `replicas`.
 
     Raises:
         UsageError: a value is out of range.
     """
 
     data_parallel: int = 1
+    replicas: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.data_parallel) is not int or self.data_parallel < 1:
-            raise UsageError(f"data_parallel is {self.data_parallel!r}: give a whole number, 1 or more")
+        for name in ("data_parallel", "replicas", "min_replicas", "max_replicas"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} is {value!r}: give a whole number, 1 or more")
+        if self.on_cluster and self.data_parallel > 1:
+            raise UsageError("data_parallel is for this machine, replicas is for a cluster: leave one of them out")
+        if not self.fewest <= self.count <= self.most:
+            raise UsageError(
+                f"replicas is {self.count}, min_replicas {self.fewest}, max_replicas {self.most}: give them in order"
+            )
+
+    @property
+    def on_cluster(self) -> bool:
+        """They need a cluster."""
+        return (self.replicas, self.min_replicas, self.max_replicas) != (None, None, None)
+
+    @property
+    def count(self) -> int:
+        """Engines at the start."""
+        return self.replicas or self.min_replicas or self.data_parallel
+
+    @property
+    def fewest(self) -> int:
+        """The fewest engines."""
+        return self.min_replicas or self.count
+
+    @property
+    def most(self) -> int:
+        """The most engines."""
+        return self.max_replicas or self.count

@@ -3,8 +3,18 @@
 import torch
 
 from warpbus.cuda.devices import resolve_device
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ReplicaOptions, ServiceOptions
 from warpbus.errors import DeviceError, UsageError
+
+
+def check_replicas(options: ServiceOptions, replicas: ReplicaOptions) -> None:
+    """Raises UsageError if the replicas need a cluster and the options name none, or the other way round."""
+    if replicas.on_cluster and options.cluster is None:
+        raise UsageError(
+            "replicas, min_replicas and max_replicas are for a cluster: give cluster, or data_parallel here"
+        )
+    if replicas.data_parallel > 1 and options.cluster is not None:
+        raise UsageError("data_parallel is for this machine: with cluster give replicas")
 
 
 def devices_of(options: ServiceOptions) -> list[torch.device]:

@@ -9,11 +9,14 @@ import logging
 import os
 from collections import abc
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import torch
 
 from warpbus.engine.adapters import salt_of
 from warpbus.engine.answer import Answer, RequestTimes
@@ -23,19 +26,27 @@ from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import LoadEngine
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ReplicaOptions, ServiceOptions
-from warpbus.engine.placement import replica_devices
+from warpbus.engine.placement import check_replicas, replica_devices
 from warpbus.engine.routing import PrefixRouter
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.scaling import QueueScaling
 from warpbus.engine.sequence import TextPiece
 from warpbus.engine.service import Service
 from warpbus.engine.service_model import ServiceModel
-from warpbus.errors import EngineDiedError, QueueFullError, UsageError
+from warpbus.errors import EngineDiedError, QueueFullError, UsageError, WarpbusError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.models import Progress, check_loadable
 
 # The state of a set is the first of these that one of its replicas has.
 _STATES: tuple[State, ...] = ("ready", "unresponsive", "asleep", "restarting", "closing", "closed", "failed")
+
+_GONE: tuple[State, ...] = ("closing", "closed", "failed")  # it does not come back
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+# After a replica could not be started, the next attempt waits so long.
+_SECONDS_AFTER_FAILURE = 60.0
+_SECONDS_TO_DRAIN = 3600.0
 
 _log = logging.getLogger("warpbus.engine")
 
@@ -45,7 +56,8 @@ class ReplicaSet:
 
     A request goes to the replica that `PrefixRouter` ranks first, among those that are ready. If that replica dies
     before the request has got a token, the request is sent to another one, once; afterwards, and for all other
-    requests of the replica, it ends with `EngineDiedError`. The replica is restarted while the others continue.
+    requests of the replica, it ends with `EngineDiedError`. The replica is restarted while the others continue. On a
+    cluster the number of replicas may follow the length of their queues (`QueueScaling`).
 
     Attributes:
         replicas: the services, by their numbers.
@@ -53,17 +65,24 @@ class ReplicaSet:
             the length is the shortest of all replicas.
     """
 
-    def __init__(self, served: ServiceModel, options: ServiceOptions, services: abc.Sequence[Service]) -> None:
+    def __init__(
+        self, served: ServiceModel, options: ServiceOptions, replicas: ReplicaOptions, load: LoadEngine
+    ) -> None:
         """See `start`."""
         self.model = served.directory
         self.options = options
         self.config, self.tokenizer, self.template = served.config, served.tokenizer, served.template
         self.stop_ids, self.generation_defaults = served.stop_ids, served.generation_defaults
-        self.max_model_len = min(service.max_model_len for service in services)
-        self.replicas = dict(enumerate(services))
+        self.max_model_len = served.max_model_len
+        self.replicas: dict[int, Service] = {}
+        self._served = served
+        self._load = load
+        self._threads = max(1, (os.cpu_count() or 1) // (replicas.count * options.tensor_parallel))
         self._router = PrefixRouter()
         self._restarts: dict[int, int] = {}
         self._one_at_a_time = asyncio.Lock()
+        self._scaling: asyncio.Task[None] | None = None
+        self._draining: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(
@@ -74,6 +93,7 @@ class ReplicaSet:
         *,
         progress: Progress | None = None,
         load: LoadEngine = load_engine,
+        scaling: QueueScaling | None = None,
     ) -> Self:
         """Start all replicas at once, and wait until they are loaded and warm.
 
@@ -81,40 +101,27 @@ class ReplicaSet:
             options: of each replica.
             replicas: how many there are.
             model, progress, load: as of `Service.start`; the progress is that of all replicas together.
+            scaling: decides how many there are later; by default within the limits of `replicas`.
 
         Raises:
             DeviceError: there are fewer GPUs than all replicas need; or as `Service.start`.
-            UsageError, CheckpointError, WarpbusError: as `Service.start`. No replica runs then.
+            UsageError: `replicas` asks for a cluster, and `options` names none; or as `Service.start`.
+            CheckpointError, WarpbusError: as `Service.start`. No replica runs then.
         """
-        options = options or ServiceOptions()
-        count = (replicas or ReplicaOptions()).data_parallel
-        devices = replica_devices(options, count)
-        threads = max(1, (os.cpu_count() or 1) // (count * options.tensor_parallel))
+        options, replicas = options or ServiceOptions(), replicas or ReplicaOptions()
+        check_replicas(options, replicas)
+        devices = replica_devices(options, replicas.count)
         check = partial(check_loadable, processes=options.tensor_parallel)
         checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
-        served = ServiceModel.read(checkpoint, options)
-        total = _TotalProgress(progress, count)
+        found = cls(ServiceModel.read(checkpoint, options), options, replicas, load)
+        total = _TotalProgress(progress, replicas.count)
         starting = [
-            asyncio.ensure_future(
-                Service.start(
-                    checkpoint.directory,
-                    options,
-                    progress=partial(total.report, number),
-                    load=load,
-                    served=served,
-                    devices=own,
-                    threads=threads,
-                    label=f"replica {number}: ",
-                )
-            )
+            asyncio.ensure_future(found._start(number, options, own, partial(total.report, number)))
             for number, own in enumerate(devices)
         ]
         try:
-            services = await asyncio.gather(*starting)
-            found = cls(served, options, services)
-            for number, stats in enumerate(await asyncio.gather(*[service.stats() for service in services])):
-                found._router.add(number, stats.blocks)
-                found._restarts[number] = 0
+            for number, service in enumerate(await asyncio.gather(*starting)):
+                await found._add(number, service)
         except BaseException:
             for task in starting:
                 task.cancel()
@@ -122,6 +129,9 @@ class ReplicaSet:
                 if isinstance(outcome, Service):
                     await outcome.close()
             raise
+        if replicas.most > replicas.fewest:
+            scaling = scaling or QueueScaling(replicas.fewest, replicas.most, options.max_num_seqs)
+            found._scaling = asyncio.create_task(found._scale(scaling))
         return found
 
     def generate(
@@ -216,7 +226,99 @@ class ReplicaSet:
 
     async def close(self, *, drain: float = 0.0) -> None:
         """As `Service.close`, of all replicas at once."""
-        await asyncio.gather(*[replica.close(drain=drain) for replica in self.replicas.values()])
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
+        await asyncio.gather(*[replica.close(drain=drain) for replica in self.replicas.values()], *self._draining)
+
+    async def _start(
+        self,
+        number: int,
+        options: ServiceOptions,
+        devices: abc.Sequence[torch.device],
+        progress: Progress | None = None,
+    ) -> Service:
+        """Start a replica."""
+        return await Service.start(
+            self.model,
+            options,
+            progress=progress,
+            load=self._load,
+            served=self._served,
+            devices=devices,
+            threads=self._threads,
+            label=f"replica {number}: ",
+        )
+
+    async def _add(self, number: int, service: Service) -> None:
+        """Let a replica take requests."""
+        stats = await service.stats()
+        self._router.add(number, stats.blocks)
+        self._restarts[number] = service.health.restarts
+        self.max_model_len = min(self.max_model_len, service.max_model_len)
+        self.replicas[number] = service
+
+    async def _scale(self, scaling: QueueScaling) -> None:
+        """Add and remove replicas until this is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            kept = [replica for replica in self.replicas.values() if replica.health.state not in _GONE]
+            if any(replica.health.state != "ready" for replica in kept):
+                continue  # they restart, or sleep: their requests are elsewhere for a while
+            try:
+                stats = await asyncio.gather(*[replica.stats() for replica in kept])
+                running, waiting = sum(each.running for each in stats), sum(each.waiting for each in stats)
+                wanted = scaling.wanted(loop.time(), len(kept), running=running, waiting=waiting)
+                if wanted > len(kept):
+                    await self._start_one_more()
+                elif wanted < len(kept):
+                    self._remove_one()
+            except WarpbusError as error:
+                _log.warning("%s: the number of replicas could not be changed: %s", self.model, error)
+                await asyncio.sleep(_SECONDS_AFTER_FAILURE)
+
+    async def _start_one_more(self) -> None:
+        number = next(number for number in count() if number not in self.replicas)
+        _log.info("%s: requests wait: replica %d is being started", self.model, number)
+        before = self._adapters()
+        devices = replica_devices(self.options, 1)[0]
+        service = await self._start(number, replace(self.options, adapters=before), devices)
+        try:
+            async with self._one_at_a_time:
+                now = self._adapters()
+                for name, _ in before:
+                    if name not in dict(now):
+                        await service.unload_adapter(name)
+                for name, directory in now:
+                    if name not in dict(before):
+                        await service.load_adapter(name, directory)
+                asleep = self.health.state == "asleep"
+                await self._add(number, service)
+                if asleep:
+                    await service.sleep()
+        except BaseException:
+            await service.close()
+            raise
+
+    def _remove_one(self) -> None:
+        """Drain the replica with the fewest tokens: it takes no more requests, and ends with those that it has."""
+        able = [number for number, replica in self.replicas.items() if replica.health.state == "ready"]
+        number = min(able, key=lambda number: (self.replicas[number].pending_tokens, -number))
+        _log.info("%s: few requests run: replica %d is drained", self.model, number)
+        task = asyncio.create_task(self._drain(number))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+    async def _drain(self, number: int) -> None:
+        await self.replicas[number].close(drain=_SECONDS_TO_DRAIN)
+        async with self._one_at_a_time:
+            del self.replicas[number], self._restarts[number]
+            self._router.remove(number)
+
+    def _adapters(self) -> tuple[tuple[str, str], ...]:
+        """The adapters that requests can name now."""
+        return self.replicas[self._best()].options.adapters
 
     def _best(self) -> int:
         """The replica whose state comes first in `_STATES`."""
@@ -243,9 +345,9 @@ class ReplicaSet:
                 self._router.forget(number)
         loads = {number: self.replicas[number].pending_tokens for number in candidates}
         full: list[QueueFullError] = []
-        for number in self._router.rank(keys, len(request.prompt), loads):
+        for number, cached in self._router.rank(keys, len(request.prompt), loads):
             try:
-                answer = request.send(self.replicas[number])
+                answer = request.send(self.replicas[number], cached)
             except QueueFullError as error:
                 full.append(error)
                 continue
@@ -277,7 +379,7 @@ class ReplicaSet:
     ) -> None:
         async with self._one_at_a_time:
             everyone = list(self.replicas.values())
-            kept = [replica for replica in everyone if replica.health.state != "failed"] or everyone
+            kept = [replica for replica in everyone if replica.health.state not in _GONE] or everyone
             wanted = [replica for replica in kept if not done(replica)] or kept
             outcomes = await asyncio.gather(*[change(replica) for replica in wanted], return_exceptions=True)
             errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -345,9 +447,11 @@ class _RoutedRequest:
     adapter: str | None
     cache_salt: bytes
 
-    def send(self, replica: Service) -> Answer:
-        """Request the answer from a replica."""
-        return replica.generate(self.prompt, self.params, self.adapter, cache_salt=self.cache_salt)
+    def send(self, replica: Service, cached: int) -> Answer:
+        """Request the answer from a replica, which probably has so many tokens of the prompt in its prefix cache."""
+        return replica.generate(
+            self.prompt, self.params, self.adapter, cache_salt=self.cache_salt, expected_cached=cached
+        )
 
 
 class _TotalProgress:
@@ -369,6 +473,7 @@ async def start_service(
     model: str | Path, options: ServiceOptions, replicas: ReplicaOptions, *, progress: Progress | None = None
 ) -> Service | ReplicaSet:
     """Start a model with as many replicas as are asked for. Raises: as `ReplicaSet.start`."""
-    if replicas.data_parallel == 1:
+    if replicas.most == 1:
+        check_replicas(options, replicas)
         return await Service.start(model, options, progress=progress)
     return await ReplicaSet.start(model, options, replicas, progress=progress)

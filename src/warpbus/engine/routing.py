@@ -1,4 +1,4 @@
-"""Chooses the replica of a model that computes a request: the one that has to compute the fewest tokens until then.
+"""Chooses the replica of a model that computes a request, by cached prefixes and by load.
 
 Knows which prompts were sent to which replica, as digests of their blocks, and nothing of processes.
 """
@@ -8,6 +8,7 @@ from itertools import count
 
 from warpbus.engine.blocks import BLOCK
 
+_WEIGHT = 2  # of a token of the prompt that has to be computed, against one of a request that the replica has
 _MOST_KEYS = 2**18  # per replica: 8 million tokens, some 40 MB
 
 
@@ -39,21 +40,22 @@ class PrefixRouter:
         """Record that the cache of a replica is empty."""
         self._keys[replica].clear()
 
-    def rank(self, keys: abc.Sequence[bytes], length: int, loads: abc.Mapping[int, int]) -> list[int]:
-        """The replicas, best first.
+    def rank(self, keys: abc.Sequence[bytes], length: int, loads: abc.Mapping[int, int]) -> list[tuple[int, int]]:
+        """The replicas, best first, each with the number of the prompt's tokens that it was sent before.
 
-        Best is the one with the fewest tokens to compute: those of its requests and those of the prompt that it does
-        not have. So the longest cached prefix decides among replicas with the same load, and a prefix that everybody
-        asks for spreads to other replicas once computing it there takes less. Among equal ones, the one is best whose
-        last request is the oldest.
+        Best is the one with the fewest tokens to compute: those of its requests, and twice those of the prompt that it
+        does not have; twice, since they delay other requests, too. So the longest cached prefix decides among replicas
+        with similar loads, and a prefix that everybody asks for spreads to other replicas once one has much more to do.
+        Among equal ones, the one with the longer prefix is best, and then the one whose last request is the oldest.
 
         Args:
             keys: of the prompt's full blocks.
             length: tokens of the prompt.
-            loads: tokens of the requests that run or wait, of each replica that may get it.
+            loads: tokens to compute for the requests that run or wait, of each replica that may get it.
         """
-        costs = {replica: load + max(0, length - BLOCK * self._known(replica, keys)) for replica, load in loads.items()}
-        return sorted(loads, key=lambda replica: (costs[replica], self._last[replica]))
+        cached = {replica: min(length, BLOCK * self._known(replica, keys)) for replica in loads}
+        best = sorted(loads, key=lambda each: (loads[each] - _WEIGHT * cached[each], -cached[each], self._last[each]))
+        return [(replica, cached[replica]) for replica in best]
 
     def record(self, replica: int, keys: abc.Sequence[bytes]) -> None:
         """Record that a replica got a prompt."""

@@ -191,6 +191,7 @@ class Service:
         adapter: str | None = None,
         *,
         cache_salt: bytes = b"",
+        expected_cached: int = 0,
     ) -> Answer:
         """Request the continuation of a prompt; returns at once (it is not awaited).
 
@@ -199,6 +200,7 @@ class Service:
             params: how tokens are sampled; `max_tokens` is limited to what the prompt leaves of the context.
             adapter: the name of one of `options.adapters`; None: the model without an adapter.
             cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
+            expected_cached: tokens of the prompt that `pending_tokens` does not count.
 
         Raises:
             UsageError: the prompt is empty or holds an id that is not in the vocabulary, or there is no such adapter.
@@ -223,7 +225,7 @@ class Service:
             # The processes draw the same random numbers only from the same seed.
             params = replace(params, seed=secrets.randbits(63))
         number = next(self._numbers)
-        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)), adapter)
+        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)), adapter, len(prompt) - expected_cached)
         self._inboxes[number] = inbox
         self._nothing_pending.clear()
         outbox.put(Add(number, prompt, params, adapter, cache_salt))
@@ -250,8 +252,8 @@ class Service:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens of these requests: of their prompts, and of their answers so far."""
-        return sum(inbox.times.prompt_tokens + inbox.times.output_tokens for inbox in self._inboxes.values())
+        """Tokens computed for these requests: of their prompts, unless they are cached, and of their answers so far."""
+        return sum(inbox.prompt_tokens + inbox.times.output_tokens for inbox in self._inboxes.values())
 
     @property
     def alive(self) -> bool:

@@ -117,13 +117,18 @@ async def _serve(
     app = create_app(models, options, traced)
     server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.handle_exit, number, None)
+
+    def handle_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+
+    handle_signals()
 
     async def load() -> None:
         for one in wanted:
             own = replace(service, adapters=one.adapters)
             models.find(one.name).loaded(await start_service(one.directory, own, replicas, progress=progress(one.name)))
+        handle_signals()  # Ray has replaced the handlers by ones that print a stack first
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())

@@ -33,7 +33,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("quantize", QuantizationOptions): set(),
     ("train", TrainingOptions): {"dtype", "final_rate"},
     ("serve", ServerOptions): {"api_keys", "max_schema_bytes", "body_timeout", "heartbeat"},
-    ("serve", ServiceOptions): {"max_restarts", "adapters", "cluster"},
+    ("serve", ServiceOptions): {"max_restarts", "adapters"},
     ("serve", ReplicaOptions): set(),
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),

@@ -57,6 +57,7 @@ class Counted:
     asleep: bool
     shrunk: int
     blocks: int = 64
+    waiting: int = 0
 
 
 class Counting:
