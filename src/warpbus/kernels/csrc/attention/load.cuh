@@ -142,7 +142,7 @@ __device__ __forceinline__ int query_column(int dim) {
     return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
 }
 
-// The queries on their way to shared memory. A thread has the same pair of dimensions of several queries.
+// The queries that are being copied to shared memory. A thread has the same pair of dimensions of several queries.
 struct Queries {
     static constexpr int kPairs = HEAD_DIM / 2;
     static constexpr int kRounds = kTile * kPairs / kThreads;
