@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
                 const Tile tile = tile_at(index, rank, p);
-                const int rows = rows_of<TILE_M>(tile.row, p.m);  // of the other block of a cluster there may be none
+                const int rows = rows_of<TILE_M>(tile.row, p.m);  // the other block of a cluster may have none
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 }
                 ptx::named_barrier(1 + consumer, 128);
             }
-            int before = 0;  // the stage whose products may still be under way
+            int before = 0;  // the stage whose products may still be in flight
             for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                 ptx::mbarrier_wait(full + 8 * ring.stage, ring.parity);
                 multiply_stage(d, ring_a + ring.stage * kBytesA + consumer * kRows * kTileK * 2,
