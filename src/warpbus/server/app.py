@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import adapter_routes, admin, failures, messages, openapi, responses_api
+from warpbus.server import adapter_routes, admin, embeddings, failures, messages, openapi, responses_api
 from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
@@ -31,13 +31,7 @@ from warpbus.server.tracing import Traces
 
 # Routes of other servers for models that do not generate.
 _NOT_SERVED = {
-    "/v1/embeddings": "embeddings",
-    "/v1/rerank": "reranking",
-    "/v2/rerank": "reranking",
-    "/rerank": "reranking",
-    "/v1/score": "scoring",
-    "/score": "scoring",
-    "/pooling": "embeddings",
+    "/pooling": "pooling",
     "/classify": "classification",
 }
 _ANTHROPIC_HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
@@ -82,6 +76,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
     _add_generation(app, models, responder)
     messages.add_routes(app, models, responder)
     responses_api.add_routes(app, models, responder)
+    embeddings.add_routes(app, models, responder)
     adapter_routes.add_routes(app, models, options)
     admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())

@@ -90,6 +90,29 @@ class Responder:
         self.metrics = metrics
         self.running = RunningGenerations()
 
+    async def gather(
+        self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest]
+    ) -> tuple[list[list[TextPiece]], Usage]:
+        """The pieces of one answer to each prompt, and the token counts. Raises: as `respond`."""
+        pieces, usage = self._generate(request, model, requests, 1)
+        return await unless_gone(request.receive, _collect(pieces, len(requests))), usage
+
+    def _generate(
+        self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest], per_prompt: int
+    ) -> tuple[AsyncGenerator[tuple[int, TextPiece], None], Usage]:
+        record: RequestRecord = request.scope["state"]["record"]
+        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
+        record.prompt_tokens = counts.prompt_tokens
+        generations = Generations(
+            model,
+            requests,
+            timeout=self.options.request_timeout,
+            metrics=self.metrics,
+            record=record,
+            running=self.running,
+        )
+        return _counted(generations.pieces(), counts, per_prompt, record), counts
+
     async def respond(
         self,
         request: Request,
@@ -111,20 +134,10 @@ class Responder:
             WarpbusError: as `Generations.pieces`, before anything is sent.
             ClientGoneError: the client disconnected.
         """
-        record: RequestRecord = request.scope["state"]["record"]
-        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
-        record.prompt_tokens = counts.prompt_tokens
-        generations = Generations(
-            model,
-            requests,
-            timeout=self.options.request_timeout,
-            metrics=self.metrics,
-            record=record,
-            running=self.running,
-        )
-        pieces = _counted(generations.pieces(), counts, per_prompt, record)
+        pieces, counts = self._generate(request, model, requests, per_prompt)
         if not stream:
-            return await unless_gone(request.receive, _whole(pieces, form, len(requests), counts))
+            answers = await unless_gone(request.receive, _collect(pieces, len(requests)))
+            return JSONResponse(form.whole(answers, counts))
         first = asyncio.ensure_future(anext(pieces))
         try:
             # An error before the first heartbeat gets its own HTTP status; after it, the stream has begun.
@@ -153,12 +166,12 @@ async def _counted(
             yield index, piece
 
 
-async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form, count: int, usage: Usage) -> Response:
+async def _collect(pieces: AsyncGenerator[tuple[int, TextPiece], None], count: int) -> list[list[TextPiece]]:
     answers: list[list[TextPiece]] = [[] for _ in range(count)]
     async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].append(piece)
-    return JSONResponse(form.whole(answers, usage))
+    return answers
 
 
 class EventStream(Response):
