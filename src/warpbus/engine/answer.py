@@ -154,4 +154,5 @@ def merge(pieces: abc.Sequence[TextPiece]) -> TextPiece:
         queue_seconds=last.queue_seconds,
         stop_string=last.stop_string,
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
+        pooled=next((piece.pooled for piece in pieces if piece.pooled is not None), None),
     )

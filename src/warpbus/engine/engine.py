@@ -266,7 +266,7 @@ class Engine:
             length,
             salt_of(sequence.adapter, sequence.cache_salt),
             unsplit_tokens(sequence.prompt, self.model.config.prompt_end),
-            uncached=sequence.params.prompt_logprobs is not None,
+            uncached=sequence.params.needs_whole_prompt,
             prefix=prefix,
             prefix_length=prefix_length,
         )

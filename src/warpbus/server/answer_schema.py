@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class TokenDetails(BaseModel):
@@ -187,11 +187,28 @@ class ModelList(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """The token ids of a text."""
+    """The token ids of a text, and their texts if they were asked for."""
 
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None
+
+
+class TokenizerAnswer(BaseModel):
+    """What the checkpoint's tokenizer_config.json says, and more fields of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None
+
+
+class LoadAnswer(BaseModel):
+    """How many requests for answers are under way."""
+
+    server_load: int
 
 
 class Detokenized(BaseModel):

@@ -74,6 +74,11 @@ class RunningGenerations:
         for generations in self._all:
             generations.end()
 
+    @property
+    def count(self) -> int:
+        """How many HTTP requests generate now."""
+        return len(self._all)
+
     @contextmanager
     def including(self, generations: Generations) -> Iterator[None]:
         """A block in which some generations run."""

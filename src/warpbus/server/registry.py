@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, TypeVar, get_args
 
 from warpbus.engine import SamplingParams, TextPiece
@@ -16,6 +17,7 @@ from warpbus.engine.health import State
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError
+from warpbus.models.pooling import TextHeads, read_text_heads
 from warpbus.models.templates import Template
 from warpbus.models.templates.thinking import ThinkingTokens, find_thinking
 from warpbus.models.templates.tools import ToolDialect, find_dialect
@@ -67,6 +69,7 @@ class ReplicaProtocol(Protocol):
 class ServiceProtocol(Protocol):
     """The part of `warpbus.engine.service.Service` and `warpbus.engine.replicas.ReplicaSet` that the server uses."""
 
+    model: Path
     tokenizer: Tokenizer
     template: Template
     generation_defaults: dict[str, float]
@@ -114,6 +117,7 @@ class _ModelState:
     def __init__(self, name: str) -> None:
         self.dialect: ToolDialect | None = None
         self.thinking: ThinkingTokens | None = None
+        self.heads = TextHeads()
         self.context: int | None = None
         self.service: ServiceProtocol | None = None
         # One thread: the caches of tokenizers and templates are not thread-safe.
@@ -144,6 +148,11 @@ class Model:
     def thinking(self) -> ThinkingTokens | None:
         """The tokens around its thinking, or None."""
         return self._shared.thinking
+
+    @property
+    def heads(self) -> TextHeads:
+        """What it can be used for besides generation; nothing while it loads."""
+        return self._shared.heads
 
     @property
     def context(self) -> int | None:
@@ -212,9 +221,10 @@ class Model:
         return self.awake().generate(prompt, params, None if self.base is None else self.name, cache_salt=cache_salt)
 
     def loaded(self, service: ServiceProtocol) -> None:
-        """Record that the model and its adapters are ready."""
+        """Record that the model and its adapters are ready. CheckpointError if a file beside its weights is damaged."""
         self._shared.dialect = find_dialect(service.template)
         self._shared.thinking = find_thinking(service.template, service.tokenizer)
+        self._shared.heads = read_text_heads(service.model, service.tokenizer)
         self._shared.context = service.max_model_len
         self._shared.service = service
 

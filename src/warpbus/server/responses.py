@@ -93,6 +93,29 @@ class Responder:
         self.metrics = metrics
         self.running = RunningGenerations()
 
+    async def gather(
+        self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest]
+    ) -> tuple[list[list[TextPiece]], Usage]:
+        """The pieces of one answer to each prompt, and the token counts. Raises: as `respond`."""
+        pieces, usage = self._generate(request, model, requests, 1)
+        return await _collect(request, pieces, len(requests)), usage
+
+    def _generate(
+        self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest], per_prompt: int
+    ) -> tuple[_CountedPieces, Usage]:
+        record: RequestRecord = request.scope["state"]["record"]
+        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
+        record.prompt_tokens = counts.prompt_tokens
+        generations = Generations(
+            model,
+            requests,
+            timeout=self.options.request_timeout,
+            metrics=self.metrics,
+            record=record,
+            running=self.running,
+        )
+        return _CountedPieces(generations, counts, per_prompt, record), counts
+
     async def respond(
         self,
         request: Request,
@@ -114,21 +137,9 @@ class Responder:
             WarpbusError: as `Generations.pieces`, before anything is sent.
             ClientGoneError: the client disconnected.
         """
-        record: RequestRecord = request.scope["state"]["record"]
-        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
-        record.prompt_tokens = counts.prompt_tokens
-        generations = Generations(
-            model,
-            requests,
-            timeout=self.options.request_timeout,
-            metrics=self.metrics,
-            record=record,
-            running=self.running,
-        )
-        pieces = _CountedPieces(generations, counts, per_prompt, record)
+        pieces, counts = self._generate(request, model, requests, per_prompt)
         if not stream:
-            async with aclosing(pieces):
-                return await unless_gone(request.receive, _whole(pieces, form, len(requests), counts))
+            return JSONResponse(form.whole(await _collect(request, pieces, len(requests)), counts))
         try:
             # An error before the first heartbeat gets its own HTTP status; after it, the stream has begun.
             first = await unless_gone(request.receive, pieces.take(self.options.heartbeat))
@@ -161,14 +172,20 @@ class _CountedPieces:
         await self._generations.aclose()
 
 
-async def _whole(pieces: _CountedPieces, form: Form, count: int, usage: Usage) -> Response:
+async def _collect(request: Request, pieces: _CountedPieces, count: int) -> list[list[TextPiece]]:
+    """All pieces of each answer. ClientGoneError if the client disconnects first."""
     answers: list[list[TextPiece]] = [[] for _ in range(count)]
-    with suppress(StopAsyncIteration):
-        while True:
-            found = await pieces.take()
-            if found is not None:
-                answers[found[0]].append(found[1])
-    return JSONResponse(form.whole(answers, usage))
+
+    async def take_all() -> None:
+        with suppress(StopAsyncIteration):
+            while True:
+                found = await pieces.take()
+                if found is not None:
+                    answers[found[0]].append(found[1])
+
+    async with aclosing(pieces):
+        await unless_gone(request.receive, take_all())
+    return answers
 
 
 class EventStream(Response):

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -89,6 +90,8 @@ class FakeService:
         ended: how they ended, counted: "done" or "aborted".
         fails: raised by `generate`; or after so many characters: (count, error).
     """
+
+    model = Path("/nothing/is/here")  # no files beside the weights
 
     def __init__(self, sop=None, max_model_len=2048, make_template=PlainTemplate):
         self.tokenizer = ByteTokenizer()

@@ -52,7 +52,7 @@ def test_a_model_that_loads_is_listed_but_not_ready():
 
 def test_text_becomes_tokens_and_back(http):
     found = http.post("/tokenize", json={"model": "parrot", "prompt": "好"}).json()
-    assert found == {"tokens": list("好".encode()), "count": 3, "max_model_len": 2048}
+    assert found == {"tokens": list("好".encode()), "count": 3, "max_model_len": 2048, "token_strs": None}
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "好"}
     messages = http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     assert bytes(messages) == b"user: ab\nassistant: "
