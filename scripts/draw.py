@@ -14,7 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "docs" / "tutorial" / "drawings"
 
 DRAWINGS: tuple[Callable[[Say], Drawing], ...] = (
-    *(machine.cpu_gpu, machine.latency_throughput, machine.memory_hierarchy, machine.roofline, machine.streams),
+    *(
+        machine.cpu_gpu,
+        machine.latency_throughput,
+        machine.memory_hierarchy,
+        machine.roofline,
+        machine.streams,
+        machine.virtual_memory,
+    ),
     *(threads.grid_block_thread, threads.coalescing, threads.bank_conflicts, threads.reduction_tree),
     *(products.tiles, products.register_tiles, products.mma_fragments, products.wgmma, products.pipeline),
     *(models.gptq_sweep, models.paged_cache, models.migrating_lease),

@@ -167,3 +167,38 @@ def roofline(say: Say) -> Drawing:
 
 def _off(point: tuple[float, float], x: float, y: float) -> tuple[float, float]:
     return point[0] + x, point[1] + y
+
+
+def virtual_memory(say: Say) -> Drawing:
+    title = say(
+        "Growing without copying: addresses are reserved once, and pieces of memory are mapped behind them",
+        "增长而不拷贝：地址一次预留，显存一段一段映射到地址后面",
+    )
+    d = Drawing(760, 280, title)
+    d.text(20, 28, "cudaMalloc + cudaMemcpy", 14, bold=True)
+    d.box(20, 40, 140, 30, "blue", label=say("old, full", "旧的，已满"), size=12)
+    d.box(300, 40, 280, 30, "green", label=say("new, twice as large", "新的，两倍大"), size=12)
+    d.arrow(164, 55, 296, 55)
+    d.text(230, 48, say("copy", "拷贝"), 12, anchor="middle")
+    d.text(596, 52, say("new address, both", "地址变了，拷贝时"), 12, soft=True)
+    d.text(596, 68, say("exist while copying", "两份同时存在"), 12, soft=True)
+    d.text(20, 112, "cuMemAddressReserve + cuMemMap", 14, bold=True)
+    d.text(20, 142, say("addresses", "地址"), 12, soft=True)
+    for piece in range(6):
+        d.box(120 + piece * 100, 124, 100, 28, "yellow" if piece < 3 else "none", dashed=piece >= 3, radius=0)
+    d.text(20, 222, say("memory", "显存"), 12, soft=True)
+    for piece, at in enumerate((2, 0, 4)):
+        fill = "green" if piece == 2 else "blue"
+        d.box(120 + at * 100, 204, 96, 28, fill, label=say(f"piece {piece}", f"第 {piece} 段"), size=12)
+        d.arrow(170 + piece * 100, 154, 168 + at * 100, 202)
+    d.text(
+        20,
+        264,
+        say(
+            "piece 2 is new: the first two stay where they are, at the same addresses",
+            "第 2 段是新加的：前两段原地不动，地址也不变",
+        ),
+        12,
+        soft=True,
+    )
+    return d
