@@ -23,7 +23,14 @@ DRAWINGS: tuple[Callable[[Say], Drawing], ...] = (
         machine.virtual_memory,
     ),
     *(threads.grid_block_thread, threads.coalescing, threads.bank_conflicts, threads.reduction_tree),
-    *(products.tiles, products.register_tiles, products.mma_fragments, products.wgmma, products.pipeline),
+    *(
+        products.tiles,
+        products.register_tiles,
+        products.mma_fragments,
+        products.wgmma,
+        products.pipeline,
+        products.im2col,
+    ),
     *(models.gptq_sweep, models.paged_cache, models.migrating_lease),
 )
 

@@ -170,3 +170,42 @@ def register_tiles(say: Say) -> Drawing:
     d.text(460, 220, say("per step of k:", "k 每前进一步："), 13)
     d.text(460, 242, say("16 loads, 64 FMA", "读 16 次，乘加 64 次"), 13, bold=True)
     return d
+
+
+def im2col(say: Say) -> Drawing:
+    title = say(
+        "im2col: the nine pixels around each pixel become a column, and the convolution a matrix product",
+        "im2col：每个像素周围的九个像素排成一列，卷积就成了矩阵乘法",
+    )
+    d = Drawing(760, 310, title)
+    d.text(20, 28, say("image", "图像"), 14, bold=True)
+    d.grid(
+        *(20, 40, 5, 6, 28),
+        lambda r, c: "orange" if 1 <= r <= 3 and 2 <= c <= 4 else "grey",
+        lambda r, c: f"{r * 6 + c}",
+        size=11,
+    )
+    seen = (8, 9, 10, 14, 15, 16, 20, 21, 22)
+    d.text(430, 28, say("columns: 9 x pixels", "列矩阵：9 × 像素数"), 14, bold=True)
+    d.grid(
+        *(430, 40, 9, 9, 28),
+        lambda r, c: "orange" if c == 5 else "grey",
+        lambda r, c: str(seen[r]) if c == 5 else "...",
+        height=22,
+        size=11,
+    )
+    d.arrow(192, 110, 422, 110)
+    d.text(306, 102, say("around pixel 15", "像素 15 周围"), 12, anchor="middle", soft=True)
+    d.text(20, 212, say("filters: filters x 9", "卷积核：核数 × 9"), 14, bold=True)
+    d.grid(20, 222, 2, 9, 28, "blue", height=22)
+    d.text(286, 248, "x", 16, anchor="middle", bold=True)
+    d.text(302, 247, say("columns = output", "列矩阵 = 输出"), 12)
+    d.text(
+        430,
+        256,
+        say("column 15: what the filters multiply for pixel 15", "第 15 列：算像素 15 时卷积核乘的数"),
+        12,
+        soft=True,
+    )
+    d.text(20, 296, say("with c channels the columns have 9 c rows", "有 c 个通道时，列矩阵有 9c 行"), 12, soft=True)
+    return d

@@ -51,6 +51,14 @@ def changed(text: str, old: str, new: str) -> str:
                 "RMSNorm: all match the CPU",
             ],
         ),
+        (
+            "convolution",
+            [
+                "image 14400 bytes, its columns 27 x 1200: 129600 bytes",
+                "direct: all match the CPU",
+                "im2col and product: all match the CPU",
+            ],
+        ),
         ("register_tiles", ["n = 150, 2 x 2 blocks, 8 x 8 elements per thread: all match the CPU"]),
         (
             "int4_gemv",
