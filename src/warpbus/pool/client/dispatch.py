@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from warpbus.errors import StateError
 from warpbus.pool.client.calls import NUMBER_KINDS, SignatureBuilder, Wrapped, goes_along, number_positions
 from warpbus.pool.client.session import Session, current
-from warpbus.pool.client.tensors import NAME, Remote, new_tensor, set_geometry
+from warpbus.pool.client.tensors import NAME, Remote, is_remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.inference import MEASURED, gives_tensors, infer
 from warpbus.pool.protocol.instructions import call_packer, layout
@@ -187,7 +187,7 @@ class Operator:
             key.append(("wrapped", number.__class__))
         elif value.device.type == "cpu" and (value.dim() == 0 or self._indexed):
             self._take(call, self._upload(value), False)
-        elif value.device.type == NAME:
+        elif is_remote(value):
             raise StateError(
                 f"{self.overload.name()}: a tensor of shape {list(value.shape)} of an earlier connection: "
                 "its bytes are gone; make it again with the GPU that is connected now"
@@ -250,7 +250,7 @@ class Operator:
         """An argument with tensors of the CPU replaced, as `_take_foreign` does it."""
         if isinstance(value, list | tuple):
             return tuple(self._own(item) for item in value)
-        if not isinstance(value, Tensor) or value.device.type == NAME:
+        if not isinstance(value, Tensor) or is_remote(value):
             return value
         number = _number(value)
         return self._upload(value) if number is None else Wrapped(number)
