@@ -43,6 +43,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's function of this name, of the same arguments and result."""
     backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    if learned and backend == _Backend.FLASH:
+        backend = _Backend.MATH  # flash attention has no derivative by its mask
     if enable_gqa and backend != _Backend.FLASH and current().kind == "cuda":
         # Flash attention alone has groups of queries. The others take keys and values once for each query: that is
         # little beside the scores of all heads, which attention by single operators would write out.
@@ -65,7 +68,7 @@ def scaled_dot_product_attention(
     if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not dropout_p:
         if attn_mask is not None:
             attn_mask = _aligned(attn_mask)
-        with_log = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        with_log = torch.is_grad_enabled() and (learned or any(t.requires_grad for t in (query, key, value)))
         fused = (
             _aten._scaled_dot_product_efficient_attention
             if backend == _Backend.EFFICIENT

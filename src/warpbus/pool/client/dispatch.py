@@ -204,9 +204,10 @@ class Operator:
             return None
         signature = self._signature(args, kwargs)
         try:
-            outputs = infer(signature)
+            outputs = infer(signature, session.kind)
         except NotImplementedError:
-            return None
+            # What an operator without results gives is known without meta tensors: fused optimizers are such.
+            outputs = None if self._returns else ()
         if outputs is None:
             return None
         kind = self._kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
