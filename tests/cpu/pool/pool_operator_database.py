@@ -5,6 +5,7 @@ backward with the same gradients of the results, and in place where the operator
 """
 
 import importlib.util
+import re
 import sys
 import types
 import unittest
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +73,13 @@ class Outcome:
             if self.counts[kind]:
                 return kind
         return "right" if self.counts["equal"] + self.counts["close"] else "skipped"
+
+
+def documented_refusals() -> list[str]:
+    """What the errors of the table in docs/pool.md contain."""
+    text = (Path(__file__).parents[3] / "docs" / "pool.md").read_text(encoding="utf-8")
+    table = text.partition("### What does not run")[2]
+    return re.findall(r"^\| [^|]+ \| `([^`|]+)` \| [^|]+ \|$", table, re.MULTILINE)
 
 
 def entries(dtype: torch.dtype) -> list[Any]:

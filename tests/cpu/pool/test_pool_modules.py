@@ -150,7 +150,7 @@ def test_padding_that_a_layer_lost_is_an_error(pool: None) -> None:
     kept = torch.tensor([[True, True, False]]).to(REMOTE)
     padded = torch._nested_tensor_from_mask(torch.ones(1, 3, 2, device=REMOTE), kept)
     assert torch.ops.aten.to_padded_tensor(padded, 5.0).tolist() == [[[1, 1], [1, 1], [5, 5]]]
-    with pytest.raises(RuntimeError, match="nested tensors do not exist on a remote GPU"):
+    with pytest.raises(RuntimeError, match="of nested tensors does not run on a remote GPU"):
         torch.ops.aten.to_padded_tensor(padded + 1, 5.0)
 
 
@@ -307,6 +307,13 @@ FUNCTIONS: dict[str, Program] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(pool: None, name: str) -> None:
     assert_as_on_the_cpu(FUNCTIONS[name])
+
+
+def test_integers_are_counted_as_on_a_gpu(pool: None) -> None:
+    """PyTorch's kernel for CPUs counts floating-point numbers only; programs give GPUs integers."""
+    counts = torch.histc(torch.tensor([1, 2, 2, 7], dtype=torch.int32, device=REMOTE), bins=4, min=0, max=8)
+    assert counts.dtype is torch.int32
+    assert counts.tolist() == [1, 2, 0, 1]
 
 
 def test_inductor_leaves_a_remote_graph_to_its_operators(pool: None) -> None:

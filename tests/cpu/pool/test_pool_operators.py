@@ -10,12 +10,11 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import pytest
 import torch
 from pool_direct import connected
-from pool_operator_database import DTYPES, REMOTE, check, entries, title
+from pool_operator_database import DTYPES, REMOTE, check, documented_refusals, entries, title
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -26,15 +25,6 @@ from warpbus.pool.client.session import current
 SEED = int(os.environ.get("POOL_OPERATORS_SEED", "0"))
 PARTS = 8
 MOST_REFUSALS = 15
-DOCUMENT = Path(__file__).parents[3] / "docs" / "pool.md"
-
-
-def documented_refusals() -> list[str]:
-    """What the errors of the table's rows contain."""
-    table = DOCUMENT.read_text(encoding="utf-8").partition("### What does not run")[2]
-    return re.findall(r"^\| [^|]+ \| `([^`|]+)` \| [^|]+ \|$", table, re.MULTILINE)
-
-
 REFUSALS = documented_refusals()
 
 
@@ -136,15 +126,16 @@ def _ones(*shape: int) -> torch.Tensor:
 
 
 PROGRAMS: dict[str, Callable[[], object]] = {
-    "sparse tensors do not exist": lambda: torch.sparse_coo_tensor(torch.zeros(1, 2).long(), _ones(2), (3,)),
-    "nested tensors do not exist": lambda: torch.nested.nested_tensor([_ones(2), _ones(3)]) * 2,
-    "quantized tensors do not exist": lambda: torch.quantize_per_tensor(_ones(2), 0.1, 0, torch.qint8),
+    "of sparse tensors does not run": lambda: _ones(2, 3).to_sparse_csr(),
+    "of nested tensors does not run": lambda: torch.nested.nested_tensor([_ones(2), _ones(3)]) * 2,
+    "of quantized tensors does not run": lambda: torch.quantize_per_tensor(_ones(2), 0.1, 0, torch.qint8),
     "is not among the operators that a pool runs": lambda: _ones(2).to_mkldnn(),
     "does not run on a CPU of a pool": lambda: torch.ops.aten.slow_conv_dilated2d(
         _ones(1, 1, 3, 3), _ones(1, 1, 2, 2), [2, 2]
     ).cpu(),
     "FlexAttention is only supported on": lambda: flex_attention(*[_ones(1, 1, 2, 4)] * 3),
     "getPinnedMemoryAllocator": lambda: torch.ones(2, pin_memory=True),
+    "a tensor that it writes another size": lambda: torch.add(_ones(2), 1, out=_ones(3)),
     "this process has a remote GPU already": lambda: warpbus.pool.connect("warpbus://localhost:7700", memory="1MB"),
     "No backend type associated with device type warpbus": _distributed,
     "cannot draw on a remote GPU": lambda: torch.randn(2, device=REMOTE, generator=torch.Generator()),

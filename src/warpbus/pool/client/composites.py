@@ -5,6 +5,7 @@ transformers in evaluation on every device; not all of them have a kernel on the
 module compute the same by operators that every device has, with their gradients.
 """
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.errors import DeviceError
+from warpbus.pool.client.session import current
 from warpbus.pool.client.tensors import Remote, remote_of
 
 _aten = torch.ops.aten
@@ -164,11 +166,25 @@ def to_padded(tokens: Tensor, padding: float, output_size: Any = None) -> Tensor
     kept = _kept.get(remote_of(tokens))
     if kept is None:
         raise DeviceError(
-            "nested tensors do not exist on a remote GPU: give nn.TransformerEncoder enable_nested_tensor=False, or "
-            "use tensors with padding and a mask"
+            "aten::to_padded_tensor of nested tensors does not run on a remote GPU: give nn.TransformerEncoder "
+            "enable_nested_tensor=False, or use tensors with padding and a mask"
         )
     return tokens.masked_fill(~kept.unsqueeze(-1), padding)
 
+
+def counting_integers(histogram: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel of `aten::histc` that counts integers on a CPU, too, as a GPU does."""
+
+    def call(values: Tensor, *options: Any, **named: Any) -> Tensor:
+        if values.is_floating_point() or current().kind != "cpu":
+            return histogram(values, *options, **named)
+        return histogram(values.double(), *options, **named).to(values.dtype)
+
+    return call
+
+
+ADAPTED = {"aten::histc": counting_integers}
+"""By the name of an operator: what makes its kernel on the device of the one that calls the pool."""
 
 COMPOSITES = {
     "_thnn_fused_lstm_cell": lstm_cell,

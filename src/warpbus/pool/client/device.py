@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 from torch.utils import backend_registration
 
 from warpbus.cuda.remote import register_remote_backend
-from warpbus.pool.client import attention, autocast, refusals, transfers
-from warpbus.pool.client.composites import COMPOSITES
+from warpbus.pool.client import attention, autocast, refusals, sparse, transfers
+from warpbus.pool.client.composites import ADAPTED, COMPOSITES
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.generators import Generator, knowing_generators
@@ -48,10 +48,12 @@ def register() -> torch.device:
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("aten", "warpbus")}
     _register_views(libraries["aten"])
     _register_transfers(libraries["aten"])
+    sparse.register(libraries["aten"])
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
         if _runs_remotely(overload) and overload.name().partition("::")[2] not in COMPOSITES:
             namespace, _, name = overload.name().partition("::")
             kernel = knowing_marks(Operator(overload, transfers.upload))
+            kernel = ADAPTED[overload.name()](kernel) if overload.name() in ADAPTED else kernel
             libraries[namespace].impl(name, knowing_generators(overload, kernel), _KEY)
     libraries["aten"].impl("pin_memory", transfers.pin_memory, "CPU")
     composites = {"scaled_dot_product_attention": attention.scaled_dot_product_attention, **COMPOSITES}

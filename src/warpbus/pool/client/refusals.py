@@ -23,7 +23,7 @@ _KINDS = {
 """By PyTorch's dispatch key: kinds of tensors that are more than numbers in a storage."""
 
 _WAYS_OUT = {
-    "sparse": "compute with them on the CPU, or use dense tensors (embeddings: sparse=False)",
+    "sparse": "compute it on the CPU, or use dense tensors",
     "nested": "use layout=torch.jagged, or padding and a mask",
     "quantized": "fake quantization works; or quantize for Warpbus's own kernels by warpbus.quantize",
 }
@@ -51,7 +51,7 @@ def _refuse(operator: OpOverload, *_: Any, **__: Any) -> NoReturn:
 
 
 def _refuse_kind(kind: str, operator: OpOverload, *_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(f"{kind} tensors do not exist on a remote GPU ({operator.name()}): {_WAYS_OUT[kind]}")
+    raise NotImplementedError(f"{operator.name()} of {kind} tensors does not run on a remote GPU: {_WAYS_OUT[kind]}")
 
 
 def _compiling_for_others(compile_graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,10 +35,22 @@ MEASURED = frozenset(
 _SAMPLES = {"int": 1, "float": 1.0, "bool": True}
 """Numbers that stand for those of a call: none of them decides about a shape."""
 
-_PROBABILITIES = frozenset({"geometric"})
-"""Operators whose numbers have to be between 0 and 1."""
-
 _16_BITS = frozenset({torch.float16, torch.bfloat16})
+
+
+class OutputSizeError(DeviceError):
+    """An operator would resize a tensor that it writes.
+
+    Attributes:
+        shapes: by the index of the tensor among the call's: the shape that it would get.
+    """
+
+    def __init__(self, operator: str, shapes: dict[int, tuple[int, ...]]) -> None:
+        super().__init__(
+            f"{operator} would make a tensor that it writes another size: give out= a tensor of shape "
+            f"{[*next(iter(shapes.values()))]}, or an empty one"
+        )
+        self.shapes = shapes
 
 
 def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | None:
@@ -64,14 +76,16 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
     if declared is not None:
         return declared
     tensors = [torch.empty_strided(g.shape, g.stride, dtype=g.dtype, device="meta") for g in signature.inputs]
-    samples = {**_SAMPLES, "float": 0.5} if _base_name(call) in _PROBABILITIES else _SAMPLES
-    arguments = [_filled(argument, tensors, samples) for argument in signature.arguments]
-    keywords = {name: _filled(argument, tensors, samples) for name, argument in signature.keywords}
+    arguments = [_filled(argument, tensors) for argument in signature.arguments]
+    keywords = {name: _filled(argument, tensors) for name, argument in signature.keywords}
     with torch.no_grad():
         outputs = outputs_of(call(*arguments, **keywords), tensors)
-    for tensor, geometry in zip(tensors, signature.inputs, strict=True):
-        if tensor.shape != geometry.shape:
-            raise DeviceError(f"{signature.operator} would make a tensor that it writes another size")
+    before = [geometry.shape for geometry in signature.inputs]
+    resized = {
+        index: tuple(t.shape) for index, (t, shape) in enumerate(zip(tensors, before, strict=True)) if t.shape != shape
+    }
+    if resized:
+        raise OutputSizeError(signature.operator, resized)
     if _base_name(call) == "native_group_norm_backward":
         return _group_norm_gradients(outputs, named_arguments(call, signature))
     if device == "cpu" and _base_name(call) in _NORMS:
@@ -160,13 +174,13 @@ def _output(tensor: Tensor | int | None, places: dict[int, int]) -> Output:
     return New(geometry, geometry.extent)
 
 
-def _filled(argument: Argument, tensors: list[Tensor], samples: dict[str, int | float | bool]) -> Any:
+def _filled(argument: Argument, tensors: list[Tensor]) -> Any:
     if isinstance(argument, Input):
         return tensors[argument.index]
     if isinstance(argument, Number):
-        return samples[argument.kind]
+        return _SAMPLES[argument.kind]
     if isinstance(argument, DevicePlaceholder):
         return torch.device("meta")
     if isinstance(argument, tuple):
-        return [_filled(item, tensors, samples) for item in argument]
+        return [_filled(item, tensors) for item in argument]
     return argument

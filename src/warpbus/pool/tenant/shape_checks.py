@@ -329,7 +329,7 @@ def _bag_gradient(named: Named) -> None:
     if named["mode"] == _MAXIMUM and "maximum_indices" in named:
         _equal("maximum_indices", named["maximum_indices"].shape, grad.shape)
     if named.get("sparse"):
-        raise ProtocolError("sparse is True: expected a dense gradient")
+        raise ProtocolError("the gradient of sparse tensors does not run on a pool: expected sparse=False")
 
 
 def _label_lengths(named: Named) -> None:
