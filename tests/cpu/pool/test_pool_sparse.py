@@ -132,11 +132,39 @@ def test_printing(pool: None) -> None:
     assert "device='warpbus:0', size=(3, 4), nnz=5, layout=torch.sparse_coo" in shown
 
 
-@pytest.mark.parametrize("wrong", [4, -5])
+@pytest.mark.parametrize("wrong", [4, -1])
 def test_an_index_outside_is_an_error(pool: None, wrong: int) -> None:
     made = torch.sparse_coo_tensor(torch.tensor([[0], [wrong]]).to(REMOTE), torch.ones(1, device=REMOTE), (3, 4))
-    with pytest.raises(IndexError):
-        made.to_dense().cpu()
+    ones = torch.ones(4, 2, device=REMOTE)
+    fields = torch.ones(3, 4, device=REMOTE)
+    for use in (made.to_dense, lambda: made @ ones, lambda: made.t() @ ones[:3], lambda: made * fields):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            use().to_dense().cpu()
+
+
+WRONG: dict[str, Callable[[str], Any]] = {
+    "a product of other sizes": lambda d: matrix(d) @ torch.ones(5, 2, device=d),
+    "a product of other dtypes": lambda d: matrix(d) @ torch.ones(4, 2, dtype=torch.float64, device=d),
+    "a sum of other sizes": lambda d: matrix(d) + matrix(d, (4, 4)),
+    "a dense sum of other sizes": lambda d: torch.ones(4, 4, device=d) + matrix(d),
+    "a dense sum in place of integers": lambda d: torch.ones(3, 4, dtype=torch.int64, device=d).add_(matrix(d)),
+    "a quotient by a matrix": lambda d: matrix(d) / torch.ones(3, 4, device=d),
+    "a mask of another size": lambda d: torch.ones(4, 4, device=d).sparse_mask(matrix(d)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_cpu_refuses_too(pool: None, name: str) -> None:
+    for device in ("cpu", REMOTE):
+        with pytest.raises(RuntimeError):
+            WRONG[name](device)
+
+
+def test_a_product_without_its_base(pool: None) -> None:
+    """Where beta is 0, a base that is no number does not count."""
+    base = torch.full((3, 2), float("nan"))
+    found = torch.sparse.addmm(base.to(REMOTE), matrix(REMOTE), torch.ones(4, 2, device=REMOTE), beta=0)
+    assert found.cpu().isfinite().all()
 
 
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseMeta)
 _KEY = "SparsePrivateUse1"
+_OUTSIDE = 1 << 62
 
 # They know no values.
 _STRUCTURAL = """
@@ -54,6 +55,28 @@ def _parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
+def _places(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Indices for dense tensors, one tensor per sparse axis. A negative one is outside here: it counts from no end."""
+    indices = tensor._indices()
+    return tuple(indices.masked_fill(indices < 0, _OUTSIDE))
+
+
+def _check_shapes(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        raise RuntimeError(f"{name} of a sparse tensor: shape {[*found]}, expected {[*wanted]}")
+
+
+def _scaled(values: Tensor, alpha: Any) -> Tensor:
+    if isinstance(alpha, float) and not (values.is_floating_point() or values.is_complex()):
+        raise RuntimeError(f"alpha is {alpha}: expected an integer for tensors of {values.dtype}")
+    return values if alpha == 1 else values * alpha
+
+
+def _check_dtype(result: torch.dtype, target: torch.dtype) -> None:
+    if not torch.can_cast(result, target):
+        raise RuntimeError(f"result type {result} can't be cast to the desired output type {target}")
+
+
 def coalesce(tensor: Tensor) -> Tensor:
     """`aten::_coalesce`: each index once, in ascending order, with the sum of its values."""
     indices, values = _parts(tensor)
@@ -73,9 +96,10 @@ def to_dense(tensor: Tensor, dtype: torch.dtype | None = None, masked_grad: bool
 
 def _add_into(dense: Tensor, tensor: Tensor, alpha: Any) -> None:
     """Add a sparse tensor to a dense one of its shape."""
-    indices, values = _parts(tensor)
-    scaled = values if alpha == 1 else values * alpha
-    dense.index_put_(tuple(indices), scaled.to(dense.dtype), accumulate=True)
+    _check_shapes("the sum", tensor.shape, dense.shape)
+    values = _scaled(tensor._values(), alpha)
+    _check_dtype(values.dtype, dense.dtype)
+    dense.index_put_(_places(tensor), values.to(dense.dtype), accumulate=True)
 
 
 def to_sparse(dense: Tensor, *, layout: Any = None, blocksize: Any = None, dense_dim: Any = None) -> Tensor:
@@ -98,10 +122,10 @@ def to_sparse_axes(dense: Tensor, sparse_dim: int) -> Tensor:
 
 def sparse_mask(dense: Tensor, mask: Tensor) -> Tensor:
     """`aten::sparse_mask`: the elements of a dense tensor at the indices of a sparse one."""
+    _check_shapes("the mask", mask.shape, dense.shape)
     if dense.is_sparse:
         dense = to_dense(dense)
-    indices = mask._indices()
-    return _made(indices.clone(), dense[tuple(indices)], mask.shape, coalesced=mask.is_coalesced())
+    return _made(mask._indices().clone(), dense[_places(mask)], mask.shape, coalesced=mask.is_coalesced())
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -110,27 +134,33 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return to_sparse(product(left, to_dense(right)))
     if not left.is_sparse:
         return product(right.t(), left.t()).t()
-    (rows, columns), values = _parts(left)
+    if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0] or left.sparse_dim() != 2:
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied: {[*left.shape]} and {[*right.shape]}")
+    if left.dtype != right.dtype:
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got {left.dtype} and {right.dtype}")
+    rows, columns = _places(left)
     result = right.new_zeros((left.shape[0], right.shape[1]))
-    return result.index_add_(0, rows, values.unsqueeze(1) * right[columns])
+    return result.index_add_(0, rows, left._values().unsqueeze(1) * right[columns])
 
 
 def add_product(base: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """`aten::addmm`."""
     found = product(left, right)
-    scaled = base if beta == 1 else base * beta
-    return torch.add(scaled, found, alpha=alpha)
+    if beta == 0:  # whatever the base is, infinite or no number
+        return found * alpha
+    return torch.add(base if beta == 1 else base * beta, found, alpha=alpha)
 
 
 def add(left: Tensor, right: Tensor, *, alpha: Any = 1) -> Tensor:
     """`aten::add.Tensor`: of sparse tensors a sparse one, else a dense one."""
     if left.is_sparse and right.is_sparse:
-        indices = torch.cat((left._indices(), right._indices()), 1)
-        scaled = right._values() * alpha
-        return _made(indices, torch.cat((left._values().to(scaled.dtype), scaled)), left.shape)
+        _check_shapes("the sum", right.shape, left.shape)
+        dtype = torch.result_type(left, right)
+        values = torch.cat((left._values().to(dtype), _scaled(right._values(), alpha).to(dtype)))
+        return _made(torch.cat((left._indices(), right._indices()), 1), values, left.shape)
     if left.is_sparse:
         return torch.add(to_dense(left), right, alpha=alpha)
-    return add_(left.clone(memory_format=torch.contiguous_format), right, alpha=alpha)
+    return add_(left.to(torch.result_type(left, right), copy=True), right, alpha=alpha)
 
 
 def add_(left: Tensor, right: Tensor, *, alpha: Any = 1) -> Tensor:
@@ -155,7 +185,7 @@ def multiply(left: Any, right: Any) -> Tensor:
     if left.shape != right.shape:
         raise RuntimeError(f"sparse multiplication needs equal shapes, not {[*left.shape]} and {[*right.shape]}")
     if not right.is_sparse:
-        return _with_values(left, left._values() * right[tuple(left._indices())])
+        return _with_values(left, left._values() * right[_places(left)])
     return to_sparse_axes(to_dense(left) * to_dense(right), left.sparse_dim())
 
 
@@ -172,6 +202,8 @@ def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
 
 def _replaced(tensor: Tensor, by: Tensor) -> Tensor:
     """Change a sparse tensor in place."""
+    _check_shapes("the result", by.shape, tensor.shape)
+    _check_dtype(by.dtype, tensor.dtype)
     return _aten.copy_sparse_to_sparse_.default._handle.redispatch_boxed(_META, tensor, by, False)
 
 
