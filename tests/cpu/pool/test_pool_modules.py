@@ -119,6 +119,22 @@ def test_norms_of_16_bits(pool: None, parameters: torch.dtype) -> None:
     assert_as_on_the_cpu(program)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norm_keeps_channels_last(pool: None, dtype: torch.dtype) -> None:
+    def program(device: str) -> Any:
+        x = torch.randn(2, 4, 3, 3).to(device, dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+        y = F.group_norm(x, 2)
+        y.backward(torch.ones_like(y))
+        return y, x.grad
+
+    torch.manual_seed(0)
+    expected = program("cpu")
+    torch.manual_seed(0)
+    for one, other in zip(expected, program(REMOTE), strict=True):
+        assert other.stride() == one.stride()
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-5, atol=1e-5)
+
+
 ENCODERS = [
     ({}, {}),
     ({}, {"mask"}),

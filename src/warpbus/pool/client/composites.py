@@ -184,7 +184,7 @@ def counting_integers(histogram: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 ADAPTED = {"aten::histc": counting_integers}
-"""By the name of an operator: what makes its kernel on the device of the one that calls the pool."""
+"""By the name of an operator: a function of the kernel that calls the pool; it returns the device's kernel."""
 
 COMPOSITES = {
     "_thnn_fused_lstm_cell": lstm_cell,

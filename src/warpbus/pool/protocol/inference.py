@@ -135,7 +135,8 @@ def _changed(output: Output, dtype: torch.dtype, shape: tuple[int, ...] | None) 
     """A new floating-point result with another dtype and, unless it is None, another shape; another one as it is."""
     if not isinstance(output, New) or not output.geometry.dtype.is_floating_point:
         return output
-    place = contiguous(dtype, output.geometry.shape if shape is None else shape)
+    before = output.geometry
+    place = Geometry(dtype, before.shape, before.stride) if shape is None else contiguous(dtype, shape)
     return New(place, place.extent)
 
 
