@@ -20,7 +20,7 @@ from warpbus.pool.client.calls import NUMBER_KINDS, SignatureBuilder, Wrapped, g
 from warpbus.pool.client.session import Session, current
 from warpbus.pool.client.tensors import NAME, Remote, is_remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
-from warpbus.pool.protocol.inference import MEASURED, gives_tensors, infer
+from warpbus.pool.protocol.inference import MEASURED, OutputSizeError, gives_tensors, infer
 from warpbus.pool.protocol.instructions import call_packer, layout
 from warpbus.pool.protocol.signature import Fixed, New, Output, Same, Signature
 
@@ -111,7 +111,11 @@ class Operator:
             whole = tuple(key)
             kind = self._kinds.get(whole)
             if kind is None or kind.generation != session.generation:
-                kind = self._learn(session, whole, args, kwargs)
+                try:
+                    kind = self._learn(session, whole, args, kwargs)
+                except OutputSizeError as error:
+                    _resize_empty(tensors, error)
+                    return self(*args, **kwargs)
                 if kind is None:
                     return self._ask(session, call, whole, args, kwargs)
             if kind.single:
@@ -204,9 +208,10 @@ class Operator:
             return None
         signature = self._signature(args, kwargs)
         try:
-            outputs = infer(signature)
+            outputs = infer(signature, session.kind)
         except NotImplementedError:
-            return None
+            # What an operator without results gives is known without meta tensors: fused optimizers are such.
+            outputs = None if self._returns else ()
         if outputs is None:
             return None
         kind = self._kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
@@ -262,6 +267,14 @@ def _number(value: Tensor) -> int | float | bool | None:
         return None
     number = value.item()
     return number if number.__class__ in NUMBER_KINDS else None
+
+
+def _resize_empty(tensors: list[Tensor], error: OutputSizeError) -> None:
+    """Give tensors of `out=` without elements the size of the result. Raises the error if others would change."""
+    if any(tensors[index].numel() for index in error.shapes):
+        raise error
+    for index, shape in error.shapes.items():
+        tensors[index].resize_(shape)
 
 
 def _given(output: Output, inputs: list[Tensor]) -> Tensor | int | None:

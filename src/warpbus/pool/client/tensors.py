@@ -29,7 +29,7 @@ _handles = count(1).__next__
 class Remote:
     """A storage on the pool's side: its handle, its size in bytes, and the session that frees it."""
 
-    __slots__ = ("freed", "handle", "nbytes")
+    __slots__ = ("__weakref__", "freed", "handle", "nbytes")
 
     def __init__(self, nbytes: int, freed: "deque[tuple[int, int]]") -> None:
         self.handle = _handles()
