@@ -42,6 +42,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     memory=...,
     bits=...,
     format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", field="layout", choices=FORMATS),
+    head="also quantize the head, to a scheme such as w8a16-g128; compressed-tensors only",
     calibration=...,
     samples="maximum number of calibration sequences",
     seqlen="maximum tokens per sequence",

@@ -131,6 +131,10 @@ class Verdict:
             ("GPU-seconds", "显卡时间（秒）", "", gpu_seconds, ""),
             ("energy of the GPUs", "显卡能耗", "", energy, ""),
         ]
+        if done.head is not None:
+            rows.insert(
+                2, ("error of the head (weights)", "输出层权重相对误差", "", f"{done.head.error:.2%}", done.head.scheme)
+            )
         if done.prices:
             rows.append(("cost, estimated", "费用（估算）", "", done.cost_text, f"at {done.prices_text}"))
         return rows
