@@ -75,6 +75,7 @@ class Output:
                 device=resolve_device(device),
                 progress=show,
             )
+        verdict.keep()
         if self.plot is not None:
             verdict.draw(self.plot)
         if self.html is not None:
