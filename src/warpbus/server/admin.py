@@ -94,11 +94,16 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
 
     @app.get("/health", **documented(HealthAnswer, also=not_ready))
     async def health() -> Response:
-        """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why."""
+        """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why.
+
+        A model with several replicas answers as long as one of them does.
+        """
         states = {model.state for model in models.bases()}
+        several = {model.name: _replica_states(model) for model in models.bases() if len(model.replicas) > 1}
+        also = {"replicas": several} if several else {}
         if states == {"ready"}:
-            return JSONResponse({"status": "ready"})
-        body = {"status": ", ".join(sorted(states - {"ready"}))}
+            return JSONResponse({"status": "ready", **also})
+        body = {"status": ", ".join(sorted(states - {"ready"})), **also}
         reasons = [f"{model.name}: {model.reason}" for model in models.bases() if model.reason]
         if reasons:
             body["reason"] = "; ".join(reasons)
@@ -136,6 +141,14 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     async def is_sleeping(model: str | None = None) -> dict[str, bool]:
         """Whether a model, or any of them, sleeps."""
         return {"is_sleeping": any(one.state == "asleep" for one in _chosen(models, model))}
+
+
+def _replica_states(model: Model) -> list[dict[str, Any]]:
+    found = [(number, replica.health) for number, replica in model.replicas.items()]
+    return [
+        {"replica": number, "state": health.state} | ({"reason": health.reason} if health.reason else {})
+        for number, health in found
+    ]
 
 
 def _chosen(models: Models, name: str | None) -> Collection[Model]:

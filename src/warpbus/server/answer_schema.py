@@ -200,11 +200,20 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+class ReplicaHealth(BaseModel):
+    """The state of one of the engines of a model, and why it is not ready."""
+
+    replica: int
+    state: str
+    reason: str | None = None
+
+
 class HealthAnswer(BaseModel):
-    """Whether all models are ready, or the states of the others and why."""
+    """Whether all models are ready, or the states of the others and why; of models with replicas, those of each."""
 
     status: str
     reason: str | None = None
+    replicas: dict[str, list[ReplicaHealth]] | None = None
 
 
 class VersionAnswer(BaseModel):

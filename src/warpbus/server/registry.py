@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, get_args
 
 from warpbus.engine import SamplingParams, TextPiece
+from warpbus.engine.health import State
 from warpbus.engine.moving import Moved
-from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError
 from warpbus.models.templates import Template
@@ -42,19 +42,30 @@ class AnswerProtocol(Protocol):
 
 
 class HealthProtocol(Protocol):
-    """The state of a service; see `warpbus.engine.service.Health`."""
+    """The state of a service; see `warpbus.engine.health.Health`."""
 
     @property
     def state(self) -> str:
-        """One of `warpbus.engine.service.State`."""
+        """One of `warpbus.engine.health.State`."""
 
     @property
     def reason(self) -> str:
         """Why it is not ready."""
 
 
+class ReplicaProtocol(Protocol):
+    """One engine of a model."""
+
+    @property
+    def health(self) -> HealthProtocol:
+        """Its state."""
+
+    async def stats(self) -> Stats:
+        """The engine's `Stats`."""
+
+
 class ServiceProtocol(Protocol):
-    """The part of `warpbus.engine.service.Service` that the server uses."""
+    """The part of `warpbus.engine.service.Service` and `warpbus.engine.replicas.ReplicaSet` that the server uses."""
 
     tokenizer: Tokenizer
     template: Template
@@ -66,8 +77,9 @@ class ServiceProtocol(Protocol):
     ) -> AnswerProtocol:
         """Start a request. Raises WarpbusErrors, as iterating over the answer does."""
 
-    async def stats(self) -> Stats:
-        """The engine's `Stats`."""
+    @property
+    def replicas(self) -> Mapping[int, ReplicaProtocol]:
+        """The engines of the model, by their numbers."""
 
     @property
     def health(self) -> HealthProtocol:
@@ -155,6 +167,12 @@ class Model:
         """Why it is not ready; empty if it is ready or starts."""
         service = self._shared.service
         return "" if service is None else service.health.reason
+
+    @property
+    def replicas(self) -> Mapping[int, ReplicaProtocol]:
+        """The engines of the model, by their numbers; empty while it loads."""
+        service = self._shared.service
+        return {} if service is None else service.replicas
 
     @property
     def retry_after(self) -> int | None:

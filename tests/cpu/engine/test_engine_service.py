@@ -56,6 +56,7 @@ class Counted:
     aborted: int
     asleep: bool
     shrunk: int
+    blocks: int = 64
 
 
 class Counting:

@@ -113,6 +113,10 @@ class FakeService:
         self.loaded = {}
 
     @property
+    def replicas(self):
+        return {0: self}
+
+    @property
     def health(self):
         return SimpleNamespace(state=self.state, reason=self.reason)
 
@@ -204,6 +208,10 @@ class FakeService:
             cache_bytes=1 << 20,
             drafted=40,
             accepted=30,
+            host_hits=32,
+            host_bytes=4096,
+            host_stored_bytes=8192,
+            host_loaded_bytes=2048,
             experts_exchanged=6,
             expert_choices=800,
             host_expert_choices=200,
@@ -234,6 +242,18 @@ class FakeService:
 
     async def close(self, *, drain=0.0):
         self.closed = True
+
+
+class FakeReplicas(FakeService):
+    """The same with several replicas, which are fakes; those that are asked for stats answer, or fail."""
+
+    def __init__(self, *replicas):
+        super().__init__()
+        self._replicas = dict(enumerate(replicas))
+
+    @property
+    def replicas(self):
+        return self._replicas
 
 
 class Running:
