@@ -133,6 +133,8 @@ def quantize(
     from warpbus.quantization.early import start_processes
 
     options = QuantizationOptions(**given)
+    if recommend and options.head is not None:
+        raise UsageError("--head has no part in --recommend: leave it out, and give it with the command that quantizes")
     at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
     if at_once and output and options.cluster is None and is_here(model):
         # Before anything else loads torch.

@@ -165,3 +165,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(model, options, er
     with pytest.raises(error, match=says):
         quantized(model, tmp_path / "out", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recommendation_takes_no_head(model):
+    ran = CliRunner().invoke(app, ["quantize", str(model), "--recommend", "--head", "w8a16"])
+    assert isinstance(ran.exception, UsageError)
+    assert "--head has no part in --recommend" in str(ran.exception)
