@@ -357,6 +357,9 @@ class _QuantizationRun:
         """What is outside of the layers, as it is."""
         if self.writer is None or self.sources is None:
             return
+        head = self.plan.head
+        if head is not None and not is_readable(self.writer, HEAD_PART):
+            check_finite(self.plan.checkpoint, [head.source])  # before the layers, not after all the work
         for part, names in end_parts(self.plan):
             if not is_readable(self.writer, part):
                 check_finite(self.plan.checkpoint, names)

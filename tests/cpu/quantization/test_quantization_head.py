@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import warpbus
 from warpbus.cli import app
-from warpbus.errors import SchemeError, UsageError
-from warpbus.formats import Checkpoint, read_schemes
+from warpbus.errors import NumericError, SchemeError, UsageError
+from warpbus.formats import Checkpoint, CheckpointWriter, read_schemes
 from warpbus.formats.gguf.view import directory_of
 from warpbus.models import load_model
 from warpbus.models.convert import convert
@@ -171,3 +171,21 @@ def test_a_recommendation_takes_no_head(model):
     ran = CliRunner().invoke(app, ["quantize", str(model), "--recommend", "--head", "w8a16"])
     assert isinstance(ran.exception, UsageError)
     assert "--head has no part in --recommend" in str(ran.exception)
+
+
+def test_a_head_with_nan_is_refused_before_the_layers(model, tmp_path):
+    damaged = tmp_path / "damaged"
+    with CheckpointWriter(damaged) as writer:
+        for file in model.iterdir():
+            if file.suffix != ".safetensors":
+                writer.copy_file(file)
+        checkpoint = Checkpoint(model)
+        for name in checkpoint.names():
+            tensor = checkpoint.tensor(name).clone()
+            if name == "lm_head.weight":
+                tensor[3, 5] = torch.nan
+            writer.add(name, tensor)
+        writer.finish()
+    with pytest.raises(NumericError, match=r"lm_head.weight: NaN or infinity"):
+        quantized(damaged, tmp_path / "out", "w8a16-g32")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name and path.is_dir()] == []
