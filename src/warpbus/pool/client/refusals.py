@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from warpbus.pool.client.tensors import NAME
+from warpbus.pool.client.tensors import NAME, is_remote
 
 _KINDS = {
     "SparsePrivateUse1": "sparse",
@@ -59,7 +59,7 @@ def _compiling_for_others(compile_graph: Callable[..., Any]) -> Callable[..., An
     operator by operator instead."""
 
     def call(self: Any, graph: Any, inputs: list[Tensor]) -> Any:
-        if not any(isinstance(each, Tensor) and each.device.type == NAME for each in inputs):
+        if not any(isinstance(each, Tensor) and (each.device.type == NAME or is_remote(each)) for each in inputs):
             return compile_graph(self, graph, inputs)
         warnings.warn(
             "torch.compile: inductor generates no code for a remote GPU, so that the graph runs operator by operator, "
