@@ -13,6 +13,8 @@ import pytest
 # As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine. libgomp reads this
 # when torch is imported. With threads that spin, tests take ten times as long beside other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests expect the English of the command line, whatever the developer's locale.
+os.environ["WARPBUS_LANG"] = "en"
 # Of several processes of pytest-xdist each computes with its share of the cores.
 if WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))

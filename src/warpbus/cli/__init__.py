@@ -11,7 +11,6 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import warpbus
@@ -33,7 +32,9 @@ from warpbus.cli import (
     serve,
     train,
 )
+from warpbus.cli.chinese_help import run
 from warpbus.cli.help import PlainGroup
+from warpbus.cli.language import Console, language_of, translated, use_language
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -87,8 +88,14 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # When it ends, Python looks for garbage among all that torch has made: half a second for nothing.
     atexit.register(gc.freeze)
+    language = language_of(os.environ)
+    use_language(language)
     try:
-        app(prog_name="warpbus")
+        if language == "zh":
+            run(app, "warpbus")
+        else:
+            app(prog_name="warpbus")
     except WarpbusError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        message = translated("[bold red]error:[/] ") + escape(translated(str(error)))
+        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
         sys.exit(error.exit_code)

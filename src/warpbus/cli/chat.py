@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from warpbus.cli.adapters import one_adapter
 from warpbus.cli.completion import complete_model
+from warpbus.cli.language import Console, translated
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.tables import memory_table
@@ -136,7 +136,7 @@ def chat(
                     _write(piece)
                 _write("\n")
                 if conversation.dropped:
-                    print(_dropped(conversation.dropped), file=sys.stderr)
+                    print(translated(_dropped(conversation.dropped)), file=sys.stderr)
 
 
 class ChatSession:
@@ -256,7 +256,7 @@ class Terminal:
             return False
         if name == "/help":
             for command, purpose in COMMANDS.items():
-                self._note(f"{command:<14} {purpose}")
+                self._note(f"{command:<14} {translated(purpose)}")
         elif name == "/clear":
             conversation.clear()
             self._note("the conversation is forgotten")
@@ -294,10 +294,10 @@ class Terminal:
                 self._note(_measured(conversation.completion))
 
     def _note(self, text: str) -> None:
-        self._console.print(f"[dim]{escape(text)}[/]")
+        self._console.print(f"[dim]{escape(translated(text))}[/]")
 
     def _fail(self, text: str) -> None:
-        self._console.print(f"[red]{escape(text)}[/]")
+        self._console.print(f"[red]{escape(translated(text))}[/]")
 
 
 def _answer_one(conversation: ChatSession, text: str, as_json: bool, plan: MemoryPlan | None) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.progress import progress_bar
 from warpbus.cli.tables import recommendation_table

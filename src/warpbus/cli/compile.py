@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from warpbus.cli.language import Console
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import DeviceError, UsageError, WarpbusError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from warpbus.cli.completion import one_of
 from warpbus.cli.help import PlainGroup
+from warpbus.cli.language import Console
 from warpbus.errors import DataError, UsageError
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.columns import Columns
-from rich.console import Console
 from rich.panel import Panel
 
+from warpbus.cli.language import Console
 from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import warpbus
 from warpbus.cli.compile import compile_all
+from warpbus.cli.language import Console
 from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.tenant import sandbox
 

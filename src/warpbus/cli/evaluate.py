@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from warpbus.cli.completion import complete_model
+from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory, model_name
 from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar

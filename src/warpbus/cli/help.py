@@ -1,5 +1,6 @@
 """Help of groups of commands: plain text that fits narrow terminals, and in which no word is cut."""
 
+import re
 from typing import Any
 
 from typer.core import TyperGroup
@@ -15,6 +16,6 @@ class PlainGroup(TyperGroup):
             command = self.get_command(ctx, name)
             if command is not None and not command.hidden:
                 paragraph = " ".join((command.help or "").split("\n\n")[0].split())
-                rows.append((name, paragraph.partition(". ")[0].removesuffix(".")))
+                rows.append((name, re.split(r"\. |。", paragraph)[0].removesuffix(".")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from warpbus.cli.completion import one_of
+from warpbus.cli.language import Console
 from warpbus.cuda.exercises import EXERCISES, exercise_of
 from warpbus.errors import DataError, StorageError
 

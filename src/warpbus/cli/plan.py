@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from warpbus.cli.completion import complete_model
+from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cuda.cards import CARDS, Card, card_named

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from warpbus.cli.language import Console
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.pool_leases import Address, TokenFile, daemon_of
 from warpbus.cli.serve import KEY_VARIABLE, keys_of, serve_extra

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from warpbus.cli.language import Console
 
 if TYPE_CHECKING:
     from warpbus.pool.processes.processes import Carried, ProcessHost

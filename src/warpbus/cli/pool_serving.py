@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from warpbus.cli.language import Console
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.pool.daemon.options import PoolOptions
 

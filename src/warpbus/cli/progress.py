@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -15,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from warpbus.cli.language import Console, translated
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def progress_bar(*, of_bytes: bool = False) -> Iterator[Callable[[str, int, int]
                 if current:
                     task = bar.tasks[-1]
                     bar.update(task.id, completed=task.total)
-                current[:] = [(what, bar.add_task(what, total=total))]
+                current[:] = [(what, bar.add_task(translated(what), total=total))]
             bar.update(bar.tasks[-1].id, completed=done, total=total)
 
         yield show
@@ -57,7 +58,7 @@ def download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
     )
     with ExitStack() as stack:
         bar = Progress(*columns, console=Console(stderr=True))
-        task = bar.add_task(f"downloading {escape(name)}", start=False)
+        task = bar.add_task(translated(f"downloading {escape(name)}"), start=False)
 
         def show(done: int, total: int) -> None:
             if not bar.tasks[task].started:

@@ -4,8 +4,8 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from warpbus.cli.language import Console
 from warpbus.cli.progress import download_bar
 
 

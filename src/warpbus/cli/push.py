@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from warpbus.cli.language import Console
 from warpbus.errors import CheckpointError
 
 CARD = "README.md"

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from warpbus.cli.completion import complete_model, one_of
+from warpbus.cli.language import Console
 from warpbus.cli.models import is_here, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.verdict import check_output

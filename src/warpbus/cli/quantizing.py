@@ -8,8 +8,8 @@ from pathlib import Path
 from types import FrameType
 
 import typer
-from rich.console import Console
 
+from warpbus.cli.language import Console, translated
 from warpbus.cli.progress import progress_bar
 from warpbus.cli.tables import estimate_table
 from warpbus.formats import FinishedParts
@@ -64,7 +64,7 @@ def shown(output: Path) -> Iterator[Progress]:
             stack.close()
             kept = FinishedParts(output)
             count = len(kept.parts())
-            cause = "Terminated" if isinstance(stopped, Terminated) else "Interrupted"
+            cause = translated("Terminated" if isinstance(stopped, Terminated) else "Interrupted")
             parts = "1 finished part" if count == 1 else f"{count} finished parts"
             say(
                 f"{cause}. {parts} kept in {kept.directory}: run the same command to resume."

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from warpbus.cli.adapters import Named, adapters_by_model
 from warpbus.cli.completion import complete_model
+from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from warpbus.cli.completion import complete_model
+from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.dist.watchdog import SHORTEST_LIMIT

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from warpbus.cli.language import Console
 from warpbus.train import Stopped, TrainingProgress, TrainingStarted
 
 

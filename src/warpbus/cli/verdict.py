@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO
 from warpbus.cli.progress import progress_bar
 from warpbus.cli.tables import report_tables
