@@ -236,7 +236,12 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     yield call(
         a._convolution, image, torch.rand(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, *[False] * 4
     )
-    yield call(a._ctc_loss, torch.rand(4, 1, 3).log_softmax(2), torch.tensor([[1, 2]]), [4], [2])
+    scores = torch.rand(6, 2, 4).log_softmax(2)
+    for targets in (torch.tensor([[1, 2, -1], [3, 1, 3]]), torch.tensor([1, 2, 3, 1, 3], dtype=torch.int32)):
+        lengths = ([6, 5], [2, 3])
+        yield call(a._ctc_loss, scores, targets, *lengths)
+        saved = a._ctc_loss(scores, targets, *lengths)
+        yield call(a._ctc_loss_backward, torch.rand(2), scores, targets, *lengths, *saved, 0)
     for operator in (a._cummax_helper, a._cummin_helper):
         yield call(operator, x, torch.empty(4, 5), torch.zeros(4, 5, dtype=torch.long), 1)
         yield call(operator, x, torch.empty(4, 5), torch.zeros(4, 5, dtype=torch.long), 0)
@@ -249,6 +254,43 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     yield call(a._embedding_bag_dense_backward, torch.rand(2, 4), bag, ids, sizes, most, 3, False, 0, None)
     yield call(a._embedding_bag_dense_backward, torch.rand(2, 4), bag, ids, sizes, most, 3, False, 2, None)
     yield call(a._embedding_bag_dense_backward, torch.rand(2, 4), bag, ids, sizes, most, 3, True, 1, None)
+    for mode in range(3):
+        for given in (ids, torch.zeros(0, dtype=torch.long)):
+            weights = (torch.rand(4),) if not mode else (None,)
+            arguments = (torch.rand(2, 4), bag, torch.tensor([0, 2]), given, sizes, most, 3, False, mode, False)
+            yield call(a._embedding_bag_backward, *arguments, *weights)
+    yield call(
+        a._embedding_bag_per_sample_weights_backward,
+        *(torch.rand(2, 4), torch.rand(3, 4), bag, torch.tensor([0, 2]), ids, 0),
+    )
+    for bounds in ({"lengths": torch.tensor([3, 1])}, {"offsets": torch.tensor([0, 3, 4])}):
+        yield call(a.segment_reduce, x, "sum", **bounds)
+        yield call(a._segment_reduce_backward, torch.rand(2, 5), torch.rand(2, 5), x, "max", **bounds)
+    bounds = {"lengths": torch.tensor([[3, 2], [1, 4], [5, 0], [0, 5]]), "axis": 1}
+    yield call(a.segment_reduce, x, "mean", **bounds)
+    yield call(a._segment_reduce_backward, torch.rand(4, 2), torch.rand(4, 2), x, "mean", **bounds)
+    scale, zero_point, on = torch.rand(1), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    yield call(a.fake_quantize_per_tensor_affine_cachemask, x, 0.1, 0, -128, 127)
+    yield call(a._fake_quantize_per_tensor_affine_cachemask_tensor_qparams, x, scale, zero_point, on, -128, 127)
+    yield call(a._fake_quantize_learnable_per_tensor_affine, x, scale, scale, -128, 127)
+    yield call(a._fake_quantize_learnable_per_tensor_affine_backward, x, x, scale, scale, -128, 127)
+    scales, zero_points = torch.rand(5), torch.zeros(5, dtype=torch.int32)
+    yield call(a.fake_quantize_per_channel_affine_cachemask, x, scales, zero_points, 1, -128, 127)
+    yield call(a._fake_quantize_learnable_per_channel_affine, x, scales, scales, 1, -128, 127)
+    yield call(a._fake_quantize_learnable_per_channel_affine_backward, x, x, scales, scales, 1, -128, 127)
+    for per_row in (False, True):
+        ranges = (scales[:4].clone(), scales[:4] + 1) if per_row else (scale.clone(), scale + 1)
+        quantized = (scales[:4].clone(), zero_points[:4].clone()) if per_row else (scale, zero_point)
+        arguments = (x, on, on, *ranges, *quantized, 0.01, -128, 127, 0, per_row, False)
+        yield call(a._fused_moving_avg_obs_fq_helper, *arguments)
+    yield call(a.linalg_ldl_solve, *torch.linalg.ldl_factor(torch.tensor([[0.0, 1], [1, 0]])), torch.rand(2, 3))
+    yield call(a.linalg_ldl_solve, *torch.linalg.ldl_factor(x[:, :4] + x[:, :4].mT), torch.rand(4, 3))
+    yield call(a._histogramdd_bin_edges, x[:, :2], [3, 4])
+    yield call(a._histogramdd_from_bin_cts, x[:, :2], [3, 4], weight=torch.rand(4))
+    edges = [torch.linspace(0, 1, 4), torch.linspace(0, 1, 5)]
+    yield call(a._histogramdd_from_bin_tensors, x[:, :2], edges, weight=torch.rand(4))
+    yield call(a.hash_tensor, x)
+    yield call(a.hash_tensor, whole, [1], keepdim=True)
     yield call(a._euclidean_dist, x, y)
     yield call(a._fused_rms_norm, x, [5], torch.rand(5), 1e-5)
     yield call(a._fused_rms_norm_backward, x, x, [5], torch.rand(4, 1), torch.rand(5), [True, True])
@@ -267,6 +309,9 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         a._grouped_mm, torch.rand(8, 16).bfloat16(), torch.rand(2, 16, 16).bfloat16(), torch.tensor([4, 8]).int()
     )
     yield call(a._grouped_mm, torch.rand(2, 8, 16).bfloat16(), torch.rand(2, 16, 16).bfloat16())
+    yield call(a._grouped_mm, torch.rand(8, 16), torch.rand(2, 16, 16), torch.tensor([4, 8]).int())
+    yield call(a._grouped_mm, torch.rand(16, 8), torch.rand(8, 16), torch.tensor([4, 8]).int())
+    yield call(a._grouped_mm, torch.rand(2, 8, 16), torch.rand(16, 8), torch.tensor([4, 8]).int())
     yield call(a._index_put_impl_, x.clone(), [torch.tensor([1, 2])], torch.rand(2, 5), True)
     yield call(a._unsafe_index, x, [torch.tensor([1, 2])])
     yield call(a._unsafe_index_put, x, [torch.tensor([1, 2])], torch.rand(2, 5))

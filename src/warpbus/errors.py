@@ -21,6 +21,7 @@
     │   ├── AuthorizationError        a key, certificate or user id does not give access
     │   │   └── TokenError            a token is not accepted (also a UsageError)
     │   └── StateError                not possible in the present state of a connection, lease, move or process
+    ├── UploadError                   a hub that does not take a model, or cannot be reached
     ├── StorageError                  a disk that is full or cannot be written
     └── UnavailableError              the service cannot take or finish a request now, which may be sent again
         ├── QueueFullError            too many requests wait already
@@ -62,6 +63,10 @@ class DownloadError(CheckpointError):
 
 class UnknownArchitectureError(CheckpointError):
     """The checkpoint's `model_type` is one that no family in `warpbus.models` declares."""
+
+
+class UploadError(WarpbusError):
+    """A hub that does not take a model: no network, no access, or an error of its own."""
 
 
 class DataError(WarpbusError):

@@ -1,5 +1,6 @@
 """A hub on this machine: it answers what `huggingface_hub` and `modelscope_hub` ask, and fails as it is told to."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -40,6 +41,8 @@ class StandIn:
         cdn: another host, where files are redirected to.
         ranges: whether parts of files are given; else they come whole.
         gate: files stop in the middle until it is set.
+        created: the repositories that were created, and whether they are private.
+        refused: the status with which commits are refused; None if they are accepted.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,9 @@ class StandIn:
         self.ranges = True
         self.gate = threading.Event()
         self.gate.set()
+        self.created: dict[str, bool] = {}
+        self.refused: int | None = None
+        self.objects: dict[str, bytes] = {}
         hub = self
 
         class Handler(_Handler):
@@ -99,6 +105,75 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        hub, url = self.standin, urlsplit(self.path)
+        hub.asked.append(Asked(self.command, self.path, self.headers.get("Authorization"), None))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = [unquote(part) for part in url.path.strip("/").split("/")]
+        if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            self._refuse(401, "")
+        elif parts == ["api", "repos", "create"]:
+            self._create(json.loads(body))
+        elif parts == ["api", "validate-yaml"]:
+            self._json({"errors": [], "warnings": []})
+        elif parts[-1] == "batch":
+            self._batch(json.loads(body))
+        elif parts[-2] == "preupload":
+            files = [each["path"] for each in json.loads(body)["files"]]
+            modes = ["lfs" if name.endswith(LARGE) else "regular" for name in files]
+            known = [
+                {"path": name, "uploadMode": mode, "shouldIgnore": False}
+                for name, mode in zip(files, modes, strict=True)
+            ]
+            self._json({"files": known})
+        elif parts[-2] == "commit":
+            self._commit("/".join(parts[2:4]), [json.loads(line) for line in body.splitlines()])
+        else:
+            self._refuse(404, "")
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        hub = self.standin
+        hub.asked.append(Asked(self.command, self.path, self.headers.get("Authorization"), None))
+        hub.objects[hashlib.sha256(content).hexdigest()] = content
+        self._json({})
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        repository = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+        hub = self.standin
+        if repository in hub.created:
+            self._json({"error": "You already created this model repo", "url": f"{hub.url}/{repository}"}, 409)
+            return
+        hub.created[repository] = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self._json({"url": f"{hub.url}/{repository}", "name": repository})
+
+    def _batch(self, asked: dict[str, Any]) -> None:
+        """Where each large file goes that is not there yet."""
+        hub, objects = self.standin, []
+        for each in asked["objects"]:
+            entry: dict[str, Any] = {"oid": each["oid"], "size": each["size"]}
+            if each["oid"] not in hub.objects:
+                entry["actions"] = {"upload": {"href": f"{hub.url}/objects/{each['oid']}"}}
+            objects.append(entry)
+        self._json({"transfer": "basic", "objects": objects})
+
+    def _commit(self, repository: str, lines: list[dict[str, Any]]) -> None:
+        hub = self.standin
+        if hub.refused is not None:
+            self._refuse(hub.refused, "")
+            return
+        model = hub.models.get(repository, Model())
+        files = dict(model.commits.get(model.branches.get("main", ""), {}))
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = hub.objects[value["oid"]]
+        commit = hub.add(repository, files)
+        about = {"commitUrl": f"{hub.url}/{repository}/commit/{commit}", "commitOid": commit, "success": True}
+        self._json(about)
+
     def log_message(self, *_: Any) -> None:
         pass
 
@@ -112,7 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
             if parts[:3] == ["api", "v1", "models"]:
                 self._modelscope("/".join(parts[3:5]), parts[5:], query)
             elif parts[:2] == ["api", "models"]:
-                self._huggingface("/".join(parts[2:4]), parts[4], parts[5], token)
+                what, revision = parts[4:6] or ("revision", "main")
+                self._huggingface("/".join(parts[2:4]), what, revision, token)
             else:
                 self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), token)
 

@@ -30,12 +30,14 @@ class FakeChatServer:
     def reset(self) -> None:
         """As new, for the next test."""
         self.models: list[dict[str, Any]] = [
-            {"id": "glm-4-9b-chat", "max_model_len": 8192},
-            {"id": "glm-poet", "max_model_len": 512},
+            {"id": "glm-4-9b-chat", "max_model_len": 8192, "tools": True, "reasoning": True},
+            {"id": "glm-poet", "max_model_len": 512, "default_sampling_params": {"temperature": 0.8, "top_p": 0.9}},
         ]
         self.key: str | None = None
         self.healthy = True
         self.answer = "Hello."
+        self.reasoning = ""  # before the answer
+        self.calls: list[tuple[str, str]] = []  # (name, arguments) behind the answer
         self.pieces = 4
         self.delay = 0.0  # seconds between two pieces
         self.finish = "stop"
@@ -73,17 +75,31 @@ class FakeChatServer:
         pieces = [self.answer[at : at + self.pieces] for at in range(0, len(self.answer), self.pieces)]
         try:
             yield event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+            for at in range(0, len(self.reasoning), self.pieces):
+                yield event(
+                    choices=[{"index": 0, "delta": {"reasoning_content": self.reasoning[at : at + self.pieces]}}]
+                )
             for number, piece in enumerate(pieces):
                 while number == self.hold_after and not self.go.is_set():
                     await asyncio.sleep(0.01)
                 if self.delay:
                     await asyncio.sleep(self.delay)
                 yield event(choices=[{"index": 0, "delta": {"content": piece}, "finish_reason": None}])
+            for number, (name, arguments) in enumerate(self.calls):
+                call = {"index": number, "id": f"call-{number}", "type": "function"}
+                call["function"] = {"name": name, "arguments": arguments}
+                yield event(choices=[{"index": 0, "delta": {"tool_calls": [call]}}])
             if self.stream_error:
                 yield event(error=self.stream_error)
                 return
             yield event(choices=[{"index": 0, "delta": {}, "finish_reason": self.finish}])
-            usage = {"prompt_tokens": 812, "completion_tokens": len(pieces), "total_tokens": 812 + len(pieces)}
+            usage: dict[str, Any] = {
+                "prompt_tokens": 812,
+                "completion_tokens": len(pieces),
+                "total_tokens": 812 + len(pieces),
+            }
+            if self.reasoning:
+                usage["completion_tokens_details"] = {"reasoning_tokens": len(self.reasoning) // self.pieces}
             yield event(choices=[], usage={**usage, "prompt_tokens_details": {"cached_tokens": 768}})
             yield "data: [DONE]\n\n"
         except asyncio.CancelledError:

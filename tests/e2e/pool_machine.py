@@ -5,20 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
 class Machine:
     """`warpbus pool serve` with a directory of its own."""
 
-    def __init__(self, name: str, directory: Path, *peers: str) -> None:
+    def __init__(self, name: str, directory: Path, *peers: str, options: Sequence[str] = ()) -> None:
         self.log = directory / f"{name}.log"
         command = [sys.executable, "-m", "warpbus", "pool", "serve", "--port", "0", "--name", name, "--grace", "5"]
         for peer in peers:
             command += ["--peer", peer]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--directory", str(directory / name), "--cpu-memory", "4GB"],
+                [*command, "--directory", str(directory / name), "--cpu-memory", "4GB", *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

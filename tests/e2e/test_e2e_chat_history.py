@@ -37,6 +37,65 @@ def test_conversations_are_listed_searched_renamed_and_deleted(chat, server):
     assert titles(chat) == ["Beta decay", "Helium nuclei <b>"]
 
 
+def test_a_new_chat_is_in_the_list_whatever_was_searched(chat):
+    chat.say("Alpha")
+    chat.page.fill("#search", "alpha")
+    chat.page.click("#new")
+    assert chat.page.input_value("#search") == ""
+    chat.page.fill("#search", "nothing")
+    chat.say("Beta")
+    assert titles(chat) == ["Beta", "Alpha"]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_one_conversation_is_exported(chat, server, tmp_path, language):
+    server.answer, server.reasoning = "It is $x^2$.\n\n```js\n1\n```", "First\n\nthen"
+    chat.page.set_input_files("#attach-file", {"name": "a.md", "mimeType": "", "buffer": b"```\nx\n```\n"})
+    chat.page.wait_for_selector("#files .chip")
+    chat.say("Square it: x/2?")
+    if language == "zh":
+        chat.page.click("#language")
+    saved = {}
+    for kind in ("markdown", "json"):
+        chat.page.click("#export-open")
+        with chat.page.expect_download() as download:
+            chat.page.click(f"#export-{kind}")
+        download.value.save_as(tmp_path / kind)
+        saved[download.value.suggested_filename] = (tmp_path / kind).read_text(encoding="utf-8")
+    assert list(saved) == ["Square-it-x-2.md", "Square-it-x-2.json"]
+    you = {"en": "You", "zh": "你"}[language]
+    assert saved["Square-it-x-2.md"] == (
+        f"# Square it: x/2?\n\n## {you}\n\nSquare it: x/2?\n\na.md:\n````\n```\nx\n```\n````\n\n"
+        "## glm-4-9b-chat\n\n> First\n>\n> then\n\nIt is $x^2$.\n\n```js\n1\n```\n"
+    )
+    [conversation] = json.loads(saved["Square-it-x-2.json"])["conversations"]
+    assert conversation["messages"][1]["versions"][0]["reasoning"] == "First\n\nthen"
+
+
+def test_questions_as_earlier_releases_stored_them_are_read(chat, server):
+    answer = {"content": "Old answer.", "finish": "stop", "model": "m", "stats": {"prompt": 5}}
+    stored = {
+        "id": "old",
+        "title": "Old",
+        "updated": 1,
+        "messages": [
+            {"role": "user", "content": "Old question"},
+            {"role": "assistant", "versions": [answer], "current": 0},
+        ],
+    }
+    chat.page.evaluate("s => localStorage.setItem('warpbus.chat.old', s)", json.dumps(stored))
+    chat.page.goto(f"{server.url}/#old")
+    chat.page.reload()
+    chat.ready()
+    assert chat.texts() == ["Old question", "Old answer."]
+    chat.say("Goes on")
+    assert [message["content"] for message in server.requests[-1]["messages"]] == [
+        "Old question",
+        "Old answer.",
+        "Goes on",
+    ]
+
+
 def test_an_export_can_be_imported(chat, server, tmp_path):
     server.answer = "**Kept** 保存"
     chat.say("Keep this")
@@ -65,6 +124,12 @@ def test_an_export_can_be_imported(chat, server, tmp_path):
         '{"conversations": [{"id": "../x", "messages": []}]}',
         '{"conversations": [{"id": "a", "messages": [{"role": "system", "content": "x"}]}]}',
         '{"conversations": [{"id": "a", "messages": [{"role": "assistant", "versions": [{"content": 1}]}]}]}',
+        '{"conversations": [{"id": "a", "messages": [{"role": "toString", "versions": [{}]}]}]}',
+        '{"conversations": [{"id": "a", "messages": '
+        + '[{"role": "user", "versions": [{"content": "", "tail": ' * 5000
+        + "[]"
+        + '}, {"content": ""}], "current": 1}]' * 5000
+        + "}]}",
     ],
 )
 def test_another_file_is_not_imported(chat, content, tmp_path):

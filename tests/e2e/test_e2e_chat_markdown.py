@@ -197,6 +197,82 @@ def test_a_line_that_is_not_ended_decides_nothing(page, source):
     assert found["same"], found["tree"]
 
 
+FORMULAS = r"""A price of $5 or $10, \$x\$, `$y$` and $a_1*b*c_1$ with \(\frac{a}{b}\, c\).
+
+$$
+\begin{aligned} x &= 1 \\ y &= \vec{v} \end{aligned}
+$$
+
+\[ \left\{ \begin{array}{l} 1 \\ 2 \\ 3 \\ 4 \end{array} \right. \]
+
+- in a list:
+  \[
+  \pmb{z} \]
+- $$w$$ and text
+
+\begin{pmatrix} 1 & 2 \end{pmatrix}
+
+$$ open
+
+Not open.
+
+| $n^2$ |
+|---|
+| \(m\) |
+"""
+
+BAD_FORMULAS = [
+    r"$\href{javascript:window.hurt=1}{x}$ $\url{javascript:1}$ $\includegraphics{https://evil.example/x.png}$",
+    r"$\htmlStyle{position:fixed}{x}$ $\htmlId{question}{x}$ $\htmlData{a=b}{x}$ $\htmlClass{icon}{x}$",
+    r"$<script>window.hurt=1</script>$ $\text{<img src=x onerror=window.hurt=1>}$ $\undefined$ $}{$ $\frac{$",
+    r"$\def\a{\a\a}\a$ $\rule{9999em}{9999em}$ $" + "{" * 3000 + "$ $" + "x" * 20_000 + "$",
+    "$" * 20_000 + "\\(" * 20_000 + "\\[" * 5_000,
+    "$$\n" * 3_000 + "\\[\n" * 3_000,
+    "$a $b " * 10_000,
+]
+
+
+def test_formulas_become_elements(page):
+    found = page.evaluate(RENDER, [FORMULAS, 1])
+    sources = [
+        *(r"a_1*b*c_1", r"\frac{a}{b}\, c", r"\begin{aligned} x &= 1 \\ y &= \vec{v} \end{aligned}"),
+        r"\left\{ \begin{array}{l} 1 \\ 2 \\ 3 \\ 4 \end{array} \right.",
+        *(r"\pmb{z}", "w", r"\begin{pmatrix} 1 & 2 \end{pmatrix}", "n^2", "m"),
+    ]
+    assert (
+        page.evaluate(
+            """async (source) => {
+          const { MarkdownView } = await import('./page/markdown.js');
+          const root = document.createElement('div');
+          new MarkdownView(root).update(source, true);
+          return [...root.querySelectorAll('annotation')].map((node) => node.textContent.trim());
+        }""",
+            FORMULAS,
+        )
+        == sources
+    )
+    for text in ("A price of $5 or $10, $x$, $y$ and ", " and text", "$$ open", "Not open."):
+        assert text in found["text"]
+    assert page.problems == []  # the policy forbids style attributes: none was tried
+
+
+@pytest.mark.parametrize("steps", [2, 7, 60, 10_000])
+def test_formulas_grow_as_the_whole_text(page, steps):
+    found = page.evaluate(RENDER, [FORMULAS, min(steps, len(FORMULAS))])
+    assert found["same"]
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("source", BAD_FORMULAS, ids=range(len(BAD_FORMULAS)))
+def test_a_formula_runs_and_loads_nothing(page, source):
+    found = page.evaluate(RENDER, [source, 3])
+    assert not {"A", "IMG", "SCRIPT", "INPUT"} & set(found["tags"])
+    assert not {"href", "src", "id", "onerror"} & set(found["attributes"])
+    assert page.evaluate("'hurt' in window") is False
+    assert page.problems == []
+    assert found["text"]
+
+
 def test_an_open_fence_is_code_already(page):
     assert page.evaluate(
         """async () => {

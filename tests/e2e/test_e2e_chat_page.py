@@ -94,11 +94,46 @@ def test_the_last_question_can_be_edited(chat, server):
     assert "Editing" in chat.page.inner_text("#hint")
     chat.page.keyboard.press("Escape")
     assert chat.page.input_value("#question") == ""
-    chat.page.click("[aria-label=Edit]")
+    chat.page.locator("[aria-label=Edit]").last.click()
     server.answer = "Better."
     chat.ask("Second")
     chat.answered()
     assert chat.texts() == ["First", "Hello.", "Second", "Better."]
+
+
+def test_any_question_can_be_edited_and_both_branches_stay(chat, server):
+    chat.say("First")
+    server.answer = "Second answer."
+    chat.say("Second")
+    server.answer = "Another."
+    chat.page.locator("[aria-label=Edit]").first.click()
+    chat.ask("First, better")
+    chat.answered("Another.")
+    assert chat.texts() == ["First, better", "Another."]
+    assert [message["content"] for message in server.requests[-1]["messages"]] == ["First, better"]
+    chat.page.reload()
+    chat.ready()
+    chat.page.click(".question [aria-label='Previous version']")
+    assert chat.texts() == ["First", "Hello.", "Second", "Second answer."]
+    assert chat.page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "Next version"
+    server.answer = "Hello again."
+    chat.page.locator("[aria-label=Regenerate]").first.click()  # the first of two answers
+    chat.answered("Hello again.")
+    assert chat.texts() == ["First", "Hello again."]
+    chat.page.click(".answer [aria-label='Previous version']")
+    assert chat.texts() == ["First", "Hello.", "Second", "Second answer."]
+    chat.page.click(".question [aria-label='Next version']")
+    assert chat.texts() == ["First, better", "Another."]
+
+
+def test_an_answer_that_never_began_leaves_its_branch(chat, server):
+    chat.say("First")
+    chat.say("Second")
+    server.failures = [(500, {"message": "no"}, {})]
+    chat.page.locator("[aria-label=Regenerate]").first.click()
+    chat.notice("The server answered: no")
+    assert chat.texts() == ["First", "Hello.", "Second", "Hello."]
+    assert chat.reported() == [500]
 
 
 def test_a_truncated_answer_is_continued(chat, server):
@@ -111,8 +146,9 @@ def test_a_truncated_answer_is_continued(chat, server):
     chat.answered()
     assert chat.texts() == ["Write", "Half of the whole."]
     asked = server.requests[-1]["messages"]
-    assert asked[1] == {"role": "assistant", "content": "Half of"}
-    assert asked[2]["role"] == "user"
+    assert asked == [{"role": "user", "content": "Write"}, {"role": "assistant", "content": "Half of"}]
+    assert server.requests[-1]["continue_final_message"] is True
+    assert server.requests[-1]["add_generation_prompt"] is False
     assert re.match("812 tokens in .* 5 out", chat.page.inner_text(".stats"))  # 2 and 3
 
 
@@ -255,10 +291,24 @@ def test_a_refusal_is_told_and_nothing_is_lost(chat, server):
 def test_a_stream_that_breaks_keeps_its_text(chat, server):
     server.answer, server.stream_error = "So far", {"message": "a GPU died", "type": "server_error"}
     chat.ask("Go")
-    chat.notice("The server answered: a GPU died")
+    chat.notice("The answer broke off: a GPU died")
     assert chat.texts() == ["Go", "So far"]
     assert "The answer was interrupted." in chat.page.inner_text(".ending")
     server.answer, server.stream_error = " so good", None
     chat.page.click("text=Continue")
     chat.answered("So far so good")
     assert chat.texts() == ["Go", "So far so good"]
+
+
+def test_an_engine_that_dies_amid_an_answer_is_told_until_it_is_back(timed, server):
+    chat = timed
+    server.answer, server.healthy = "So far", False
+    server.stream_error = {"message": "the engine died", "type": "service_unavailable"}
+    chat.ask("Go")
+    chat.notice("The answer broke off: the engine died")
+    server.healthy = True
+    with chat.page.expect_response("**/health"):
+        chat.page.clock.run_for(2600)
+    chat.page.wait_for_selector("#toast >> text=The server is back.")
+    assert chat.page.inner_text("#notice") == ""
+    assert chat.texts() == ["Go", "So far"]

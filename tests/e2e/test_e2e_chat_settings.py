@@ -55,6 +55,64 @@ def test_settings_are_sent_and_kept(chat, server):
     assert "top_p" not in server.requests[-1]
 
 
+def test_every_sampling_parameter_is_sent_and_shows_its_default(chat, server):
+    chat.page.select_option("#model", "glm-poet")
+    chat.page.click("#settings-open")
+    shown = {name: chat.page.get_attribute(f"#{name}", "placeholder") for name in ("temperature", "top_p", "top_k")}
+    assert shown == {"temperature": "0.8", "top_p": "0.9", "top_k": "all"}
+    assert not chat.page.is_visible("#thinking-choice")  # glm-poet neither thinks nor calls
+    assert not chat.page.is_visible("#tools")
+    chat.page.keyboard.press("Escape")
+    chat.page.select_option("#model", "glm-4-9b-chat")
+    chat.page.click("#settings-open")
+    assert chat.page.get_attribute("#temperature", "placeholder") == "1"
+    chat.page.click(".more summary")
+    numbers = {
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.5,
+        "seed": 7,
+        "min_tokens": 3,
+        "thinking_token_budget": 100,
+    }
+    for name, value in numbers.items():
+        chat.page.fill(f"#{name}", str(value))
+    chat.page.fill("#stop", "END\n\nSTOP")
+    chat.page.select_option("#thinking-choice", "off")
+    chat.page.fill("#tools", "[{}]")
+    assert "not sent" in chat.page.inner_text("#tools-note")
+    chat.page.keyboard.press("Escape")
+    chat.say("Hi")
+    asked = server.requests[-1]
+    assert {name: asked[name] for name in numbers} == numbers
+    assert (asked["stop"], asked["enable_thinking"], "tools" in asked) == (["END", "STOP"], False, False)
+    chat.page.select_option("#model", "glm-poet")
+    chat.say("Hi")
+    assert not {"enable_thinking", "thinking_token_budget"} & server.requests[-1].keys()
+
+
+def test_the_welcome_page_offers_what_the_model_can_answer(chat, server):
+    assert chat.page.locator(".starter").count() == 4
+    assert "Python" in chat.page.inner_text("#starters")
+    chat.page.select_option("#model", "glm-poet")
+    assert "trained on Chinese poems" in chat.page.inner_text("#welcome-more")
+    chat.page.click("text=写一首题为《春夜》的五言绝句。")
+    chat.answered()
+    assert server.requests[-1]["messages"] == [{"role": "user", "content": "写一首题为《春夜》的五言绝句。"}]
+
+
+def test_a_page_has_one_heading_of_level_one(chat, server):
+    visible = "() => [...document.querySelectorAll('h1')].filter((h) => h.checkVisibility()).map((h) => h.textContent)"
+    assert chat.page.evaluate(visible) == ["What shall we think about?"]
+    server.answer = "## Two\n\n### Three\n\n# One\n\n###### Six"
+    chat.say("Headings")
+    assert chat.page.evaluate(visible) == ["Headings"]
+    levels = "() => [...document.querySelectorAll('.markdown :is(h2, h3, h4, h5, h6)')].map((h) => h.tagName)"
+    assert chat.page.evaluate(levels) == ["H3", "H4", "H3", "H4"]
+
+
 def test_answers_say_whose_they_are_where_there_are_several_models(chat, server):
     chat.say("Hi")
     chat.page.select_option("#model", "glm-poet")

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from pool_machine import Machine
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu" / "pool"))
 from pool_tied_gpt import TiedGpt, train
@@ -52,6 +55,46 @@ def test_a_tied_gpt_with_dropout_trains_as_on_the_cpu(gpu: Gpu, recompute: dict[
     losses, weights = train(lambda: TiedGpt(0.2, recompute), gpu.device, optimizer_first=True)
     assert losses == expected_losses
     assert_equal_weights(weights, expected)
+
+
+class Listener(nn.Module):
+    """Convolutions with batch norm, a recurrent network, and bags of labels: layers with kernels of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ear = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU())
+        self.memory = nn.LSTM(8, 6, bidirectional=True)
+        self.scores = nn.Linear(12, 5)
+        self.speakers = nn.EmbeddingBag(7, 12, mode="mean")
+
+    def forward(self, sound: Tensor, speakers: Tensor) -> Tensor:
+        heard, _ = self.memory(self.ear(sound).permute(2, 0, 1))
+        return self.scores(heard + self.speakers(speakers)).log_softmax(-1)
+
+
+def listened(device: torch.device | str) -> tuple[list[float], Tensor]:
+    """Losses of a training with CTC, and scores in evaluation."""
+    torch.manual_seed(0)
+    model = Listener().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    data = [(torch.randn(3, 4, 10), torch.randint(0, 7, (3, 2)), torch.randint(1, 5, (3, 4))) for _ in range(4)]
+    losses = []
+    for sound, speakers, labels in DataLoader(data, batch_size=None, pin_memory=True):
+        optimizer.zero_grad()
+        scores = model(sound.to(device), speakers.to(device))
+        loss = F.ctc_loss(scores, labels.to(device), torch.tensor([10, 9, 10]), torch.tensor([4, 3, 2]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, model.eval()(data[0][0].to(device), data[0][1].to(device)).cpu()
+
+
+def test_a_listener_learns_as_on_the_cpu(gpu: Gpu) -> None:
+    expected_losses, expected = listened("cpu")
+    losses, scores = listened(gpu.device)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_random_state_moves_with_the_lease(gpu: Gpu) -> None:

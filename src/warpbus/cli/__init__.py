@@ -28,6 +28,7 @@ from warpbus.cli import (
     plan,
     pool,
     pull,
+    push,
     quantize,
     serve,
     train,
@@ -51,6 +52,7 @@ app.command()(serve.serve)
 app.command()(quantize.quantize)
 app.command()(convert.convert)
 app.command()(merge.merge)
+app.command()(push.push)
 app.command("eval")(evaluate.evaluate)
 app.command()(train.train)
 app.add_typer(pool.pool, name="pool")

@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,23 +28,60 @@ def run(
     command: Annotated[list[str], typer.Argument(help="program and its arguments, after --", metavar="-- PROGRAM...")],
     memory: Annotated[str | None, typer.Option(help="the most it gets of the GPU: 8GB, 5.5GiB, 50%")] = None,
     share: Annotated[float | None, typer.Option(help="of the multiprocessors: above 0 and at most 1")] = None,
-    gpu: Annotated[int, typer.Option(help="number of the GPU, as nvidia-smi counts")] = 0,
+    gpu: Annotated[int | None, typer.Option(help="number of the GPU, as nvidia-smi counts; else 0")] = None,
     tenant: Annotated[str | None, typer.Option(help="for whom, as lists show it; else your user name")] = None,
+    remote: Annotated[
+        str | None, typer.Option(help="a pool's host or address: cuda in the program is a GPU there", metavar="HOST")
+    ] = None,
+    on: Annotated[str | None, typer.Option(help="with --remote: GPU of the pool, host/1, or a host")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="with --remote: file with your token; also WARPBUS_POOL_TOKEN")
+    ] = None,
 ) -> None:
     """Start any program on a part of a GPU, with --memory or --share, or on a whole one that it alone sees.
 
     A part needs NVIDIA's MPS, and its program cannot be moved; one on a whole GPU can be.
+
+    With --remote the program is one of PyTorch, here, and its cuda device is a GPU of a pool. This machine needs none.
     """
+    from warpbus.errors import UsageError
+
+    if remote is not None:
+        if gpu is not None:
+            raise UsageError(f"--gpu {gpu} is a GPU of this machine: choose one of the pool by --on host/{gpu}")
+        raise typer.Exit(_run_remotely(command, remote, memory, share, on, token_file, tenant or _user()))
+    if on is not None or token_file is not None:
+        raise UsageError("--on and --token-file are for a pool: give --remote HOST as well")
+
     from warpbus.cuda.inventory import Inventory
     from warpbus.pool.processes.virtual import run as run_program
     from warpbus.pool.quota import Quota
 
-    card = Inventory().gpu(gpu)
+    card = Inventory().gpu(gpu or 0)
     quota = None
     if memory is not None or share is not None:
         limit, part = card.memory if memory is None else memory, 1.0 if share is None else share
         quota = Quota.parse(limit, part, card=card.memory)
     raise typer.Exit(run_program(command, card, quota, tenant or _user()))
+
+
+def _run_remotely(
+    command: list[str],
+    remote: str,
+    memory: str | None,
+    share: float | None,
+    on: str | None,
+    token_file: Path | None,
+    tenant: str,
+) -> int:
+    from warpbus.pool.client.as_cuda.startup import DIRECTORY
+    from warpbus.pool.daemon.tokens import read_token
+    from warpbus.pool.processes.remote import pool_address
+    from warpbus.pool.processes.remote import run as run_remotely
+
+    token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
+    to = pool_address(remote)
+    return run_remotely(command, to, DIRECTORY, memory=memory, share=share, on=on, token=token, tenant=tenant)
 
 
 def _user() -> str:

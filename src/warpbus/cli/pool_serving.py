@@ -35,6 +35,7 @@ from warpbus.pool.daemon.options import PoolOptions
     gpu_memory_reserve="of each GPU that leases may not have: 4GB, 10%",
     sharing="how GPUs are shared: auto, mps or slices (of time)",
     sandbox="confine tenants' processes: files, network, programs",
+    checkpoints="directory of checkpoints that leases may load",
     spare="processes that wait, with torch loaded, for a lease",
     grace="seconds without its client until a lease is reclaimed",
     directory="for what has to survive a restart; else in ~/.local/state",

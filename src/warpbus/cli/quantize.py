@@ -42,6 +42,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     memory=...,
     bits=...,
     format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", field="layout", choices=FORMATS),
+    head="also quantize the head, to a scheme such as w8a16-g128; compressed-tensors only",
     calibration=...,
     samples="maximum number of calibration sequences",
     seqlen="maximum tokens per sequence",
@@ -132,6 +133,8 @@ def quantize(
     from warpbus.quantization.early import start_processes
 
     options = QuantizationOptions(**given)
+    if recommend and options.head is not None:
+        raise UsageError("--head has no part in --recommend: leave it out, and give it with the command that quantizes")
     at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
     if at_once and output and options.cluster is None and is_here(model):
         # Before anything else loads torch.

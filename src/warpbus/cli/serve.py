@@ -21,7 +21,7 @@ from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar
 from warpbus.dist.watchdog import SHORTEST_LIMIT
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ReplicaOptions, ServiceOptions
 from warpbus.errors import DataError, UsageError
 from warpbus.server.options import ServerOptions
 
@@ -29,7 +29,7 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
 
 
 @options_of(
-    {"server": ServerOptions, "service": ServiceOptions},
+    {"server": ServerOptions, "service": ServiceOptions, "copies": ReplicaOptions},
     host="address to listen on",
     port="port to listen on; 0: any free port",
     served_model_name=...,
@@ -49,11 +49,19 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     kv_cache_tokens=FieldOption(
         "maximum number of tokens in the KV cache; requests beyond that wait", field="cache_tokens"
     ),
+    kv_host_memory=FieldOption(
+        "main memory per replica for evicted blocks of the KV cache, such as 64GB", metavar="SIZE"
+    ),
     prefix_caching="reuse the KV cache of common prompt prefixes",
     speculation=FieldOption(
         "draft tokens per step: N for n-gram lookup, mtp:1 to mtp:4 for multi-token prediction", metavar="N|mtp:N"
     ),
-    tensor_parallel_size=FieldOption("number of GPUs per model", field="tensor_parallel"),
+    tensor_parallel_size=FieldOption("number of GPUs per replica of a model", field="tensor_parallel"),
+    data_parallel_size=FieldOption("number of replicas of each model on this machine", field="data_parallel"),
+    cluster=FieldOption("run the models on a Ray cluster: auto, or ray://HOST:PORT", metavar="ADDRESS"),
+    replicas=FieldOption("with --cluster: number of replicas of each model at the start"),
+    min_replicas="with --cluster: the fewest replicas; their number follows the queues",
+    max_replicas="with --cluster: the most replicas",
     api_key=...,
     api_key_file=...,
     share_prefixes="share the prefix cache among all API keys",
@@ -87,6 +95,7 @@ def serve(
     ],
     server: dict[str, Any],
     service: dict[str, Any],
+    copies: dict[str, Any],
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="model names in the API, one per model; default: the names of their directories"),
@@ -108,7 +117,7 @@ def serve(
         from warpbus.server.listening import ModelToServe
         from warpbus.server.listening import serve as run
         from warpbus.server.logs import formatter
-    from warpbus.engine.placement import devices_of
+    from warpbus.engine.placement import check_replicas, replica_devices
 
     names = served_model_name or [model_name(model) for model in models]
     if len(names) != len(models):
@@ -117,7 +126,9 @@ def serve(
         raise UsageError(f"two models are called {_twice(names)}: give different names with --served-model-name")
     options = ServerOptions(**server, api_keys=keys_of(api_key or [], api_key_file))
     engine = ServiceOptions(**service)
-    devices_of(engine)  # raises for missing GPUs, before anything is downloaded
+    replicas = ReplicaOptions(**copies)
+    check_replicas(engine, replicas)
+    replica_devices(engine, replicas.count)  # raises for missing GPUs, before anything is downloaded
     directories = [model_directory(name, processes=engine.tensor_parallel) for name in models]
     adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     handler = logging.StreamHandler(sys.stderr)
@@ -135,7 +146,7 @@ def serve(
             loading.close()
             _greet(url, names[0], adapters, has_key=bool(options.api_keys))
 
-        run(wanted, options, engine, progress=progress, ready=ready)
+        run(wanted, options, engine, progress=progress, ready=ready, replicas=replicas)
 
 
 @contextmanager

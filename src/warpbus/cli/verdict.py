@@ -50,6 +50,8 @@ class Output:
         console = Console()
         if not self.as_json:
             console.print(report_tables(report))
+            if report.head is not None:
+                console.print(str(report.head), highlight=False, markup=False, soft_wrap=True)
             console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
         if self.data is None:
             if self.plot is not None:
@@ -73,6 +75,7 @@ class Output:
                 device=resolve_device(device),
                 progress=show,
             )
+        verdict.keep()
         if self.plot is not None:
             verdict.draw(self.plot)
         if self.html is not None:

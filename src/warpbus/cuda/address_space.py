@@ -1,4 +1,4 @@
-"""Reserved addresses, of a GPU and of this process, and the memory behind their first bytes. See `warpbus.cuda.vmm`."""
+"""Reserved address ranges, of a GPU or of this process, whose first bytes have memory. See `warpbus.cuda.vmm`."""
 
 import ctypes
 import mmap
@@ -14,17 +14,17 @@ from warpbus.cuda.dlpack import bytes_at
 from warpbus.errors import DeviceError
 
 PIECE = 64 * 2**20
-"""The most that is mapped to a GPU's addresses at once, in bytes.
+"""The largest piece of memory that is mapped at once on a GPU, in bytes.
 
-To map a piece takes the same time whatever its size, and it can be unmapped only as a whole: larger ones make growing
-quicker, smaller ones let shrinking return more.
+Mapping a piece takes the same time whatever its size, and it can be unmapped only as a whole: larger pieces make
+growing faster, smaller ones let shrinking free more.
 """
 
 _MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
 
 
 class AddressSpace(Protocol):
-    """What an `Arena` lies in.
+    """The address range of an `Arena`.
 
     Attributes:
         device: the CPU, or a GPU with its index.
@@ -39,20 +39,20 @@ class AddressSpace(Protocol):
     def mapped(self) -> int: ...
 
     def grow(self, size: int) -> None:
-        """Map up to `size` bytes, a multiple of `page`. Nothing has changed when it raises DeviceError."""
+        """Map memory up to `size` bytes, a multiple of `page`. After a DeviceError nothing has changed."""
 
     def shrink(self, size: int) -> None:
-        """Unmap what lies beyond `size` bytes, as far as it goes."""
+        """Unmap memory beyond `size` bytes, as far as whole pieces allow."""
 
     def export(self) -> list[int]:
-        """A file descriptor for each piece that is mapped."""
+        """A file descriptor per mapped piece."""
 
     def tensor(self, offset: int, size: int) -> Tensor:
-        """The bytes from `offset` on, uint8 `[size]`, which keeps the memory."""
+        """The bytes from `offset` on, uint8 `[size]`. The tensor keeps the memory alive."""
 
 
 class VirtualMemoryDriver(Protocol):
-    """What `DeviceSpace` needs of `warpbus.cuda.virtual_memory.VirtualMemory`."""
+    """The interface of `warpbus.cuda.virtual_memory.VirtualMemory` that `DeviceSpace` uses."""
 
     granularity: int
 
@@ -70,7 +70,7 @@ class VirtualMemoryDriver(Protocol):
 
 
 class DeviceSpace:
-    """Addresses of a GPU. They and what is mapped to them go back to the driver when nobody refers to it any more."""
+    """An address range of a GPU. Addresses and memory are freed when the last reference to this object is gone."""
 
     def __init__(self, reserve: int, device: torch.device, driver: VirtualMemoryDriver) -> None:
         self.page = driver.granularity
@@ -80,7 +80,7 @@ class DeviceSpace:
         self.device = device
         self._driver = driver
         end = weakref.finalize(self, _give_back, driver, self.address, self.reserved, self.pieces)
-        end.atexit = False  # the driver takes everything from a process that ends
+        end.atexit = False  # the driver frees everything when the process ends
 
     @property
     def mapped(self) -> int:
@@ -91,7 +91,7 @@ class DeviceSpace:
         try:
             self._map(start, size)
         except DeviceError:
-            # What torch keeps for later is the driver's to give only once torch has let go of it.
+            # Memory that torch's allocator caches is available only after torch has freed it.
             self._driver.trim()
             try:
                 self._map(start, size)
@@ -104,7 +104,7 @@ class DeviceSpace:
     def shrink(self, size: int) -> None:
         mapped = self.mapped
         if self.pieces and mapped - self.pieces[-1][0] >= size:
-            self._driver.synchronize()  # a kernel may still read what goes
+            self._driver.synchronize()  # a kernel may still read the memory that is unmapped
         while self.pieces and mapped - self.pieces[-1][0] >= size:
             mapped -= self.pieces[-1][0]
             _drop_last(self._driver, self.address + mapped, self.pieces)
@@ -145,7 +145,7 @@ class DeviceSpace:
 
 
 class HostSpace:
-    """Addresses of this process: pages take memory once they are written to."""
+    """An address range of this process, whose pages are allocated at their first write."""
 
     def __init__(self, reserve: int) -> None:
         self.device = torch.device("cpu")
@@ -184,7 +184,8 @@ class HostSpace:
 
 
 class WholeSpace:
-    """Memory of a remote device, whose addresses are not known here: all of it is there from the beginning, zeroed."""
+    """Memory of a remote device, whose addresses are not known here: all of it is allocated and zeroed at the
+    beginning."""
 
     page = 1
 
@@ -201,11 +202,11 @@ class WholeSpace:
         return len(self._memory)
 
     def grow(self, size: int) -> None:
-        """All is there, unless it was given back."""
+        """Raises DeviceError: all memory is allocated already, or it was freed."""
         raise DeviceError(f"{self.device}: memory that was given back does not come again: make another arena")
 
     def shrink(self, size: int) -> None:
-        """It goes as a whole, with the last tensor over it."""
+        """Only `size` 0 frees memory: all of it, with the last tensor in it."""
         if not size:
             self._memory = self._memory.new_empty(0)
 

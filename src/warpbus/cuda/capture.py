@@ -1,8 +1,7 @@
-"""Capturing CUDA graphs in a program that goes on meanwhile.
+"""Capturing CUDA graphs while other threads of the program use the GPU.
 
-A capture fails when its own thread waits for the GPU or gives memory back, and when any thread waits for the whole GPU.
-Both happen where nobody expects them: Python's garbage collector finds objects that nobody needs any more at any
-moment, and with an engine go the memory of its cache and its graphs.
+A capture fails if its own thread waits for the GPU or frees memory, or if any thread synchronizes with the whole GPU.
+Both can happen at any moment, because Python's garbage collector may delete an engine with its cache and its graphs.
 """
 
 import ctypes
@@ -19,18 +18,18 @@ import torch
 from warpbus.cuda import driver, green
 from warpbus.cuda.green import GreenContext
 
-# Held by whoever captures, and by whoever waits for a whole GPU.
+# Held while a thread captures, and while a thread synchronizes with a whole GPU.
 _alone = threading.RLock()
 
 
 @dataclass(frozen=True)
 class _Lane:
-    """What graphs that share memory are captured on. It lasts as long as the process.
+    """A stream on which graphs that share memory are captured. It lasts as long as the process.
 
     Attributes:
-        stream: ours, in torch's context or in a green one, with which it ends.
-        workspace: memory for a workspace of cuBLAS on it.
-        replayed: recorded behind each replay of these graphs.
+        stream: used for nothing else; in torch's context, or in a green context, with which it ends.
+        workspace: memory for a workspace of cuBLAS on this stream.
+        replayed: an event that is recorded after each replay of these graphs.
     """
 
     stream: torch.cuda.Stream
@@ -38,26 +37,27 @@ class _Lane:
     replayed: torch.cuda.Event
 
 
-# Lanes that nobody has, by the GPU and, within a green context, by that context.
+# Lanes that are not in use, per GPU and green context.
 _idle: defaultdict[tuple[torch.device, GreenContext | None], list[_Lane]] = defaultdict(list)
 
 
 class GraphMemory:
-    """What graphs share that are replayed one after another: memory for what lies between, and a workspace of cuBLAS.
+    """Memory that is shared by graphs that are replayed one after another: intermediate results, and a workspace of
+    cuBLAS.
 
-    PyTorch has a workspace for each stream, which graphs keep the address of. It frees it nevertheless when
+    PyTorch has one cuBLAS workspace per stream, and graphs keep its address. But it frees the workspace when
     `torch.compile` captures graphs, and later versions whenever a graph ends that was captured on the stream
-    (pytorch/pytorch#193402). So these graphs have a stream to themselves, and their workspace a pool from which nothing
-    else comes: free or not, that memory stays where it is, and is nobody else's for as long as they live, nor before
-    their last replay has ended.
+    (pytorch/pytorch#193402). So these graphs have a stream of their own, and their workspace has a memory pool of its
+    own: even after PyTorch has freed the workspace, its memory is not used for anything else while the graphs exist or
+    still run.
 
     Within `GreenContext.running()` the stream belongs to that green context: the kernels of the graphs run on its
-    multiprocessors wherever they are replayed, and count on no more.
+    multiprocessors wherever the graphs are replayed, and size their grids for them.
 
     Attributes:
-        between: the handle of the memory for what lies between.
-        stream: what they are captured on; a first run on it allocates what they allocate once.
-        replayed: an event behind the last replay.
+        between: the handle of the memory pool of intermediate results.
+        stream: the stream of the capture. A warm-up run on it makes one-time allocations.
+        replayed: an event after the last replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,19 +68,19 @@ class GraphMemory:
             lane = idle.pop()
         except IndexError:
             lane = _new_lane(device, context)
-        lane.replayed.synchronize()  # graphs that are gone may still run, and use the workspace
+        lane.replayed.synchronize()  # deleted graphs may still run and use the workspace
         weakref.finalize(self, idle.append, lane).atexit = False
         self.stream, self._workspace, self.replayed = lane.stream, lane.workspace, lane.replayed
         self.take_workspace()
 
     def take_workspace(self) -> None:
-        """Let what this thread launches on `stream` have the workspace, again and again the same one."""
+        """Make this thread's cuBLAS calls on `stream` use the workspace, always the same one."""
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self._workspace):
             torch.cuda.current_blas_handle()
 
 
 class Graph(torch.cuda.CUDAGraph):
-    """A CUDA graph with what it shares."""
+    """A CUDA graph and the memory that it shares."""
 
     memory: GraphMemory
 
@@ -92,11 +92,11 @@ class Graph(torch.cuda.CUDAGraph):
 
 @contextmanager
 def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
-    """Capture what this thread launches. Nothing is collected meanwhile; other threads may launch and allocate.
+    """Capture what this thread launches. Garbage collection is off meanwhile; other threads may launch and allocate.
 
     Args:
-        memory: shared with other graphs, on the current GPU; after a capture that failed it is of no more use. None:
-            the graph's own.
+        memory: shared with other graphs, on the current GPU; unusable after a capture that failed. None: the graph gets
+            its own.
     """
     with _alone, _uncollected():
         graph = Graph()
@@ -107,7 +107,8 @@ def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield graph
         except BaseException:
-            # PyTorch goes on as if a capture that failed still went on: frees no memory, and gives no random numbers.
+            # After a failed capture PyTorch behaves as if it were still capturing: it frees no memory and gives no
+            # random numbers.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -116,7 +117,7 @@ def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
 
 
 def synchronize(device: torch.device | int) -> None:
-    """Wait for everything that was launched on a GPU, and before for a capture that another thread is at."""
+    """Wait for everything that was launched on a GPU, after the end of a capture by another thread."""
     with _alone:
         torch.cuda.synchronize(device)
 
@@ -133,11 +134,11 @@ def _uncollected() -> Iterator[None]:
 
 
 def _new_lane(device: torch.device, context: GreenContext | None) -> _Lane:
-    synchronize(device)  # makes torch's context, if need be
+    synchronize(device)  # creates torch's context if there is none
     with torch.cuda.device(device):
         workspace = torch.cuda.MemPool()
         handle = driver.create_stream() if context is None else context.create_stream()
         stream = torch.cuda.ExternalStream(handle, device)
-    # Never destroyed, not even when Python ends: that would end the process at once if a capture has failed before.
+    # Never destroyed, not even at interpreter exit: after a failed capture that would abort the process.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
     return _Lane(stream, workspace, torch.cuda.Event())

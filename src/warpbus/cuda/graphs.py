@@ -11,12 +11,13 @@ from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.green import GreenContext
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""Of tensors on one device and of constants; it does not wait for the GPU, and changes none of its arguments."""
+"""A function of tensors on one device and of constants. It does not wait for the GPU and changes none of its
+arguments."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function: with tensors, and constants that have to be hashable."""
+    """A call of a function with tensors and hashable constants."""
 
     function: Function
     tensors: tuple[Tensor, ...]
@@ -24,7 +25,7 @@ class Call:
 
     @property
     def key(self) -> object:
-        """The same for calls that launch the same, on the same GPU and in the same green context."""
+        """Equal for calls that launch the same kernels, on the same GPU and in the same green context."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
         return self.function, shapes, self.place, tuple(sorted(self.constants.items(), key=lambda item: item[0]))
 
@@ -48,16 +49,16 @@ class _Captured:
 
 
 def at_once(function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
-    """Call a function as it is, where a `Replayed` may stand."""
+    """Call a function directly; has the signature of `Replayed`."""
     return function(*tensors, **constants)
 
 
 class Replayed:
-    """Calls functions; from the second call for the same shapes on as one launch of a CUDA graph.
+    """Calls functions; from the second call with the same shapes on as one launch of a CUDA graph.
 
-    The first call is an ordinary one, unless it was prepared: what is compiled or allocated on first use is so then. On
-    the CPU all are. Results of a replayed call are overwritten by the next call of any function of this `Replayed`: use
-    them before. Calls on several GPUs or in several green contexts have graphs of their own.
+    Unless it was prepared, the first call runs without a graph, which compiles and allocates what is needed once. On
+    the CPU no call uses a graph. The results of a replayed call are overwritten by the next call of any function of
+    this `Replayed`. Each GPU and each green context has its own graphs.
     """
 
     def __init__(self) -> None:
@@ -83,14 +84,14 @@ class Replayed:
         return captured.results
 
     def prepare(self, call: Call) -> None:
-        """Capture a call before it comes; nothing is launched.
+        """Capture a call in advance; nothing is launched.
 
-        Our kernels may be compiled and loaded meanwhile; what torch and its libraries set up on first use has to be
-        ready, by an ordinary call that uses the same operators. Other threads may use the GPU meanwhile, but not its
+        Kernels of Warpbus may be compiled and loaded meanwhile. The one-time setup of torch and its libraries must have
+        been done by an ordinary call that uses the same operators. Other threads may use the GPU meanwhile, but not its
         random numbers.
 
         Args:
-            call: on a GPU, with tensors of any content, which are this object's from now on.
+            call: on a GPU, with tensors of any content, which this object keeps and overwrites.
         """
         if self._captured.get(call.key) is None:
             self._captured[call.key] = self._capture(call)
@@ -103,6 +104,6 @@ class Replayed:
             with torch.no_grad(), torch.cuda.device(place[0]), capture(self._memories[place]) as graph:
                 results = call()
         except BaseException:
-            del self._memories[place]  # torch takes it for one that is still captured into
+            del self._memories[place]  # torch behaves as if the capture into it went on
             raise
         return _Captured(graph, call.tensors, results)

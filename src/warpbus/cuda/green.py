@@ -1,7 +1,7 @@
 """Green contexts: streams whose kernels run on some of a GPU's multiprocessors, for tenants that share a process.
 
-A GPU is cut once into the smallest groups that its architecture allows (8 multiprocessors on Hopper), and a context
-gets whole groups, which no other context of this process has. What is left over when the groups are cut is nobody's.
+A GPU is divided once into the smallest groups that its architecture allows (8 multiprocessors on Hopper). A context
+gets whole groups, which no other context of this process has. Multiprocessors that do not fill a group are not used.
 Memory, the L2 cache and copy engines are not divided, and a fault ends the process with all its contexts. A kernel that
 launches kernels itself may use 2 multiprocessors more. Source: the CUDA driver API reference, "green contexts".
 """
@@ -69,7 +69,7 @@ class Groups:
             return taken
 
     def give_back(self, groups: list[Resource]) -> None:
-        """Groups that nobody uses any more."""
+        """Make groups available again."""
         with self._lock:
             self._free = groups + self._free
 
@@ -102,7 +102,7 @@ class GreenContext:
     def __init__(self, device: torch.device, share: float) -> None:
         self.device = torch.device("cuda", device.index or 0)
         self._driver = driver.library()
-        torch.cuda.synchronize(self.device)  # makes torch's context, which this one shares memory with
+        torch.cuda.synchronize(self.device)  # creates torch's context, with which this one shares memory
         groups = _groups(self._driver, self.device.index)
         self._context = ctypes.c_void_p()
         self._streams: list[int] = []
@@ -118,7 +118,8 @@ class GreenContext:
 
     @contextmanager
     def running(self) -> Iterator[torch.cuda.Stream]:
-        """Let this thread's torch launch here. What was launched before is waited for, and so is this, afterwards."""
+        """Make torch launch on this context's stream in this thread. The stream waits for work launched before the
+        block; work launched after the block waits for the stream."""
         with running_on(self.stream):
             yield self.stream
 
@@ -135,7 +136,7 @@ class GreenContext:
         return stream.value
 
     def close(self) -> None:
-        """Wait for what runs here and give the multiprocessors back. It may be called again.
+        """Wait for the work of this context and release its multiprocessors. It may be called again.
 
         Memory that torch keeps for the stream goes back to the driver by `torch.cuda.empty_cache()`. Graphs that were
         captured here must not be replayed afterwards.
@@ -180,9 +181,9 @@ def current(device: torch.device) -> GreenContext | None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many there are for the kernel launched next: of the green context whose stream is current, or of the GPU.
+    """The number of multiprocessors for the next kernel: those of the current stream's green context, or of the GPU.
 
-    Kernels whose blocks wait for each other may have no more of them than fit there.
+    Kernels whose blocks wait for each other must not have more blocks than fit there.
     """
     context = current(device)
     return _multiprocessors(device) if context is None else context.multiprocessors
@@ -194,7 +195,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _groups(library: ctypes.CDLL, device: int) -> Groups:
-    """The GPU's groups, cut at the first call."""
+    """The GPU's groups, created at the first call."""
     with _cutting:
         if device not in _cut:
             if not hasattr(library, "cuDevSmResourceSplitByCount"):

@@ -7,10 +7,10 @@ from warpbus.errors import UsageError
 _SUFFIXES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_memory(memory: str | int, card: int | None = None) -> int:
+def parse_memory(memory: str | int, card: int | None = None, *, what: str = "memory") -> int:
     """Bytes that a flag means: `"6GB"`, `"5.5GiB"`, `"50%"` of a card that has `card` bytes, or a number of bytes.
 
-    Without a card there is no share of one, and no limit.
+    Without a card there is no share of one, and no limit. `what` is the name of the flag in messages.
 
     Raises:
         UsageError: no such size, or more than the card has.
@@ -19,10 +19,10 @@ def parse_memory(memory: str | int, card: int | None = None) -> int:
     unit = None if found is None else card and card / 100 if found[2] == "%" else _SUFFIXES.get(found[2])
     if found is None or unit is None:
         share = "" if card is None else ", or a share of the card such as 50%"
-        raise UsageError(f"memory is {memory!r}: give a size such as 6GB or 5.5GiB{share}")
+        raise UsageError(f"{what} is {memory!r}: give a size such as 6GB or 5.5GiB{share}")
     wanted = float(found[1]) * unit
     if card is not None and wanted > card:
-        raise UsageError(f"memory is {memory!r}: the card has {gigabytes(card)}: give that or less")
+        raise UsageError(f"{what} is {memory!r}: the card has {gigabytes(card)}: give that or less")
     return int(wanted)
 
 

@@ -1,4 +1,5 @@
-"""The driver's functions for virtual memory: addresses and the memory behind them, each had and given back by itself.
+"""The driver's functions for virtual memory management: addresses and physical memory are allocated and freed
+separately.
 
 Source: the CUDA driver API reference, "virtual memory management".
 """
@@ -55,7 +56,7 @@ class VirtualMemory:
         torch.cuda.init()
         self._index = device.index or 0
         self._driver = driver.library()
-        self.synchronize()  # makes torch's context, in which all this is
+        self.synchronize()  # creates torch's context, in which all of this exists
         if not driver.attribute(_SUPPORTED, self._index):
             raise DeviceError(f"{device}: this GPU and its driver have no virtual memory management")
         self._shared = bool(driver.attribute(_FILE_DESCRIPTORS, self._index))
@@ -65,39 +66,39 @@ class VirtualMemory:
         self.granularity = self._granularity()
 
     def reserve(self, size: int) -> int:
-        """Addresses with nothing behind them."""
+        """Reserve an address range without memory; returns its first address."""
         address = ctypes.c_uint64()
         zero = ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)  # alignment, wish, flags
         self._call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), *zero)
         return address.value
 
     def free(self, address: int, size: int) -> None:
-        """Give addresses back, with nothing mapped to them any more."""
+        """Free an address range to which nothing is mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def create(self, size: int) -> int:
-        """Memory without an address: its handle."""
+        """Allocate physical memory without an address; returns its handle."""
         handle = ctypes.c_uint64()
         properties = ctypes.byref(self._properties)
         self._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), properties, ctypes.c_uint64(0))
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Give memory back; it goes when it is mapped nowhere either."""
+        """Release a handle. The memory is freed when it is mapped nowhere."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Put memory behind addresses. It can be used once `allow` has been called."""
+        """Map memory to addresses. It can be accessed after `allow`."""
         values = ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_uint64(0)
         self._call("cuMemMap", ctypes.c_uint64(address), *values)
 
     def allow(self, address: int, size: int) -> None:
-        """Let the GPU read and write what is mapped to a range, which may be several pieces."""
+        """Allow the GPU to read and write a mapped range of one or several pieces."""
         access = ctypes.byref(self._access)
         self._call("cuMemSetAccess", ctypes.c_uint64(address), ctypes.c_size_t(size), access, ctypes.c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Take memory from behind addresses: the whole of what was mapped at once."""
+        """Unmap memory: exactly the range of one `map`."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def export(self, handle: int) -> int:
@@ -114,7 +115,7 @@ class VirtualMemory:
         return torch.cuda.mem_get_info(self._index)[0]
 
     def trim(self) -> None:
-        """Have torch give back memory that it keeps and does not use."""
+        """Make torch free the memory that its allocator caches."""
         with torch.cuda.device(self._index):
             torch.cuda.empty_cache()
 
@@ -130,5 +131,5 @@ class VirtualMemory:
 
     def _call(self, name: str, *values: object) -> None:
         with torch.cuda.device(self._index):
-            torch.cuda.set_device(self._index)  # gives a thread that has not used CUDA yet its context
+            torch.cuda.set_device(self._index)  # a thread that has not used CUDA yet has no current context
             driver.check(getattr(self._driver, name)(*values), f"cuda:{self._index}: {name}")

@@ -1,6 +1,7 @@
-"""Memory that grows where it is: addresses are reserved once, and memory is put behind them as it is needed.
+"""Memory that grows and shrinks in place: an address range is reserved once, and physical memory is mapped to it as
+needed.
 
-Pointers into it, and so captured CUDA graphs, stay valid while it grows and shrinks.
+Pointers into it, and therefore captured CUDA graphs, stay valid while it grows and shrinks.
 """
 
 import math
@@ -19,27 +20,28 @@ _spaces: "weakref.WeakSet[AddressSpace]" = weakref.WeakSet()
 
 
 class Arena:
-    """Addresses, and memory behind the first `mapped` bytes of them.
+    """A reserved address range whose first `mapped` bytes have physical memory.
 
-    On a GPU memory comes in pieces of at most 64 MiB (`address_space.PIECE`): of what one `resize` adds, all but the
-    last are of that size. Growing disturbs no kernel that runs. Shrinking waits for the GPU and unmaps whole pieces:
-    of what lies beyond `size`, less than one piece stays. On the CPU memory is taken when it is first written to, and
-    goes by pages. On a remote device there is no reserving: all of it is taken at once, and stays until `resize(0)`.
+    On a GPU, memory is mapped in pieces of at most 64 MiB (`address_space.PIECE`); all pieces of one `resize` but the
+    last have that size. Growing does not disturb running kernels. Shrinking waits for the GPU and unmaps whole pieces,
+    so that less than one piece beyond `size` stays mapped. On the CPU, memory is allocated page by page at the first
+    write. On a
+    remote device nothing can be reserved: all memory is allocated at once and stays until `resize(0)`.
 
-    New memory's content is undefined on GPUs (it may be what another arena held), else zero. Not to be resized from two
-    threads at once, nor on a GPU while a graph is being captured.
+    The content of new memory is undefined on GPUs (it may be that of another arena), otherwise zero. An arena must not
+    be resized by two threads at once, nor on a GPU while a graph is being captured.
 
     Args:
-        reserve: bytes, rounded up to pages. Addresses cost nothing: a terabyte will do.
+        reserve: bytes, rounded up to pages. Addresses cost no memory: a terabyte can be reserved.
         device: the CPU, a GPU, or a remote device (`warpbus.cuda.remote`).
 
     Attributes:
-        reserved: bytes of addresses.
-        page: what sizes are rounded up to, bytes: 2 MiB on the GPUs of today.
+        reserved: bytes of the address range.
+        page: the unit of sizes, bytes: 2 MiB on current GPUs.
 
     Raises:
         UsageError: `reserve` is not positive.
-        DeviceError: there are not so many addresses, or the GPU has no virtual memory.
+        DeviceError: the address range cannot be reserved, or the GPU has no virtual memory management.
     """
 
     def __init__(self, reserve: int, device: torch.device) -> None:
@@ -54,15 +56,15 @@ class Arena:
 
     @property
     def mapped(self) -> int:
-        """Bytes of memory that it has."""
+        """Bytes of physical memory that are mapped."""
         return self._space.mapped
 
     def resize(self, size: int) -> None:
-        """Map up to, or unmap down to, `size` bytes rounded up to pages; what stays keeps its content.
+        """Grow or shrink the mapped memory to `size` bytes, rounded up to pages; the remaining content is kept.
 
         Raises:
             UsageError: `size` is negative or beyond what is reserved, or the arena is closed.
-            DeviceError: there is not so much memory; nothing has changed then.
+            DeviceError: there is not enough memory; the arena is unchanged.
         """
         if self._closed:
             raise UsageError("this arena is closed: make another")
@@ -75,11 +77,11 @@ class Arena:
             self._space.shrink(wanted)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A contiguous tensor `offset` bytes from the start, over mapped memory or not: only what is mapped may be
-        touched. It keeps the arena's memory, also when the arena itself is dropped.
+        """A contiguous tensor at `offset` bytes from the start. Only its mapped part may be accessed. The tensor keeps
+        the arena's memory alive, even if the arena itself is deleted.
 
         Raises:
-            UsageError: it reaches beyond what is reserved, or `offset` is not a multiple of the element's size.
+            UsageError: it extends beyond the reserved range, or `offset` is not a multiple of the element size.
         """
         size = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset + size > self.reserved:
@@ -89,24 +91,25 @@ class Arena:
         return self._space.tensor(offset, size).view(dtype).view(tuple(shape))
 
     def export(self) -> list[int]:
-        """File descriptors of the pieces that are mapped, in order, by which another process maps the same memory.
+        """File descriptors of the mapped pieces, in order, with which another process can map the same memory.
 
         The caller closes them.
 
         Raises:
-            DeviceError: on the CPU, or where the driver cannot.
+            DeviceError: on the CPU, or if the driver cannot export memory.
         """
         return self._space.export()
 
     def close(self) -> None:
-        """Give all memory back. The addresses go with the last tensor over them, which may not be touched any more."""
+        """Free all memory. The address range is freed with the last tensor in it, which must not be accessed any
+        more."""
         if not self._closed:
             self.resize(0)
             self._closed = True
 
 
 def mapped_bytes(device: torch.device) -> int:
-    """What all arenas of this process on a device have together, by the same account as the driver's."""
+    """Bytes that all arenas of this process have mapped on a device, as the driver counts them."""
     return sum(space.mapped for space in list(_spaces) if space.device == device)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from warpbus.dist.group import join
 from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
-from warpbus.dist.ray_cluster import connect, load_ray
+from warpbus.dist.ray_cluster import connect, disconnect, load_ray
 from warpbus.dist.watchdog import Heartbeat, Patience, Pulse, Watchdog
 from warpbus.errors import DeviceError, WarpbusError
 
@@ -109,7 +109,7 @@ class ClusterProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._connected_here:
-            self._ray.shutdown()
+            disconnect(self._ray)
 
 
 class _QueuePipe:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from warpbus.engine.engine import Engine, request
     from warpbus.engine.llm import LLM, Chunk, Completion
     from warpbus.engine.plan import MemoryPlan, Stored, enforce, least_memory, plan_memory
-    from warpbus.engine.sampling_params import Grammar, SamplingParams, Thinking
+    from warpbus.engine.sampling_params import Grammar, PromptPooling, SamplingParams, Thinking
     from warpbus.engine.sequence import TextPiece, TokenLogprob
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "Grammar",
     "MemoryPlan",
+    "PromptPooling",
     "SamplingParams",
     "Stored",
     "TextPiece",
@@ -36,7 +37,7 @@ __getattr__ = lazy_names(
     __name__,
     llm=("Chunk", "Completion", "LLM"),
     engine=("Engine", "request"),
-    sampling_params=("Grammar", "SamplingParams", "Thinking"),
+    sampling_params=("Grammar", "PromptPooling", "SamplingParams", "Thinking"),
     plan=("MemoryPlan", "Stored", "enforce", "least_memory", "plan_memory"),
     sequence=("TextPiece", "TokenLogprob"),
 )

@@ -38,11 +38,13 @@ class Inbox:
     Attributes:
         times: of the request.
         adapter: that it names.
+        prompt_tokens: tokens of the prompt that probably have to be computed.
     """
 
-    def __init__(self, times: RequestTimes, adapter: str | None = None) -> None:
+    def __init__(self, times: RequestTimes, adapter: str | None = None, prompt_tokens: int = 0) -> None:
         self.times = times
         self.adapter = adapter
+        self.prompt_tokens = prompt_tokens
         self._pieces: list[TextPiece] = []
         self._error: WarpbusError | None = None
         self._ended = False
@@ -152,4 +154,5 @@ def merge(pieces: abc.Sequence[TextPiece]) -> TextPiece:
         queue_seconds=last.queue_seconds,
         stop_string=last.stop_string,
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
+        pooled=next((piece.pooled for piece in pieces if piece.pooled is not None), None),
     )

@@ -1,9 +1,9 @@
 """The block allocator of the KV cache, with prefix caching. Knows no tensors and no text.
 
 A block holds the keys and values of `BLOCK` consecutive tokens of a sequence. The key of a full block is a digest of
-its
-tokens and of all tokens before them: sequences with the same leading tokens can use the same blocks, since keys and
-values depend on nothing else. Full blocks are found by their keys until their memory is needed for other tokens.
+its tokens and of all tokens before them: sequences with the same leading tokens can use the same blocks, since keys and
+values depend on nothing else. Full blocks are found by their keys until their memory is needed for other tokens, and
+then, if there is room for them, in main memory (`HostBlocks`).
 """
 
 import hashlib
@@ -11,6 +11,8 @@ import heapq
 from array import array
 from collections import OrderedDict, abc
 from collections.abc import Callable
+
+from warpbus.engine.host_blocks import HostBlocks
 
 BLOCK = 32
 """Tokens per block."""
@@ -50,6 +52,7 @@ class BlockAllocator:
             memory; returns how many have it then, which are fewer if there is no more memory. None: all have memory.
         sharing: whether there is a prefix cache.
         reserved: how many blocks after `NULL_BLOCK` are never allocated; they hold prefixes.
+        host: where evicted blocks are kept; None: nowhere.
 
     Attributes:
         count: the most blocks.
@@ -57,9 +60,16 @@ class BlockAllocator:
     """
 
     def __init__(
-        self, count: int, *, commit: Callable[[int], int] | None = None, sharing: bool = True, reserved: int = 0
+        self,
+        count: int,
+        *,
+        commit: Callable[[int], int] | None = None,
+        sharing: bool = True,
+        reserved: int = 0,
+        host: HostBlocks | None = None,
     ) -> None:
         self.count = count
+        self._host = host
         self.committed = count if commit is None else 0
         self._commit = commit
         self._sharing = sharing
@@ -111,6 +121,24 @@ class BlockAllocator:
             found.append(block)
         return found
 
+    def hold(self, keys: abc.Sequence[bytes]) -> None:
+        """Keep the blocks of a prefix in main memory before others, if they are there, so that they can be restored."""
+        if self._host is not None:
+            self._host.hold(keys)
+
+    def restore(self, keys: abc.Sequence[bytes], blocks: abc.Sequence[int]) -> tuple[int, int]:
+        """Load the longest prefix of `keys` that main memory has to used blocks, and register them.
+
+        Returns:
+            how many blocks are loaded, and for how many steps of other sequences a prompt should wait for them.
+        """
+        if self._host is None:
+            return 0, 0
+        count = self._host.load(keys, blocks)
+        for key, block in zip(keys[:count], blocks[:count], strict=True):
+            self.publish(block, key)
+        return count, self._host.steps_to_load(count)
+
     def publish(self, block: int, key: bytes) -> None:
         """Register a used block, which is full and not written any more, in the prefix cache."""
         if self._sharing and key not in self._by_key and block not in self._key_of:
@@ -118,11 +146,13 @@ class BlockAllocator:
             self._key_of[block] = key
 
     def unpublish(self, blocks: abc.Sequence[int]) -> None:
-        """Remove used blocks from the prefix cache."""
+        """Remove used blocks from the prefix cache, and what main memory has of them."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._by_key[key]
+                if self._host is not None:
+                    self._host.drop(key)
 
     def release(self, blocks: abc.Sequence[int]) -> None:
         """Release the blocks of a sequence, given in its order: the last ones are evicted first."""
@@ -136,10 +166,16 @@ class BlockAllocator:
             else:
                 heapq.heappush(self._free, block)
 
-    def forget(self) -> int:
-        """Evict all idle blocks; returns how many first blocks are still in use, null and reserved blocks included."""
+    def forget(self, *, keep: bool = False) -> int:
+        """Evict all idle blocks; returns how many first blocks are still in use, null and reserved blocks included.
+
+        Args:
+            keep: in main memory, if there is room; otherwise the prefix cache is empty there, too.
+        """
         while self._idle:
             heapq.heappush(self._free, self._evict())
+        if self._host is not None and not keep:
+            self._host.clear()
         return max(self._users, default=self._last_reserved) + 1
 
     def keyed(self) -> dict[int, bytes]:
@@ -161,7 +197,10 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._by_key[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._by_key[key]
+        if self._host is not None:
+            self._host.store(key, block)
         return block
 
     def _is_committed(self, block: int) -> bool:

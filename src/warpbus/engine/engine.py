@@ -9,16 +9,6 @@ the waiting prompts. Knows nothing of files or HTTP. A benchmark decodes token i
     while engine.has_work:
         for sequence, piece in engine.step():
             ...
-
-and within a given number of bytes of the GPU's memory, the process's CUDA context included:
-
-    plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
-    where = "cpu" if plan.embedding_on_cpu else None
-    enforce(plan, device)
-    model = random_model(
-        config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
-    )
-    engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
 import time
@@ -31,6 +21,7 @@ from warpbus.cuda.remote import is_gpu
 from warpbus.engine.adapters import adapt, check_adapter, lora_numbers, readapt, salt_of
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.drafting import Drafting
+from warpbus.engine.host_cache import HostCache
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
 from warpbus.engine.kv_cache import KVCache, has_decode_kernels, stored_dtype
 from warpbus.engine.logits import LogitsRow
@@ -79,6 +70,7 @@ class Engine:
         mixed_rows: the most tokens of a step that both decodes and prefills.
         most_graphs: how many CUDA graphs are kept, the last used ones; None: all.
         prefix_caching: prompts with a common prefix share the blocks of it.
+        host_bytes: main memory of this process for evicted blocks; see `HostCache`. None: they are forgotten.
         speculation: the draft tokens per sequence and step: a number for n-gram lookup, "mtp:1" to "mtp:4" for the
             model's layer of multi-token prediction. With drafts, a step is launched only after the tokens of the last
             one were read.
@@ -114,6 +106,7 @@ class Engine:
         mixed_rows: int = MIXED_ROWS,
         most_graphs: int | None = None,
         prefix_caching: bool = True,
+        host_bytes: int | None = None,
         speculation: int | str = 0,
         offloadable: OffloadableModel | None = None,
         adapters: abc.Sequence[Lora | Prefix] = (),
@@ -158,12 +151,14 @@ class Engine:
         )
         runner = Runner(model, cache, step, batch_bucket(self._drafting.rows), mtp=self._drafting.mtp_tokens > 0)
         self._instance = ModelInstance(model, device, cache, step, runner, offloadable)
+        self._host = None if host_bytes is None else HostCache(cache, host_bytes)
         self._blocks = BlockAllocator(
             count,
             # Not a method: the reference to this engine would keep it alive in a cycle.
             commit=partial(commit_blocks, cache, model.group),
             sharing=prefix_caching,
             reserved=self._prefixes.blocks,
+            host=None if self._host is None else self._host.blocks,
         )
         self._begin_cache("end what else uses it, or quantize the model")
         self._budget = StepBudget(
@@ -172,16 +167,11 @@ class Engine:
             clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
             latency=inter_token_latency,
         )
-        self._scheduler = Scheduler(
-            self._blocks,
-            max_num_seqs=max_num_seqs,
-            budget=self._budget,
-        )
+        self._scheduler = Scheduler(self._blocks, max_num_seqs=max_num_seqs, budget=self._budget)
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[LaunchedStep] = deque()
         self._steps = 0
-        self._planning = self._read_time = 0.0
-        self._launching = 0.0
+        self._planning = self._read_time = self._launching = 0.0
         self.adapters = {adapter.name: adapter for adapter in adapters}
         self._loras = lora_numbers(adapters)
         self._make_replica = partial(
@@ -238,6 +228,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            host_hits=scheduler.host_hits,
+            **({} if self._host is None else self._host.stats()),
             blocks=blocks.count - 1 - self._prefixes.blocks,
             blocks_used=blocks.used,
             blocks_idle=blocks.idle,
@@ -274,7 +266,7 @@ class Engine:
             length,
             salt_of(sequence.adapter, sequence.cache_salt),
             unsplit_tokens(sequence.prompt, self.model.config.prompt_end),
-            uncached=sequence.params.prompt_logprobs is not None,
+            uncached=sequence.params.needs_whole_prompt,
             prefix=prefix,
             prefix_length=prefix_length,
         )
@@ -322,6 +314,8 @@ class Engine:
             drafts, propose = self._drafting.drafts(plan, ahead=ahead)
             for chunk in plan.chunks:
                 self._assign_slot(chunk.sequence)
+            if self._host is not None:
+                self._host.begin_step([*plan.decoding, *(chunk.sequence for chunk in plan.chunks)])
             sampled = self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose)
             self._launched.append(LaunchedStep(sampled, drafts, plan, planned))
             self._launching += time.perf_counter() - planned
@@ -362,14 +356,14 @@ class Engine:
         for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
             self._instance.step.capture(rows or 1, longest)
         self._instance.runner.experts.restart()
-        self.shrink()
-
-    def shrink(self) -> None:
-        """Empty the prefix cache and return the cache memory that no sequence needs."""
         self._uncommit(self._blocks.forget())
 
+    def shrink(self) -> None:
+        """Empty the prefix cache, except for main memory, and return the cache memory that no sequence needs."""
+        self._uncommit(self._blocks.forget(keep=True))
+
     def sleep(self) -> None:
-        """Return the memory of weights and cache; the prefix cache is emptied. Does nothing while asleep.
+        """Return the memory of weights and cache; of the prefix cache, main memory stays. Does nothing while asleep.
 
         Raises:
             UsageError: requests wait or run, or the engine has no `offloadable`.
@@ -379,7 +373,7 @@ class Engine:
             raise UsageError(
                 f"{len(self._scheduler)} requests are under way: let them end, or abort them, before sleep"
             )
-        self._blocks.forget()
+        self._blocks.forget(keep=True)
         self._uncommit(0)
         offloadable.sleep()
 
@@ -465,6 +459,8 @@ class Engine:
             raise DeviceError(
                 f"{replica.device}: out of memory for the cache of the engine on {self.device}: end what else uses it"
             )
+        if self._host is not None:
+            self._host.wait()
         if blocks:
             target.store(blocks, source.fetch(blocks))
         return len(blocks) * source.block_bytes
@@ -480,6 +476,8 @@ class Engine:
         """
         self._instance, replica._instance = replica._instance, self._instance
         now = self._instance
+        if self._host is not None:
+            self._host.use_cache(now.cache)
         placed = [sequence for sequence in self._scheduler if sequence.runner_state.slot >= 0]
         now.step.load(
             [
@@ -499,6 +497,8 @@ class Engine:
 
     def _uncommit(self, blocks: int) -> None:
         """Return the memory of all but the first blocks."""
+        if self._host is not None:
+            self._host.wait()
         self._instance.cache.shrink(blocks)
         self._blocks.uncommit(self._instance.cache.committed)
         # Kernels prefetch the blocks that the tables name, those of unused slots too.

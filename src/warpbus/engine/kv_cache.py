@@ -71,6 +71,11 @@ class KVCache:
                 self.index_keys[layer] = self._parts[-1].data[:, at]
 
     @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._parts[0].data.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of committed memory."""
         return sum(part.arena.mapped for part in self._parts)
@@ -107,10 +112,14 @@ class KVCache:
             device = part.data.device
             part.rows().index_copy_(0, to_device(blocks, torch.int64, device), content.to(device, non_blocking=True))
 
+    def rows(self) -> list[Tensor]:
+        """The content of all blocks as int64 `[count, elements]`, in one or several tensors."""
+        return [part.rows() for part in self._parts]
+
     def copy(self, source: int, target: int) -> None:
         """Copy the content of one block to another."""
-        for part in self._parts:
-            part.rows()[target].copy_(part.rows()[source])
+        for rows in self.rows():
+            rows[target].copy_(rows[source])
 
     def close(self) -> None:
         """Return all memory and addresses."""

@@ -173,6 +173,7 @@ def build_engine(
         mixed_rows=PLANNED_ROWS if limited else MIXED_ROWS,
         most_graphs=PLANNED_GRAPHS if limited else None,
         prefix_caching=options.prefix_caching,
+        host_bytes=_host_bytes(opened, options, group),
         speculation=options.speculation,
         offloadable=OffloadableModel(decoder) if can_sleep and not limited else None,
         adapters=adapters,
@@ -200,6 +201,17 @@ def _cache_tokens(opened: OpenedModel, options: ServiceOptions) -> int | None:
         return None
     each = -(-opened.max_model_len // BLOCK)
     return BLOCK * min(-(-options.cache_tokens // BLOCK), options.max_num_seqs * each)
+
+
+def _host_bytes(opened: OpenedModel, options: ServiceOptions, group: Group | None) -> int | None:
+    """Main memory of this process for evicted blocks: each process that shares the model has a part of every block."""
+    if options.kv_host_memory is None:
+        return None
+    if opened.config.prompt_end is not None:
+        raise UsageError(
+            "kv_host_memory: this model reads its prompts in both directions, so no prefix can be found again"
+        )
+    return parse_memory(options.kv_host_memory, what="kv_host_memory") // (1 if group is None else group.world)
 
 
 def load_engine(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Engine:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from warpbus.cuda.dtype_names import dtype_name
+from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import Speculation
@@ -38,6 +39,8 @@ class ServiceOptions:
             as much of new prompts as measured steps allow. None: no target. Not with several processes, whose measured
             times would differ.
         prefix_caching: prompts with a common prefix share the blocks of it.
+        kv_host_memory: main memory for blocks that are evicted from the KV cache, so that prefix caching still finds
+            them: "64GB", or bytes; of all processes of the engine together. None: evicted blocks are forgotten.
         speculation: the most draft tokens per request and step, proposed by n-gram lookup, up to 1,024; or "mtp:1" to
             "mtp:4" ("mtp" is "mtp:1"), proposed by the model's layer of multi-token prediction; 0: no speculation.
         max_restarts: how often the processes are restarted after deaths in a row, with less than a minute of service
@@ -67,6 +70,7 @@ class ServiceOptions:
     max_num_batched_tokens: int | None = None
     inter_token_latency: str | float | None = None
     prefix_caching: bool = True
+    kv_host_memory: str | int | None = None
     speculation: int | str = 0
     max_restarts: int = 5
     watchdog_timeout: float = 300.0
@@ -96,6 +100,10 @@ class ServiceOptions:
                     f"inter_token_latency with tensor_parallel {self.tensor_parallel}: each process would measure "
                     "other times, and plan other steps: leave one of them out"
                 )
+        if self.kv_host_memory is not None:
+            parse_memory(self.kv_host_memory, what="kv_host_memory")
+            if not self.prefix_caching:
+                raise UsageError("kv_host_memory keeps blocks for prefix caching, which is off: leave one of them out")
         if self.generation_config not in get_args(GenerationConfig):
             raise UsageError(f"generation_config is {self.generation_config!r}: give auto or none")
         check_limit("watchdog_timeout", self.watchdog_timeout)
@@ -111,3 +119,55 @@ class ServiceOptions:
                 )
         if self.dtype != "auto":
             dtype_name(self.dtype)
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many engines a model has, each with the processes, the queue and the memory that `ServiceOptions` give.
+
+    Attributes:
+        data_parallel: engines on this machine.
+        replicas: engines on a cluster at the start; by default `min_replicas`.
+        min_replicas, max_replicas: limits of their number, which follows the length of their queues; by default
+            `replicas`.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    data_parallel: int = 1
+    replicas: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel", "replicas", "min_replicas", "max_replicas"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} is {value!r}: give a whole number, 1 or more")
+        if self.on_cluster and self.data_parallel > 1:
+            raise UsageError("data_parallel is for this machine, replicas is for a cluster: leave one of them out")
+        if not self.fewest <= self.count <= self.most:
+            raise UsageError(
+                f"replicas is {self.count}, min_replicas {self.fewest}, max_replicas {self.most}: give them in order"
+            )
+
+    @property
+    def on_cluster(self) -> bool:
+        """They need a cluster."""
+        return (self.replicas, self.min_replicas, self.max_replicas) != (None, None, None)
+
+    @property
+    def count(self) -> int:
+        """Engines at the start."""
+        return self.replicas or self.min_replicas or self.data_parallel
+
+    @property
+    def fewest(self) -> int:
+        """The fewest engines."""
+        return self.min_replicas or self.count
+
+    @property
+    def most(self) -> int:
+        """The most engines."""
+        return self.max_replicas or self.count

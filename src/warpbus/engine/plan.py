@@ -2,7 +2,16 @@
 
 A plan is made of the config and the headers of the files alone. To fit, these are given up in this order: a context
 longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits for one of 8, an embedding on the GPU, and
-at last experts on the GPU: those that do not fit lie in pinned memory of the host (`expert_memory`).
+at last experts on the GPU: those that do not fit lie in pinned memory of the host (`expert_memory`). An engine within a
+given number of bytes of the GPU's memory, the process's CUDA context included:
+
+    plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
+    where = "cpu" if plan.embedding_on_cpu else None
+    enforce(plan, device)
+    model = random_model(
+        config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
+    )
+    engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
 import math

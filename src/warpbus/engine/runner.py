@@ -22,6 +22,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs, PromptLogprobs
 from warpbus.engine.mtp import ComputedRows, draft, predict
+from warpbus.engine.pooling import PooledPrompt
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
@@ -48,14 +49,14 @@ class SampledTokens:
     tokens: Tensor
     _readback: Readback
     _logprobs: Logprobs | None
-    _prompts: tuple[PromptLogprobs, ...] = ()
+    _prompts: tuple[PromptLogprobs | PooledPrompt, ...] = ()
     _drafts: bool = False  # the last tensor of the readback has the draft tokens of each sequence
 
     def read(self) -> list[tuple[Sequence, int | None, TokenLogprob | None]]:
         """The tokens; None where the logits hold NaN or infinity. Waits for the step.
 
-        The sequences get the log probabilities of their prompts, and the draft tokens of multi-token prediction,
-        `RunnerState.drafts`.
+        The sequences get the log probabilities and vectors of their prompts, and the draft tokens of multi-token
+        prediction, `RunnerState.drafts`.
 
         Raises:
             DeviceError: a remote device had no memory for the step.
@@ -119,7 +120,7 @@ class Runner:
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Sequence] | None = []
         self._computed: list[ComputedRows] = []  # by the step that is launched
-        self._prompts: list[PromptLogprobs] = []  # of the step that is launched
+        self._prompts: list[PromptLogprobs | PooledPrompt] = []  # of the step that is launched
         self._score_rows = min(rows, _MOST_SCORE_ROWS)
         self._outdated = False  # the last tokens on the device are those of a step before the last one
         self._group = None if model.group is None or model.group.world == 1 else model.group
@@ -223,7 +224,7 @@ class Runner:
         longest = max(
             sequence.scheduler_state.cache_length for sequence in (*decoding, *(chunk.sequence for chunk in chunks))
         )
-        if chunks and step.fits_graph(count, longest) and not any(map(_wants_logprobs, chunks)):
+        if chunks and step.fits_graph(count, longest) and not any(map(_wants_states, chunks)):
             return self._scores_of(_step_rows(decoding, guesses, chunks, known), prompts=True)
         parts: list[Tensor] = []
         if decoding and known:
@@ -267,6 +268,10 @@ class Runner:
                 own = hidden[span.begin : span.end]
                 found = PromptLogprobs.of(self._model.scores, own, chunk.sequence, chunk.start, self._score_rows)
                 self._prompts += [] if found is None else [found]
+            if _wants_vector(chunk):
+                norm, scores = self._model.final_norm, self._model.scores
+                pooled = PooledPrompt.of(hidden[span.begin : span.end], chunk, final_norm=norm, scores=scores)
+                self._prompts += [] if pooled is None else [pooled]
         if not rows.sampled:
             return []
         return [self._model.scores(hidden.index_select(0, to_device(rows.sampled, torch.int64, self._device)))]
@@ -363,6 +368,16 @@ def _step_rows(
 def _wants_logprobs(chunk: PromptChunk) -> bool:
     """The log probabilities of the prompt are asked for, and not known already."""
     return chunk.sequence.prompt_logprobs is not None and not chunk.sequence.token_ids
+
+
+def _wants_vector(chunk: PromptChunk) -> bool:
+    """The vector of the prompt is asked for, and not known already."""
+    return chunk.sequence.params.pooling is not None and not chunk.sequence.token_ids
+
+
+def _wants_states(chunk: PromptChunk) -> bool:
+    """More than the logits after the prompt is asked for."""
+    return _wants_logprobs(chunk) or _wants_vector(chunk)
 
 
 def _append_positions(rows: StepRows, sequence: Sequence, start: int, end: int) -> None:

@@ -76,6 +76,21 @@ class Thinking:
 
 
 @dataclass(frozen=True)
+class PromptPooling:
+    """The vector of a prompt that a request asks for.
+
+    Attributes:
+        mode: the mean of the hidden states of its tokens, after the final norm, or the last one; or the logits of some
+            tokens after the prompt, or their probabilities among all tokens. The mean is computed without the prefix
+            cache.
+        tokens: the ids of these tokens.
+    """
+
+    mode: Literal["mean", "last", "logits", "probabilities"]
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are sampled, and when to stop.
 
@@ -110,6 +125,7 @@ class SamplingParams:
         logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
             20). None: no logprobs.
         prompt_logprobs: the same for the tokens of the prompt, which is then computed without the prefix cache.
+        pooling: return a vector of the prompt with the first token.
 
     Raises:
         UsageError: a value is out of range.
@@ -130,6 +146,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: PromptPooling | None = None
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)
     grammar: Grammar | None = None
     thinking: Thinking | None = None
@@ -181,12 +198,18 @@ class SamplingParams:
         """No random numbers are needed."""
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """The prompt is computed without the prefix cache."""
+        return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.mode == "mean")
+
     def check_ids(self, vocab_size: int) -> None:
         """Raises UsageError if `logit_bias` or `stop_token_ids` name a token outside the vocabulary."""
         tags = () if self.thinking is None else (self.thinking.opening, self.thinking.closing)
         for name, ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
+            ("pooling", () if self.pooling is None else self.pooling.tokens),
             ("thinking", tags),
         ):
             strange = [token for token in ids if token >= vocab_size]

@@ -68,6 +68,7 @@ class Scheduler:
         running: the sequences, oldest first.
         preemptions: how often a sequence was preempted.
         prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
+        host_hits: those of the found tokens whose blocks were in main memory.
     """
 
     def __init__(self, blocks: BlockAllocator, *, max_num_seqs: int, budget: StepBudget) -> None:
@@ -79,6 +80,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.host_hits = 0
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -124,7 +126,7 @@ class Scheduler:
         preempted: set[Sequence] = set()
         decoding, draft_limits = self._decoding(drafts, preempted)
         budget = self._budget.prompt_tokens(len(decoding) + sum(draft_limits), self._waits)
-        chunks = self._chunks(budget, admit=not preempted)
+        chunks = self._chunks(budget, admit=not preempted, busy=bool(decoding))
         if lookahead:
             for sequence, most in zip(decoding, draft_limits, strict=True):
                 self._look_ahead(sequence.scheduler_state, most + lookahead)
@@ -186,10 +188,19 @@ class Scheduler:
                 state.length += 1
         return chosen, draft_limits
 
-    def _chunks(self, budget: int, *, admit: bool) -> list[PromptChunk]:
+    def _chunks(self, budget: int, *, admit: bool, busy: bool) -> list[PromptChunk]:
+        """The chunks of a step.
+
+        Args:
+            budget: their tokens.
+            admit: waiting sequences may be admitted.
+            busy: other sequences decode in the step.
+        """
         chunks: list[PromptChunk] = []
-        for sequence in self.running:
-            if budget and not sequence.scheduler_state.decoding:
+        prefilling = [each for each in self.running if not each.scheduler_state.decoding]
+        busy = busy or not all(each.scheduler_state.restoring for each in prefilling)
+        for sequence in prefilling:
+            if budget and not self._restores(sequence.scheduler_state, busy=busy):
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].end - chunks[-1].start
         while admit and budget and self.waiting and len(self.running) < self._max_num_seqs:
@@ -199,9 +210,17 @@ class Scheduler:
             sequence = self.waiting.popleft()
             sequence.scheduler_state.status = "running"
             self.running.append(sequence)
+            if self._restores(sequence.scheduler_state, busy=busy or bool(chunks)):
+                continue
             chunks.append(self._chunk(sequence, max(budget, unsplit)))
             budget = max(0, budget - chunks[-1].end + chunks[-1].start)
         return chunks
+
+    def _restores(self, state: SchedulerState, *, busy: bool) -> bool:
+        """Whether a sequence waits in this step for its blocks from main memory: only while other work goes on."""
+        waits = busy and state.restoring > 0
+        state.restoring = state.restoring - 1 if waits else 0
+        return waits
 
     def _chunk(self, sequence: Sequence, budget: int) -> PromptChunk:
         state = sequence.scheduler_state
@@ -216,8 +235,14 @@ class Scheduler:
         return chunk
 
     def _admit(self, state: SchedulerState) -> bool:
-        """Give a waiting sequence a block table for all of its tokens: cached blocks first, then fresh ones."""
-        shared = self._cached_blocks(state)
+        """Give a waiting sequence a block table for all of its tokens: cached blocks first, then fresh ones.
+
+        Fresh blocks whose content is in main memory are loaded from there.
+        """
+        keys = self._keys_to_find(state)
+        shared = self._blocks.share(keys)
+        keys = keys[len(shared) :]
+        self._blocks.hold(keys)
         fresh = _blocks_for(state.prefix_tail + state.length) - len(shared)
         # Each running sequence may soon need one more block.
         spare = len(self.running)
@@ -225,22 +250,24 @@ class Scheduler:
         if taken is None:
             self._blocks.release(shared)
             return False
+        restored, state.restoring = self._blocks.restore(keys, taken)
         state.blocks = [*state.prefix[: state.full_prefix_blocks], *shared, *taken]
-        state.published = len(shared)
-        state.computed = max(0, len(shared) * BLOCK - state.prefix_tail)
+        state.published = len(shared) + restored
+        state.computed = max(0, state.published * BLOCK - state.prefix_tail)
         if not state.preemptions:
             state.cached_tokens = state.computed
             self.prefix_queries += 0 if state.unsplit else state.length
             self.prefix_hits += state.computed
+            self.host_hits += state.computed - max(0, len(shared) * BLOCK - state.prefix_tail)
         return True
 
-    def _cached_blocks(self, state: SchedulerState) -> list[int]:
-        """The blocks of the longest cached prefix of a sequence, which uses them from now on."""
+    def _keys_to_find(self, state: SchedulerState) -> list[bytes]:
+        """The keys of the blocks of a sequence that may be cached."""
         if state.unsplit or state.uncached:
             return []
         state.keys = block_keys(state.ids, state.keys, salt=state.salt, offset=state.prefix_tail)
         # The last token is always computed, because its logits are needed.
-        return self._blocks.share(state.keys[: (state.prefix_tail + state.length - 1) // BLOCK])
+        return state.keys[: (state.prefix_tail + state.length - 1) // BLOCK]
 
     def _reserve(self, state: SchedulerState, tokens: int) -> bool:
         """Extend the block table to `tokens` tokens; False if there are not enough blocks."""
@@ -269,6 +296,7 @@ class Scheduler:
         self._blocks.release(state.own_blocks)
         state.blocks = []
         state.computed = 0
+        state.restoring = 0
         state.decoding = False
 
     def _publish(self, state: SchedulerState) -> None:

@@ -53,6 +53,7 @@ class TextPiece:
         stop_string: the stop string that ended the answer; None if none did.
         prompt_logprobs: of the prompt's tokens, the first of which has none, if the request asked for them; in the
             first piece that has tokens only.
+        pooled: the vector of the prompt, if the request asked for it; in the same piece.
     """
 
     text: str
@@ -63,6 +64,7 @@ class TextPiece:
     queue_seconds: float = 0.0
     stop_string: str | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    pooled: tuple[float, ...] | None = None
 
 
 class TextStream(Protocol):
@@ -187,6 +189,7 @@ class Sequence:
         logprobs: of the generated tokens, if the request asked for them; else None.
         prompt_logprobs: of the prompt's tokens, None for the first and for those not computed yet, if the request asked
             for them; else None.
+        pooled: the vector of the prompt as far as it is computed, if the request asked for it; else None.
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
         error: why it ended without a finish reason: an error of this request alone; else None.
         stop_ids: the tokens that end it.
@@ -223,6 +226,7 @@ class Sequence:
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         wanted = params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * len(prompt) if wanted else None
+        self.pooled: list[float] | None = None
         self.finish_reason: FinishReason | None = None
         self.error: WarpbusError | None = None
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
@@ -365,7 +369,7 @@ class Sequence:
         """The piece since the last call."""
         tokens, text = self._taken_tokens, self._taken_text
         self._taken_tokens, self._taken_text = len(self.token_ids), len(self.text)
-        first = tokens == 0 and self._taken_tokens > 0 and self.prompt_logprobs is not None
+        first = tokens == 0 and self._taken_tokens > 0
         return TextPiece(
             text=self.text[text:],
             token_ids=tuple(self.token_ids[tokens:]),
@@ -374,5 +378,6 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             queue_seconds=self.queue_seconds,
             stop_string=self._stops.found,
-            prompt_logprobs=tuple(self.prompt_logprobs or ()) if first else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if first and self.prompt_logprobs is not None else None,
+            pooled=tuple(self.pooled) if first and self.pooled is not None else None,
         )

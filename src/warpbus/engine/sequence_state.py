@@ -36,6 +36,7 @@ class SchedulerState:
         blocks: the block table, in order; it begins with the full blocks of the prefix.
         cached_tokens: tokens of the prompt found in the prefix cache when the sequence was first admitted.
         decoding: the prompt is prefilled and the sequence has a next token: all tokens but the last are computed.
+        restoring: for how many steps of other sequences it waits for blocks from main memory.
         preemptions: how often the sequence was preempted.
         keys: the prefix-cache keys of its full blocks, as far as they were needed.
         published: how many of its own blocks are full and registered in the prefix cache (not registered if `unsplit`).
@@ -55,6 +56,7 @@ class SchedulerState:
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     decoding: bool = False
+    restoring: int = 0
     preemptions: int = 0
     keys: list[bytes] = field(default_factory=list)
     published: int = 0

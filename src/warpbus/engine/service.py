@@ -10,16 +10,19 @@ import time
 from collections import abc, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
+
+import torch
 
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
+from warpbus.engine.health import Health, State
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
     Abort,
@@ -39,7 +42,7 @@ from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.speculation import Speculation
+from warpbus.engine.service_model import ServiceModel
 from warpbus.engine.stats import Stats
 from warpbus.engine.supervisor import (
     EngineDied,
@@ -53,12 +56,9 @@ from warpbus.engine.supervisor import (
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
-from warpbus.models import ModelConfig, Progress, check_loadable, read_config
-from warpbus.models.generation_defaults import read_generation_defaults
-from warpbus.models.templates import Template, load_template
-from warpbus.models.tokenizers import Tokenizer, load_tokenizer
-
-State = Literal["ready", "unresponsive", "asleep", "restarting", "failed", "closing", "closed"]
+from warpbus.models import ModelConfig, Progress, check_loadable
+from warpbus.models.templates import Template
+from warpbus.models.tokenizers import Tokenizer
 
 _log = logging.getLogger("warpbus.engine")
 
@@ -71,23 +71,6 @@ _END_TIMES_KEPT = 256
 # The Retry-After without an estimate, and the largest one, in seconds.
 _RETRY_AFTER = 5.0
 _LONGEST_RETRY_AFTER = 120.0
-
-
-@dataclass(frozen=True)
-class Health:
-    """The state of a service.
-
-    Attributes:
-        state: "ready", "unresponsive" (the engine lives but makes no progress; requests are accepted and wait),
-            "asleep" (see `Service.sleep`), "restarting" (the engine died), "failed" (it died too often and is not
-            restarted any more), "closing" (no new requests are accepted) or "closed".
-        reason: why it is not ready; empty if it is.
-        restarts: how often the engine has been restarted.
-    """
-
-    state: State
-    reason: str
-    restarts: int
 
 
 class Service:
@@ -117,24 +100,14 @@ class Service:
     generation_defaults: dict[str, float]
     max_model_len: int
 
-    def __init__(self, model: Path, options: ServiceOptions, checkpoint: Checkpoint, progress: Progress | None) -> None:
+    def __init__(self, served: ServiceModel, options: ServiceOptions, progress: Progress | None, label: str) -> None:
         """See `start`."""
-        self.model = model
+        self.model = served.directory
         self.options = options
-        mtp = Speculation.parse(options.speculation).mtp
-        self.config = read_config(checkpoint, mtp="required" if mtp else "unused")
-        longest = options.max_model_len or self.config.max_context
-        if longest > self.config.max_context:
-            raise UsageError(
-                f"max_model_len is {longest:,}: give 2 to {self.config.max_context:,}, the model's context"
-            )
-        self.max_model_len = longest
-        self.tokenizer = load_tokenizer(checkpoint.directory)
-        self.template = load_template(checkpoint.directory, checkpoint.config, self.tokenizer)
-        self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
-        self.generation_defaults = (
-            {} if options.generation_config == "none" else read_generation_defaults(checkpoint.directory)
-        )
+        self.config, self.tokenizer, self.template = served.config, served.tokenizer, served.template
+        self.stop_ids, self.generation_defaults = served.stop_ids, served.generation_defaults
+        self.max_model_len = served.max_model_len
+        self._label = label
         self._progress = progress
         self._load: LoadEngine = load_engine
         self._state: State = "restarting"
@@ -162,6 +135,10 @@ class Service:
         *,
         progress: Progress | None = None,
         load: LoadEngine = load_engine,
+        served: ServiceModel | None = None,
+        devices: abc.Sequence[torch.device] | None = None,
+        threads: int | None = None,
+        label: str = "",
     ) -> Self:
         """Start the processes and wait until the model is loaded and warm.
 
@@ -171,6 +148,11 @@ class Service:
             options: of the engine and the service.
             progress: called in the event loop while the weights are read; see `warpbus.models.Progress`.
             load: creates the engine, in each of its processes; a module-level function.
+            served: the model, if it has been read already.
+            devices: of the processes, instead of those that the options name.
+            threads: CPU threads per process, unless `OMP_NUM_THREADS` says otherwise; by default all cores are shared
+                among the processes.
+            label: precedes what is logged.
 
         Raises:
             UsageError: an option is out of range or not known, or the model does not fit the memory.
@@ -179,14 +161,17 @@ class Service:
             WarpbusError: the engine did not start for another reason.
         """
         options = options or ServiceOptions()
-        devices = devices_of(options)
-        check = partial(check_loadable, processes=options.tensor_parallel)
-        checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
-        service = cls(checkpoint.directory, options, checkpoint, progress)
+        if devices is None:
+            devices = devices_of(options)
+        if served is None:
+            check = partial(check_loadable, processes=options.tensor_parallel)
+            served = ServiceModel.read(Checkpoint(await asyncio.to_thread(find_model, model, check=check)), options)
+        service = cls(served, options, progress, label)
         service._load = load
         service._supervisor = EngineSupervisor(
             service._arguments(),
             devices=devices,
+            threads=threads,
             cluster=options.cluster,
             max_restarts=options.max_restarts,
             patience=options.watchdog_timeout,
@@ -206,6 +191,7 @@ class Service:
         adapter: str | None = None,
         *,
         cache_salt: bytes = b"",
+        expected_cached: int = 0,
     ) -> Answer:
         """Request the continuation of a prompt; returns at once (it is not awaited).
 
@@ -214,6 +200,7 @@ class Service:
             params: how tokens are sampled; `max_tokens` is limited to what the prompt leaves of the context.
             adapter: the name of one of `options.adapters`; None: the model without an adapter.
             cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
+            expected_cached: tokens of the prompt that `pending_tokens` does not count.
 
         Raises:
             UsageError: the prompt is empty or holds an id that is not in the vocabulary, or there is no such adapter.
@@ -238,7 +225,7 @@ class Service:
             # The processes draw the same random numbers only from the same seed.
             params = replace(params, seed=secrets.randbits(63))
         number = next(self._numbers)
-        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)), adapter)
+        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)), adapter, len(prompt) - expected_cached)
         self._inboxes[number] = inbox
         self._nothing_pending.clear()
         outbox.put(Add(number, prompt, params, adapter, cache_salt))
@@ -254,9 +241,19 @@ class Service:
         return await self._ask("stats")
 
     @property
+    def replicas(self) -> dict[int, Self]:
+        """The engines of the model: this one."""
+        return {0: self}
+
+    @property
     def pending(self) -> int:
         """The number of requests that run or wait."""
         return len(self._inboxes)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens computed for these requests: of their prompts, unless they are cached, and of their answers so far."""
+        return sum(inbox.prompt_tokens + inbox.times.output_tokens for inbox in self._inboxes.values())
 
     @property
     def alive(self) -> bool:
@@ -555,7 +552,7 @@ class Service:
     def _on_engine_up(self, up: EngineUp) -> None:
         self._outbox, self.max_model_len = up.outbox, up.max_model_len
         if self._restarts < 0 and up.plan is not None:
-            _log.info("%s: memory plan\n%s", self.model, up.plan)
+            _log.info("%s%s: memory plan\n%s", self._label, self.model, up.plan)
         self._restarts += 1
         self._stall = ""
         if self._state == "restarting":
@@ -577,7 +574,7 @@ class Service:
         elif not death.again:
             then = f"it is given up after {self.options.max_restarts} restarts in a row: restart the server"
         message = f"the engine died: {death.what}; {then}"
-        _log.warning("%s", message)
+        _log.warning("%s%s", self._label, message)
         retry_after = _RETRY_AFTER if death.again else None
         if self._state not in ("closing", "closed"):
             after: State = "asleep" if self._state == "asleep" else "restarting"

@@ -12,6 +12,9 @@ class Stats:
         steps: launched steps.
         preemptions: how often a sequence was preempted.
         prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
+        host_hits: those of the found tokens whose blocks were in main memory.
+        host_bytes: bytes of the blocks that are kept in main memory.
+        host_stored_bytes, host_loaded_bytes: bytes of blocks that were copied to main memory, and back.
         blocks, blocks_used, blocks_idle: blocks of the cache, those of P-Tuning prefixes excluded: the most there can
             be, those used by sequences, and those kept in the prefix cache only.
         cache_bytes: committed memory of the cache.
@@ -35,6 +38,10 @@ class Stats:
     cache_bytes: int
     drafted: int
     accepted: int
+    host_hits: int = 0
+    host_bytes: int = 0
+    host_stored_bytes: int = 0
+    host_loaded_bytes: int = 0
     experts_exchanged: int = 0
     expert_choices: int = 0
     host_expert_choices: int = 0

@@ -120,6 +120,7 @@ class EngineSupervisor:
     Args:
         arguments: of `serve`, after its first two.
         devices: of the processes.
+        threads: CPU threads per process on this machine; None: the cores are shared among the processes.
         cluster: see `ServiceOptions`.
         max_restarts: how often they are restarted after deaths in a row.
         patience: after so many seconds without progress the engine is killed and restarted.
@@ -131,6 +132,7 @@ class EngineSupervisor:
         arguments: tuple[object, ...],
         *,
         devices: abc.Sequence[torch.device],
+        threads: int | None = None,
         cluster: str | None,
         max_restarts: int,
         patience: float,
@@ -138,6 +140,7 @@ class EngineSupervisor:
     ) -> None:
         self._arguments = arguments
         self._devices = devices
+        self._environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._cluster = cluster
         self._max_restarts = max_restarts
         self._patience = Patience(patience, _SECONDS_UNTIL_REPORTED, self._on_stalled)
@@ -235,7 +238,14 @@ class EngineSupervisor:
     def _start_processes(self) -> Processes | ClusterProcesses:
         devices, receive, patience = self._devices, self._on_engine_events, self._patience
         if self._cluster is None:
-            return Processes(serve, devices=devices, receive=receive, apart=True, patience=patience)
+            return Processes(
+                serve,
+                devices=devices,
+                receive=receive,
+                apart=True,
+                environment=self._environment,
+                patience=patience,
+            )
         return ClusterProcesses(
             serve,
             processes=len(devices),

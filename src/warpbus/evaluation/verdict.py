@@ -1,5 +1,6 @@
 """The verdict on a quantization: the model before and after, and the cost of the quantization."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from warpbus.evaluation import report as evaluations
 from warpbus.evaluation.page import PageTable, Picture, write_page
 from warpbus.evaluation.side_by_side import Evaluation, evaluate
 from warpbus.formats.files import replace_file
+from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
 # Name, name in Chinese, before, after, change.
@@ -30,12 +32,14 @@ class Verdict:
         before, after: as measured on the same documents.
         quantization: the report of the quantization.
         allowed: the largest accepted relative increase of the perplexity; None for any.
+        data: the name of the file with the documents.
     """
 
     before: Evaluation
     after: Evaluation
     quantization: Report
     allowed: float | None = None
+    data: str = ""
 
     @property
     def increase(self) -> float:
@@ -71,8 +75,18 @@ class Verdict:
             "perplexity_increase": self.increase,
             "allowed_increase": self.allowed,
             "passed": self.passed,
+            "data": self.data,
         }
         return self.quantization.to_json() | {"verdict": found}
+
+    def keep(self) -> None:
+        """Add the verdict to the report in the directory of the quantized model, from which its card is made.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        text = f"{json.dumps(self.to_json(), indent=2, ensure_ascii=False)}\n"
+        replace_file(Path(self.after.model) / REPORT_NAME, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def sentences(self) -> list[str]:
         """The main results as sentences, in English and in Chinese."""
@@ -131,6 +145,10 @@ class Verdict:
             ("GPU-seconds", "显卡时间（秒）", "", gpu_seconds, ""),
             ("energy of the GPUs", "显卡能耗", "", energy, ""),
         ]
+        if done.head is not None:
+            rows.insert(
+                2, ("error of the head (weights)", "输出层权重相对误差", "", f"{done.head.error:.2%}", done.head.scheme)
+            )
         if done.prices:
             rows.append(("cost, estimated", "费用（估算）", "", done.cost_text, f"at {done.prices_text}"))
         return rows
@@ -240,7 +258,7 @@ def judge(
             f"{device}: out of memory with the original and the quantized model on it together; {done.output} was "
             "written: compare them with warpbus eval on a larger GPU or with --device cpu"
         ) from error
-    return Verdict(before, after, done, allowed)
+    return Verdict(before, after, done, allowed, data.name)
 
 
 def _errors(done: Report) -> list[Sequence[str]]:

@@ -36,6 +36,8 @@ class StoredTensor(Protocol):
 
 _Reader = Callable[[Path], dict[str, StoredTensor]]
 
+_BARE_EMBEDDING = "embed_tokens.weight"
+
 _MAX_PICKLE_BYTES = 2**26  # names and shapes of all tensors; a thousand of them take about 0.1 MB
 
 
@@ -73,6 +75,8 @@ class Checkpoint:
             )
         self.config: dict[str, Any] = config
         self._tensors = self._find_tensors() if weights else {}
+        if _BARE_EMBEDDING in self._tensors:
+            self._complete_bare_decoder()
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @classmethod
@@ -180,6 +184,14 @@ class Checkpoint:
                 f"{self.directory}: tensor {shown(name)} is missing: check that the checkpoint is complete "
                 "and that config.json belongs to it"
             ) from None
+
+    def _complete_bare_decoder(self) -> None:
+        """Name the tensors of a decoder that was saved without its head as those of the whole model are named.
+
+        Embedding models are saved so. Without a head in the file, the embedding takes its place.
+        """
+        self._tensors = {f"model.{name}": tensor for name, tensor in self._tensors.items()}
+        self.config = {**self.config, "tie_word_embeddings": True}
 
     def _find_tensors(self) -> dict[str, StoredTensor]:
         kinds: tuple[tuple[str, _Reader], ...] = (

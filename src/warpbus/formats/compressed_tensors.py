@@ -56,6 +56,7 @@ _FORMATS = {None: "pack-quantized", "int8": "int-quantized", "fp8": "float-quant
 _MIXED = "mixed-precision"
 _TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
 _EVERY = "Linear"  # the target that means every linear layer
+_HEADS = ("lm_head", "output_layer")  # for engines, the head is no "Linear": it has to be named
 
 _KNOWN = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
 # What says how weights were chosen, or repeats what the tensors themselves tell: it does not change how they are read.
@@ -69,10 +70,13 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
         schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`.
         ignore: names of the linear layers that are not quantized, for instance `lm_head`.
     """
-    of_layers = {_EVERY: schemes} if isinstance(schemes, Scheme) else schemes
+    of_layers = {_EVERY: schemes} if isinstance(schemes, Scheme) else dict(schemes)
+    heads = {name: scheme for name, scheme in of_layers.items() if name.rpartition(".")[2] in _HEADS}
+    inner = {name: scheme for name, scheme in of_layers.items() if name not in heads}
+    if len(set(inner.values())) == 1:
+        inner = {_EVERY: next(iter(inner.values()))}
+    of_layers = inner | heads
     distinct = list(dict.fromkeys(of_layers.values()))
-    if len(distinct) == 1:
-        of_layers = {_EVERY: distinct[0]}
     formats = [_format(scheme) for scheme in distinct]
     mixed = len(set(formats)) > 1
     groups = {}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -137,20 +137,30 @@ def read_header(file: Path) -> dict[str, Entry]:
     """
     try:
         with file.open("rb") as stream:
-            file_bytes = os.fstat(stream.fileno()).st_size
-            if file_bytes < 8:
-                raise _truncated(file, 8, file_bytes)
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            if header_bytes > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file.name}: not a safetensors file: its header would have {header_bytes:,} bytes"
-                )
-            if 8 + header_bytes > file_bytes:
-                raise _truncated(file, 8 + header_bytes, file_bytes)
-            text = stream.read(header_bytes)
+            return read_entries(stream, file)
     except OSError as error:
         raise _unreadable(file, error) from error
 
+
+def read_entries(stream: BinaryIO, file: Path) -> dict[str, Entry]:
+    """As `read_header`, of a file that is open at its beginning.
+
+    Args:
+        file: its path, from which `Entry.read` and `Entry.chunks` read, and its name for messages.
+
+    Raises:
+        CheckpointError: as `read_header`.
+        OSError: the file cannot be read.
+    """
+    file_bytes = os.fstat(stream.fileno()).st_size
+    if file_bytes < 8:
+        raise _truncated(file, 8, file_bytes)
+    header_bytes = int.from_bytes(stream.read(8), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{file.name}: not a safetensors file: its header would have {header_bytes:,} bytes")
+    if 8 + header_bytes > file_bytes:
+        raise _truncated(file, 8 + header_bytes, file_bytes)
+    text = stream.read(header_bytes)
     start = 8 + header_bytes
     mapped = MappedFile(file, file_bytes)
     entries = {

@@ -29,7 +29,7 @@ from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
 from warpbus.quantization.options import QuantizationOptions
-from warpbus.quantization.preflight import Plan, prepare
+from warpbus.quantization.preflight import Plan, check_head, prepare
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
@@ -62,6 +62,7 @@ def quantize(
     scheme: str | Scheme | Schemes = "w4a16-g128",
     algorithm: str = "gptq",
     layout: str = QuantizationOptions.layout,
+    head: str | Scheme | None = QuantizationOptions.head,
     calibration: str | Path | Calibration | None = None,
     samples: int = QuantizationOptions.samples,
     seqlen: int = QuantizationOptions.seqlen,
@@ -79,11 +80,11 @@ def quantize(
 ) -> Report:
     """Quantize the linear layers of a model and write it.
 
-    Embedding, head, norms and biases are copied as they are, unless the algorithm folds scales into them; tensors keep
-    their names. The output directory is there complete or not at all. The same arguments give the same bits on the same
-    kind of device, whatever the number of GPUs. Finished layers are in `OUTPUT.quantization` until the model is
-    complete: after an interruption, of whatever kind, the same call goes on there, once the weights that they were made
-    from are hashed and found to be the same.
+    Embedding, norms and biases, and without `head` the head, are copied as they are, unless the algorithm folds scales
+    into them; tensors keep their names. The output directory is there complete or not at all. The same arguments give
+    the same bits on the same kind of device, whatever the number of GPUs. Finished layers are in `OUTPUT.quantization`
+    until the model is complete: after an interruption, of whatever kind, the same call goes on there, once the weights
+    that they were made from are hashed and found to be the same.
 
     Args:
         model: a model directory, not quantized, or a name on a hub, see `formats.hub.find_model`.
@@ -92,6 +93,8 @@ def quantize(
         algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for activations of 8 bits, "smoothquant"
             (Xiao et al., 2022), which are calibrated; or "rtn", round to nearest.
         layout: the format to write, see `formats.layout_named`.
+        head: a scheme of 16-bit activations that the head is rounded to, "w8a16-g128" for instance; None to keep it.
+            A model that uses its embedding as the head gets a head besides it. Only in compressed-tensors.
         calibration: see `read_calibration`, or sequences that are tokens already; by default the packaged
             `GENERAL_TEXTS`. rtn does not look at it.
         samples: sequences to calibrate on, at most.
@@ -129,7 +132,10 @@ def quantize(
     progress = progress or Progress()
     check_limit("rank_timeout", rank_timeout)
     patience = Patience(rank_timeout)
+    head = Scheme.parse(head) if isinstance(head, str) else head
     options = QuantizationOptions(
+        layout=layout,
+        head=None if head is None else str(head),
         samples=samples,
         seqlen=seqlen,
         device=str(device),
@@ -150,7 +156,7 @@ def quantize(
         crew = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
     # The other processes start while this one looks at the model.
     with crew as run:
-        plan = prepare(Path(model), Path(output), schemes, layout)
+        plan = prepare(Path(model), Path(output), schemes, layout, head=head)
         if not suits(algorithm, plan.config):
             raise UsageError(
                 f"{algorithm} moves factors of a matrix' inputs into what precedes it, and the blocks of {model} "
@@ -167,6 +173,7 @@ def quantize(
             layout=layout,
             algorithm=algorithm,
             data=data,
+            head=head,
             damping=damping,
             overwrite=overwrite,
             restart=restart,
@@ -202,6 +209,10 @@ def check_arguments(
         fitting = [name for name, method in METHODS.items() if method.fits(each)]
         if algorithm in METHODS and algorithm not in fitting:
             raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join([*fitting, 'rtn'])}")
+    if options.head is not None:
+        check_head(Scheme.parse(options.head), options.layout)
+        if any(each.element is not None for each in schemes.distinct()):
+            raise UsageError(f"--head {options.head}: not beside layers in FP4, with which no program reads it")
     for name in ("samples", "seqlen"):
         value, least = getattr(options, name), options.least[name]
         if value < least:
@@ -373,6 +384,7 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
         "scheme": plan.schemes.to_json(),
         "algorithm": algorithm,
         "format": plan.layout.name,
+        "head": None if plan.head is None else str(plan.head.scheme),
         "damping": damping,
         "calibration tokens": None if data is None else hashlib.sha256(repr(data.sequences).encode()).hexdigest(),
         "device": kind,

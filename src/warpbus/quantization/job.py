@@ -41,26 +41,30 @@ from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
-from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
+from warpbus.quantization.report import HeadResult, LayerResult, Report, peak_memory, versions
 from warpbus.quantization.sources import Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
 from warpbus.quantization.written import (
+    HEAD_PART,
     end_parts,
     is_readable,
+    kept_end_parts,
     kept_parameters,
     kept_tensors,
     layer_part,
-    quantization_config,
     stored_tensors,
+    written_config,
 )
 
 _TURN_SECONDS = 0.0005
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""
+
+_HEAD_ELEMENTS = 2**24  # of the head that are rounded at a time
 
 _KERNELS = ("gptq/", "step/norm", "step/activation")
 """The kernels that a run needs, compiled while the first weights are read."""
@@ -76,6 +80,7 @@ class Job:
         layout: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
         data: what it is calibrated on; `None` where there is nothing to calibrate.
+        head: what the head is rounded to; None to keep it.
         damping: see `algorithms.factored`.
         overwrite: replace a model at `output`.
         restart: remove what an earlier run has finished.
@@ -92,6 +97,7 @@ class Job:
     layout: str
     algorithm: str
     data: Calibration | None
+    head: Scheme | None
     damping: float
     overwrite: bool
     restart: bool
@@ -239,18 +245,18 @@ class _QuantizationRun:
             else:
                 self._calibrate(self.job.data, self.method, self.reading)
             self.ends.result()
+            self._commit_head()
         peaks, joules = self._gathered(energy.total)
         if self.writer is None:
             return  # nobody needs this process any more
         self.writer.drain()
         self.watch.lap("writing")
         report = self._report(peaks, joules)
-        config = self.plan.checkpoint.config | {"quantization_config": quantization_config(self.plan)}
         files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
         files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
         layers = [layer_part(index) for index, _ in enumerate(self.plan.config.all_layers)]
-        ends = [part for part, _ in end_parts(self.plan)]
-        self.writer.finish(config, files, [*ends, *layers])
+        ends = [part for part, _ in kept_end_parts(self.plan)]
+        self.writer.finish(written_config(self.plan), files, [*ends, *layers])
         self.send(report)
 
     def _calibrate(self, data: Calibration, method: Method, reading: Reading) -> None:
@@ -351,11 +357,36 @@ class _QuantizationRun:
         """What is outside of the layers, as it is."""
         if self.writer is None or self.sources is None:
             return
+        head = self.plan.head
+        if head is not None and not is_readable(self.writer, HEAD_PART):
+            check_finite(self.plan.checkpoint, [head.source])  # before the layers, not after all the work
         for part, names in end_parts(self.plan):
             if not is_readable(self.writer, part):
                 check_finite(self.plan.checkpoint, names)
                 tensors = {name: self.plan.checkpoint.tensor(name) for name in names}
                 self.writer.commit(part, tensors, self.sources.end_facts(names))
+
+    def _commit_head(self) -> None:
+        """Round the head, if that was asked for, as an engine rounds one that it loads (`models.placement`)."""
+        head = self.plan.head
+        if self.writer is None or self.sources is None or head is None or is_readable(self.writer, HEAD_PART):
+            return
+        started = time.perf_counter()
+        weight = self.plan.checkpoint.tensor(head.source)
+        pieces, lost, total = [], 0.0, 0.0
+        for rows in weight.split(max(1, _HEAD_ELEMENTS // head.shape[1])):
+            part = rows.to(self.group.device)
+            rounded = rtn(part, head.scheme, scale_dtype=self.plan.scale_dtype, name=head.source)
+            changes = squared_loss(part, rounded)
+            lost, total = lost + changes[0], total + changes[1]
+            pieces.append(rounded.to("cpu"))
+        tensors = self.plan.layout.to_tensors(head.name.removesuffix(".weight"), QTensor.concatenate(pieces))
+        seconds = time.perf_counter() - started
+        result = HeadResult(str(head.scheme), relative(lost, total), seconds, untied=head.is_untied)
+        facts = {"result": asdict(result)} | self.sources.end_facts([head.source])
+        self.writer.commit(HEAD_PART, tensors, facts)
+        self.writer.drain()
+        self.watch.lap("head")
 
     def _check_layer(self, index: int) -> None:
         """Begin to hash a layer, and refuse NaN in what is not quantized; a matrix is checked where it is solved."""
@@ -370,6 +401,9 @@ class _QuantizationRun:
 
     def _recorded(self, index: int) -> list[LayerResult]:
         return [LayerResult(**row) for row in self.parts.facts(layer_part(index))["results"]]
+
+    def _head_result(self) -> HeadResult | None:
+        return None if self.plan.head is None else HeadResult(**self.parts.facts(HEAD_PART)["result"])
 
     def _gathered(self, joules: float | None) -> tuple[list[float], list[float]]:
         """Of all processes the bytes that their GPUs held at most, and the joules of their layers, NaN if unknown."""
@@ -396,6 +430,7 @@ class _QuantizationRun:
             calibration_tokens=0 if job.data is None else job.data.tokens,
             device=str(device),
             layers=tuple(self.results),
+            head=self._head_result(),
             bytes_before=self.plan.checkpoint.total_bytes,
             bytes_after=written,
             resumed_layers=len(self.finished),
@@ -420,7 +455,7 @@ def check_gpu(device: torch.device) -> None:
 def _planned(group: Group, job: Job) -> Plan:
     """The plan as the starting process made it, if this one sees the same model."""
     try:
-        plan = prepare(job.model, job.output, job.schemes, job.layout)
+        plan = prepare(job.model, job.output, job.schemes, job.layout, head=job.head)
     except CheckpointError as error:
         raise CheckpointError(f"process {group.rank} on {socket.gethostname()}: {error}") from error
     check_model(plan.checkpoint, job.model_hash)

@@ -14,6 +14,7 @@ class QuantizationOptions:
     """
 
     layout: str = "compressed-tensors"
+    head: str | None = None
     samples: int = 128
     seqlen: int = 2048
     seed: int = 0

@@ -16,6 +16,8 @@ from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
 
+_HEAD_LAYOUT = "compressed-tensors"  # the only format in which a head has a scheme of its own
+
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -49,6 +51,28 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Head:
+    """The head, where it is quantized.
+
+    Attributes:
+        name: of its tensor in the new checkpoint, unquantized: `lm_head.weight`.
+        source: the checkpoint's tensor that it is made of: the embedding where the model has no head of its own.
+        shape: rows and columns.
+        scheme: what it is rounded to. Where the group size does not divide the columns, it is a smaller one.
+    """
+
+    name: str
+    source: str
+    shape: tuple[int, int]
+    scheme: Scheme
+
+    @property
+    def is_untied(self) -> bool:
+        """Whether the original uses its embedding as the head."""
+        return self.name != self.source
+
+
+@dataclass(frozen=True)
 class Plan:
     """A model that can be quantized.
 
@@ -57,13 +81,14 @@ class Plan:
         config: of its decoder.
         schemes: what its matrices are quantized to.
         layout: the format in which they are written.
-        matrices: what is quantized, in the order of the computation.
+        matrices: what is quantized of the layers, in the order of the computation.
+        head: the head if it is quantized, else None.
         ends: the names of the tensors outside of the layers, which stay as they are.
         kept: of each layer, the names of its tensors that are not quantized.
         companions: the files that come along.
         unquantized: the linear layers that stay as they are, by the names that the checkpoint has for them.
         scale_dtype: of the quantized matrices' scales: that of the weights, or what the format asks for.
-        bytes_quantized: of the quantized matrices.
+        bytes_quantized: of the quantized matrices of the layers.
         bytes_after: of all files that are going to be written, to a few kilobytes.
         largest_unit: bytes of the largest of what is held at a time: a layer, the embedding, or the head.
     """
@@ -73,6 +98,7 @@ class Plan:
     schemes: Schemes
     layout: WritableLayout
     matrices: tuple[Matrix, ...]
+    head: Head | None
     ends: tuple[str, ...]
     kept: tuple[tuple[str, ...], ...]
     companions: tuple[Path, ...]
@@ -98,7 +124,14 @@ class Plan:
         return {matrix.linear: matrix for matrix in self.matrices if matrix.layer == index}
 
 
-def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout: str = "compressed-tensors") -> Plan:
+def prepare(
+    model: Path,
+    output: Path | None,
+    schemes: Scheme | Schemes,
+    layout: str = "compressed-tensors",
+    *,
+    head: Scheme | None = None,
+) -> Plan:
     """Look at everything that does not need the weights themselves.
 
     Args:
@@ -106,6 +139,7 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
         output: where the quantized model is going to be; `None` if nothing is going to be written.
         schemes: of all matrices, or of each.
         layout: the name of the format to write, see `formats.layout_named`.
+        head: of the head; None to keep it.
 
     Raises:
         CheckpointError: if the source cannot be read or is quantized already, except to FP8.
@@ -133,7 +167,10 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
             if not matrix.scheme.symmetric:
                 # Any group may get a zero point 0: not even one could be seen before all the work is done.
                 chosen.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
+    rounded_head = None if head is None else _head(checkpoint, config, head, chosen)
     kept, ends = _not_quantized(checkpoint, config, matrices)
+    if rounded_head is not None:
+        ends = tuple(name for name in ends if name != rounded_head.name)
     scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
     scale_dtype = scale_dtype if scale_dtype in _SCALE_DTYPES else torch.float32
     companions = find_companions(model)
@@ -145,21 +182,65 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
     for matrix in matrices:
         layers[matrix.layer] += sum(map(checkpoint.nbytes, matrix.sources))
     copied = sum(map(checkpoint.nbytes, [*ends, *(name for names in kept for name in names)]))
+    if rounded_head is not None:
+        rows, columns = rounded_head.shape
+        bits = rounded_head.scheme.bits_per_weight(columns, scale_dtype.itemsize * 8)
+        copied += int(rows * columns * bits / 8)
     return Plan(
         checkpoint=checkpoint,
         config=config,
         schemes=schemes,
         layout=chosen,
         matrices=matrices,
+        head=rounded_head,
         ends=ends,
         kept=kept,
         companions=companions,
-        unquantized=tuple(_unquantized(checkpoint, config)),
+        unquantized=tuple(
+            name
+            for name in _unquantized(checkpoint, config)
+            if rounded_head is None or f"{name}.weight" != rounded_head.name
+        ),
         scale_dtype=scale_dtype,
         bytes_quantized=int(weights),
         bytes_after=int(weights) + copied + sum(file.stat().st_size for file in companions),
-        largest_unit=max([*layers, *map(checkpoint.nbytes, ends)]),
+        largest_unit=max(
+            [*layers, *map(checkpoint.nbytes, ends), checkpoint.nbytes(rounded_head.source) if rounded_head else 0]
+        ),
     )
+
+
+def check_head(scheme: Scheme, layout: str) -> None:
+    """Refuse what a head cannot be quantized to.
+
+    Args:
+        scheme: of the head.
+        layout: the name of the format to write.
+
+    Raises:
+        SchemeError: if the activations of the scheme are not in 16 bits, or its weights are no codes.
+        UsageError: if the format has no quantized head.
+    """
+    if scheme.activations is not None or scheme.element is not None:
+        raise SchemeError(f"head {scheme}: expected codes and activations in 16 bits, w8a16-g128 for instance")
+    if layout != _HEAD_LAYOUT:
+        raise UsageError(f"format {layout} holds no quantized head: use {_HEAD_LAYOUT}, or leave the head as it is")
+
+
+def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, layout: WritableLayout) -> Head:
+    """What the head is quantized to."""
+    check_head(scheme, layout.name)
+    (name,) = tensor_map(replace(config, tie_embeddings=False))["head.weight"]
+    (source,) = tensor_map(config)["embedding.weight"] if config.tie_embeddings else (name,)
+    shape, fitting = (config.vocab_size, config.hidden_size), scheme.fitting(config.hidden_size)
+    if checkpoint.shape(source) != shape or not checkpoint.dtype(source).is_floating_point:
+        raise TensorError(
+            f"{checkpoint.directory}: {source}: expected floating point weights of shape {list(shape)}, found "
+            f"{checkpoint.dtype(source)} {list(checkpoint.shape(source))}: check that config.json belongs to these "
+            "weights"
+        )
+    layout.check(fitting, shape, source)
+    return Head(name, source, shape, fitting)
 
 
 def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:

@@ -56,6 +56,27 @@ class LayerResult:
         return f"layers.{self.layer}.{self.linear}"
 
 
+@dataclass(frozen=True)
+class HeadResult:
+    """The head that was quantized.
+
+    Attributes:
+        scheme: what it was rounded to.
+        error: the relative error of its weights, in the Frobenius norm.
+        seconds: what that took.
+        untied: the original used its embedding as the head; now there is a head besides the embedding.
+    """
+
+    scheme: str
+    error: float
+    seconds: float
+    untied: bool
+
+    def __str__(self) -> str:
+        added = "; the embedding was the head before, and is kept as it is" if self.untied else ""
+        return f"head {self.scheme}: relative error of the weights {self.error:.2%}{added}"
+
+
 def _merged(linear: str, rows: Sequence[LayerResult]) -> LayerResult:
     """One row for the experts of a layer."""
     scheme = Counter(row.scheme for row in rows).most_common(1)[0][0]
@@ -87,6 +108,7 @@ class Report:
         gpu_seconds: GPUs times the seconds that they were held; `None` on the CPU.
         energy_joules: what the GPUs took; `None` where it was not measured.
         prices: what `cost` is computed from: gpu_hour, kwh; empty where no price is known.
+        head: what became of the head; `None` where it is as it was.
         cost: in the currency of the prices; `None` where no price is known, or what it is to be paid for is not.
     """
 
@@ -112,6 +134,7 @@ class Report:
     energy_joules: float | None = None
     prices: dict[str, float] = field(default_factory=dict)
     cost: float | None = None
+    head: HeadResult | None = None
 
     @property
     def error_kind(self) -> str:
@@ -166,7 +189,8 @@ class Report:
             layers = tuple(LayerResult(**row) for row in found["layers"])
             if not layers:
                 raise KeyError("layers")
-            return cls(**values | {"layers": layers, "devices": tuple(found.get("devices", ()))})
+            head = None if found.get("head") is None else HeadResult(**found["head"])
+            return cls(**values | {"layers": layers, "devices": tuple(found.get("devices", ())), "head": head})
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"not a report of a quantization: {error}: give warpbus-report.json of its output"

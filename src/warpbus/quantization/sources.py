@@ -19,7 +19,7 @@ from warpbus.errors import NumericError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
 from warpbus.models import tensor_map
 from warpbus.quantization.preflight import Plan
-from warpbus.quantization.written import end_parts, layer_part
+from warpbus.quantization.written import kept_end_parts, layer_part
 
 _THREADS = 8
 _DIGEST_BYTES = 16
@@ -78,7 +78,7 @@ class Sources:
         Raises:
             UsageError: if a tensor is not what it was; the message names it.
         """
-        ends = [(part, names) for part, names in end_parts(self._plan) if parts.facts(part) is not None]
+        ends = [(part, names) for part, names in kept_end_parts(self._plan) if parts.facts(part) is not None]
         layers = range(max(finished, default=-1) + 1)
         needed = [name for _, names in ends for name in names]
         needed += [name for index in layers for name in self._layer(index)]

@@ -16,6 +16,9 @@ from warpbus.quantization.preflight import Matrix, Plan
 # being written counts as this process's memory.
 _PART_BYTES = 2**26
 
+HEAD_PART = "head"
+"""The name of the part that holds a quantized head."""
+
 
 def layer_part(index: int) -> str:
     """The name of the part that holds a decoder layer."""
@@ -34,6 +37,11 @@ def end_parts(plan: Plan) -> list[tuple[str, list[str]]]:
         parts[-1].append(name)
         size += nbytes
     return [(f"ends-{number}", names) for number, names in enumerate(parts)]
+
+
+def kept_end_parts(plan: Plan) -> list[tuple[str, list[str]]]:
+    """All parts of what is outside of the layers, and the tensors of the original that each is made of."""
+    return end_parts(plan) + ([] if plan.head is None else [(HEAD_PART, [plan.head.source])])
 
 
 def is_readable(parts: FinishedParts, part: str) -> bool:
@@ -86,5 +94,14 @@ def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Ten
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """What config.json holds under `quantization_config`."""
     schemes = {source.removesuffix(".weight"): matrix.scheme for matrix in plan.matrices for source in matrix.sources}
+    if plan.head is not None:
+        schemes[plan.head.name.removesuffix(".weight")] = plan.head.scheme
     distinct = {*schemes.values()}
-    return plan.layout.quantization_config(distinct.pop() if len(distinct) == 1 else schemes, plan.unquantized)
+    only = distinct.pop() if len(distinct) == 1 and plan.head is None else schemes
+    return plan.layout.quantization_config(only, plan.unquantized)
+
+
+def written_config(plan: Plan) -> dict[str, Any]:
+    """The config.json of the new checkpoint."""
+    config = plan.checkpoint.config | {"quantization_config": quantization_config(plan)}
+    return config | ({"tie_word_embeddings": False} if plan.head is not None and plan.head.is_untied else {})

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import warpbus
 from warpbus.models.tokenizers import encode_prompt
+from warpbus.models.tokenizers.facts import tokenizer_facts
 from warpbus.server.answer_schema import (
     MOVES,
     Detokenized,
@@ -20,6 +21,7 @@ from warpbus.server.answer_schema import (
     ServedModel,
     SleepAnswer,
     Tokenized,
+    TokenizerAnswer,
     VersionAnswer,
     documented,
 )
@@ -29,6 +31,7 @@ from warpbus.server.metrics import CONTENT_TYPE, Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import RETRY_SECONDS, Model, Models
 from warpbus.server.schema import DetokenizeRequest, TokenizeRequest
+from warpbus.server.token_scores import token_text
 
 
 def add_routes(app: FastAPI, models: Models, metrics: Metrics, options: ServerOptions) -> None:
@@ -72,13 +75,34 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
         model = named_model(models, body, request, options)
         service = model.service
 
-        def work() -> list[int]:
-            if body.messages is None:
-                return encode_prompt(service.tokenizer, body.prompt or "")
-            return render_prompt(body.messages, body, model, offered_tools(body.tools or ()), options)
+        def work() -> tuple[list[int], list[str] | None]:
+            if body.messages is not None:
+                tokens = render_prompt(body.messages, body, model, offered_tools(body.tools or ()), options)
+            elif body.add_special_tokens is None:
+                tokens = encode_prompt(service.tokenizer, body.prompt or "")
+            else:
+                tokens = service.tokenizer.encode(body.prompt or "")
+                if body.add_special_tokens:
+                    tokens = [*model.heads.before, *tokens, *model.heads.after]
+            texts = [token_text(service.tokenizer, token)[0] for token in tokens] if body.return_token_strs else None
+            return tokens, texts
 
-        tokens = await unless_gone(request.receive, model.in_thread(work))
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len}
+        tokens, texts = await unless_gone(request.receive, model.in_thread(work))
+        return {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": service.max_model_len,
+            "token_strs": texts,
+        }
+
+    @app.get("/tokenizer_info", **documented(TokenizerAnswer))
+    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
+        """What the files of a model say of its tokenizer; by default of the first model."""
+        found = models.find(model)
+        service = found.service
+        return await found.in_thread(
+            lambda: tokenizer_facts(service.model, type(service.tokenizer).__name__, service.max_model_len)
+        )
 
     @app.post("/detokenize", **documented(Detokenized))
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
@@ -92,13 +116,19 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     not_ready: dict[int | str, dict[str, Any]] = {503: {"model": HealthAnswer, "description": "a model is not ready"}}
 
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     @app.get("/health", **documented(HealthAnswer, also=not_ready))
     async def health() -> Response:
-        """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why."""
+        """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why.
+
+        A model with several replicas answers as long as one of them does.
+        """
         states = {model.state for model in models.bases()}
+        several = {model.name: _replica_states(model) for model in models.bases() if len(model.replicas) > 1}
+        also = {"replicas": several} if several else {}
         if states == {"ready"}:
-            return JSONResponse({"status": "ready"})
-        body = {"status": ", ".join(sorted(states - {"ready"}))}
+            return JSONResponse({"status": "ready", **also})
+        body = {"status": ", ".join(sorted(states - {"ready"})), **also}
         reasons = [f"{model.name}: {model.reason}" for model in models.bases() if model.reason]
         if reasons:
             body["reason"] = "; ".join(reasons)
@@ -136,6 +166,14 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     async def is_sleeping(model: str | None = None) -> dict[str, bool]:
         """Whether a model, or any of them, sleeps."""
         return {"is_sleeping": any(one.state == "asleep" for one in _chosen(models, model))}
+
+
+def _replica_states(model: Model) -> list[dict[str, Any]]:
+    found = [(number, replica.health) for number, replica in model.replicas.items()]
+    return [
+        {"replica": number, "state": health.state} | ({"reason": health.reason} if health.reason else {})
+        for number, health in found
+    ]
 
 
 def _chosen(models: Models, name: str | None) -> Collection[Model]:

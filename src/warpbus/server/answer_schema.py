@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class TokenDetails(BaseModel):
@@ -187,11 +187,28 @@ class ModelList(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """The token ids of a text."""
+    """The token ids of a text, and their texts if they were asked for."""
 
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None
+
+
+class TokenizerAnswer(BaseModel):
+    """What the checkpoint's tokenizer_config.json says, and more fields of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None
+
+
+class LoadAnswer(BaseModel):
+    """How many requests for answers are under way."""
+
+    server_load: int
 
 
 class Detokenized(BaseModel):
@@ -200,11 +217,20 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+class ReplicaHealth(BaseModel):
+    """The state of one of the engines of a model, and why it is not ready."""
+
+    replica: int
+    state: str
+    reason: str | None = None
+
+
 class HealthAnswer(BaseModel):
-    """Whether all models are ready, or the states of the others and why."""
+    """Whether all models are ready, or the states of the others and why; of models with replicas, those of each."""
 
     status: str
     reason: str | None = None
+    replicas: dict[str, list[ReplicaHealth]] | None = None
 
 
 class VersionAnswer(BaseModel):

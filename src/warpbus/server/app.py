@@ -12,11 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import adapter_routes, admin, failures, messages, openapi, responses_api
-from warpbus.server.answer_schema import ChatCompletion, TextCompletion, documented
+from warpbus.server import adapter_routes, admin, embeddings, failures, messages, openapi, responses_api
+from warpbus.server.answer_schema import ChatCompletion, LoadAnswer, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
-from warpbus.server.conversations import named_model, prepare_chat
+from warpbus.server.conversations import named_model, prepare_chat, valid_body
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
@@ -31,13 +31,7 @@ from warpbus.server.tracing import Traces
 
 # Routes of other servers for models that do not generate.
 _NOT_SERVED = {
-    "/v1/embeddings": "embeddings",
-    "/v1/rerank": "reranking",
-    "/v2/rerank": "reranking",
-    "/rerank": "reranking",
-    "/v1/score": "scoring",
-    "/score": "scoring",
-    "/pooling": "embeddings",
+    "/pooling": "pooling",
     "/classify": "classification",
 }
 _ANTHROPIC_HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
@@ -82,6 +76,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
     _add_generation(app, models, responder)
     messages.add_routes(app, models, responder)
     responses_api.add_routes(app, models, responder)
+    embeddings.add_routes(app, models, responder)
     adapter_routes.add_routes(app, models, options)
     admin.add_routes(app, models, metrics, options)
     app.include_router(page_router())
@@ -142,6 +137,20 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             stream=bool(body.stream),
         )
 
+    @app.post("/invocations", include_in_schema=False)
+    async def invocations(fields: dict[str, Any], request: Request) -> Response:
+        """SageMaker's route: a chat, or a completion."""
+        if "messages" in fields:
+            return await chat_completions(valid_body(ChatRequest, fields), request)
+        if "prompt" in fields:
+            return await completions(valid_body(CompletionRequest, fields), request)
+        raise RequestError(400, "give messages, for a chat, or a prompt", param="messages")
+
+    @app.get("/load", **documented(LoadAnswer))
+    async def load() -> dict[str, int]:
+        """How busy the server is."""
+        return {"server_load": responder.running.count}
+
     for path, what in _NOT_SERVED.items():
         app.post(path, include_in_schema=False)(_refusing(what))
 
@@ -160,7 +169,7 @@ async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) ->
 
 def _is_open(path: str) -> bool:
     """Needs no key: whether the server is up, and the chat page's files, which hold no secret."""
-    return path in ("/", "/health") or path.startswith("/page/")
+    return path in ("/", "/health", "/ping") or path.startswith("/page/")
 
 
 def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

@@ -10,7 +10,7 @@ from warpbus.server.chunks import ChunkForm, UsageStyle
 from warpbus.server.conversations import PreparedChat
 from warpbus.server.responses import Json, Usage, new_id
 from warpbus.server.schema import ChatRequest
-from warpbus.server.token_scores import LOWEST, prompt_scores, token_text, with_sampled
+from warpbus.server.token_scores import LOWEST, prompt_scores, token_id_text, token_text, with_sampled
 
 
 class ChatForm(ChunkForm):
@@ -31,6 +31,8 @@ class ChatForm(ChunkForm):
         self._prompt_logprobs = body.prompt_logprobs
         self._untold: list[list[int]] = [[] for _ in chat.readers]  # token ids that no chunk has told
         self._readers = chat.readers
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._echo = body.messages[-1].text if body.echo and body.continue_final_message else ""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -39,7 +41,7 @@ class ChatForm(ChunkForm):
 
     def first_choices(self) -> list[Json]:
         """See `ChunkForm.first_choices`: the role of each answer."""
-        delta = {"role": "assistant", "content": "", "reasoning_content": None}
+        delta = {"role": "assistant", "content": self._echo, "reasoning_content": None}
         return [self._choice(index, delta) for index in range(len(self._readers))]
 
     def choices(self, index: int, piece: TextPiece) -> list[Json]:
@@ -81,7 +83,7 @@ class ChatForm(ChunkForm):
         """See `ChunkForm.choice`."""
         reader = self._readers[index]
         deltas = [reader.read(piece) for piece in pieces]
-        text = "".join(delta.text for delta in deltas)
+        text = self._echo + "".join(delta.text for delta in deltas)
         reasoning = "".join(delta.reasoning for delta in deltas) or None
         calls = [call for delta in deltas for call in delta.calls]
         message: Json = {
@@ -124,6 +126,7 @@ class ChatForm(ChunkForm):
 
     def _token(self, token: int, logprob: float) -> Json:
         text, data = token_text(self._tokenizer, token)
+        text = token_id_text(token) if self._as_ids else text
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
 

@@ -57,7 +57,11 @@ class TextForm(ChunkForm):
         self._echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
         self._told: set[int] = set()  # the answers whose stream has told the prompt's token ids
         most = body.logprobs
-        self._scores = None if most is None else [TextScores(tokenizer, most) for _ in prompts]
+        self._scores = (
+            None
+            if most is None
+            else [TextScores(tokenizer, most, as_ids=bool(body.return_tokens_as_token_ids)) for _ in prompts]
+        )
 
     def first_choices(self) -> list[Json]:
         """See `ChunkForm.first_choices`: the prompts, if they are echoed. With logprobs they come when these do."""

@@ -25,6 +25,7 @@ from warpbus.server.params import answers_of, check_size, for_answer, grammar_of
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.schema import (
+    Body,
     ChatMessage,
     ChatRequest,
     FunctionTool,
@@ -35,6 +36,7 @@ from warpbus.server.schema import (
 )
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
 # Variables of a template that other fields set.
 _TOLD = {"name", "description", "parameters"}  # of a tool
@@ -94,8 +96,13 @@ def named_model(models: Models, body: NamesModel, request: Request, options: Ser
 
 def valid_chat(fields: dict[str, Any]) -> ChatRequest:
     """A chat request from the fields of another API's request. RequestValidationError as of a body."""
+    return valid_body(ChatRequest, fields)
+
+
+def valid_body(kind: type[B], fields: dict[str, Any]) -> B:
+    """A body from its fields. RequestValidationError as of a body that was sent."""
     try:
-        return ChatRequest.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(found) from None

@@ -6,10 +6,11 @@ Knows nothing of the HTTP form of answers.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import abc
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections import abc, deque
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -73,6 +74,11 @@ class RunningGenerations:
         for generations in self._all:
             generations.end()
 
+    @property
+    def count(self) -> int:
+        """How many HTTP requests generate now."""
+        return len(self._all)
+
     @contextmanager
     def including(self, generations: Generations) -> Iterator[None]:
         """A block in which some generations run."""
@@ -106,72 +112,123 @@ class Generations:
         record: RequestRecord,
         running: RunningGenerations,
     ) -> None:
-        self._model = model
-        self._requests = requests
-        self._deadline = time.monotonic() + timeout
-        self._metrics = metrics
-        self._record = record
-        self._running = running
-        # Bounded by the number of answers: for a slow client, the service merges pieces instead.
-        self._queue: asyncio.Queue[tuple[int, TextPiece | Exception]] = asyncio.Queue(len(requests))
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + timeout
+        self._arrived: deque[tuple[int, TextPiece | Exception]] = deque()
+        self._unread: dict[int, asyncio.Future[None] | None] = {}  # answers whose last piece has not been read
+        self._waiter: asyncio.Future[None] | None = None
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._ends = False
+        self._left = len(requests)
+        self._closing = ExitStack()
+        self._closing.enter_context(running.including(self))
+        timers = [_AnswerTimer(model.name, request, metrics, record) for request in requests]
+        self._tasks = [
+            asyncio.create_task(self._follow(index, model, request, timers[index]))
+            for index, request in enumerate(requests)
+        ]
 
     def end(self) -> None:
-        """End the answers: behind the pieces that wait, `pieces` raises the error of a server that ends."""
+        """End the answers: behind the pieces that wait, `take` raises the error of a server that ends."""
         self._ends = True
-        if self._queue.empty():
-            self._queue.put_nowait((0, server_ends()))
+        self._wake()
 
-    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
-        """Indices of requests and their pieces; the last piece of each request has a finish reason.
+    async def take(self, patience: float = math.inf) -> tuple[int, TextPiece] | None:
+        """The index of a request and its next piece; None if no piece arrives within `patience` seconds.
 
-        Closing the iterator aborts all requests.
+        The last piece of each request has a finish reason.
 
         Raises:
+            StopAsyncIteration: all answers have ended.
             WarpbusError: as `Service.generate` and its answers; RequestError after `timeout` or `end`.
         """
-        with self._running.including(self):
-            tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(self._requests)]
-            try:
-                running = len(tasks)
-                while running:
-                    index, piece = await self._next()
-                    running -= piece.finish_reason is not None
-                    yield index, piece
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _next(self) -> tuple[int, TextPiece]:
-        if self._ends and self._queue.empty():
+        if not self._left:
+            raise StopAsyncIteration
+        if not self._arrived and not self._ends:
+            await self._wait(patience)
+        if not self._arrived and self._ends:
             raise server_ends()
-        try:
-            index, piece = await asyncio.wait_for(self._queue.get(), self._deadline - time.monotonic())
-        except TimeoutError:
+        if self._loop.time() >= self._deadline:
             raise RequestError(
                 408, "the answer takes longer than the server allows: ask for fewer tokens", code="timeout"
-            ) from None
+            )
+        if not self._arrived:
+            return None
+        index, piece = self._arrived.popleft()
+        room = self._unread.pop(index)
+        if room is not None and not room.done():
+            room.set_result(None)
         if isinstance(piece, Exception):
             raise piece
+        self._left -= piece.finish_reason is not None
         return index, piece
 
-    async def _follow(self, index: int, request: GenerationRequest) -> None:
-        timer = _AnswerTimer(self._model.name, request, self._metrics, self._record)
+    async def aclose(self) -> None:
+        """Abort the requests that still run."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._closing.close()
+
+    async def _wait(self, patience: float) -> None:
+        """Wait for `_wake`, or for `patience` seconds, or for the deadline.
+
+        The timer of one wait serves the next ones: it is set anew only when it fires.
+        """
+        self._until = min(self._loop.time() + patience, self._deadline)
+        if self._timer is None or self._timer.when() > self._until:
+            self._set_timer()
+        self._waiter = self._loop.create_future()
         try:
-            async with aclosing(self._model.generate(request.prompt, request.params, request.cache_salt)) as answer:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._until, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        if self._waiter is None:
+            return
+        if self._loop.time() < self._until:
+            self._set_timer()
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _put(self, index: int, piece: TextPiece | Exception) -> None:
+        """Queue a piece when the previous one of the answer has been read: meanwhile the service merges pieces."""
+        if index in self._unread:
+            room = self._unread[index] = self._loop.create_future()
+            await room
+        self._unread[index] = None
+        self._arrived.append((index, piece))
+        self._wake()
+
+    async def _follow(self, index: int, model: Model, request: GenerationRequest, timer: _AnswerTimer) -> None:
+        try:
+            async with aclosing(model.generate(request.prompt, request.params, request.cache_salt)) as answer:
                 async for piece in answer:
                     if request.silent:
                         piece = replace(piece, text="", token_ids=(), logprobs=None, finish_reason="length")
                     timer.record_piece(piece)
                     if piece.finish_reason == "abort":
                         raise _aborted()
-                    await self._queue.put((index, piece))
+                    await self._put(index, piece)
                     if piece.finish_reason is not None:
                         return
             raise _aborted()
         except Exception as error:
-            await self._queue.put((index, error))
+            await self._put(index, error)
 
 
 class _AnswerTimer:
@@ -184,6 +241,9 @@ class _AnswerTimer:
         self._started = self._last = time.monotonic()
         self._first = 0.0
         self._tokens = 0
+        # The lookup of a label takes longer than what follows it.
+        self._between_tokens = metrics.between_tokens.labels(name)
+        self._generation_tokens = metrics.generation_tokens.labels(name)
         metrics.prompt_tokens.labels(name).inc(len(request.prompt))
         metrics.prompt_sizes.labels(name).observe(len(request.prompt))
 
@@ -198,12 +258,12 @@ class _AnswerTimer:
                 self._record.first_token = now - self._record.started
         elif count:
             for _ in range(count):
-                metrics.between_tokens.labels(name).observe((now - self._last) / count)
+                self._between_tokens.observe((now - self._last) / count)
         if count:
             self._last = now
             self._tokens += count
             self._record.output_tokens += count
-            metrics.generation_tokens.labels(name).inc(count)
+            self._generation_tokens.inc(count)
         if piece.finish_reason in ("stop", "length"):
             metrics.success.labels(name, piece.finish_reason).inc()
             metrics.whole.labels(name).observe(now - self._started)

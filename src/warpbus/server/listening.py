@@ -19,8 +19,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from warpbus.engine.options import ServiceOptions
-from warpbus.engine.service import Service
+from warpbus.engine.options import ReplicaOptions, ServiceOptions
+from warpbus.engine.replicas import start_service
 from warpbus.errors import UsageError
 from warpbus.models import Progress
 from warpbus.server.app import create_app
@@ -56,6 +56,7 @@ def serve(
     *,
     progress: Callable[[str], Progress],
     ready: Callable[[str], None],
+    replicas: ReplicaOptions | None = None,
 ) -> None:
     """Serve models until SIGINT or SIGTERM; then running requests are given `options.shutdown_timeout` to finish.
 
@@ -67,16 +68,18 @@ def serve(
         service: the options of each model, except for its adapters.
         progress: for a model's name, the callback for the progress of loading.
         ready: called with the server's address when all models are loaded.
+        replicas: how many engines each model has; by default one.
 
     Raises:
-        UsageError: the port is in use, certificates cannot be used, OpenTelemetry is missing, or as `Service.start`.
-        WarpbusError: a model could not be loaded; see `Service.start`.
+        UsageError: the port is in use, certificates cannot be used, OpenTelemetry is missing, or as `start_service`.
+        WarpbusError: a model could not be loaded; see `start_service`.
     """
     options.check_tls()
     with contextlib.ExitStack() as closing:
         traced = None if options.otlp_endpoint is None else closing.enter_context(tracer(options.otlp_endpoint))
         listening = closing.enter_context(bind(options))
-        asyncio.run(_serve(listening, wanted, options, service, traced, progress=progress, ready=ready))
+        copies = replicas or ReplicaOptions()
+        asyncio.run(_serve(listening, wanted, options, service, copies, traced, progress=progress, ready=ready))
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -102,6 +105,7 @@ async def _serve(
     wanted: abc.Sequence[ModelToServe],
     options: ServerOptions,
     service: ServiceOptions,
+    replicas: ReplicaOptions,
     traced: Any,
     *,
     progress: Callable[[str], Progress],
@@ -113,13 +117,18 @@ async def _serve(
     app = create_app(models, options, traced)
     server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.handle_exit, number, None)
+
+    def handle_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+
+    handle_signals()
 
     async def load() -> None:
         for one in wanted:
             own = replace(service, adapters=one.adapters)
-            models.find(one.name).loaded(await Service.start(one.directory, own, progress=progress(one.name)))
+            models.find(one.name).loaded(await start_service(one.directory, own, replicas, progress=progress(one.name)))
+        handle_signals()  # Ray has replaced the handlers by ones that print a stack first
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())

@@ -6,13 +6,15 @@ import asyncio
 from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from warpbus.engine.health import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import WarpbusError
-from warpbus.server.registry import STATES, Models
+from warpbus.server.registry import STATES, Models, ReplicaProtocol
 
 PREFIX = "warpbus:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,6 +42,12 @@ _ENGINE_METRICS = (
     _EngineMetric("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
     _EngineMetric("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
     _EngineMetric("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
+    _EngineMetric("kv_host_cache_hits", "host_hits", True, "tokens of prompts found in the main memory's KV cache"),
+    _EngineMetric("kv_host_cache_bytes", "host_bytes", False, "bytes of KV blocks that main memory has now"),
+    _EngineMetric("kv_host_cache_stored_bytes", "host_stored_bytes", True, "bytes of KV blocks copied to main memory"),
+    _EngineMetric(
+        "kv_host_cache_loaded_bytes", "host_loaded_bytes", True, "bytes of KV blocks copied from main memory"
+    ),
     _EngineMetric("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
     _EngineMetric("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
     _EngineMetric("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
@@ -81,18 +89,16 @@ class Metrics:
 
     async def text(self, models: Models) -> bytes:
         """All metrics in the text format of Prometheus."""
-        names = [model.name for model in models.bases()]
-        found = await asyncio.gather(*[self._stats(models, name) for name in names])
-        self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
+        replicas = [
+            (model.name, str(number), replica) for model in models.bases() for number, replica in model.replicas.items()
+        ]
+        found = await asyncio.gather(*[_stats(replica) for _, _, replica in replicas])
+        self._engine.stats = [
+            (name, number, stats) for (name, number, _), stats in zip(replicas, found, strict=True) if stats is not None
+        ]
         self._engine.states = [(model.name, model.state) for model in models.bases()]
+        self._engine.replica_states = [(name, number, replica.health.state) for name, number, replica in replicas]
         return generate_latest(self._registry)
-
-    async def _stats(self, models: Models, name: str) -> Stats | None:
-        try:
-            async with asyncio.timeout(_STATS_SECONDS):
-                return await models.find(name).service.stats()
-        except (WarpbusError, TimeoutError):
-            return None
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
@@ -101,29 +107,46 @@ class Metrics:
         return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets)
 
 
+async def _stats(replica: ReplicaProtocol) -> Stats | None:
+    try:
+        async with asyncio.timeout(_STATS_SECONDS):
+            return await replica.stats()
+    except (WarpbusError, TimeoutError):
+        return None
+
+
 class _EngineReadings:
     """Exports the engines' last stats and the models' states when Prometheus scrapes."""
 
     def __init__(self) -> None:
-        self.stats: abc.Sequence[tuple[str, Stats]] = ()
+        self.stats: abc.Sequence[tuple[str, str, Stats]] = ()
         self.states: abc.Sequence[tuple[str, str]] = ()
+        self.replica_states: abc.Sequence[tuple[str, str, str]] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
+        of_engine = ["model_name", "replica"]
         for reading in _ENGINE_METRICS:
             family = CounterMetricFamily if reading.counts else GaugeMetricFamily
-            metric = family(PREFIX + reading.metric, reading.help, labels=["model_name"])
-            for name, stats in self.stats:
-                metric.add_metric([name], getattr(stats, reading.field))
+            metric = family(PREFIX + reading.metric, reading.help, labels=of_engine)
+            for *labels, stats in self.stats:
+                metric.add_metric(labels, getattr(stats, reading.field))
             yield metric
         usage = GaugeMetricFamily(
-            PREFIX + "kv_cache_usage_perc", "part of the KV cache that requests use, 0 to 1", labels=["model_name"]
+            PREFIX + "kv_cache_usage_perc", "part of the KV cache that requests use, 0 to 1", labels=of_engine
         )
-        for name, stats in self.stats:
-            usage.add_metric([name], stats.blocks_used / max(1, stats.blocks))
+        for *labels, stats in self.stats:
+            usage.add_metric(labels, stats.blocks_used / max(1, stats.blocks))
         yield usage
+        state = GaugeMetricFamily(
+            PREFIX + "replica_state", "1 for the state that the replica is in, else 0", labels=[*of_engine, "state"]
+        )
+        for *labels, current in self.replica_states:
+            for each in get_args(State):
+                state.add_metric([*labels, each], float(each == current))
+        yield state
         state = GaugeMetricFamily(
             PREFIX + "model_state", "1 for the state that the model is in, else 0", labels=["model_name", "state"]
         )

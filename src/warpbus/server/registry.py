@@ -9,13 +9,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, TypeVar, get_args
 
 from warpbus.engine import SamplingParams, TextPiece
+from warpbus.engine.health import State
 from warpbus.engine.moving import Moved
-from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError
+from warpbus.models.pooling import TextHeads, read_text_heads
 from warpbus.models.templates import Template
 from warpbus.models.templates.thinking import ThinkingTokens, find_thinking
 from warpbus.models.templates.tools import ToolDialect, find_dialect
@@ -42,20 +44,32 @@ class AnswerProtocol(Protocol):
 
 
 class HealthProtocol(Protocol):
-    """The state of a service; see `warpbus.engine.service.Health`."""
+    """The state of a service; see `warpbus.engine.health.Health`."""
 
     @property
     def state(self) -> str:
-        """One of `warpbus.engine.service.State`."""
+        """One of `warpbus.engine.health.State`."""
 
     @property
     def reason(self) -> str:
         """Why it is not ready."""
 
 
-class ServiceProtocol(Protocol):
-    """The part of `warpbus.engine.service.Service` that the server uses."""
+class ReplicaProtocol(Protocol):
+    """One engine of a model."""
 
+    @property
+    def health(self) -> HealthProtocol:
+        """Its state."""
+
+    async def stats(self) -> Stats:
+        """The engine's `Stats`."""
+
+
+class ServiceProtocol(Protocol):
+    """The part of `warpbus.engine.service.Service` and `warpbus.engine.replicas.ReplicaSet` that the server uses."""
+
+    model: Path
     tokenizer: Tokenizer
     template: Template
     generation_defaults: dict[str, float]
@@ -66,8 +80,9 @@ class ServiceProtocol(Protocol):
     ) -> AnswerProtocol:
         """Start a request. Raises WarpbusErrors, as iterating over the answer does."""
 
-    async def stats(self) -> Stats:
-        """The engine's `Stats`."""
+    @property
+    def replicas(self) -> Mapping[int, ReplicaProtocol]:
+        """The engines of the model, by their numbers."""
 
     @property
     def health(self) -> HealthProtocol:
@@ -102,6 +117,7 @@ class _ModelState:
     def __init__(self, name: str) -> None:
         self.dialect: ToolDialect | None = None
         self.thinking: ThinkingTokens | None = None
+        self.heads = TextHeads()
         self.context: int | None = None
         self.service: ServiceProtocol | None = None
         # One thread: the caches of tokenizers and templates are not thread-safe.
@@ -134,6 +150,11 @@ class Model:
         return self._shared.thinking
 
     @property
+    def heads(self) -> TextHeads:
+        """What it can be used for besides generation; nothing while it loads."""
+        return self._shared.heads
+
+    @property
     def context(self) -> int | None:
         """Tokens of the longest prompt with its answer; None while it loads."""
         return self._shared.context
@@ -155,6 +176,12 @@ class Model:
         """Why it is not ready; empty if it is ready or starts."""
         service = self._shared.service
         return "" if service is None else service.health.reason
+
+    @property
+    def replicas(self) -> Mapping[int, ReplicaProtocol]:
+        """The engines of the model, by their numbers; empty while it loads."""
+        service = self._shared.service
+        return {} if service is None else service.replicas
 
     @property
     def retry_after(self) -> int | None:
@@ -194,9 +221,10 @@ class Model:
         return self.awake().generate(prompt, params, None if self.base is None else self.name, cache_salt=cache_salt)
 
     def loaded(self, service: ServiceProtocol) -> None:
-        """Record that the model and its adapters are ready."""
+        """Record that the model and its adapters are ready. CheckpointError if a file beside its weights is damaged."""
         self._shared.dialect = find_dialect(service.template)
         self._shared.thinking = find_thinking(service.template, service.tokenizer)
+        self._shared.heads = read_text_heads(service.model, service.tokenizer)
         self._shared.context = service.max_model_len
         self._shared.service = service
 

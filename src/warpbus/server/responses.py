@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import uuid
 from collections import abc
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -30,6 +30,9 @@ from warpbus.server.registry import Model
 from warpbus.server.request_error import RequestError
 
 Json = dict[str, Any]
+
+
+_HEARTBEAT = b": waiting\n\n"
 
 
 class Form(Protocol):
@@ -90,6 +93,29 @@ class Responder:
         self.metrics = metrics
         self.running = RunningGenerations()
 
+    async def gather(
+        self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest]
+    ) -> tuple[list[list[TextPiece]], Usage]:
+        """The pieces of one answer to each prompt, and the token counts. Raises: as `respond`."""
+        pieces, usage = self._generate(request, model, requests, 1)
+        return await _collect(request, pieces, len(requests)), usage
+
+    def _generate(
+        self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest], per_prompt: int
+    ) -> tuple[_CountedPieces, Usage]:
+        record: RequestRecord = request.scope["state"]["record"]
+        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
+        record.prompt_tokens = counts.prompt_tokens
+        generations = Generations(
+            model,
+            requests,
+            timeout=self.options.request_timeout,
+            metrics=self.metrics,
+            record=record,
+            running=self.running,
+        )
+        return _CountedPieces(generations, counts, per_prompt, record), counts
+
     async def respond(
         self,
         request: Request,
@@ -111,66 +137,74 @@ class Responder:
             WarpbusError: as `Generations.pieces`, before anything is sent.
             ClientGoneError: the client disconnected.
         """
-        record: RequestRecord = request.scope["state"]["record"]
-        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
-        record.prompt_tokens = counts.prompt_tokens
-        generations = Generations(
-            model,
-            requests,
-            timeout=self.options.request_timeout,
-            metrics=self.metrics,
-            record=record,
-            running=self.running,
-        )
-        pieces = _counted(generations.pieces(), counts, per_prompt, record)
+        pieces, counts = self._generate(request, model, requests, per_prompt)
         if not stream:
-            return await unless_gone(request.receive, _whole(pieces, form, len(requests), counts))
-        first = asyncio.ensure_future(anext(pieces))
+            return JSONResponse(form.whole(await _collect(request, pieces, len(requests)), counts))
         try:
             # An error before the first heartbeat gets its own HTTP status; after it, the stream has begun.
-            await unless_gone(request.receive, _wait_done(first, self.options.heartbeat))
-            if first.done():
-                first.result()
+            first = await unless_gone(request.receive, pieces.take(self.options.heartbeat))
         except BaseException:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
             await pieces.aclose()
             raise
         return EventStream(pieces, first, form, counts, self.options.heartbeat)
 
 
-async def _wait_done(task: asyncio.Future[Any], seconds: float) -> None:
-    await asyncio.wait((task,), timeout=seconds)
+class _CountedPieces:
+    """The pieces of all answers of a request, counted in its usage and for the access log."""
+
+    def __init__(self, generations: Generations, usage: Usage, per_prompt: int, record: RequestRecord) -> None:
+        self._generations = generations
+        self._usage = usage
+        self._per_prompt = per_prompt
+        self._record = record
+
+    async def take(self, patience: float = math.inf) -> tuple[int, TextPiece] | None:
+        """See `Generations.take`."""
+        found = await self._generations.take(patience)
+        if found is not None:
+            index, piece = found
+            self._usage.add(index // self._per_prompt, piece)
+            self._record.cached_tokens = self._usage.cached_tokens
+        return found
+
+    async def aclose(self) -> None:
+        """See `Generations.aclose`."""
+        await self._generations.aclose()
 
 
-async def _counted(
-    pieces: AsyncIterator[tuple[int, TextPiece]], usage: Usage, per_prompt: int, record: RequestRecord
-) -> AsyncGenerator[tuple[int, TextPiece], None]:
-    async with aclosing(pieces):  # type: ignore[type-var]
-        async for index, piece in pieces:
-            usage.add(index // per_prompt, piece)
-            record.cached_tokens = usage.cached_tokens
-            yield index, piece
-
-
-async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form, count: int, usage: Usage) -> Response:
+async def _collect(request: Request, pieces: _CountedPieces, count: int) -> list[list[TextPiece]]:
+    """All pieces of each answer. ClientGoneError if the client disconnects first."""
     answers: list[list[TextPiece]] = [[] for _ in range(count)]
+
+    async def take_all() -> None:
+        with suppress(StopAsyncIteration):
+            while True:
+                found = await pieces.take()
+                if found is not None:
+                    answers[found[0]].append(found[1])
+
     async with aclosing(pieces):
-        async for index, piece in pieces:
-            answers[index].append(piece)
-    return JSONResponse(form.whole(answers, usage))
+        await unless_gone(request.receive, take_all())
+    return answers
 
 
 class EventStream(Response):
     """A stream of server-sent events; if it fails midway, the last one says why.
 
     Ends, and calls the answers off, when the client leaves.
+
+    Args:
+        pieces: of the answers.
+        first: the first piece; None if there is none yet, after `heartbeat` seconds.
+        form: the format of the events.
+        usage: counts the pieces.
+        heartbeat: seconds without an event after which a comment is sent.
     """
 
     def __init__(
         self,
-        pieces: AsyncGenerator[tuple[int, TextPiece], None],
-        first: asyncio.Future[tuple[int, TextPiece]],
+        pieces: _CountedPieces,
+        first: tuple[int, TextPiece] | None,
         form: Form,
         usage: Usage,
         heartbeat: float,
@@ -194,46 +228,50 @@ class EventStream(Response):
             if writing.done():
                 writing.result()
         finally:
-            for task in (writing, gone, self._first):
+            for task in (writing, gone):
                 task.cancel()
-            await asyncio.gather(writing, gone, self._first, return_exceptions=True)
+            await asyncio.gather(writing, gone, return_exceptions=True)
             await self._pieces.aclose()
 
     async def _write(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events(scope):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await _send_part(send, _encoded(self._form.opening(self._usage)))
+        if self._first is None:
+            await _send_part(send, _HEARTBEAT)
+        more = True
+        while more:
+            data, more = await self._next(scope)
+            if data or not more:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
+    async def _next(self, scope: Scope) -> tuple[bytes, bool]:
+        """The next part of the stream, and whether more parts follow."""
         form, usage = self._form, self._usage
-        yield _encoded(form.opening(usage))
-        coming = self._first
         try:
-            while True:
-                done, _ = await asyncio.wait((coming,), timeout=self._heartbeat)
-                if not done:
-                    yield b": waiting\n\n"
-                    continue
-                index, piece = coming.result()
-                found = _encoded(form.events(index, piece, usage))
-                if found:
-                    yield found
-                coming = self._first = asyncio.ensure_future(anext(self._pieces))
+            found, self._first = self._first or await self._pieces.take(self._heartbeat), None
+            return _HEARTBEAT if found is None else _encoded(form.events(*found, usage)), True
         except StopAsyncIteration:
-            yield _encoded(form.closing(usage)) + form.last
+            return _encoded(form.closing(usage)) + form.last, False
         except Exception as error:
+            await self._pieces.aclose()
             failure = as_request_error(error, scope["path"])
             record: RequestRecord = scope["state"]["record"]
             record.error = failure.code or failure.kind
-            yield _encoded([form.failure(failure, usage)])
+            return _encoded([form.failure(failure, usage)]), False
+
+
+async def _send_part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def _encoded(events: list[Json]) -> bytes:
     lines = []
     for event in events:
         name = f"event: {event['type']}\n" if "type" in event else ""
-        lines.append(f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n")
+        lines.append(f"{name}data: {_to_json(event)}\n\n")
     return "".join(lines).encode()
 
 

@@ -247,6 +247,7 @@ class Generating(NamesModel):
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="of the prompt's tokens, as vLLM has them")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and answer, as vLLM has them")
+    return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:ID")
     user: str | None = Field(None, description="not used")
 
     @model_validator(mode="after")
@@ -295,6 +296,7 @@ class ChatRequest(Generating, Templated):
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    echo: bool | None = Field(None, description="with continue_final_message: the answer begins with that message")
     include_reasoning: bool | None = Field(None, description="false leaves the thinking out of the answer")
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="the most tokens of the thinking")
     modalities: list[Literal["text"]] | None = None
@@ -350,6 +352,10 @@ class TokenizeRequest(NamesModel, Templated):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="of a text: with those that the model's tokenizer puts around texts, or none"
+    )
+    return_token_strs: bool | None = Field(None, description="the tokens' texts, too")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

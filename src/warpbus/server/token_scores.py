@@ -21,6 +21,11 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
     return data.decode("utf-8", "replace"), data
 
 
+def token_id_text(token: int) -> str:
+    """A token in the place of its text, as vLLM writes it for `return_tokens_as_token_ids`."""
+    return f"token_id:{token}"
+
+
 def with_sampled(found: TokenLogprob, most: int) -> list[tuple[int, float]]:
     """The likeliest tokens, at most so many, best first; the sampled token takes the last place if it is not among
     them."""
@@ -36,11 +41,13 @@ class TextScores:
     Args:
         tokenizer: for the texts of tokens.
         most: the likeliest tokens of each position that are shown, besides its own.
+        as_ids: tokens are shown by their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, most: int, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._most = most
+        self._as_ids = as_ids
         self._offset = 0
 
     def json(self, tokens: abc.Iterable[tuple[int, TokenLogprob | None]]) -> Json:
@@ -48,7 +55,7 @@ class TextScores:
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in tokens:
             text, _ = token_text(self._tokenizer, token)
-            found["tokens"].append(text)
+            found["tokens"].append(self._shown(token))
             found["token_logprobs"].append(None if one is None else max(one.logprob, LOWEST))
             found["text_offset"].append(self._offset)
             found["top_logprobs"].append(None if one is None else self._top(one))
@@ -57,10 +64,15 @@ class TextScores:
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         likely: dict[str, float] = {}
-        # Different tokens may have the same text, for instance parts of characters: the likeliest is shown.
-        for token, logprob in (*one.top[: self._most], (one.token, one.logprob)):
-            likely.setdefault(token_text(self._tokenizer, token)[0], max(logprob, LOWEST))
+        # The token itself comes first. Different tokens may have the same text, for instance parts of characters: the
+        # likeliest is shown.
+        for token, logprob in ((one.token, one.logprob), *one.top[: self._most]):
+            text = self._shown(token)
+            likely[text] = max(logprob, likely.get(text, LOWEST))
         return likely
+
+    def _shown(self, token: int) -> str:
+        return token_id_text(token) if self._as_ids else token_text(self._tokenizer, token)[0]
 
 
 def prompt_scores(

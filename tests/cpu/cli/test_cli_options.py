@@ -20,7 +20,7 @@ from warpbus.bench.options import (
 )
 from warpbus.cli import app
 from warpbus.cli.options import FieldOption, options_of, parse_numbers
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ReplicaOptions, ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import UsageError
 from warpbus.pool.daemon.options import PoolOptions
@@ -33,14 +33,23 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("quantize", QuantizationOptions): set(),
     ("train", TrainingOptions): {"dtype", "final_rate"},
     ("serve", ServerOptions): {"api_keys", "max_schema_bytes", "body_timeout", "heartbeat"},
-    ("serve", ServiceOptions): {"max_restarts", "adapters", "cluster"},
+    ("serve", ServiceOptions): {"max_restarts", "adapters"},
+    ("serve", ReplicaOptions): set(),
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("logprobs", "prompt_logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),
     },
     ("chat", ServiceOptions): {
         *("max_num_seqs", "max_queue", "cache_tokens", "max_num_batched_tokens", "prefix_caching", "speculation"),
-        *("inter_token_latency", "max_restarts", "watchdog_timeout", "adapters", "tensor_parallel", "cluster"),
+        *(
+            "kv_host_memory",
+            "inter_token_latency",
+            "max_restarts",
+            "watchdog_timeout",
+            "adapters",
+            "tensor_parallel",
+            "cluster",
+        ),
     },
     ("pool serve", PoolOptions): {
         *("peer_token", "max_unfinished", "max_unfinished_of_address", "max_asking", "handshake_timeout"),

@@ -9,7 +9,7 @@ from warpbus.cli import app, pool_processes
 from warpbus.cuda import inventory
 from warpbus.cuda.inventory import InstalledGpu
 from warpbus.errors import UsageError
-from warpbus.pool.processes import listing, machine, processes, suspensions, virtual
+from warpbus.pool.processes import listing, machine, processes, remote, suspensions, virtual
 from warpbus.pool.processes.processes import Carried
 from warpbus.pool.quota import Quota
 
@@ -141,3 +141,26 @@ def test_processes(listed, monkeypatch):
 def test_no_processes(listed):
     assert invoke("processes").stdout == "no process uses a GPU here\n"
     assert json.loads(invoke("processes", "--json").stdout) == []
+
+
+def test_run_on_a_gpu_of_a_pool(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(remote, "run", lambda *arguments, **options: calls.append((arguments, options)) or 3)
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
+    flags = ["--remote", "mill", "--memory", "8GB", "--share", "0.5", "--on", "mill/1", "--tenant", "alice"]
+    done = invoke("run", *flags, "--token-file", str(tmp_path / "token"), "--", "python", "train.py", "-x")
+    assert done.exit_code == 3
+    ((command, to, startup), options) = calls[0]
+    assert (command, str(to)) == (["python", "train.py", "-x"], "warpbuss://mill:7700")
+    assert (startup / "sitecustomize.py").is_file()
+    assert options == {"memory": "8GB", "share": 0.5, "on": "mill/1", "token": "secret", "tenant": "alice"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [(["--remote", "mill", "--gpu", "1"], "--on host/1"), (["--on", "mill/1"], "--remote HOST")]
+)
+def test_options_of_here_and_there(flags, words):
+    done = invoke("run", *flags, "--", "true")
+    assert isinstance(done.exception, UsageError)
+    assert words in str(done.exception)

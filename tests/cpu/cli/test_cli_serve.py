@@ -26,8 +26,8 @@ def calls(monkeypatch):
     """What would be served; nothing is."""
     found = []
 
-    def keep(wanted, options, service, *, progress, ready):
-        found.append((wanted, options, service))
+    def keep(wanted, options, service, *, progress, ready, replicas):
+        found.append((wanted, options, service, replicas))
         progress("a")(1, 2)
         ready("http://127.0.0.1:8000")
 
@@ -43,11 +43,11 @@ def test_flags_reach_server_and_service(calls, tmp_path):
         *("--allow-origin", "https://a.example", "--allowed-host", "box", "--max-tokens", 77, "--shutdown-timeout", 5),
         *("--device", "cpu", "--dtype", "float32", "--max-model-len", 512, "--max-num-seqs", 5, "--max-queue", 6),
         *("--kv-cache-dtype", "int8", "--kv-cache-tokens", 999, "--no-prefix-caching"),
-        *("--speculation", "mtp:4", "--tensor-parallel-size", 2),
+        *("--speculation", "mtp:4", "--tensor-parallel-size", 2, "--data-parallel-size", 3),
         env={"WARPBUS_API_KEY": "key-from-environment"},
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    [(wanted, options, service)] = calls
+    [(wanted, options, service, replicas)] = calls
     assert [one.name for one in wanted] == ["some-model", "glm-poet"]
     assert wanted[0] == ModelToServe("some-model", tmp_path / "some-model")
     assert options.api_keys == ("key-from-flag", "key-from-file-1", "key-from-file-2", "key-from-environment")
@@ -56,6 +56,7 @@ def test_flags_reach_server_and_service(calls, tmp_path):
     assert (service.device, service.dtype, service.max_model_len, service.kv_dtype) == ("cpu", "float32", 512, "int8")
     assert (service.max_num_seqs, service.max_queue, service.tensor_parallel) == (5, 6, 2)
     assert (service.cache_tokens, service.prefix_caching, service.speculation) == (999, False, "mtp:4")
+    assert replicas.data_parallel == 3
 
 
 def test_it_says_how_it_can_be_asked(calls):

@@ -46,6 +46,31 @@ def changed(text: str, old: str, new: str) -> str:
         ("matrix_multiply", ["naive, n = 100: all match the CPU", "tiled, n = 100: all match the CPU"]),
         ("reduction", ["tree: 299967, matches the CPU", "shuffles: 299967, matches the CPU"]),
         (
+            "softmax",
+            [
+                "softmax without the maximum: 50 of 50 rows have NaN",
+                "softmax in one pass: all match the CPU",
+                "RMSNorm: all match the CPU",
+            ],
+        ),
+        (
+            "convolution",
+            [
+                "image 14400 bytes, its columns 27 x 1200: 129600 bytes",
+                "direct: all match the CPU",
+                "im2col and product: all match the CPU",
+            ],
+        ),
+        ("register_tiles", ["n = 150, 2 x 2 blocks, 8 x 8 elements per thread: all match the CPU"]),
+        (
+            "int4_gemv",
+            [
+                "57600 bytes instead of 409600, the product changes by 8.4 %",
+                "one thread per row: all match the CPU",
+                "one warp per row: all match the CPU",
+            ],
+        ),
+        (
             "one_block",
             [
                 "<<<1, 1>>>: no error, the last element is 0",

@@ -75,6 +75,7 @@ def moved(model, params, before, blocks=2, **options):
         {"prefix_caching": False},
         {"speculation": 3},
         {"cache_tokens": 12 * BLOCK, "max_model_len": 11 * BLOCK},
+        {"cache_tokens": 11 * BLOCK, "max_model_len": 11 * BLOCK, "host_bytes": 1 << 24},
     ],
     ids=lambda options: ",".join(options) or "plain",
 )

@@ -56,6 +56,8 @@ class Counted:
     aborted: int
     asleep: bool
     shrunk: int
+    blocks: int = 64
+    waiting: int = 0
 
 
 class Counting:

@@ -106,6 +106,7 @@ def test_each_licence_of_the_expression_is_stated_in_a_packaged_file():
         "BSD-2-Clause": "Redistribution and use",
         "BSD-3-Clause": "Neither the name",
         "CC-BY-SA-3.0": "CC BY-SA 3.0",
+        "OFL-1.1": "SIL OPEN FONT LICENSE",
     }
     assert PROJECT["license"].split(" AND ") == list(phrases)
     assert [name for name, phrase in phrases.items() if phrase not in text] == []

@@ -71,7 +71,8 @@ def test_contents_list_every_chapter(chapter):
 
 def test_every_chapter_has_its_translation():
     assert sorted([*ENGLISH, *(chinese(chapter) for chapter in ENGLISH)]) == CHAPTERS
-    assert len(ENGLISH) == 8
+    assert [int(chapter.name[:2]) for chapter in ENGLISH] == list(range(len(ENGLISH)))
+    assert len(ENGLISH) >= 9
 
 
 @pytest.mark.parametrize("page", PAGES[-2:], ids=name)

@@ -320,7 +320,7 @@ def test_errors_are_pytorchs(both: tuple[Session, Executor]) -> None:
     with pytest.raises(IndexError):
         a[7]
     with pytest.raises(NotImplementedError, match="not among the operators that a pool runs"):
-        a.to_sparse()
+        a.to_mkldnn()
     assert torch.equal(a.cpu(), drawn(3, 4))
 
 

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
+import jsonschema
 import pytest
 from pool_brokers import GB, ask, pool
 
@@ -10,6 +12,8 @@ from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Event
 from warpbus.pool.broker.status import seen_by
+
+SCHEMA = json.loads((Path(__file__).parents[3] / "examples/kubernetes/pool_status.schema.json").read_text())
 
 
 def test_status_is_json_and_has_its_schema():
@@ -20,7 +24,11 @@ def test_status_is_json_and_has_its_schema():
     broker.seen(placed.id, 3.5, memory_used=42)
     status = broker.status(10.0)
     assert json.loads(json.dumps(status)) == status
-    assert set(status) == {"now", "gpus", "leases", "queue", "events"}
+    jsonschema.validate(status, SCHEMA)
+    jsonschema.validate(seen_by(status, "ann"), SCHEMA)
+    for part in ("gpus", "leases", "queue", "events"):
+        assert set(SCHEMA["properties"][part]["items"]["properties"]) == set(status[part][0])
+    assert set(status) == {"version", "now", "gpus", "leases", "queue", "events"}
     assert status["gpus"] == [
         {
             "name": "a/0",

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -90,6 +91,8 @@ class FakeService:
         fails: raised by `generate`; or after so many characters: (count, error).
     """
 
+    model = Path("/nothing/is/here")  # no files beside the weights
+
     def __init__(self, sop=None, max_model_len=2048, make_template=PlainTemplate):
         self.tokenizer = ByteTokenizer()
         self.template = (
@@ -111,6 +114,10 @@ class FakeService:
         self.reason = ""
         self.closed = False
         self.loaded = {}
+
+    @property
+    def replicas(self):
+        return {0: self}
 
     @property
     def health(self):
@@ -204,6 +211,10 @@ class FakeService:
             cache_bytes=1 << 20,
             drafted=40,
             accepted=30,
+            host_hits=32,
+            host_bytes=4096,
+            host_stored_bytes=8192,
+            host_loaded_bytes=2048,
             experts_exchanged=6,
             expert_choices=800,
             host_expert_choices=200,
@@ -234,6 +245,18 @@ class FakeService:
 
     async def close(self, *, drain=0.0):
         self.closed = True
+
+
+class FakeReplicas(FakeService):
+    """The same with several replicas, which are fakes; those that are asked for stats answer, or fail."""
+
+    def __init__(self, *replicas):
+        super().__init__()
+        self._replicas = dict(enumerate(replicas))
+
+    @property
+    def replicas(self):
+        return self._replicas
 
 
 class Running:

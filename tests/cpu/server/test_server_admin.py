@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving_fakes import FakeService, Running, until
+from serving_fakes import FakeReplicas, FakeService, Running, until
 
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
@@ -52,7 +52,7 @@ def test_a_model_that_loads_is_listed_but_not_ready():
 
 def test_text_becomes_tokens_and_back(http):
     found = http.post("/tokenize", json={"model": "parrot", "prompt": "好"}).json()
-    assert found == {"tokens": list("好".encode()), "count": 3, "max_model_len": 2048}
+    assert found == {"tokens": list("好".encode()), "count": 3, "max_model_len": 2048, "token_strs": None}
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "好"}
     messages = http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     assert bytes(messages) == b"user: ab\nassistant: "
@@ -129,7 +129,10 @@ def test_metrics_count_and_time():
         response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     found = {
-        (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
+        (
+            sample.name,
+            *(value for key, value in sorted(sample.labels.items()) if key not in ("model_name", "replica")),
+        ): sample.value
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
     }
@@ -144,6 +147,10 @@ def test_metrics_count_and_time():
     assert found["warpbus:kv_cache_usage_perc",] == 0.3
     assert found["warpbus:prefix_cache_hits_total",] == 40
     assert found["warpbus:prefix_cache_queries_total",] == 100
+    assert found["warpbus:kv_host_cache_hits_total",] == 32
+    assert found["warpbus:kv_host_cache_bytes",] == 4096
+    assert found["warpbus:kv_host_cache_stored_bytes_total",] == 8192
+    assert found["warpbus:kv_host_cache_loaded_bytes_total",] == 2048
     assert found["warpbus:num_preemptions_total",] == 5
     assert found["warpbus:num_requests_waiting",] == 2
     assert found["warpbus:kv_cache_bytes_mapped",] == 1 << 20
@@ -152,6 +159,39 @@ def test_metrics_count_and_time():
     assert found["warpbus:spec_decode_draft_acceptance_rate",] == 0.75
     assert found["warpbus:experts_exchanged_total",] == 6
     assert found["warpbus:host_expert_share",] == 0.25
+
+
+def test_replicas_are_reported_one_by_one():
+    models, replicas = Models(), [FakeService(), FakeService()]
+    models.add("parrots", FakeReplicas(*replicas))
+    models.add("parrot", FakeService())
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        replicas[1].state, replicas[1].reason = "restarting", "the engine died: killed"
+        response = http.get("/health")
+        dead = {"replica": 1, "state": "restarting", "reason": "the engine died: killed"}
+        assert response.status_code == 200
+        assert response.json() == {
+            "status": "ready",
+            "replicas": {"parrots": [{"replica": 0, "state": "ready"}, dead]},
+        }
+        samples = [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(http.get("/metrics").text)
+            for sample in family.samples
+        ]
+    series = [(name, *sorted(labels.items())) for name, labels, _ in samples]
+    assert len(set(series)) == len(series)
+    running = [labels for name, labels, _ in samples if name == "warpbus:num_requests_running"]
+    assert running == [
+        {"model_name": "parrots", "replica": "0"},  # the dead one has none
+        {"model_name": "parrot", "replica": "0"},
+    ]
+    states = {
+        (labels["model_name"], labels["replica"], labels["state"])
+        for name, labels, value in samples
+        if name == "warpbus:replica_state" and value
+    }
+    assert states == {("parrots", "0", "ready"), ("parrots", "1", "restarting"), ("parrot", "0", "ready")}
 
 
 def test_the_dashboard_shows_metrics_that_there_are(served, http):

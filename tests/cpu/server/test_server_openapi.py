@@ -56,7 +56,8 @@ def test_the_document_is_valid():
 
 
 def test_it_has_every_route_that_works_and_our_errors():
-    assert "/v1/embeddings" not in SCHEMA["paths"]
+    assert "/pooling" not in SCHEMA["paths"]
+    assert {"/v1/embeddings", "/v1/score", "/v1/rerank"} <= set(SCHEMA["paths"])
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics", "/sleep"} <= set(SCHEMA["paths"])
     assert not [name for name in SCHEMA["components"]["schemas"] if "Validation" in name]
     assert "422" not in SCHEMA["paths"]["/v1/completions"]["post"]["responses"]

@@ -32,6 +32,7 @@ def client():
         ("/page/page.js", "text/javascript; charset=utf-8"),
         ("/page/mark.svg", "image/svg+xml"),
         ("/page/vendor/markdown-it/markdown-it.esm.min.mjs", "text/javascript; charset=utf-8"),
+        ("/page/vendor/katex/fonts/KaTeX_Main-Regular.woff2", "font/woff2"),
         ("/page/vendor/highlight.js/LICENSE", "text/plain; charset=utf-8"),
     ],
 )
@@ -46,6 +47,7 @@ def test_every_file_comes_with_strict_headers(client, path, media_type):
         "script-src": "'self'",
         "style-src": "'self'",
         "img-src": "'self' data:",
+        "font-src": "'self'",
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -126,10 +128,19 @@ def test_what_is_brought_along_has_its_licence():
     for directory in (entry for entry in (PAGE / "vendor").iterdir() if entry.is_dir()):
         files = [entry.name for entry in directory.iterdir()]
         assert "LICENSE" in files
-        code = [name for name in files if not name.startswith("LICENSE")]
+        code = [name for name in files if re.fullmatch(r"(?!LICENSE).*\.(m?js|css)", name)]
         assert all(f"`{directory.name}/{name}`" in readme for name in code)
-        version = re.search(r"\d+\.\d+\.\d+", (directory / code[0]).read_text(encoding="utf-8")[:200]).group()
-        assert version in readme
+        versions = re.findall(rf"{re.escape(directory.name)} (\d+\.\d+\.\d+)", readme, re.IGNORECASE)
+        assert len(set(versions)) == 1
+        assert all(versions[0] in (directory / name).read_text(encoding="utf-8") for name in code)
+
+
+def test_every_font_that_the_formulas_ask_for_is_there():
+    folder = PAGE / "vendor" / "katex"
+    asked = set(re.findall(r"url\(fonts/([\w-]+\.woff2)\)", (folder / "katex.min.css").read_text(encoding="utf-8")))
+    assert len(asked) == 20
+    assert {entry.name for entry in (folder / "fonts").iterdir()} == asked
+    assert "SIL OPEN FONT LICENSE Version 1.1" in (folder / "LICENSE.fonts").read_text(encoding="utf-8")
 
 
 def test_the_page_and_the_server_understand_each_other(served, chromium):

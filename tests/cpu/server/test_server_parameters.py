@@ -145,3 +145,66 @@ def test_a_grammar_may_be_ebnf(served, fields):
     assert response.status_code == 200
     grammar = served.service.asked[-1][1].grammar
     assert (grammar.kind, grammar.text) == ("ebnf", 'root ::= "a"')
+
+
+def test_the_continued_message_is_echoed(http, served):
+    served.service.script = "upon a time"
+    messages = [*HELLO, {"role": "assistant", "content": "Once "}]
+    fields = {"messages": messages, "continue_final_message": True, "echo": True}
+    assert chat(http, **fields).json()["choices"][0]["message"]["content"] == "Once upon a time"
+    with served.openai() as client:
+        extra = {"continue_final_message": True, "echo": True}
+        stream = client.chat.completions.create(model="parrot", messages=messages, stream=True, extra_body=extra)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "Once upon a time"
+    assert chat(http, echo=True).json()["choices"][0]["message"]["content"] == "upon a time"
+
+
+def test_tokens_are_named_by_their_ids(http, served):
+    served.service.script = "ab"
+    asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    content = chat(http, **asked).json()["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in content[:2]] == ["token_id:97", "token_id:98"]
+    assert bytes(content[0]["bytes"]) == b"a"
+    body = {"model": "parrot", "prompt": "x", "logprobs": 1, "return_tokens_as_token_ids": True}
+    scores = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert scores["tokens"][:2] == ["token_id:97", "token_id:98"]
+    assert "token_id:97" in scores["top_logprobs"][0]
+
+
+def test_tokens_come_with_their_texts_and_without_special_ones(http):
+    found = http.post(
+        "/tokenize", json={"prompt": "a月", "return_token_strs": True, "add_special_tokens": False}
+    ).json()
+    assert found["tokens"] == list("a月".encode())
+    assert found["token_strs"] == ["a", "\ufffd", "\ufffd", "\ufffd"]
+    assert http.post("/tokenize", json={"prompt": "a", "add_special_tokens": True}).json()["token_strs"] is None
+
+
+def test_sagemakers_route_takes_chats_and_completions(http, served):
+    served.service.script = "said"
+    answer = http.post("/invocations", json={"model": "parrot", "messages": HELLO}).json()
+    assert answer["choices"][0]["message"]["content"] == "said"
+    answer = http.post("/invocations", json={"model": "parrot", "prompt": "x"}).json()
+    assert answer["choices"][0]["text"] == "said"
+    assert http.post("/invocations", json={"model": "parrot"}).json()["error"]["param"] == "messages"
+    wrong = http.post("/invocations", json={"model": "parrot", "messages": "hi"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+
+
+def test_the_load_is_the_number_of_requests_that_generate(http, served):
+    assert http.get("/load").json() == {"server_load": 0}
+    served.service.pause = 3600.0
+    with (
+        served.http() as other,
+        other.stream("POST", "/v1/completions", json={"model": "parrot", "prompt": "x", "stream": True}),
+    ):
+        assert http.get("/load").json() == {"server_load": 1}
+    served.service.pause = 0.0
+    until(lambda: http.get("/load").json() == {"server_load": 0})
+
+
+def test_a_tokenizer_without_files_is_named(http):
+    found = http.get("/tokenizer_info").json()
+    assert found == {"tokenizer_class": "ByteTokenizer", "model_max_length": 2048, "chat_template": None}
+    assert http.get("/tokenizer_info?model=other").status_code == 404

@@ -165,11 +165,7 @@ def test_methods_that_a_route_does_not_take(http):
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        ("/v1/embeddings", "embeddings"),
-        ("/pooling", "embeddings"),
-        ("/v1/rerank", "reranking"),
-        ("/rerank", "reranking"),
-        ("/v1/score", "scoring"),
+        ("/pooling", "pooling"),
         ("/classify", "classification"),
     ],
 )
@@ -177,6 +173,48 @@ def test_what_a_decoder_does_not_do_is_refused_in_so_many_words(http, path, what
     error = error_of(http.post(path, json={"model": "parrot", "input": "a"}), 501)
     assert error["message"].endswith(f"not served for {what}")
     assert error["code"] == f"{what}_not_supported"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "what"),
+    [
+        ("/v1/embeddings", {"input": "a"}, "embeddings"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}, "scoring"),
+        ("/rerank", {"query": "a", "documents": [{"text": "b"}]}, "scoring"),
+        ("/v2/rerank", {"query": "a", "documents": ["b"]}, "scoring"),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}, "scoring"),
+        ("/score", {"text_1": "a", "text_2": ["b"]}, "scoring"),
+    ],
+)
+def test_a_checkpoint_that_defines_no_vectors_is_told_what_it_lacks(http, path, body, what):
+    error = error_of(http.post(path, json={"model": "parrot", **body}), 400)
+    assert "it needs modules.json and 1_Pooling/config.json" in error["message"]
+    assert error["code"] == f"{what}_not_supported"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {}),
+        ("/v1/embeddings", {"input": []}),
+        ("/v1/embeddings", {"input": ["a"] * 1025}),
+        ("/v1/embeddings", {"input": [[]]}),
+        ("/v1/embeddings", {"input": [1, "a"]}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}),
+        ("/v1/score", {"text_1": "a"}),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "query": "c"}),
+        ("/v1/score", {"query": "a", "items": ["b"]}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": []}),
+        ("/v1/rerank", {"query": "a", "documents": []}),
+        ("/v1/rerank", {"query": "a", "documents": [1]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}),
+    ],
+)
+def test_texts_are_checked(http, path, body):
+    error_of(http.post(path, json={"model": "parrot", **body}), 400)
 
 
 def test_a_long_body_is_refused_before_it_is_read(served):

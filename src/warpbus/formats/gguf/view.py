@@ -52,9 +52,11 @@ def _make(directory: Path, file: Path) -> None:
     if schemes:
         config["quantization_config"] = compressed_tensors.quantization_config(schemes, [])
         # By their names: some matrices of the file may not be quantized.
-        for group in config["quantization_config"]["config_groups"].values():
-            if group["targets"] == ["Linear"]:
-                group["targets"] = list(schemes)
+        groups = config["quantization_config"]["config_groups"].values()
+        named = {target for group in groups for target in group["targets"]}
+        for group in groups:
+            if "Linear" in group["targets"]:
+                group["targets"] = [name for name in schemes if name not in named or name in group["targets"]]
     files = vocabulary_files(keys)
     files["config.json"] = json.dumps(config, indent=2).encode()
     files["generation_config.json"] = json.dumps({"eos_token_id": stops}).encode()

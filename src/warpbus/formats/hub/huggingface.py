@@ -36,7 +36,7 @@ _KEY = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _DEFAULT_BRANCH = "main"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # Of httpx or httpx2, whichever this version of the library uses.
-_TRANSPORT_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+TRANSPORT_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
 
 
 def find_cached(name: ModelName) -> Path | None:
@@ -58,7 +58,7 @@ class HuggingFaceRepository:
         self._name = name
         self._revision = name.revision or _DEFAULT_BRANCH
         self._folder = Path(constants.HF_HUB_CACHE) / f"models--{name.repository.replace('/', '--')}"
-        _check_endpoint()
+        check_endpoint()
         with self._translated():
             self._commit, files = _listing(name, self._revision)
         self.directory = self._folder / "snapshots" / self._commit
@@ -130,7 +130,7 @@ class HuggingFaceRepository:
         if not sound:
             file.unlink()
             raise DownloadError(
-                f"{name}: what {_host()} sent does not have the SHA-256 that it lists, so it was not kept: run the "
+                f"{name}: what {hub_host()} sent does not have the SHA-256 that it lists, so it was not kept: run the "
                 "same command again, or use another source"
             )
         file.replace(blob)
@@ -147,14 +147,14 @@ class HuggingFaceRepository:
             yield
         except WarpbusError:
             raise
-        except (_TRANSPORT_ERROR, OSError, ValueError) as error:
+        except (TRANSPORT_ERROR, OSError, ValueError) as error:
             raise self._error(error) from error
 
     def _error(self, error: Exception) -> WarpbusError:
         # The library wraps what went wrong while it asked about a file.
         wrapped = isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None
         cause = error.__cause__ if wrapped else error
-        repository, host = self._name.repository, _host()
+        repository, host = self._name.repository, hub_host()
         page = f"{constants.ENDPOINT}/{repository}"
         has_token = huggingface_hub.get_token() is not None
         if isinstance(cause, errors.GatedRepoError):
@@ -173,7 +173,7 @@ class HuggingFaceRepository:
         if isinstance(cause, OSError) and cause.errno is not None:
             return storage_error(self._folder, cause, needed=0)
         return DownloadError(
-            f"{repository}: the connection to {host} failed ({_one_line(cause)}): check the network, "
+            f"{repository}: the connection to {host} failed ({one_line(cause)}): check the network, "
             "HTTPS_PROXY, and HF_ENDPOINT for a mirror, and run the same command again, which continues where this one "
             "stopped; or give a directory with the model"
         )
@@ -254,12 +254,12 @@ def _listing(name: ModelName, revision: str) -> tuple[str, dict[str, tuple[int, 
             raise ValueError("a file without its size or hash")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DownloadError(
-            f"{_host()}: does not answer as a hub does ({_one_line(error)}): check HF_ENDPOINT"
+            f"{hub_host()}: does not answer as a hub does ({one_line(error)}): check HF_ENDPOINT"
         ) from error
     return str(info.sha), {file: (size or 0, str(key)) for file, (size, key) in files.items()}
 
 
-def _check_endpoint() -> None:
+def check_endpoint() -> None:
     try:
         parts = urlsplit(constants.ENDPOINT)
     except ValueError:
@@ -273,7 +273,7 @@ def _check_endpoint() -> None:
         )
 
 
-def _host() -> str:
+def hub_host() -> str:
     return urlsplit(constants.ENDPOINT).netloc
 
 
@@ -289,7 +289,7 @@ def _bytes_of(blob: Path, size: int) -> int:
     return 0
 
 
-def _one_line(error: BaseException | None) -> str:
+def one_line(error: BaseException | None) -> str:
     """An error's text for a message: short, and unable to control a terminal."""
     text = str(error) or type(error).__name__
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:200]

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from warpbus.dist.outcome import JobFailure
-from warpbus.dist.ray_cluster import connect, load_ray
+from warpbus.dist.ray_cluster import connect, disconnect, load_ray
 from warpbus.errors import UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.admission import checked_gpus
 from warpbus.pool.broker.broker import Broker
@@ -114,7 +114,7 @@ class RayBrokerStore(BrokerStore):
             self._ray.kill(agent)
         self._agents = {}
         if self._connected_here:
-            self._ray.shutdown()
+            disconnect(self._ray)
 
     def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> None:
         """Let a host join the pool, until `withdraw` or the end of this process.

@@ -2,7 +2,8 @@
 
 Memory is in bytes, times are seconds since the epoch, durations seconds, shares parts of one GPU:
 
-    {"now": float,
+    {"version": 1,                                             of this schema: more may be added without a new one
+     "now": float,
      "gpus": [{"name": "host/0", "host": str, "index": int, "model": str, "memory": int,
                "used": int, "free": int, "share_used": float,    what leases have of it, reservations of moves included
                "state": "open" | "draining" | "lost",
@@ -39,6 +40,8 @@ from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.ledger import Ledger
 from warpbus.pool.broker.placement import outlook
 
+VERSION = 1
+
 _LEASE = re.compile(r"[0-9a-f]{32}")
 _OTHER = "(other)"  # no tenant can have this name
 
@@ -55,6 +58,7 @@ def report(ledger: Ledger, aging: float, measured: Mapping[str, GpuUsage], now: 
     """The pool at a time, as JSON of the schema above."""
     waiting = _why(ledger, aging)
     return {
+        "version": VERSION,
         "now": now,
         "gpus": _gpus(ledger, measured),
         "leases": [_lease(lease, waiting.get(lease.id), now) for lease in ledger.leases.values()],

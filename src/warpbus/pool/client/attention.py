@@ -43,18 +43,24 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's function of this name, of the same arguments and result."""
     backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if enable_gqa and backend != _Backend.FLASH and current().kind == "cuda":
-        # Flash attention alone has groups of queries. The others take keys and values once for each query: that is
-        # little beside the scores of all heads, which attention by single operators would write out.
+    learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    on_cpu = current().kind == "cpu"
+    if enable_gqa and (differentiated if on_cpu else backend != _Backend.FLASH):
+        # On a GPU flash attention alone has groups of queries; a CPU pool refuses them in the backward. The others take
+        # keys and values once for each query: that is little beside the scores of all heads, which attention by single
+        # operators would write out.
         groups = query.shape[-3] // key.shape[-3]
         key, value, enable_gqa = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3), False
         backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if learned and backend == _Backend.FLASH:
+        backend = _Backend.MATH  # flash attention has no derivative by its mask
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         # The fused kernels add their mask.
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask, zero, float("-inf"))
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    if backend == _Backend.FLASH and current().kind == "cpu":
+    if backend == _Backend.FLASH and on_cpu:
         found = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
@@ -65,7 +71,7 @@ def scaled_dot_product_attention(
     if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not dropout_p:
         if attn_mask is not None:
             attn_mask = _aligned(attn_mask)
-        with_log = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        with_log = learned or differentiated
         fused = (
             _aten._scaled_dot_product_efficient_attention
             if backend == _Backend.EFFICIENT

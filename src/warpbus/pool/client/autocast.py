@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from warpbus.pool.client.tensors import NAME
+from warpbus.pool.client.tensors import NAME, is_remote
 
 _KEY = "AutocastPrivateUse1"
 _AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
@@ -87,6 +87,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         if value.dtype is dtype:
             return value
-        eligible = value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == NAME
+        eligible = value.is_floating_point() and value.dtype is not torch.float64 and is_remote(value)
         return value.to(dtype) if eligible else value
     return [_cast(item, dtype) for item in value] if isinstance(value, list | tuple) else value

@@ -14,14 +14,14 @@ NUMBER_KINDS: dict[type, NumberKind] = {int: "int", float: "float", bool: "bool"
 
 _NUMBER_TYPES = frozenset({"number", "Optional[number]", "List[number]", "float", "Optional[float]"})
 
-# What these give has a shape that their numbers decide about.
-_SHAPED_BY_NUMBERS = frozenset({"arange", "range"})
+# Their numbers decide about the shape of the result, or whether there is one.
+_DEFINED_BY_NUMBERS = frozenset({"arange", "geometric", "geometric_", "histc", "range"})
 
 
 def number_positions(overload: OpOverload) -> dict[str, bool]:
     """For each argument of an operator whether what stands there is a number that may change from call to call."""
-    shaped = overload._overloadpacket.__name__ in _SHAPED_BY_NUMBERS
-    return {a.name: not shaped and str(a.type) in _NUMBER_TYPES for a in overload._schema.arguments}
+    defined = overload._overloadpacket.__name__ in _DEFINED_BY_NUMBERS
+    return {a.name: not defined and str(a.type) in _NUMBER_TYPES for a in overload._schema.arguments}
 
 
 def goes_along(value: Any, is_number: bool) -> bool:

@@ -13,7 +13,8 @@ from torch._ops import OpOverload
 from torch.utils import backend_registration
 
 from warpbus.cuda.remote import register_remote_backend
-from warpbus.pool.client import attention, autocast, transfers
+from warpbus.pool.client import attention, autocast, refusals, sparse, transfers
+from warpbus.pool.client.composites import ADAPTED, COMPOSITES
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.generators import Generator, knowing_generators
@@ -47,15 +48,20 @@ def register() -> torch.device:
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("aten", "warpbus")}
     _register_views(libraries["aten"])
     _register_transfers(libraries["aten"])
+    sparse.register(libraries["aten"])
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
-        if _runs_remotely(overload):
+        if _runs_remotely(overload) and overload.name().partition("::")[2] not in COMPOSITES:
             namespace, _, name = overload.name().partition("::")
             kernel = knowing_marks(Operator(overload, transfers.upload))
+            kernel = ADAPTED[overload.name()](kernel) if overload.name() in ADAPTED else kernel
             libraries[namespace].impl(name, knowing_generators(overload, kernel), _KEY)
-    for key in (_KEY, "AutogradPrivateUse1"):
-        libraries["aten"].impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, key)
+    libraries["aten"].impl("pin_memory", transfers.pin_memory, "CPU")
+    composites = {"scaled_dot_product_attention": attention.scaled_dot_product_attention, **COMPOSITES}
+    for name, composite in composites.items():
+        for key in (_KEY, "AutogradPrivateUse1"):
+            libraries["aten"].impl(name, composite, key)
     rest = torch.library.Library("_", "IMPL")
-    rest.fallback(_refuse, _KEY)
+    refusals.register(rest)
     autocast.register(libraries["aten"], rest)
     _keep(rest, *libraries.values())
     replace_storage_methods()
@@ -95,7 +101,9 @@ def _register_views(library: torch.library.Library) -> None:
 def _register_transfers(library: torch.library.Library) -> None:
     copies = transfers.Copies()
     for name, kernel in {
+        "_efficientzerotensor": transfers.zeros,
         "_has_compatible_shallow_copy_type": transfers.can_replace_data,
+        "as_strided_": transfers.as_strided_,
         "empty.memory_format": transfers.empty,
         "empty_strided": transfers.empty_strided,
         "copy_": copies.copy_,
@@ -109,12 +117,6 @@ def _register_transfers(library: torch.library.Library) -> None:
         "set_.source_Storage_storage_offset": transfers.set_,
     }.items():
         library.impl(name, kernel, _KEY)
-
-
-def _refuse(operator: OpOverload, *_: Any, **__: Any) -> None:
-    raise NotImplementedError(
-        f"{operator.name()} is not among the operators that a pool runs: compute it on the CPU (.cpu()) and move on"
-    )
 
 
 _kept: list[Any] = []

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 from warpbus.errors import StateError
 from warpbus.pool.client.calls import NUMBER_KINDS, SignatureBuilder, Wrapped, goes_along, number_positions
 from warpbus.pool.client.session import Session, current
-from warpbus.pool.client.tensors import NAME, Remote, new_tensor, set_geometry
+from warpbus.pool.client.tensors import NAME, Remote, is_remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
-from warpbus.pool.protocol.inference import MEASURED, gives_tensors, infer
+from warpbus.pool.protocol.inference import MEASURED, OutputSizeError, gives_tensors, infer
 from warpbus.pool.protocol.instructions import call_packer, layout
 from warpbus.pool.protocol.signature import Fixed, New, Output, Same, Signature
 
@@ -111,7 +111,11 @@ class Operator:
             whole = tuple(key)
             kind = self._kinds.get(whole)
             if kind is None or kind.generation != session.generation:
-                kind = self._learn(session, whole, args, kwargs)
+                try:
+                    kind = self._learn(session, whole, args, kwargs)
+                except OutputSizeError as error:
+                    _resize_empty(tensors, error)
+                    return self(*args, **kwargs)
                 if kind is None:
                     return self._ask(session, call, whole, args, kwargs)
             if kind.single:
@@ -187,7 +191,7 @@ class Operator:
             key.append(("wrapped", number.__class__))
         elif value.device.type == "cpu" and (value.dim() == 0 or self._indexed):
             self._take(call, self._upload(value), False)
-        elif value.device.type == NAME:
+        elif is_remote(value):
             raise StateError(
                 f"{self.overload.name()}: a tensor of shape {list(value.shape)} of an earlier connection: "
                 "its bytes are gone; make it again with the GPU that is connected now"
@@ -204,9 +208,10 @@ class Operator:
             return None
         signature = self._signature(args, kwargs)
         try:
-            outputs = infer(signature)
+            outputs = infer(signature, session.kind)
         except NotImplementedError:
-            return None
+            # What an operator without results gives is known without meta tensors: fused optimizers are such.
+            outputs = None if self._returns else ()
         if outputs is None:
             return None
         kind = self._kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
@@ -250,7 +255,7 @@ class Operator:
         """An argument with tensors of the CPU replaced, as `_take_foreign` does it."""
         if isinstance(value, list | tuple):
             return tuple(self._own(item) for item in value)
-        if not isinstance(value, Tensor) or value.device.type == NAME:
+        if not isinstance(value, Tensor) or is_remote(value):
             return value
         number = _number(value)
         return self._upload(value) if number is None else Wrapped(number)
@@ -262,6 +267,14 @@ def _number(value: Tensor) -> int | float | bool | None:
         return None
     number = value.item()
     return number if number.__class__ in NUMBER_KINDS else None
+
+
+def _resize_empty(tensors: list[Tensor], error: OutputSizeError) -> None:
+    """Give tensors of `out=` without elements the size of the result. Raises the error if others would change."""
+    if any(tensors[index].numel() for index in error.shapes):
+        raise error
+    for index, shape in error.shapes.items():
+        tensors[index].resize_(shape)
 
 
 def _given(output: Output, inputs: list[Tensor]) -> Tensor | int | None:

@@ -13,7 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
+from torch import Tensor
+
 from warpbus.errors import LeaseLostError, StateError, WarpbusError
+from warpbus.pool.client.checkpoints import load
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
@@ -160,6 +163,32 @@ class Gpu:
             raise
         self.synchronize()  # follows the lease
         return moved
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The checkpoints that the pool's machines offer: dicts of `host`, `name`, `files` and `nbytes`."""
+        found: list[dict[str, Any]] = self._control.ask("checkpoints")["checkpoints"]
+        return found
+
+    def load_checkpoint(self, name: str, pattern: str = "*") -> dict[str, Tensor]:
+        """Load tensors of a checkpoint that the machine of this lease offers (`warpbus pool serve --checkpoints`).
+
+        Their bytes come from that machine's disk and do not pass through this process.
+
+        Args:
+            name: of the checkpoint.
+            pattern: of the tensors' names, as `fnmatch`: "model.layers.0.*".
+
+        Returns:
+            the tensors on this device, by name, in the checkpoint's dtypes. With them,
+            `model.load_state_dict(tensors, assign=True)` fills a model that is on the device or on "meta".
+
+        Raises:
+            UsageError: the machine offers no such checkpoint, or no tensor of it has such a name.
+            torch.OutOfMemoryError: the tensors do not fit into the lease; nothing was loaded.
+            CheckpointError: a file is damaged.
+        """
+        self._control.ask("load_checkpoint", {"lease": self.lease, "checkpoint": name})
+        return load(self.session, name, pattern)
 
     def record(self) -> AbstractContextManager[Program]:
         """Record the operators in a block as a program; see `recorded`."""

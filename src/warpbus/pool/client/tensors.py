@@ -29,7 +29,7 @@ _handles = count(1).__next__
 class Remote:
     """A storage on the pool's side: its handle, its size in bytes, and the session that frees it."""
 
-    __slots__ = ("freed", "handle", "nbytes")
+    __slots__ = ("__weakref__", "freed", "handle", "nbytes")
 
     def __init__(self, nbytes: int, freed: "deque[tuple[int, int]]") -> None:
         self.handle = _handles()
@@ -52,9 +52,12 @@ def new_tensor(new: New, remote: Remote) -> Tensor:
     return tensor
 
 
+_get_device = torch._C.TensorBase.device.__get__
+
+
 def is_remote(tensor: Tensor) -> bool:
-    """Whether a tensor lies on the device `warpbus:0`."""
-    return tensor.device.type == NAME
+    """Whether a tensor lies on the device `warpbus:0`. Under `pool run --remote`, `tensor.device` is `cuda:0`."""
+    return _get_device(tensor).type == NAME
 
 
 def remote_of(tensor: Tensor) -> Remote:

@@ -10,7 +10,7 @@ from torch import Tensor
 from warpbus.errors import DeviceError
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.marks import behind, computed, is_marked
-from warpbus.pool.client.session import Session, current
+from warpbus.pool.client.session import Session, current, is_connected
 from warpbus.pool.client.tensors import NAME, geometry_of, is_remote, new_tensor, remote_of, set_geometry
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.signature import New
@@ -39,6 +39,11 @@ def empty(size: Sequence[int], *, dtype: torch.dtype | None = None, memory_forma
 def empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """`aten::empty_strided`."""
     return _allocate(Geometry(dtype or torch.get_default_dtype(), tuple(size), tuple(stride)))
+
+
+def zeros(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """`aten::_efficientzerotensor`, which forward-mode derivatives are made of: zeros in memory."""
+    return torch.zeros(size, dtype=dtype, device=NAME)
 
 
 def _allocate(geometry: Geometry) -> Tensor:
@@ -171,6 +176,25 @@ def resize_(tensor: Tensor, size: Sequence[int], *, memory_format: Any = None) -
             larger[: remote.nbytes].copy_(old)
         storage.remote = remote_of(larger)  # type: ignore[attr-defined]
     return set_geometry(tensor, storage, geometry)
+
+
+def pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """`aten::pin_memory` of a CPU tensor: itself, since an upload to a remote GPU is fast from any memory.
+
+    Without a remote GPU this is PyTorch's own.
+    """
+    if is_connected() and (device is None or device.type == NAME):
+        return tensor
+    return tensor if tensor.is_pinned() else _aten._pin_memory(tensor, device)
+
+
+def as_strided_(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """`aten::as_strided_`: another geometry in the same storage. `squeeze_`, `transpose_` and others are made of it."""
+    geometry = Geometry(
+        tensor.dtype, tuple(size), tuple(stride), int(tensor.storage_offset()) if offset is None else offset
+    )
+    geometry.check(remote_of(tensor).nbytes)
+    return set_geometry(tensor, tensor.untyped_storage(), geometry)
 
 
 def can_replace_data(tensor: Tensor, data: Tensor) -> bool:

@@ -58,6 +58,8 @@ class HostDaemon(Protocol):
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]: ...
     async def order(self, lease: str) -> Order | None: ...
     async def forget(self, lease: str) -> None: ...
+    async def offered(self) -> list[dict[str, Any]]: ...
+    async def offer(self, lease: str, checkpoint: str) -> dict[str, Any]: ...
 
 
 class ControlHandler:
@@ -113,6 +115,8 @@ class ControlHandler:
             return await self._lease(arguments, asker, tell)
         if operation in ("drain", "undrain"):
             return await self._drain(operation, arguments["host"], asker, tell)
+        if operation == "checkpoints":
+            return {"checkpoints": await self._offered()}
         lease = await self._store.lease(arguments["lease"])
         if lease.tenant != asker.tenant.name and not asker.tenant.admin:
             raise TokenError(f"lease {lease.id} is of another tenant: use its token, or an admin's")
@@ -121,6 +125,8 @@ class ControlHandler:
         if operation == "migrate":
             # Whoever asked for it may go: a move that has begun is brought to its end.
             return await asyncio.shield(self._spawn(self._migrate(lease, arguments["to"], asker, tell)))
+        if operation == "load_checkpoint":
+            return await self._offer(lease, arguments["checkpoint"])
         if operation == "suspend":
             return await asyncio.shield(self._spawn(self._suspend(lease, asker, tell)))
         return await self._resume(lease, arguments["on"], asker, tell)
@@ -261,6 +267,22 @@ class ControlHandler:
         """Place the waiting leases that fit now, and wake their requests."""
         if await self._store.place():
             self._placed.set()
+
+    # Checkpoints
+
+    async def _offered(self) -> list[dict[str, Any]]:
+        """The checkpoints of all machines that answer."""
+        found = []
+        for host in await self._store.addresses():
+            with suppress(WarpbusError):
+                found += await (await self._machine(host)).offered()
+        return found
+
+    async def _offer(self, lease: Lease, checkpoint: str) -> dict[str, Any]:
+        async with self._alone(lease.id, "given a checkpoint"):
+            if lease.gpu is None:
+                raise UsageError(f"lease {lease.id} is {lease.state}: it can load no checkpoint now")
+            return await (await self._machine(_host(lease.gpu))).offer(lease.id, checkpoint)
 
     # Suspending
 

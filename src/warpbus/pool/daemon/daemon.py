@@ -124,7 +124,8 @@ class Daemon:
         for listening in self._listening:
             self._spawn(self._accept(listening))
         if options.peers:
-            peers = tuple(map(read_address, options.peers))
+            known = map(read_address, options.peers)
+            peers = tuple(replace(each, ca=each.ca or options.authority) for each in known)
             self._broker_at = await find_broker(options.name, peers, options.peer_token)
         if options.cluster is not None:
             self._store = await self._ray_store(options.cluster)

@@ -31,10 +31,12 @@ from warpbus.errors import (
     WarpbusError,
 )
 from warpbus.pool.daemon.audit import AuditLog
+from warpbus.pool.daemon.checkpoint_files import CheckpointFiles, send_files
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
 from warpbus.pool.daemon.tls_relay import relay
+from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
 from warpbus.pool.protocol.control_channel import Tell
@@ -162,6 +164,7 @@ class LocalHost:
         self._gpus = gpus
         self._audit = audit
         self._gone: dict[str, EndedLease] = {}
+        self._checkpoints = CheckpointFiles(options.name, map(Path, options.checkpoints))
         processes = options.home / "processes"
         shutil.rmtree(processes, ignore_errors=True)  # of a daemon that was killed
         processes.mkdir(mode=0o700, exist_ok=True)
@@ -291,6 +294,33 @@ class LocalHost:
             raise
         await self._end(tenancy, "it is suspended: warpbus pool resume lets it go on")
         return done
+
+    async def offered(self) -> list[dict[str, Any]]:
+        """The checkpoints of this machine, see `CheckpointFiles.listed`."""
+        return await asyncio.to_thread(self._checkpoints.listed)
+
+    async def offer(self, lease: str, checkpoint: str) -> dict[str, Any]:
+        """Hand the files of a checkpoint to the process of a lease.
+
+        Returns:
+            "tensors" and "nbytes".
+
+        Raises:
+            UsageError: there is no such lease or checkpoint.
+            CheckpointError, StorageError: its files cannot be read.
+        """
+        tenancy = self._living(lease)
+        mine, other = process_messages.pair()
+        with mine, other, self._checkpoints.opened(checkpoint) as files:
+            sending = asyncio.create_task(asyncio.to_thread(send_files, mine, files))
+            arguments = {"name": checkpoint, "files": len(files)}
+            try:
+                found = await self._work(tenancy, "checkpoint", arguments, "offered", lambda _: None, other.fileno())
+            finally:
+                other.close()  # ends the sending
+                await asyncio.wait([sending])  # else it could send descriptors that are others by then
+        self._audit.note("checkpoint", tenant=tenancy.order.tenant, lease=lease, why=checkpoint)
+        return found
 
     async def forget(self, lease: str) -> None:
         """Remove what was saved of a lease."""

@@ -38,6 +38,7 @@ class PoolOptions:
         directory: where it keeps what has to survive a restart; None is ~/.local/state/warpbus/pool/NAME.
         audit: file of the audit log; None is audit.jsonl in `directory`.
         cluster: Ray's address, "auto" or ray://HOST:PORT, if Ray knows the machines of the pool and keeps its broker.
+        checkpoints: directories with checkpoints that leases on this machine may load, see `CheckpointFiles`.
         spare: processes that have loaded torch and wait for a lease.
         grace: seconds without its client after which a lease is reclaimed.
         sandbox: tenants' processes are confined, see `warpbus.pool.tenant.sandbox`.
@@ -71,6 +72,7 @@ class PoolOptions:
     directory: Path | None = None
     audit: Path | None = None
     cluster: str | None = None
+    checkpoints: tuple[str, ...] = ()
     spare: int = 1
     grace: float = 60.0
     sandbox: bool = True

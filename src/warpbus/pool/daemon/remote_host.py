@@ -80,6 +80,12 @@ class RemoteHost:
     async def forget(self, lease: str) -> None:
         await self._ask("forget", {"lease": lease})
 
+    async def offered(self) -> list[dict[str, Any]]:
+        return list((await self._ask("offered", {}))["checkpoints"])
+
+    async def offer(self, lease: str, checkpoint: str) -> dict[str, Any]:
+        return await self._ask("offer", {"lease": lease, "checkpoint": checkpoint})
+
     async def _ask(self, operation: str, arguments: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
         return await ask(self._to, self._token, operation, arguments, tell)
 
@@ -91,7 +97,9 @@ async def obey(host: LocalHost, request: Request, tell: Tell) -> dict[str, Any] 
         WarpbusError: as `LocalHost`; UsageError also if the lease cannot be one.
     """
     operation, arguments = request
-    if operation not in ("receive", "send", "save", "order", "end", "call_off", "forget"):
+    if operation == "offered":
+        return {"checkpoints": await host.offered()}
+    if operation not in ("receive", "send", "save", "order", "end", "call_off", "forget", "offer"):
         return None
     check_lease_id(arguments["lease"])
     if operation == "receive":
@@ -99,6 +107,8 @@ async def obey(host: LocalHost, request: Request, tell: Tell) -> dict[str, Any] 
     if operation == "order":
         order = await host.order(**arguments)
         return {"order": None if order is None else asdict(order)}
+    if operation == "offer":
+        return await host.offer(**arguments)
     if operation in ("send", "save"):
         done: dict[str, Any] = await getattr(host, operation)(**arguments, tell=tell)
         return done

@@ -62,7 +62,7 @@ def run(command: Sequence[str], gpu: InstalledGpu, quota: Quota | None, tenant: 
     if not command:
         raise UsageError("no program: give one after --, such as: warpbus pool run -- python train.py")
     if quota is None:
-        return _run(command, whole_gpu_environment(gpu, tenant), ())
+        return run_program(command, whole_gpu_environment(gpu, tenant), ())
     if quota.memory > gpu.memory:
         raise UsageError(f"memory is {quota.memory:,} bytes: GPU {gpu.index} has {gpu.memory:,}: give that or less")
     if gpu.mig:
@@ -76,11 +76,22 @@ def run(command: Sequence[str], gpu: InstalledGpu, quota: Quota | None, tenant: 
     daemon = mps.ControlDaemon.of_gpu(gpu)
     with daemon.client() as lock:
         environment = {**daemon.environment(), **mps.limits(quota.memory, quota.share), TENANT: tenant}
-        return _run(command, environment, (lock,))
+        return run_program(command, environment, (lock,))
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], kept: Sequence[int]) -> int:
-    """Start a program with these variables besides ours, and these files, and wait for it."""
+def run_program(command: Sequence[str], environment: Mapping[str, str], kept: Sequence[int] = ()) -> int:
+    """Run a program to its end. Signals that reach this process are passed on to it.
+
+    Args:
+        environment: variables besides those of this process.
+        kept: descriptors that it inherits.
+
+    Returns:
+        its exit code, or 128 and the number of the signal that ended it.
+
+    Raises:
+        UsageError: there is no such program.
+    """
     awaited = {*_FORWARDED, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:

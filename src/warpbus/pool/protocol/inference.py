@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import DeviceError
-from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.operators import operator
+from warpbus.pool.protocol.result_shapes import declared_results, named_arguments
 from warpbus.pool.protocol.signature import (
     Argument,
     DevicePlaceholder,
@@ -25,15 +26,39 @@ from warpbus.pool.protocol.signature import (
 
 _UNKNOWN_BEFORE = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
-MEASURED = frozenset(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
-"""What meta tensors promise of these is what the kernels of one version of PyTorch gave on one GPU."""
+MEASURED = frozenset(
+    {f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")}
+    | {"_embedding_bag", "_embedding_bag_forward_only", "_grouped_mm"}
+)
+"""Their results, or the dtypes that they take, are others on a CPU and on each kind of GPU: one call shows them."""
 
 _SAMPLES = {"int": 1, "float": 1.0, "bool": True}
 """Numbers that stand for those of a call: none of them decides about a shape."""
 
+_16_BITS = frozenset({torch.float16, torch.bfloat16})
 
-def infer(signature: Signature) -> tuple[Output, ...] | None:
+
+class OutputSizeError(DeviceError):
+    """An operator would resize a tensor that it writes.
+
+    Attributes:
+        shapes: by the index of the tensor among the call's: the shape that it would get.
+    """
+
+    def __init__(self, operator: str, shapes: dict[int, tuple[int, ...]]) -> None:
+        super().__init__(
+            f"{operator} would make a tensor that it writes another size: give out= a tensor of shape "
+            f"{[*next(iter(shapes.values()))]}, or an empty one"
+        )
+        self.shapes = shapes
+
+
+def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | None:
     """The results of a call of this kind; its own `outputs` are not looked at.
+
+    Args:
+        signature: the kind of call.
+        device: "cpu" or "cuda", the type of the device that will run it.
 
     Returns:
         The results in order; None where they are known only after the call ran, or are no tensors.
@@ -47,15 +72,72 @@ def infer(signature: Signature) -> tuple[Output, ...] | None:
         raise NotImplementedError(f"{signature.operator}: only a call can tell what it gives")
     if not _UNKNOWN_BEFORE.isdisjoint(call.tags) or not gives_tensors(call):
         return None
+    declared = declared_results(call, signature)
+    if declared is not None:
+        return declared
     tensors = [torch.empty_strided(g.shape, g.stride, dtype=g.dtype, device="meta") for g in signature.inputs]
     arguments = [_filled(argument, tensors) for argument in signature.arguments]
     keywords = {name: _filled(argument, tensors) for name, argument in signature.keywords}
     with torch.no_grad():
         outputs = outputs_of(call(*arguments, **keywords), tensors)
-    for tensor, geometry in zip(tensors, signature.inputs, strict=True):
-        if tensor.shape != geometry.shape:
-            raise DeviceError(f"{signature.operator} would make a tensor that it writes another size")
+    before = [geometry.shape for geometry in signature.inputs]
+    resized = {
+        index: tuple(t.shape) for index, (t, shape) in enumerate(zip(tensors, before, strict=True)) if t.shape != shape
+    }
+    if resized:
+        raise OutputSizeError(signature.operator, resized)
+    if _base_name(call) == "native_group_norm_backward":
+        return _group_norm_gradients(outputs, named_arguments(call, signature))
+    if device == "cpu" and _base_name(call) in _NORMS:
+        return _normalized_on_cpu(outputs, named_arguments(call, signature), _base_name(call) in _EVALUATING)
     return outputs
+
+
+def _base_name(call: torch._ops.OpOverload) -> str:
+    """The operator's name without the underscore of one in place."""
+    return call._overloadpacket.__name__.removesuffix("_")
+
+
+# Meta kernels say what a GPU saves for the backward of a norm. A CPU saves statistics in the dtype of the parameters,
+# or of an input without parameters, and in evaluation none.
+
+_NORMS = frozenset(
+    {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_layer_norm"}
+    | {"_native_batch_norm_legit_no_training", "_batch_norm_with_update", "_batch_norm_with_update_functional"}
+    | {"_batch_norm_no_update", "native_group_norm"}
+)
+_EVALUATING = frozenset({"_native_batch_norm_legit_no_training", "_batch_norm_no_update"})
+_PARAMETERS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _normalized_on_cpu(outputs: tuple[Output, ...], named: dict[str, Any], evaluates: bool) -> tuple[Output, ...]:
+    """The results of a norm: the normalized input and two statistics; some give a reserve of bytes, or new running
+    statistics."""
+    result, mean, deviation, *rest = outputs
+    given = [named[each].dtype for each in _PARAMETERS if isinstance(named.get(each), Geometry)]
+    saved = named["input"].dtype
+    if saved in _16_BITS and torch.float32 in given:
+        saved = torch.float32
+    kept = (0,) if evaluates or named.get("training") is False else None
+    statistics = (_changed(each, saved, kept) for each in (mean, deviation))
+    running = given[-1] if given else saved
+    return result, *statistics, *(_changed(each, running, None) for each in rest)
+
+
+def _group_norm_gradients(outputs: tuple[Output, ...], named: dict[str, Any]) -> tuple[Output, ...]:
+    """Gradients have the dtypes of what they are of. The meta kernel gives that of the statistics."""
+    dtype = named["input"].dtype
+    of_parameters = named["weight"].dtype if isinstance(named["weight"], Geometry) else dtype
+    return _changed(outputs[0], dtype, None), *(_changed(each, of_parameters, None) for each in outputs[1:])
+
+
+def _changed(output: Output, dtype: torch.dtype, shape: tuple[int, ...] | None) -> Output:
+    """A new floating-point result with another dtype and, unless it is None, another shape; another one as it is."""
+    if not isinstance(output, New) or not output.geometry.dtype.is_floating_point:
+        return output
+    before = output.geometry
+    place = Geometry(dtype, before.shape, before.stride) if shape is None else contiguous(dtype, shape)
+    return New(place, place.extent)
 
 
 def gives_tensors(call: torch._ops.OpOverload) -> bool:

@@ -8,6 +8,8 @@ str, "done": int, "total": int} for what moves leases:
                                an empty address is that of the daemon that was asked
     release, suspend           {"released": id}; {"suspended": id, "seconds", "bytes"}
     migrate                    {"moved": gpu, "seconds", "pause", "bytes"}
+    checkpoints                {"checkpoints": [{"host", "name", "files", "nbytes"}]}, of all machines
+    load_checkpoint            {"tensors": int, "nbytes": int}; the client then asks the lease's process for them
     drain, undrain             {"drained" | "undrained": host, "moves": int, "failed": {lease: why}}
 
     broker                     {"known": bool, "address": of the broker's daemon | None, "host": name}
@@ -16,6 +18,7 @@ str, "done": int, "total": int} for what moves leases:
     receive, order             {"address": str}; {"order": arguments of "receive" | None}
     send, save                 {"seconds", "pause", "bytes"}; {"seconds", "bytes"}
     end, call_off, forget      {}
+    offered, offer             as checkpoints, of one machine; as load_checkpoint
 """
 
 from warpbus.pool.protocol.messages import Operation
@@ -43,6 +46,8 @@ DAEMON = {
     "migrate": Operation({**_LEASE, "to": str}),
     "suspend": Operation(_LEASE),
     "resume": Operation({**_LEASE, "on": str | None}),
+    "checkpoints": Operation(),
+    "load_checkpoint": Operation({**_LEASE, "checkpoint": str}),
     "drain": Operation({"host": str}, role="admin"),
     "undrain": Operation({"host": str}, role="admin"),
     # Of other daemons, to the one with the broker.
@@ -62,6 +67,8 @@ DAEMON = {
     "save": Operation(_LEASE, role="admin"),
     "order": Operation(_LEASE, role="admin"),
     "forget": Operation(_LEASE, role="admin"),
+    "offered": Operation(role="admin"),
+    "offer": Operation({**_LEASE, "checkpoint": str}, role="admin"),
 }
 
 NEWS = {
@@ -92,6 +99,8 @@ TENANT = {
     "client": Operation(),
     "migrate": Operation({"to": str, "ca": str | None, "migration_token": bytes, "lease_id": bytes}),
     "suspend": Operation({"path": str}),
+    # With a socket from which the files come.
+    "checkpoint": Operation({"name": str, "files": int}),
     "neighbours": Operation({"count": int}),  # other leases on its GPU, where time is shared in slices
     "end": Operation({"reason": str}),
 }
@@ -105,6 +114,7 @@ EVENTS = {
     # The lease is executed here no more.
     "moved": Operation({"seconds": int | float, "pause": int | float, "bytes": int}, {"path": str}),
     "suspended": Operation({"seconds": int | float, "bytes": int}),
+    "offered": Operation({"tensors": int, "nbytes": int}),  # a checkpoint is open; or "failed"
     "failed": Operation({"type": str, "message": str}),  # the lease goes on as before
 }
 """What the process of a tenant reports to its daemon."""

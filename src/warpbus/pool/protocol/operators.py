@@ -109,17 +109,26 @@ _FUSED = """
     _fused_rms_norm _fused_sgd
 """
 
+# Rounding to the values of a quantized tensor, in floating point.
+_FAKE_QUANTIZATION = """
+    _fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_channel_affine_backward
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_tensor_affine_backward
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams _fused_moving_avg_obs_fq_helper
+    fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine_cachemask
+"""
+
 # Everything else that computes.
 _COMPUTE = """
     _to_copy __ilshift__ __irshift__ __lshift__ __rshift__ _adaptive_avg_pool2d _adaptive_avg_pool3d _add_relu
     _addmm_activation _aminmax _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional
     _cdist_forward _chunk_cat _conj_physical _convolution _ctc_loss _cummax_helper _cummin_helper
     _dirichlet_grad _embedding_bag _embedding_bag_forward_only _euclidean_dist _fft_c2c _fft_c2r _fft_r2c
-    _grouped_mm _index_put_impl _int_mm _log_softmax _logcumsumexp _masked_scale _masked_softmax
-    _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
-    _pdist_forward _prelu_kernel _safe_softmax _scaled_grouped_mm _scaled_mm _scaled_mm_v2 _slow_conv2d_forward
-    _softmax _stack _standard_gamma_grad _thnn_fused_gru_cell _transform_bias_rescale_qkv _trilinear _unique
-    _unique2 _unsafe_index _unsafe_index_put _unsafe_view _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+    _grouped_mm _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _index_put_impl
+    _int_mm _log_softmax _logcumsumexp _masked_scale _masked_softmax _native_batch_norm_legit
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training _pdist_forward _prelu_kernel
+    _safe_softmax _scaled_grouped_mm _scaled_mm _scaled_mm_v2 _slow_conv2d_forward _softmax _stack
+    _standard_gamma_grad _thnn_fused_gru_cell _transform_bias_rescale_qkv _trilinear _unique _unique2
+    _unsafe_index _unsafe_index_put _unsafe_view _upsample_bicubic2d_aa _upsample_bilinear2d_aa
     _upsample_lanczos2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     _weight_int8pack_mm _weight_norm_interface abs acos acosh adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d add addbmm addcdiv addcmul addmm addmv addr
@@ -131,11 +140,11 @@ _COMPUTE = """
     cumsum deg2rad diag_embed diagonal_scatter digamma dist div dot elu embedding embedding_renorm eq erf erfc
     erfinv exp exp2 expm1 fill flip floor floor_divide fmax fmin fmod frac fractional_max_pool2d
     fractional_max_pool3d frexp gather gcd ge gelu glu glu_jvp grid_sampler_2d grid_sampler_3d gt hardshrink
-    hardsigmoid hardswish hardtanh heaviside histc histogram huber_loss hypot i0 igamma igammac im2col index
-    index_add index_copy index_fill index_put index_reduce index_select isin isinf isnan isneginf isposinf
-    kthvalue lcm ldexp le leaky_relu lerp lgamma linear log log10 log1p log2 log_sigmoid_forward log_softmax
-    logaddexp logaddexp2 logcumsumexp logical_and logical_not logical_or logical_xor logit logsumexp lt
-    masked_fill masked_scatter masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d
+    hardsigmoid hardswish hardtanh hash_tensor heaviside histc histogram huber_loss hypot i0 igamma igammac
+    im2col index index_add index_copy index_fill index_put index_reduce index_select isin isinf isnan isneginf
+    isposinf kthvalue lcm ldexp le leaky_relu lerp lgamma linear log log10 log1p log2 log_sigmoid_forward
+    log_softmax logaddexp logaddexp2 logcumsumexp logical_and logical_not logical_or logical_xor logit logsumexp
+    lt masked_fill masked_scatter masked_select max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d
     max_unpool3d maximum mean median min minimum mish mm mode mse_loss mul multi_margin_loss
     multilabel_margin_loss_forward mv mvlgamma nan_to_num nanmedian nansum native_batch_norm
     native_channel_shuffle native_group_norm native_layer_norm native_norm ne neg nextafter nll_loss2d_forward
@@ -162,6 +171,7 @@ ATEN = frozenset(
         (_ATTENTION, ""),
         (_BACKWARD, ""),
         (_FUSED, ""),
+        (_FAKE_QUANTIZATION, ""),
         (_COMPUTE, ""),
     )
     for name in (prefix + name for name in names.split())

@@ -86,6 +86,7 @@ class Definition:
         except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
             self.refusal = error
         alone = len(outputs) == 1 and len(self.news) == 1 and bool(self.places) and _dense(self.news[0])
+        alone = alone and str(function._schema.returns[0].type) == "Tensor"  # and not a list of one
         # What such a call gives is not looked at closely: an `out=` that could change its size has to be, and numbers
         # that may be marked as conjugate.
         looked_at = self._zero or (self.written and not self._verified)
@@ -173,7 +174,7 @@ class Definition:
             if isinstance(output, New) and output.geometry.offset:
                 raise ProtocolError(f"{self.operator}: a new result begins at the start of its storage")
         try:
-            inferred = infer(self.signature)
+            inferred = infer(self.signature, self._device.type)
         except NotImplementedError:
             return  # nothing is known before: what it gives is compared, and copied where it should be
         if announced is None:

@@ -44,6 +44,7 @@ from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.acceptor import Acceptor, refuse
+from warpbus.pool.tenant.checkpoints import OfferedCheckpoints
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.meter import Meter
@@ -86,6 +87,7 @@ class TenantServer:
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
         self._acceptor = Acceptor()
+        self._checkpoints = OfferedCheckpoints(executor.storages)
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: MigrationDestination | None = None
@@ -195,6 +197,8 @@ class TenantServer:
                 ca = arguments.pop("ca")
                 tls = None if ca is None else Tls(Path(ca))
                 self._begin(migrate(self, sock=sockets[0], tls=tls, **arguments))
+            case "checkpoint" if len(sockets) == 1:
+                self._open_checkpoint(arguments["name"], arguments["files"], sockets[0])
             case "suspend":
                 self._begin(save(self, Path(arguments["path"])))
             case "neighbours":
@@ -204,6 +208,16 @@ class TenantServer:
             case _:
                 raise ProtocolError(f"the daemon sent {operation} with {len(sockets)} sockets at the wrong time")
         return True
+
+    def _open_checkpoint(self, name: str, files: int, source: socket.socket) -> None:
+        """Take in a checkpoint that the daemon offers."""
+        try:
+            with source:
+                tensors, nbytes = self._checkpoints.receive(name, files, source)
+        except WarpbusError as error:
+            self.tell("failed", type=type(error).__name__, message=str(error))
+        else:
+            self.tell("offered", tensors=tensors, nbytes=nbytes)
 
     def _share_with(self, neighbours: int) -> None:
         """Start or stop using time slices, if that is how the GPU is shared."""
@@ -345,6 +359,13 @@ class TenantServer:
                 case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL and self._on_gpu:
                     # The GPU goes on with what the client has sent meanwhile.
                     self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                    return
+                case ["checkpoint", str(name), int(start)] if start >= 0:
+                    channel.send(Kind.ANSWER, frame.number, encode(self._checkpoints.describe(name, start)))
+                    return
+                case ["load", str(name), list(wanted)]:
+                    self._checkpoints.load(name, wanted)
+                    channel.send(Kind.ANSWER, frame.number, encode(None))
                     return
             for part in self.executor.answer(question if isinstance(question, list) else [question]):
                 if isinstance(part, memoryview):

@@ -16,24 +16,20 @@ from torch._ops import OpOverload
 
 from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
-from warpbus.pool.protocol.signature import Argument, Input, Signature
+from warpbus.pool.protocol.result_shapes import Named, named_arguments
+from warpbus.pool.protocol.signature import Signature
 
-Named = dict[str, Any]
-"""Arguments by name: a `Geometry` for a tensor, a tuple for a list, None for what was left out, else the value."""
 Rule = Callable[[Named], None]
 Shape = tuple[int, ...]
 
 
 def check_shapes(operator: OpOverload, signature: Signature) -> None:
     """Raise ProtocolError where an operator's CPU kernel would leave the tensors of a signature."""
-    schema = operator._schema.arguments
-    outs = tuple(argument.name for argument in schema if argument.is_out)
+    outs = tuple(argument.name for argument in operator._schema.arguments if argument.is_out)
     rules = RULES.get(operator._overloadpacket.__name__.removesuffix("_"), ())
     if not rules and not outs:
         return
-    named = {argument.name: argument.default_value for argument in schema}
-    given = zip(named, signature.arguments, strict=False)
-    named.update((name, _resolved(value, signature)) for name, value in (*given, *signature.keywords))
+    named = named_arguments(operator, signature)
     for rule in (unexpanded(*outs), *rules):
         try:
             rule(named)
@@ -41,14 +37,6 @@ def check_shapes(operator: OpOverload, signature: Signature) -> None:
             raise ProtocolError(f"{signature.operator}: {error}") from None
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise ProtocolError(f"{signature.operator}: arguments that its shapes cannot be checked of") from None
-
-
-def _resolved(argument: Argument, signature: Signature) -> Any:
-    if isinstance(argument, Input):
-        return signature.inputs[argument.index]
-    if isinstance(argument, tuple):
-        return tuple(_resolved(item, signature) for item in argument)
-    return argument
 
 
 # Kinds of rules. A tensor that is left out, or that an overload does not have, meets each of them.
@@ -326,6 +314,72 @@ def _bags(named: Named) -> None:
         raise ProtocolError(f"offsets has shape {named['offsets'].shape}: expected a bag for the indices")
 
 
+def _bag_gradient(named: Named) -> None:
+    """Each index has a bag, and a gradient of the bag; the row that it is of has a gradient of as many columns."""
+    grad, indices, offset2bag = named["grad"], named["indices"], named["offset2bag"]
+    _equal("the axes of grad, indices", (len(grad.shape), len(indices.shape)), (2, 1))
+    if offset2bag.shape != (0,) or "offsets" not in named:  # from offsets the kernel makes it itself
+        _equal("offset2bag", offset2bag.shape, indices.shape)
+    if "weight" in named:
+        _equal("weight", named["weight"].shape[1:], grad.shape[1:])
+    if "bag_size" in named:
+        _equal("bag_size", named["bag_size"].shape, grad.shape[:1])
+        if named["num_weights"] < 0:
+            raise ProtocolError(f"num_weights is {named['num_weights']}: expected a number of rows")
+    if named["mode"] == _MAXIMUM and "maximum_indices" in named:
+        _equal("maximum_indices", named["maximum_indices"].shape, grad.shape)
+    if named.get("sparse"):
+        raise ProtocolError("the gradient of sparse tensors does not run on a pool: expected sparse=False")
+
+
+def _label_lengths(named: Named) -> None:
+    """Of CTC loss: input lengths lie in the scores, target lengths in the targets, and what is saved fits both."""
+    scores, targets = named["log_probs"], named["targets"]
+    steps, batch, classes = scores.shape
+    inputs, lengths = named["input_lengths"], named["target_lengths"]
+    if not isinstance(inputs, tuple) or not isinstance(lengths, tuple):
+        raise ProtocolError("lengths are tensors: expected lists of integers")
+    _equal("the number of input and target lengths", (len(inputs), len(lengths)), (batch, batch))
+    if not batch or not classes or not 0 <= named["blank"] < classes:
+        raise ProtocolError(f"blank is {named['blank']} and log_probs {scores.shape}: expected a class, and a batch")
+    if min(inputs) < 0 or max(inputs) > steps or min(lengths) < 0:
+        raise ProtocolError(f"lengths {inputs} and {lengths}: expected none below 0, and inputs up to {steps}")
+    fits = targets.shape[0] == sum(lengths) if len(targets.shape) == 1 else targets.shape[0] == batch
+    if not fits or len(targets.shape) > 2 or (len(targets.shape) == 2 and targets.shape[1] < max(lengths)):
+        raise ProtocolError(f"targets has shape {targets.shape}: expected room for the lengths {lengths}")
+    if "log_alpha" in named:
+        _equal("log_alpha", named["log_alpha"].shape, (batch, steps, 2 * max(lengths) + 1))
+        _equal("grad", named["grad"].shape, (batch,))
+        _equal("neg_log_likelihood", named["neg_log_likelihood"].shape, (batch,))
+
+
+def _segments(named: Named) -> None:
+    """Of a reduction of segments: one list of lengths or offsets for each row of the leading axes."""
+    data, axis = named["data"], named["axis"]
+    bounds, more = (named["lengths"], 0) if isinstance(named["lengths"], Geometry) else (named["offsets"], 1)
+    axis += len(data.shape) if axis < 0 else 0
+    if not 0 <= axis < len(data.shape) or named.get("indices") is not None:
+        raise ProtocolError(f"axis is {named['axis']}: expected an axis of data {data.shape}, and no indices")
+    _equal("lengths or offsets", bounds.shape[:-1], data.shape[:axis])
+    if not bounds.shape or bounds.shape[-1] < more:
+        raise ProtocolError(f"offsets has shape {bounds.shape}: expected a last axis with an end")
+    if "output" in named:
+        wanted = (*data.shape[:axis], bounds.shape[-1] - more, *data.shape[axis + 1 :])
+        _equal("output and grad", (named["output"].shape, named["grad"].shape), (wanted, wanted))
+
+
+def _observed(named: Named) -> None:
+    """Of an observer: one range, scale and zero point, or one for each channel."""
+    x, axis = named["self"], named["ch_axis"]
+    ranged = ("running_min", "running_max", "scale", "zero_point")
+    if not named["per_row_fake_quant"]:
+        one_element(*ranged)(named)
+    elif not 0 <= axis < len(x.shape):
+        raise ProtocolError(f"ch_axis is {axis}: expected an axis of {x.shape}")
+    else:
+        shaped(lambda _: (x.shape[axis],), *ranged)(named)
+
+
 def _packed_heads(named: Named) -> None:
     """Queries, keys and values side by side, in whole heads."""
     width = named["qkv"].shape[-1]
@@ -366,6 +420,14 @@ _POOLS_WITH_INDICES = (
 )
 _PADS = ("reflection", "replication")
 _BAG = (dense("indices", "offsets"), _bags)
+_MAXIMUM = 2
+"""PyTorch's number for bags that are reduced by their maximum."""
+_BAG_BACKWARD = (
+    _bag_gradient,
+    dense("indices", "offsets", "offset2bag", "bag_size"),
+    shaped(lambda named: named["indices"].shape, "per_sample_weights"),
+)
+_SEGMENTS = (_segments, dense("lengths", "offsets"))
 
 RULES: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(
@@ -428,6 +490,22 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "_cummin_helper": _CUMULATIVE,
     "_embedding_bag": _BAG,
     "_embedding_bag_forward_only": _BAG,
+    "_embedding_bag_backward": _BAG_BACKWARD,
+    "_embedding_bag_dense_backward": _BAG_BACKWARD,
+    "_embedding_bag_per_sample_weights_backward": _BAG_BACKWARD,
+    "_ctc_loss": (_label_lengths, unexpanded("targets")),
+    "_ctc_loss_backward": (
+        _label_lengths,
+        unexpanded("targets"),
+        of_dtype_of("log_probs", "grad", "neg_log_likelihood", "log_alpha"),
+    ),
+    "segment_reduce": _SEGMENTS,
+    "_segment_reduce_backward": (*_SEGMENTS, of_dtype_of("data", "grad", "output")),
+    "_fused_moving_avg_obs_fq_helper": (
+        one_element("observer_on", "fake_quant_on"),
+        _observed,
+        dense("running_min", "running_max", "scale", "zero_point"),
+    ),
     "_scaled_dot_product_flash_attention_for_cpu": (_heads,),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         _heads,

@@ -2,12 +2,19 @@
 
 import { ApiError, classify, request } from "./request.js";
 
-/** [{id, limit}]: the models by name, and how many tokens each can read (null where the server does not say). */
+/**
+ * [{id, limit, root, defaults, tools, reasoning}]: the models by name; how many tokens each can read (null where the server
+ * does not say); the model below an adapter; its defaults of sampling parameters; whether it calls tools and reasons.
+ */
 export async function listModels(key) {
   const { data } = await (await request("v1/models", key)).json();
-  return (Array.isArray(data) ? data : []).map(({ id, max_model_len: limit }) => ({
-    id: String(id),
-    limit: Number.isInteger(limit) ? limit : null,
+  return (Array.isArray(data) ? data : []).map((model) => ({
+    id: String(model.id),
+    limit: Number.isInteger(model.max_model_len) ? model.max_model_len : null,
+    root: String(model.root ?? model.id),
+    defaults: model.default_sampling_params ?? {},
+    tools: model.tools === true,
+    reasoning: model.reasoning === true,
   }));
 }
 
@@ -21,7 +28,10 @@ export async function isHealthy(key) {
   }
 }
 
-/** Yields {text, finish, usage}, each undefined where a chunk has none of it. Throws ApiError, and AbortError by `signal`. */
+/**
+ * Yields {text, reasoning, calls, finish, usage}, each undefined where a chunk has none of it; `calls` are parts as the API
+ * has them. Throws ApiError, and AbortError by `signal`.
+ */
 export async function* streamChat(body, key, signal) {
   const response = await request("v1/chat/completions", key, {
     method: "POST",
@@ -39,7 +49,13 @@ export async function* streamChat(body, key, signal) {
     }
     if (chunk.error) throw classify(null, chunk.error);
     const choice = chunk.choices?.[0];
-    yield { text: choice?.delta?.content ?? undefined, finish: choice?.finish_reason ?? undefined, usage: chunk.usage ?? undefined };
+    yield {
+      text: choice?.delta?.content || undefined,
+      reasoning: choice?.delta?.reasoning_content || choice?.delta?.reasoning || undefined,
+      calls: choice?.delta?.tool_calls?.length ? choice.delta.tool_calls : undefined,
+      finish: choice?.finish_reason ?? undefined,
+      usage: chunk.usage ?? undefined,
+    };
   }
 }
 

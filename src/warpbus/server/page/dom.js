@@ -71,6 +71,16 @@ async function copy(text) {
   }
 }
 
+/** Gives the reader a file. */
+export function download(name, content, type) {
+  const address = URL.createObjectURL(new Blob([content], { type }));
+  const link = make("a");
+  link.href = address;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}
+
 let hiding = 0;
 
 /** A sentence at the bottom for some seconds, with a button where `action` is given. */

@@ -21,6 +21,11 @@ export class HistoryView {
     $("search").addEventListener("input", () => this.show());
   }
 
+  /** A search would hide a conversation that begins. */
+  clearSearch() {
+    $("search").value = "";
+  }
+
   /** `current` is the id shown, `running(id)` tells whether an answer is coming there; without arguments both stay. */
   show(current = this.current, running = this.running) {
     if (this.renaming) return;

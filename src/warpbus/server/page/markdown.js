@@ -3,6 +3,7 @@
 
 import markdownit from "./vendor/markdown-it/markdown-it.esm.min.mjs";
 import hljs from "./vendor/highlight.js/highlight.min.js";
+import { addMath, formula, plain } from "./math.js";
 
 const BLOCKS = {
   paragraph_open: "p", bullet_list_open: "ul", ordered_list_open: "ol", list_item_open: "li", blockquote_open: "blockquote",
@@ -14,6 +15,7 @@ const HIGHLIGHT_LIMIT = 50_000; // characters of one code block
 // Lines of verse stay lines (breaks); README.md and such are file names, not hosts (no fuzzy links).
 const parser = markdownit({ html: false, linkify: true, breaks: true, typographer: false });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
+addMath(parser);
 
 function element(tag, className) {
   const node = document.createElement(tag);
@@ -37,6 +39,7 @@ function inline(tokens, parent) {
     const top = open.at(-1);
     if (token.type === "text" || token.type === "text_special" || token.type === "html_inline") top.append(token.content);
     else if (token.type === "softbreak" || token.type === "hardbreak") top.append(element("br"));
+    else if (token.type === "math") top.append(formula(token.content, token.markup, token.meta));
     else if (token.type === "code_inline") top.appendChild(element("code")).textContent = token.content;
     else if (token.type in MARKS) open.push(top.appendChild(element(MARKS[token.type])));
     else if (token.type === "link_open") open.push(top.appendChild(link(token.attrGet("href"))));
@@ -95,8 +98,16 @@ function highlight(block, info) {
   code.replaceChildren(coloured);
 }
 
-/** The nodes of `tokens`; `finished` says whether code may be coloured already. */
-function blocks(tokens, actions, finished) {
+/** The element of a heading: below the page's h1 and h2, and never a level deeper than what is above it asks for. */
+function heading(tag, levels) {
+  const level = Number(tag[1]);
+  while (levels.length && levels.at(-1) >= level) levels.pop();
+  levels.push(level);
+  return `h${Math.min(6, levels.length + 2)}`;
+}
+
+/** The nodes of `tokens`; `finished` says whether code may be coloured already; `levels` are those of the headings above. */
+function blocks(tokens, actions, finished, levels) {
   const root = document.createDocumentFragment();
   const open = [root];
   for (const token of tokens) {
@@ -108,14 +119,16 @@ function blocks(tokens, actions, finished) {
     } else if (token.type === "fence" || token.type === "code_block") {
       const block = top.appendChild(codeBlock(token.content, token.info, actions));
       if (finished) highlight(block, token.info);
+    } else if (token.type === "math_block") {
+      const paragraph = top.appendChild(element("p"));
+      paragraph.append(token.meta ? formula(token.content, token.markup, true) : plain(token.markup));
     } else if (token.type === "hr") top.append(element("hr"));
     else if (token.nesting > 0) {
       if (token.hidden) {
         open.push(top); // a paragraph of a tight list
         continue;
       }
-      const heading = token.type === "heading_open" && `h${Math.min(6, Number(token.tag[1]) + 2)}`;
-      const node = element(heading || BLOCKS[token.type] || "div");
+      const node = element((token.type === "heading_open" && heading(token.tag, levels)) || BLOCKS[token.type] || "div");
       if (token.type === "ordered_list_open") node.start = Number(token.attrGet("start") ?? 1);
       const align = /text-align:(center|right)/.exec(token.attrGet("style") ?? "");
       if (align) node.className = align[1];
@@ -140,6 +153,7 @@ export class MarkdownView {
     this.source = ""; // the same with line feeds only
     this.done = 0; // characters whose blocks are final
     this.env = {}; // link references, which later blocks may use
+    this.levels = []; // of the final headings that the next one is below of
     this.tail = []; // nodes of what is not final
     this.finished = false;
   }
@@ -152,6 +166,7 @@ export class MarkdownView {
       this.root.replaceChildren();
       this.env = {};
       this.done = 0;
+      this.levels = [];
       this.tail = [];
     }
     this.source = source;
@@ -162,8 +177,8 @@ export class MarkdownView {
     const last = tokens.slice(cut.token);
     if (cut.token === 0 && this.growCode(last)) return;
     for (const node of this.tail) node.remove();
-    this.root.append(blocks(tokens.slice(0, cut.token), this.actions, true));
-    const rest = blocks(last, this.actions, false);
+    this.root.append(blocks(tokens.slice(0, cut.token), this.actions, true, this.levels));
+    const rest = blocks(last, this.actions, false, [...this.levels]);
     this.tail = [...rest.childNodes];
     this.root.append(rest);
     if (!finished) this.done += startOfLine(text, cut.line);

@@ -7,7 +7,7 @@ import { t } from "./language.js";
 const HEALTH_EVERY = 2500; // ms
 
 export class Notice {
-  /** `actions`: retry(), settings(), fresh() - a new chat. `key()` gives the API key. */
+  /** `actions`: retry(), settings(), fresh() - a new chat, back() - the server is. `key()` gives the API key. */
   constructor(key, actions) {
     this.key = key;
     this.actions = actions;
@@ -35,7 +35,7 @@ export class Notice {
         break;
       case "restarting":
       case "away":
-        this.say(t(error.kind), retryButton(), true);
+        this.say(error.midway && error.kind !== "away" ? t("brokeOff", { message: error.message }) : t(error.kind), retryButton(), true);
         this.watch(again);
         break;
       case "tooLong":
@@ -48,7 +48,7 @@ export class Notice {
         this.say(t("noModels"), retryButton());
         break;
       default:
-        this.say(t("failed", { message: error.message }), retryButton());
+        this.say(t(error.midway ? "brokeOff" : "failed", { message: error.message }), retryButton());
     }
   }
 
@@ -83,7 +83,7 @@ export class Notice {
       if (this.timer !== timer) return; // something else is shown meanwhile
       if (!healthy) this.watch(again);
       else if (again) this.actions.retry();
-      else this.say(t("back"), []);
+      else this.actions.back();
     }, HEALTH_EVERY);
   }
 }

@@ -1,14 +1,17 @@
 // The page: what is shown, what is typed, and which part does what.
 
 import { listModels } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { Chat } from "./chat.js";
-import { $, make, toast } from "./dom.js";
+import { addVersion, asMarkdown, switchVersion, versionOf } from "./conversation.js";
+import { $, download, make, toast } from "./dom.js";
 import { HistoryView } from "./history.js";
 import { number, setLanguage, speak, t, translate } from "./language.js";
 import { MessagesView } from "./messages.js";
 import { Notice } from "./notice.js";
 import { ApiError } from "./request.js";
 import { SettingsDialog } from "./settings.js";
+import { showStarters } from "./starters.js";
 import { newId, Store } from "./store.js";
 import { TABLES } from "./strings.js";
 
@@ -21,7 +24,7 @@ const touch = matchMedia("(hover: none) and (pointer: coarse)");
 const store = new Store((key, values) => toast(t(key, values)));
 const problems = new Map(); // id of a conversation -> the ApiError of its last answer
 let current = null; // id of the conversation shown
-let editing = false; // the composer holds the last question
+let editing = null; // index of the question that the composer holds
 let models = [];
 
 const chat = new Chat(store, {
@@ -42,14 +45,34 @@ const chat = new Chat(store, {
 });
 const messages = new MessagesView({
   edit: beginEdit,
-  regenerate: () => answer(),
+  regenerate: (at) => answer({ at }),
   continue: () => answer({ goOn: true }),
-  changed() {
+  change(index, to) {
+    switchVersion(conversation(), index, to);
+    problems.delete(current);
+    if (editing !== null) endEdit();
     store.save(conversation());
-    showContext();
+    show({ keepPlace: true });
+    messages.focusVersions(index);
+  },
+  results(results) {
+    conversation().messages.push({ role: "tool", versions: [{ results }], current: 0 });
+    store.save(conversation());
+    answer();
   },
 });
-const notice = new Notice(() => store.key, { retry, settings: openSettings, fresh: () => open(null) });
+const attachments = new Attachments(() => showComposer());
+const pending = new Map(); // id of a conversation -> the files of its draft
+const notice = new Notice(() => store.key, {
+  retry,
+  settings: openSettings,
+  fresh: () => open(null),
+  back() {
+    problems.delete(draftId());
+    showNotice();
+    toast(t("back"));
+  },
+});
 const historyView = new HistoryView(store, {
   open,
   rename(id, title) {
@@ -69,11 +92,13 @@ const settings = new SettingsDialog(store, {
     if (current && !conversation()) open(null);
     showHistory();
   },
+  model: () => model(),
 });
 
 const conversation = () => store.conversations.get(current);
 const draftId = () => current ?? NEW;
-const limit = () => models.find(({ id }) => id === $("model").value)?.limit;
+const model = () => models.find(({ id }) => id === $("model").value);
+const limit = () => model()?.limit;
 
 // What is shown
 
@@ -89,7 +114,7 @@ function show({ keepPlace = false } = {}) {
 
 function showNotice() {
   const last = conversation()?.messages.at(-1);
-  const again = !last || last.role === "user";
+  const again = !last || last.role !== "assistant";
   const error = problems.get(draftId()) ?? (last && again ? new ApiError("unanswered") : null);
   if (error && !chat.running(current)) notice.show(error, again);
   else notice.clear();
@@ -103,16 +128,17 @@ function showComposer() {
   button.querySelector("use").setAttribute("href", running ? "#i-stop" : "#i-send");
   button.setAttribute("aria-label", t(running ? "stop" : "send"));
   button.title = button.getAttribute("aria-label");
-  button.disabled = !running && !$("question").value.trim();
-  $("hint").textContent = t(editing ? "editing" : "hint");
-  $("composer").classList.toggle("editing", editing);
+  button.disabled = !running && !$("question").value.trim() && !attachments.files.length;
+  $("hint").textContent = t(editing === null ? "hint" : "editing");
+  $("composer").classList.toggle("editing", editing !== null);
+  $("export-open").hidden = !conversation();
   fit();
 }
 
 /** How much of what the model can read is used, as the server counted it last. */
 function showContext() {
   const last = conversation()?.messages.at(-1);
-  const stats = last?.versions?.[last.current].stats;
+  const stats = last && versionOf(last).stats;
   const most = limit();
   const used = stats?.prompt === null || !stats ? null : stats.prompt + (stats.completion ?? 0);
   const node = $("context");
@@ -134,6 +160,7 @@ function applyAppearance() {
   setLanguage(language);
   translate(document);
   messages.forget();
+  attachments.show();
   $("language").textContent = t("otherLanguage");
   $("language").setAttribute("aria-label", t("otherLanguageLabel"));
   const name = t({ auto: "themeAuto", light: "themeLight", dark: "themeDark" }[theme] ?? "themeAuto");
@@ -157,6 +184,7 @@ function showModels() {
     }),
   );
   $("model").disabled = models.length < 2;
+  showStarters(model(), ask);
   document.body.classList.toggle("several-models", models.length > 1); // then answers say whose they are
 }
 
@@ -181,10 +209,11 @@ async function loadModels() {
 
 function open(id) {
   keepDraft();
-  editing = false;
+  editing = null;
   current = store.conversations.has(id) ? id : null;
+  if (!current) historyView.clearSearch();
   window.history.replaceState(null, "", current ? `#${current}` : location.pathname + location.search);
-  $("question").value = store.drafts[draftId()] ?? "";
+  restoreDraft();
   closeDrawer();
   show();
   showHistory();
@@ -212,7 +241,7 @@ async function answer(options) {
   if (!models.length && !(await loadModels())) return;
   problems.delete(current);
   const asked = conversation();
-  const done = chat.answer(asked, $("model").value, options);
+  const done = chat.answer(asked, model(), options);
   show();
   showHistory();
   await done;
@@ -222,51 +251,75 @@ async function retry() {
   problems.delete(draftId());
   notice.clear();
   if (!(await loadModels())) return;
-  if (conversation()?.messages.at(-1).role === "user") await answer();
+  if (conversation() && conversation().messages.at(-1).role !== "assistant") await answer();
   else show({ keepPlace: true });
 }
 
 async function send() {
-  const question = $("question").value.trim();
-  if (!question || chat.running(current)) return;
+  const content = $("question").value.trim();
+  const { files } = attachments;
+  if ((!content && !files.length) || chat.running(current)) return;
+  const question = { content, files };
   let asked = conversation();
-  if (editing) asked.messages.length = asked.messages.findLastIndex((message) => message.role === "user");
   if (!asked) {
-    asked = { id: newId(), title: "", updated: Date.now(), messages: [] };
+    asked = { id: newId(), title: (content || files[0].name).split("\n")[0].slice(0, TITLE), updated: Date.now(), messages: [] };
     store.saveDraft(NEW, "");
+    historyView.clearSearch();
   }
-  if (!asked.messages.length) asked.title = question.split("\n")[0].slice(0, TITLE);
-  asked.messages.push({ role: "user", content: question });
+  if (editing === null) asked.messages.push({ role: "user", versions: [question], current: 0 });
+  else addVersion(asked, editing, question);
   store.save(asked);
+  pending.delete(draftId());
   current = asked.id;
-  editing = false;
   window.history.replaceState(null, "", `#${current}`);
-  $("question").value = "";
-  store.saveDraft(current, "");
+  if (editing === null) store.saveDraft(current, "");
+  editing = null;
   problems.delete(NEW);
+  restoreDraft();
   show();
   showHistory();
   await answer();
 }
 
-function beginEdit() {
-  const question = conversation()?.messages.findLast((message) => message.role === "user");
-  if (!question || chat.running(current)) return;
+/** Asks one of the questions of the welcome page. */
+function ask(question) {
+  $("question").value = question;
+  send();
+}
+
+/** Puts a question, by default the last, into the box. */
+function beginEdit(index = conversation()?.messages.findLastIndex((message) => message.role === "user") ?? -1) {
+  if (index < 0 || chat.running(current)) return;
   keepDraft();
-  editing = true;
-  $("question").value = question.content;
+  editing = index;
+  const { content, files } = versionOf(conversation().messages[index]);
+  $("question").value = content;
+  attachments.set([...files]);
   showComposer();
   $("question").focus();
 }
 
 function endEdit() {
-  editing = false;
-  $("question").value = store.drafts[draftId()] ?? "";
+  editing = null;
+  restoreDraft();
   showComposer();
 }
 
+function restoreDraft() {
+  $("question").value = store.drafts[draftId()] ?? "";
+  attachments.set(pending.get(draftId()) ?? []);
+}
+
+function exportAs(content, type, extension) {
+  const title = conversation().title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40);
+  download(`${title || "warpbus"}.${extension}`, content, type);
+  $("export-menu").hidePopover();
+}
+
 function keepDraft() {
-  if (!editing) store.saveDraft(draftId(), $("question").value);
+  if (editing !== null) return;
+  store.saveDraft(draftId(), $("question").value);
+  pending.set(draftId(), attachments.files);
 }
 
 // The composer
@@ -336,8 +389,14 @@ $("shade").addEventListener("click", () => toggleDrawer(false));
 
 $("new").addEventListener("click", () => open(null));
 $("new-top").addEventListener("click", () => open(null));
+$("export-markdown").addEventListener("click", () => {
+  const names = { user: t("you"), assistant: t("model"), tool: t("results") };
+  exportAs(asMarkdown(conversation(), (role) => names[role]), "text/markdown", "md");
+});
+$("export-json").addEventListener("click", () => exportAs(store.export([conversation()]), "application/json", "json"));
 $("model").addEventListener("change", () => {
   store.saveSettings({ model: $("model").value });
+  showStarters(model(), ask);
   showContext();
 });
 $("theme").addEventListener("click", () => {
@@ -350,12 +409,12 @@ $("language").addEventListener("click", () => {
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.isComposing || $("settings").open) return;
+  if (event.isComposing || $("settings").open || $("export-menu").matches(":popover-open")) return;
   const command = event.ctrlKey || event.metaKey;
   const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
   if (event.key === "Escape") {
     if (document.body.classList.contains("drawer-open")) toggleDrawer(false);
-    else if (editing) endEdit();
+    else if (editing !== null) endEdit();
     else if (event.target !== $("search")) chat.stop(current);
   } else if (command && event.shiftKey && event.key.toLowerCase() === "o") {
     event.preventDefault();
@@ -394,7 +453,7 @@ speak(TABLES);
 store.load();
 const wanted = location.hash.slice(1);
 current = store.conversations.has(wanted) ? wanted : null;
-$("question").value = store.drafts[draftId()] ?? "";
+restoreDraft();
 applyAppearance();
 applyDrawer();
 if (!touch.matches) $("question").focus();

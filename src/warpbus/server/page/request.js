@@ -1,11 +1,15 @@
 // Requests to the server, and what its refusals mean. Knows nothing of the page.
 
-/** kind: unauthorized | busy | restarting | away | tooLong | failed; retryAfter in seconds where the server said so. */
+/**
+ * kind: unauthorized | busy | restarting | away | tooLong | failed; retryAfter in seconds where the server said so; midway: a
+ * part of the answer had come.
+ */
 export class ApiError extends Error {
   constructor(kind, message = "", retryAfter = null) {
     super(message);
     this.kind = kind;
     this.retryAfter = retryAfter;
+    this.midway = false;
   }
 }
 

@@ -1,9 +1,16 @@
 // The dialog of the settings. Each field is stored when it changes.
 
-import { $, make, toast } from "./dom.js";
-import { t } from "./language.js";
+import { readTools } from "./chat.js";
+import { $, download, make, toast } from "./dom.js";
+import { number, t } from "./language.js";
+import { NUMBERS } from "./store.js";
 
-const NUMBERS = ["temperature", "top_p", "max_tokens"];
+// What the API does where neither a request nor the model says anything; a text is a name in strings.js.
+const USUAL = {
+  ...{ temperature: 1, top_p: 1, max_tokens: "usualRest", top_k: "usualAll", min_p: 0, repetition_penalty: 1 },
+  ...{ presence_penalty: 0, frequency_penalty: 0, seed: "usualRandom", min_tokens: 0, thinking_token_budget: "usualNoLimit" },
+};
+const TEXTS = ["system", "stop", "tools"];
 const MOD = /Mac|iP(hone|ad)/.test(navigator.userAgent) ? "⌘" : "Ctrl";
 const SHORTCUTS = [
   ["Enter", "keySend"],
@@ -16,7 +23,7 @@ const SHORTCUTS = [
 ];
 
 export class SettingsDialog {
-  /** `actions`: appearance() after theme or language, closed(keyChanged), data() after an import or deletion. */
+  /** `actions`: appearance() after theme or language, closed(keyChanged), data() after an import or deletion, model() - the one chosen. */
   constructor(store, actions) {
     this.store = store;
     this.actions = actions;
@@ -27,7 +34,13 @@ export class SettingsDialog {
       if (event.target === this.dialog) this.dialog.close(); // beside it
     });
     for (const name of NUMBERS) $(name).addEventListener("input", () => this.readNumber(name));
-    $("system").addEventListener("input", () => store.saveSettings({ system: $("system").value }));
+    for (const name of TEXTS) {
+      $(name).addEventListener("input", () => {
+        store.saveSettings({ [name]: $(name).value });
+        this.showTools();
+      });
+    }
+    $("thinking-choice").addEventListener("change", () => store.saveSettings({ thinking: $("thinking-choice").value }));
     for (const id of ["key", "remember"]) {
       $(id).addEventListener("input", () => store.saveKey($("key").value.trim(), $("remember").checked));
     }
@@ -56,8 +69,17 @@ export class SettingsDialog {
 
   fill() {
     const { settings } = this.store;
-    for (const name of NUMBERS) $(name).value = settings[name] ?? "";
-    $("system").value = settings.system;
+    const model = this.actions.model();
+    for (const name of NUMBERS) {
+      const usual = model?.defaults[name] ?? USUAL[name];
+      $(name).value = settings[name] ?? "";
+      $(name).placeholder = typeof usual === "number" ? number(usual, 3) : t(usual);
+    }
+    for (const name of TEXTS) $(name).value = settings[name];
+    $("thinking-choice").value = settings.thinking;
+    $("thinking-fields").hidden = !model?.reasoning;
+    $("tools-fields").hidden = !model?.tools;
+    this.showTools();
     $("key").value = this.store.key;
     $("remember").checked = this.store.remembered;
     $("theme-choice").value = settings.theme;
@@ -80,13 +102,16 @@ export class SettingsDialog {
     if (field.validity.valid) this.store.saveSettings({ [name]: field.value === "" ? null : field.valueAsNumber });
   }
 
+  /** Tools that are no list of tools are not sent. */
+  showTools() {
+    const valid = readTools($("tools").value) !== null;
+    $("tools").setAttribute("aria-invalid", String(!valid));
+    $("tools-note").textContent = t(valid ? "toolsNote" : "toolsWrong");
+    $("tools-note").classList.toggle("danger", !valid);
+  }
+
   export() {
-    const address = URL.createObjectURL(new Blob([this.store.export()], { type: "application/json" }));
-    const link = make("a");
-    link.href = address;
-    link.download = `warpbus-${new Date().toISOString().slice(0, 10)}.json`;
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(address), 1000);
+    download(`warpbus-${new Date().toISOString().slice(0, 10)}.json`, this.store.export(), "application/json");
   }
 
   async import() {

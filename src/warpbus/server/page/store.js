@@ -1,41 +1,89 @@
 // What the page keeps in the browser: conversations, drafts, settings and the API key. Whatever is found there or imported
 // is checked field by field; where nothing can be stored the page works on, and `onProblem` hears of it once.
 
+import { newAnswer, textOf } from "./conversation.js";
+
 const CHAT = "warpbus.chat.";
 const SETTINGS = "warpbus.settings";
 const DRAFT = "warpbus.draft.";
 const KEY = "warpbus.key";
-const DEFAULTS = { theme: "auto", language: "auto", model: "", system: "", temperature: null, top_p: null, max_tokens: null, sidebar: true };
+/** Numbers that requests take; null: the server's default. */
+export const NUMBERS = [
+  ...["temperature", "top_p", "max_tokens", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
+  ...["seed", "min_tokens", "thinking_token_budget"],
+];
+const DEFAULTS = {
+  ...{ theme: "auto", language: "auto", model: "", system: "", stop: "", thinking: "auto", tools: "", sidebar: true },
+  ...Object.fromEntries(NUMBERS.map((name) => [name, null])),
+};
 const IMPORT_LIMIT = 5000; // conversations
 
 const text = (value) => (typeof value === "string" ? value : "");
+const list = (value) => (Array.isArray(value) ? value : []);
 const count = (value) => (Number.isFinite(value) && value >= 0 ? value : null);
 
-function readVersion(value) {
-  if (typeof value?.content !== "string") return null;
-  const { prompt, cached, completion, first, speed } = value.stats ?? {};
-  return {
-    content: value.content,
-    finish: ["stop", "length", "stopped"].includes(value.finish) ? value.finish : null,
-    model: text(value.model),
-    stats: { prompt: count(prompt), cached: count(cached), completion: count(completion), first: count(first), speed: count(speed) },
-  };
+/** What each role's version has; null where `value` is none. */
+const READERS = {
+  user(value) {
+    if (typeof value?.content !== "string") return null;
+    const files = list(value.files).map((file) => ({ name: text(file?.name).slice(0, 200), text: text(file?.text) }));
+    return { content: value.content, files };
+  },
+  assistant(value) {
+    if (typeof value?.content !== "string") return null;
+    const { stats, ...blank } = newAnswer(text(value.model));
+    for (const name of Object.keys(stats)) stats[name] = count(value.stats?.[name]);
+    return {
+      ...blank,
+      content: value.content,
+      reasoning: text(value.reasoning),
+      thought: count(value.thought),
+      calls: list(value.calls).map((call) => ({ id: text(call?.id), name: text(call?.name), arguments: text(call?.arguments) })),
+      finish: ["stop", "length", "stopped"].includes(value.finish) ? value.finish : null,
+      stats,
+    };
+  },
+  tool(value) {
+    if (!Array.isArray(value?.results)) return null;
+    return { results: value.results.map((one) => ({ id: text(one?.id), name: text(one?.name), content: text(one?.content) })) };
+  },
+};
+
+function readVersion(role, value) {
+  const version = READERS[role](value);
+  if (!version || value.tail === undefined) return version;
+  const tail = readMessages(value.tail);
+  return tail && { ...version, tail };
 }
 
 function readMessage(value) {
-  if (value?.role === "user" && typeof value.content === "string") return { role: "user", content: value.content };
-  if (value?.role !== "assistant" || !Array.isArray(value.versions)) return null;
-  const versions = value.versions.map(readVersion).filter(Boolean);
+  if (!Object.hasOwn(READERS, value?.role ?? "")) return null;
+  const { role } = value;
+  const plain = role === "user" && typeof value.content === "string"; // as earlier releases stored a question
+  if (!plain && !Array.isArray(value.versions)) return null;
+  const versions = (plain ? [value] : value.versions).map((version) => readVersion(role, version)).filter(Boolean);
   if (!versions.length) return null;
   const current = Number.isInteger(value.current) ? value.current : 0;
-  return { role: "assistant", versions, current: Math.min(Math.max(current, 0), versions.length - 1) };
+  const message = { role, versions, current: Math.min(Math.max(current, 0), versions.length - 1) };
+  delete message.versions[message.current].tail;
+  return message;
+}
+
+function readMessages(value) {
+  const messages = Array.isArray(value) ? value.map(readMessage) : [null];
+  return messages.includes(null) ? null : messages;
 }
 
 /** The conversation in `value`, or null where it is none. */
 function readConversation(value) {
-  if (typeof value?.id !== "string" || !/^[\w-]{1,64}$/.test(value.id) || !Array.isArray(value.messages)) return null;
-  const messages = value.messages.map(readMessage);
-  if (messages.includes(null)) return null;
+  if (typeof value?.id !== "string" || !/^[\w-]{1,64}$/.test(value.id)) return null;
+  let messages = null;
+  try {
+    messages = readMessages(value.messages);
+  } catch {
+    // Nested deeper than the page ever does.
+  }
+  if (!messages) return null;
   return { id: value.id, title: text(value.title).slice(0, 200), updated: count(value.updated) ?? 0, messages };
 }
 
@@ -123,7 +171,7 @@ export class Store {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
     const found = [...this.conversations.values()].filter((conversation) => {
       if (!words.length) return true;
-      const parts = conversation.messages.map((message) => message.content ?? message.versions[message.current].content);
+      const parts = conversation.messages.map(textOf);
       const whole = [conversation.title, ...parts].join("\n").toLowerCase();
       return words.every((word) => whole.includes(word));
     });
@@ -181,8 +229,9 @@ export class Store {
     }
   }
 
-  export() {
-    return JSON.stringify({ warpbus: 1, conversations: this.list() }, null, 1);
+  /** JSON of the conversations given, or of all. */
+  export(conversations = this.list()) {
+    return JSON.stringify({ warpbus: 1, conversations }, null, 1);
   }
 
   /** Adds the conversations of an export; one that is here already stays where it is newer. Returns how many, null if none is meant. */

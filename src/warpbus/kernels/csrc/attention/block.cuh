@@ -1,4 +1,4 @@
-// The shape of a block of decode.cu, as its macros say, and its shared memory.
+// The shape of a block of decode.cu, by its macros, and its shared memory.
 #pragma once
 #include "common/tile.cuh"
 
@@ -7,38 +7,38 @@ using Cache = unsigned char;
 #else
 using Cache = ELEMENT;
 #endif
-using Unit = unsigned short;  // what tiles of the cache are made of
+using Unit = unsigned short;  // the unit of tiles of the cache
 
 constexpr bool kCoded = CODE != 0;
 constexpr bool kStored = STORED;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTile = 16;  // queries of a block
-constexpr int kResident = HEAD_DIM == 256 ? 2 : 3;  // blocks of a multiprocessor, by registers: `_REGISTERS` in ops
-constexpr int kKeys = HEAD_DIM == 256 ? 32 : 64;  // of a chunk
+constexpr int kTile = 16;  // queries per block
+constexpr int kResident = HEAD_DIM == 256 ? 2 : 3;  // blocks per multiprocessor, limited by registers: `_REGISTERS` in ops
+constexpr int kKeys = HEAD_DIM == 256 ? 32 : 64;  // per chunk
 constexpr int kWarpKeys = kKeys / kWarps;
-constexpr int kColumns = HEAD_DIM * sizeof(Cache) / 2;  // units in a row of the cache
-constexpr int kPieces = kColumns / kChunk;              // of 16 bytes in a row of the cache
+constexpr int kColumns = HEAD_DIM * sizeof(Cache) / 2;  // units per row of the cache
+constexpr int kPieces = kColumns / kChunk;              // 16-byte pieces per row of the cache
 constexpr int kTileUnits = kKeys * kColumns;
-constexpr int kBlockDims = kCoded ? 32 : 16;  // of values that one ldmatrix brings
+constexpr int kBlockDims = kCoded ? 32 : 16;  // dimensions of values that one ldmatrix loads
 constexpr int kWarpDims = HEAD_DIM / kWarps < kBlockDims ? kBlockDims : HEAD_DIM / kWarps;
 constexpr unsigned int kAll = 0xffffffff;
 
-// What a thread works on: its warp's quarter of keys and dimensions, its place in fragments of mma.
+// A thread's position: its warp's quarter of keys and dimensions, its rows and columns in mma fragments.
 struct Place {
     int quarter = threadIdx.x / 32;
     int g = threadIdx.x % 32 / 4;
     int t = threadIdx.x % 4;
 
-    // One of the two queries that a thread has.
+    // One of the two queries of a thread.
     __device__ __forceinline__ int row(int r) const { return g + 8 * r; }
     // The first of a pair of keys of a chunk: those of accumulator `j` of the scores.
     __device__ __forceinline__ int key(int j) const { return quarter * kWarpKeys + 8 * j + 2 * t; }
 };
 
-// ---- Shared memory: what is new, the queries, the stages ----
+// ---- Shared memory: the new token, the queries, the stages ----
 
-// The new token's key and value, and the block's number among those that combine.
+// The new token's key and value, and the block's number among the combiners.
 struct Fresh {
     Unit rows[2][kColumns];
     float scales[2];
@@ -46,16 +46,16 @@ struct Fresh {
     int unused;
 };
 
-// What four warps tell each other about a chunk: weights as mma wants them, in the order of tile.cuh, of each warp's
-// keys relative to its own exponent; the exponents; the sums of the weights.
+// What the four warps exchange per chunk: weights in the layout of mma and the order of tile.cuh, of each warp's keys
+// relative to its own exponent; the exponents; the sums of the weights.
 struct Weighed {
     ELEMENT weights[kTile * kKeys];
     float exponents[kTile * kWarps];
     float sums[kTile * kWarps];
 };
 
-// The rotated queries in the order of tile.cuh. Chunks are weighed into one and the other in turn, so that a warp may
-// begin with a chunk while others still read what is said of the last.
+// The rotated queries in the order of tile.cuh. Two sets of weights alternate between chunks, so that a warp can start a
+// chunk while others still read the weights of the previous one.
 struct QueryTile {
     ELEMENT queries[kTile * HEAD_DIM];
     Weighed weighed[2];

@@ -1,7 +1,7 @@
-// How keys and values lie in the cache, and how they become operands of mma.
+// The layout of keys and values in the cache, and how they become operands of mma.
 //
-// 16-bit elements are used as they are. Codes of 8 bits have a float32 scale for each token and head, which the kernel
-// multiplies into scores and weights, so the codes themselves become 16-bit elements: exactly, in either element type.
+// 16-bit elements are used directly. 8-bit codes have a float32 scale per token and head, which the kernel multiplies into
+// scores and weights, so that the codes themselves become 16-bit elements, exactly in either element type.
 #pragma once
 #include "common/cache_codes.cuh"
 #include "common/numeric.cuh"
@@ -12,20 +12,20 @@ namespace attention {
 // The compiler has no macro for it.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 
-// Copy 4 bytes from global to shared memory, of which `valid` (0 or 4) are read and the others written as zero.
-// Complete after ptx::cp_async_wait.
+// Copies 4 bytes from global to shared memory, of which `valid` (0 or 4) are read and the others written as zero. Complete
+// after ptx::cp_async_wait.
 __device__ __forceinline__ void cp_async_4(ptx::uint32 shared, const void* global, int valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
 
-// 2^exponent for an integer exponent up to 0, by its bits. What is smaller than any normal number is 0, and so it is
-// for NaN, the difference of two exponents of nothing. 2^23 * 1.5 + 127 brings the biased exponent to the lowest bits of
-// the sum's mantissa: no conversion, which would take a quarter of the rate.
+// 2^exponent for an integer exponent up to 0, by its bits. Values below the smallest normal number are 0, and so is NaN, the
+// difference of two exponents of empty sums. 2^23 * 1.5 + 127 moves the biased exponent to the lowest bits of the sum's
+// mantissa, which avoids a conversion at a quarter of the rate.
 __device__ __forceinline__ float power_of_two(float exponent) {
     return __int_as_float(__float_as_int(fmaxf(exponent, -127.0f) + 12583039.0f) << 23);
 }
 
-// 2^x, which is 0 where it would be no normal number.
+// 2^x, or 0 if the result would not be a normal number.
 __device__ __forceinline__ float exp2_flushed(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
@@ -68,8 +68,8 @@ __device__ __forceinline__ ptx::uint32 lower_bytes(ptx::uint32 codes, int upper)
     return __byte_perm(codes, upper, 0x4040 | First | Second << 8);
 }
 
-// int8: 0x6400 + u is the half 1024 + u, here with u = code + 128. e4m3: sign, exponent and mantissa move to their
-// places in the half, and the product with 2^8 corrects the exponent's bias, of subnormal numbers too.
+// int8: 0x6400 + u is the half 1024 + u, here with u = code + 128. e4m3: sign, exponent and mantissa move to their positions
+// in the half, and a multiplication by 2^8 corrects the bias of the exponent, also for subnormal numbers.
 template <typename T, int Code, int First, int Second>
 struct Dequantizer;
 
@@ -86,8 +86,8 @@ struct Dequantizer<__half, Code, First, Second> {
     }
 };
 
-// int8: the mantissa has 7 bits, so 128 + (the lower 7 bits) minus 128, or minus 256 where the code is negative. e4m3
-// as above, with 2^120.
+// int8: the mantissa has 7 bits, so the value is 128 + (the lower 7 bits) minus 128, or minus 256 if the code is negative.
+// e4m3 as above, with 2^120.
 template <int Code, int First, int Second>
 struct Dequantizer<__nv_bfloat16, Code, First, Second> {
     static __device__ __forceinline__ ptx::uint32 of(ptx::uint32 codes) {

@@ -1,16 +1,16 @@
-// Partial results of attention, and how the last blocks of a row sum them.
+// Partial results of attention, and how the last blocks of a row reduce them.
 //
-// A partial result of a query is, over some keys, the weighted sum of the values and the sum of the weights, where a
-// key with the score s (in powers of two) has the weight 2^(s - exponent). The exponent is an integer, so that to bring
-// two results to one exponent is exact: a sum depends on the order of its additions alone, not on where blocks begin
-// and end. The order is a fixed tree: up to four units of a group one after another, then up to four groups of a
-// quarter, then up to four quarters. What a block hands over, a part, is a unit, a group or a quarter.
+// A partial result of a query consists of the weighted sum of the values and the sum of the weights over some keys; a key
+// with score s (a power of two) has the weight 2^(s - exponent). The exponent is an integer, so that rescaling two results to
+// one exponent is exact: a sum depends only on the order of its additions, not on where blocks begin and end. The order is a
+// fixed tree: up to four units of a group one after another, then up to four groups of a quarter, then up to four quarters. A
+// part, which a block leaves in global memory, is a unit, a group or a quarter.
 #pragma once
 #include "attention/cache.cuh"
 
 namespace attention {
 
-constexpr int kFour = 4;  // results that are summed at a time
+constexpr int kFour = 4;  // results that are added at a time
 
 // Four dimensions of a partial result.
 struct Sum {
@@ -29,8 +29,7 @@ struct Parts {
     __device__ __forceinline__ int index(int part, int query) const { return part * queries + query; }
 };
 
-// Walks from one partial result of a query to the next. It loads past L1: another block has written them while this one
-// ran.
+// Iterates over the partial results of a query. It loads past L1, because other blocks have written them while this one ran.
 struct Cursor {
     const float* values;
     const float2* weights;
@@ -51,8 +50,8 @@ struct Cursor {
     }
 };
 
-// Begin to load up to four of `count` results; `at` goes on to the next one. The last is loaded again where there is
-// none, and counts nothing.
+// Starts loading up to four of `count` results and advances `at`. Beyond the end, the last result is loaded again and gets
+// the weight 0.
 __device__ __forceinline__ void load_four(Sum (&four)[kFour], int count, Cursor& at) {
 #pragma unroll
     for (int i = 0; i < kFour; ++i) {
@@ -62,7 +61,7 @@ __device__ __forceinline__ void load_four(Sum (&four)[kFour], int count, Cursor&
     }
 }
 
-// The sum of four results, one after another. Of those that count nothing it is one that counts nothing.
+// The sum of four results, in order. If all have the weight 0, so does the sum.
 __device__ __forceinline__ Sum in_order(const Sum (&four)[kFour]) {
     float exponent = minus_infinity();
 #pragma unroll
@@ -80,8 +79,8 @@ __device__ __forceinline__ Sum in_order(const Sum (&four)[kFour]) {
     return sum;
 }
 
-// The sum of up to sixteen groups, or of up to four quarters, which is the same: four and four, then those sums. The
-// loads of eight are under way before the first addition.
+// The sum of up to sixteen groups, or of up to four quarters, which is the same tree: four at a time, then those sums. Eight
+// loads are issued before the first addition.
 __device__ __forceinline__ Sum sum_row(int count, Cursor at) {
     Sum quarters[kFour];
 #pragma unroll
@@ -98,8 +97,8 @@ __device__ __forceinline__ Sum sum_row(int count, Cursor at) {
     return in_order(quarters);
 }
 
-// The sum of a quarter, from units: the groups of `in_group` units each from unit `first` on. All loads are under way
-// before the first addition. Where no unit is left, the sum counts nothing.
+// The sum of a quarter from units: its groups of `in_group` units each, from unit `first` on. All loads are issued before the
+// first addition. If no unit is left, the sum has the weight 0.
 __device__ __forceinline__ Sum sum_quarter(const Parts& parts, int count, int in_group, int first, int query, int dim) {
     Sum units[kFour][kFour], groups[kFour];
 #pragma unroll
@@ -123,15 +122,15 @@ __device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
     *reinterpret_cast<uint2*>(out) = packed;
 }
 
-// Sum `count` parts of a row and tile, and write the output [queries, head_dim]. Parts are units, `in_group` (2 to 4) a
-// group, or groups or quarters, where `in_group` is 1. `combiners` blocks share the queries; this one is number `rank`.
+// Reduces `count` parts of a row and tile, and writes the output [queries, head_dim]. Parts are units, `in_group` (2 to 4)
+// per group, or, if `in_group` is 1, groups or quarters. `combiners` blocks share the queries; this one is number `rank`.
 // `scratch` has 4 (HeadDim + 2) floats. Loops that hold that many loads in registers are not unrolled.
 template <int HeadDim, typename T>
 __device__ __forceinline__ void combine(const Parts& parts, int count, int in_group, int rank, int combiners,
                                         float* scratch, T* out) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    if (in_group == 1) {  // a warp has a query to itself
+    if (in_group == 1) {  // one warp per query
 #pragma unroll 1
         for (int query = rank + combiners * warp; query < parts.queries; query += combiners * kFour) {
 #pragma unroll 1
@@ -142,7 +141,7 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int in_gr
         }
         return;
     }
-    float* values = scratch;  // of the quarters, one for each of the four warps
+    float* values = scratch;  // of the quarters, one per warp
     float2* weights = reinterpret_cast<float2*>(values + kFour * HeadDim);
 #pragma unroll 1
     for (int query = rank; query < parts.queries; query += combiners) {
@@ -168,12 +167,12 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int in_gr
     }
 }
 
-// ---- Who comes last ----
+// ---- Which blocks are the last ----
 
-// One thread of a block calls it when the block's part is written: the last `combiners` of `blocks` blocks get numbers
-// from 0 on as soon as all parts are there, the others -1. With more than one combiner they wait for the blocks still
-// at work, so that is for grids which the GPU holds whole; beside other streams it relies on blocks starting in the order of
-// their numbers, as GPUs do though CUDA does not promise it.
+// Called by one thread of a block after the block's part is written: the last `combiners` of `blocks` blocks get numbers from
+// 0 on as soon as all parts are complete, the others get -1. With more than one combiner they wait for blocks that still run,
+// so this needs a grid that the GPU can hold as a whole; beside other streams it relies on blocks starting in the order of
+// their numbers, which GPUs do although CUDA does not guarantee it.
 __device__ __forceinline__ int arrive(int* counter, int blocks, int combiners) {
     const int left = blocks - 1 - ptx::add_acquire_release(counter, 1);
     if (left >= combiners) return -1;
@@ -184,8 +183,8 @@ __device__ __forceinline__ int arrive(int* counter, int blocks, int combiners) {
     return left;
 }
 
-// The same thread, when its block has combined: the last one leaves the counter at 0 for the next kernel. All blocks
-// have arrived, so nobody waits for it, and nothing is ordered by it.
+// Called by the same thread after its block has combined: the last one resets the counter to 0 for the next kernel. All
+// blocks have arrived by then, so no block waits for it and no memory order is needed.
 __device__ __forceinline__ void leave(int* counter, int blocks, int combiners) {
     if (combiners == 1 || atomicAdd(counter, 1) == blocks + combiners - 1) *counter = 0;
 }

@@ -1,63 +1,60 @@
-// Attention of one new token a row with grouped queries, over keys and values in blocks, from the projections to the
-// heads' outputs, in one launch.
+// Decode attention: one new token per row, grouped queries (GQA), paged keys and values. One launch takes the projections to
+// the heads' outputs.
 //
-// Computes, for each row: q and k rotated (RoPE), k and v written into the cache at the row's position unless they are
-// STORED, and softmax(q k^T / sqrt(head_dim)) v over the keys 0 to position, in float32.
+// Computes for each row: RoPE of q and k; stores k and v into the cache at the row's position, unless STORED; then softmax(q
+// k^T / sqrt(head_dim)) v over the keys 0 to position, in float32.
 //
 // Shapes and layout
 //   qkv        [batch, (kv_heads * group + 2 kv_heads) * head_dim] ELEMENT, contiguous: all queries, keys, values
-//   table      float [positions, rotary]: for each position rotary / 2 cosines, then as many sines
+//   table      float [positions, rotary]: rotary / 2 cosines per position, then as many sines
 //   positions  int [batch]
-//   block_table  int [batch, n], the last stride 1: key p of a row lies in block block_table[row, p >> shift] of the
-//              cache, at p modulo the block's size; n blocks hold `limit` keys; entries past the row's position may be
-//              anything
-//   keys, values  [blocks, kv_heads, 1 << shift, head_dim]: ELEMENT, or codes of 8 bits; the last stride is 1, those of
-//              blocks and tokens are given in pieces of 16 bytes, that of heads in elements; shift is at least 4
-//   key_scales, value_scales  float [blocks, kv_heads, 1 << shift], the last stride 1, for codes: the largest magnitude
-//              of a head's vector / 127 or / 448
+//   block_table  int [batch, n], last stride 1: key p of a row is in block block_table[row, p >> shift] of the cache, at p
+//              modulo the block size; n blocks hold `limit` keys; entries beyond the row's position are not used
+//   keys, values  [blocks, kv_heads, 1 << shift, head_dim]: ELEMENT, or 8-bit codes; the last stride is 1, strides of blocks
+//              and tokens are in units of 16 bytes, that of heads in elements; shift is at least 4
+//   key_scales, value_scales  float [blocks, kv_heads, 1 << shift], last stride 1, for codes: the largest magnitude of a
+//              head's vector / 127 (int8) or / 448 (e4m3)
 //   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous
-//   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts
-//              is 1
-//   counters   int [batch * gridDim.y], zero; left at zero
+//   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts is 1
+//   counters   int [batch * gridDim.y], zero before and after the kernel
 //   head_dim is a multiple of 16 up to HEAD_DIM, rotary is even and at most head_dim.
-//   The first `rotary` dimensions rotate: as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
+//   The first `rotary` dimensions rotate: as pairs (2i, 2i+1) if `interleaved`, else (i, i + rotary / 2).
 //   stages     2 to 4
-//   chunks_per_unit, units_per_group   how the keys are cut, by `limit` alone: at most 64 units, 16 groups; a group has
-//              up to 4 units, a quarter 4 groups
-//   units_per_part   1, and then parts_per_block is 1; those of a group; or those of a quarter
-//   parts_per_block, parts   the latter of a row and tile; the first block has the first ones
-//   combiners  blocks that sum those of a row
-//   limit      what all positions are below
-//   late       the next kernel may start when this one's last copies have begun; 0: at once
-//   inputs_ready    nothing but qkv is an output of kernels that may still run: all else is loaded before they have ended
+//   chunks_per_unit, units_per_group   how the keys are divided, a function of `limit` alone: at most 64 units, 16 groups; a
+//              group has up to 4 units, a quarter 4 groups
+//   units_per_part   1 (then parts_per_block is 1), the units of a group, or those of a quarter
+//   parts_per_block, parts   `parts` per row and tile; the first block has the first `parts_per_block` ones
+//   combiners  blocks that reduce the parts of a row
+//   limit      upper bound of all positions
+//   late       the next kernel may start when this kernel's last copies have been issued; 0: at once
+//   inputs_ready    only qkv is written by kernels that may still run: everything else is loaded before they have ended
 //   scale      log2(e) / sqrt(head_dim)
 //
 // Macros
 //   ELEMENT     __half or __nv_bfloat16
-//   HEAD_DIM    64, 128 or 256: the row in shared memory
-//   CODE        CacheCode: whether the cache holds ELEMENT, or codes of 8 bits and which
-//   STORED      1: the new keys and values are in the cache already; 0: the kernel writes them
-//   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage; of all that is no stage
+//   HEAD_DIM    64, 128 or 256: the row length in shared memory
+//   CODE        CacheCode: whether the cache holds ELEMENT or 8-bit codes, and which
+//   STORED      1: the new keys and values are in the cache already; 0: the kernel stores them
+//   STAGE_BYTES, OTHER_BYTES  shared memory that the host requests: per stage; for everything else
 //
-// Grid: (blocks for `parts`, kv_heads * tiles, batch); a tile is 16 of the queries of a KV head, or what is left of them.
-// 128 threads. Dynamic shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.
+// Grid: (blocks for `parts`, kv_heads * tiles, batch); a tile has up to 16 of the queries of a KV head. 128 threads. Dynamic
+// shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.
 //
-// How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
-// of a tile. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
-// queries with a quarter of the keys and writes their weights to shared memory, relative to a maximum of its own; after
-// a barrier each brings them to one exponent and multiplies them with a quarter of the values' dimensions.
-// `chunks_per_unit` chunks make a unit, whose sum the tensor cores keep; units are added up to groups and groups to
-// quarters of a row in float32, as far as a part goes: that is what a block hands over, and goes on with its next. Then
-// the parts of a row are summed by those of its blocks that come last.
-// Weights are relative to an integer exponent and additions form one tree (combine.cuh), so the result does not depend
-// on what a part or a block has, and that of a row not on the batch around it. The block that has the position of the
-// new token rotates the key, writes both into the cache and puts them into its own stages; where there are several
-// tiles of queries, each has such a block, and they write the same.
+// Algorithm. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all queries
+// of a tile. Keys are processed in chunks of kKeys, loaded by cp.async in `stages` stages. In a chunk, each of four warps
+// multiplies the queries with a quarter of the keys and writes the softmax weights to shared memory, relative to its own
+// maximum. After a barrier each warp rescales them to a common exponent and multiplies them with a quarter of the values'
+// dimensions. `chunks_per_unit` chunks form a unit, whose sum stays in the tensor cores' accumulators; units are added up to
+// groups and groups to quarters of a row in float32, up to the size of a part. A block leaves each part in global memory, and
+// the last blocks of a row reduce its parts. Weights are relative to an integer exponent and additions form one tree
+// (combine.cuh), so the result depends neither on how parts are assigned to blocks nor on the rest of the batch. The block
+// that has the position of the new token rotates the key, stores key and value into the cache and inserts them into its own
+// stages. If there are several tiles of queries, each has such a block, and these blocks store the same values.
 #include "attention/combine.cuh"
 #include "attention/load.cuh"
 #include "attention/products.cuh"
 
-// The whole result of a row and tile of one part.
+// The final output of a row and tile that has one part.
 __device__ __forceinline__ void store_output(ELEMENT* out, const Running& all, int queries, int head_dim,
                                              const Place& place) {
 #pragma unroll
@@ -93,7 +90,7 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
     }
 }
 
-// The kernel ahead may write qkv, table and positions: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write qkv, table and positions: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     decode_attention(const ELEMENT* qkv, const float* table, const int* positions,
                      const int* block_table, Cache* keys, Cache* values, float* key_scales, float* value_scales,
@@ -126,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
                                  value_scales + kv_head * value_scale_head_stride, value_scale_block_stride};
 #if __CUDA_ARCH__ >= 900
     if (!late) ptx::griddepcontrol_launch_dependents();
-    // The cache may have been written just before, so nothing is used ahead of the wait; but L2 may fetch it, from
-    // where position and table say now. They name blocks of the cache at any time, if perhaps not yet the right ones.
+    // The previous kernel may have written the cache, so nothing is used before the wait. But L2 may prefetch from where
+    // position and table point now: they always name blocks of the cache, if perhaps not yet the right ones.
     if (!inputs_ready && warp < 2) {
         const int ahead = min(min(stages * kKeys, block_keys), limit - first_key);
         const int last = __ldcg(positions + row);
@@ -136,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     }
     if (!inputs_ready) ptx::griddepcontrol_wait();
 #else
-    inputs_ready = 0;  // no kernel begins before the one ahead has ended
+    inputs_ready = 0;  // no kernel begins before the previous one has ended
 #endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
-    const int position = positions[row];  // everything waits for it but these:
+    const int position = positions[row];  // everything waits for the position, except what follows
     Blocks row_blocks(row_table, shift, limit, first_key);
     const bool is_key = warp % 2 == 0;
     Queries queries(head_dim, rotary, interleaved);
@@ -152,18 +149,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     if (!inputs_ready) begin_projected();
     const Range range = {first_key, min(first_key + block_keys, position + 1), kStored ? -1 : position};
     if (range.begin >= range.end) {
-        if (inputs_ready) ptx::griddepcontrol_wait();  // so that who waits for this kernel has waited for those ahead of it
+        if (inputs_ready) ptx::griddepcontrol_wait();  // so that dependents have waited for its predecessors too
         return;
     }
 
     const float* row_angles = table + static_cast<long long>(position) * rotary;
     const attention::Angles angles(row_angles, queries.pair, rotary);
     const int new_block = row_blocks.of_key(position);
-    const long long head = (row * kv_heads + kv_head) * group + first_query;  // the tile's first in `out`
-    const int blocks = position / block_keys + 1;                             // that have keys of this row
-    const int count = position / part_keys + 1;                               // its parts
+    const long long head = (row * kv_heads + kv_head) * group + first_query;  // the tile's first head in `out`
+    const int blocks = position / block_keys + 1;                             // cache blocks that hold keys of this row
+    const int count = position / part_keys + 1;                               // parts of this row
     const int chunks = (range.end - range.begin + kKeys - 1) / kKeys;
-    // The values of a chunk and the keys of the next, with its scales, are one group of copies. Past the last chunk a
+    // The values of a chunk and the keys of the next chunk, with its scales, are one group of copies. Beyond the last chunk a
     // group is empty.
     const auto begin_keys = [&](int chunk, int index) {
         if (chunk >= chunks) return;
@@ -200,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
                is_key ? rotary : 0, interleaved);
     }
     const int new_row = position - (range.begin + (chunks - 1) * kKeys);  // within the last chunk
-    // The key and all scales have to be there before the last chunk's turn, the value when its weights are.
+    // The key and all scales must be there before the last chunk is multiplied, the value before its weights are used.
     const auto insert_key = [&](Stage& stage) {
         if (!has_new || warp >= 2) return;
         __syncwarp();
@@ -216,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 
     const attention::Parts own = {part_values + head * parts * head_dim, part_weights + head * parts, query_count,
                                   head_dim};
-    int part = blockIdx.x * parts_per_block;  // its number in `own`
+    int part = blockIdx.x * parts_per_block;  // its index in `own`
     Unfinished unit;
     Running group_sum, part_sum;
     unit.clear();
@@ -224,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     part_sum.clear();
     int index = 0;  // of the chunk's stage
     int chunks_left = chunks_per_unit, units_left = units_per_group, part_units_left = units_per_part;
-    // At the one barrier of a chunk its weights and values are there and the next one's keys; all warps have used its
-    // keys, and the values of the chunk before it, so that their places can be filled.
+    // At the single barrier of a chunk, its weights and values and the next chunk's keys are complete, and all warps have
+    // used its keys and the values of the previous chunk, so that these buffers can be refilled.
     for (int chunk = 0; chunk < chunks; ++chunk) {
 #if __CUDA_ARCH__ >= 900
         if (late && chunk == max(chunks - stages, 0)) ptx::griddepcontrol_launch_dependents();
@@ -280,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     const int rank = at.fresh->rank;
     if (rank < 0) return;
     const int in_group = units_per_part < units_per_group ? units_per_group : 1;
-    auto* scratch = reinterpret_cast<float*>(at.tile);  // has been used
+    auto* scratch = reinterpret_cast<float*>(at.tile);  // no longer in use
     attention::combine<HEAD_DIM>(own, count, in_group, rank, sharing, scratch, out + head * head_dim);
     if (threadIdx.x == 0) attention::leave(counter, blocks, sharing);
 }

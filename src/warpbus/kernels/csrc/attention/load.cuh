@@ -7,11 +7,11 @@
 // The keys or the values of one KV head.
 struct Source {
     Cache* data;
-    unsigned int block_stride, token_stride;  // in pieces of 16 bytes
+    unsigned int block_stride, token_stride;  // in units of 16 bytes
     float* scales;
     long long scale_stride;  // of blocks
 
-    // Piece 0 of the vector of a token, and its scale, from its block of the cache and its place in the block.
+    // The first 16 bytes of a token's vector, and its scale, by cache block and position in the block.
     __device__ __forceinline__ uint4* at(unsigned int block, unsigned int token) const {
         return reinterpret_cast<uint4*>(data) + static_cast<unsigned long long>(block) * block_stride +
                token * token_stride;
@@ -21,27 +21,27 @@ struct Source {
     }
 };
 
-// Which keys a block has: from `begin` to `end`, of them the new one at `position`, or not if that is beyond. -1 where
-// no token is new, because all are stored.
+// The keys of a block: `begin` to `end`, including the new one at `position`, or not if that is beyond. -1 if no token is new
+// because all are stored.
 struct Range {
     int begin, end, position;
 };
 
-// The part of a row's block table that a block of the kernel is at. A lane has the entry of kSpan keys, which lie in
-// one block of the cache whatever its size, and a warp those of kWindow chunks: a register for the window in use,
-// another for the next, asked for long before it is needed. Entries past the row's position are loaded, but not used.
+// The part of a row's block table that a block of the kernel reads. Each lane has the entry of kSpan keys, which are in one
+// cache block whatever its size, and a warp the entries of kWindow chunks: one register for the current window, one for the
+// next, loaded long before it is needed. Entries beyond the row's position are loaded but not used.
 class Blocks {
   public:
     static constexpr int kSpan = 16;
-    static constexpr int kSpans = kKeys / kSpan;  // of a chunk
-    static constexpr int kWindow = 32 / kSpans;   // chunks
+    static constexpr int kSpans = kKeys / kSpan;  // spans per chunk
+    static constexpr int kWindow = 32 / kSpans;   // in chunks
 
-    // `table` is the row's, which has entries for the keys below `limit`; `begin` the first key of the block's.
+    // `table` is the row's and has entries for the keys below `limit`; `begin` is the first key of this block.
     __device__ __forceinline__ Blocks(const int* table, int shift, int limit, int begin)
         : table_(table), shift_(shift), last_(limit - 1), next_(begin + 32 * kSpan), now_(entry(begin)),
           ahead_(entry(next_)) {}
 
-    // To call once for each chunk, before anything is asked of it; `chunk` counts from 0.
+    // Called once per chunk, in order, before the chunk is accessed; `chunk` counts from 0.
     __device__ __forceinline__ void turn_to(int chunk) {
         if (chunk == 0 || chunk % kWindow != 0) return;
         now_ = ahead_;
@@ -49,12 +49,12 @@ class Blocks {
         ahead_ = entry(next_);
     }
 
-    // The block of row `row` of a chunk in the window. All lanes call it.
+    // The cache block of row `row` of a chunk in the window. All lanes call it.
     __device__ __forceinline__ int of(int chunk, int row) const {
         return __shfl_sync(kAll, now_, chunk % kWindow * kSpans + row / kSpan);
     }
 
-    // The block of a key that is known to be the row's, and a key's place in its block.
+    // The cache block of a key that belongs to the row, and the key's position in its block.
     __device__ __forceinline__ int of_key(int key) const { return table_[key >> shift_]; }
     __device__ __forceinline__ int inside(int key) const { return key & ((1 << shift_) - 1); }
 
@@ -69,9 +69,8 @@ class Blocks {
 };
 
 #if __CUDA_ARCH__ >= 900
-// Bring the keys or values from `first` on into L2, `count` at most and no span past `position`, if the tokens of a block
-// of the cache lie one after another. One warp calls it, ahead of griddepcontrol_wait: what it reads may be from before,
-// and must not stay in L1.
+// Prefetches the keys or values from `first` on into L2, `count` at most and no span beyond `position`, if the tokens of a
+// cache block are contiguous. Called by one warp before griddepcontrol_wait: the data may be old and must not stay in L1.
 __device__ __forceinline__ void prefetch(const Source& source, const int* table, int shift, int first, int count,
                                          int limit, int position, int head_dim) {
     const int offset = Blocks::kSpan * static_cast<int>(threadIdx.x % 32);
@@ -84,12 +83,12 @@ __device__ __forceinline__ void prefetch(const Source& source, const int* table,
 }
 #endif
 
-// Begin to copy a chunk. Past the end, and past head_dim, come zeros, whatever the memory holds. The row of the new
-// token is left out. A chunk with nothing to look out for, as most are, takes a few instructions for each copy.
+// Starts copying a chunk. Beyond the end, and beyond head_dim, it writes zeros, whatever the memory holds. The row of the new
+// token is left out. A chunk without such special cases, as most are, takes a few instructions per copy.
 __device__ __forceinline__ void fetch(Unit* tile, const Source& source, const Blocks& blocks, int chunk,
                                       const Range& range, int head_dim) {
     constexpr int kRounds = kTileUnits / kChunk / kThreads;
-    constexpr int kRows = kThreads / kPieces;  // in a round
+    constexpr int kRows = kThreads / kPieces;  // per round
     const int piece = threadIdx.x % kPieces;
     const int dim = piece * (16 / static_cast<int>(sizeof(Cache)));
     const int row0 = threadIdx.x / kPieces;
@@ -121,7 +120,7 @@ __device__ __forceinline__ void fetch(Unit* tile, const Source& source, const Bl
     }
 }
 
-// The scales of a chunk's keys and values, one a thread.
+// The scales of a chunk's keys and values, one per thread.
 __device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, const Source& values,
                                              const Blocks& blocks, int chunk, const Range& range) {
     if (threadIdx.x >= 2 * kKeys) return;
@@ -135,15 +134,15 @@ __device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, 
     attention::cp_async_4(ptx::shared_address(scales + threadIdx.x), from, there ? 4 : 0);
 }
 
-// Where the pair of dimensions from `dim` on stands in a row of queries. Codes of keys come out of ldmatrix four at a
-// time, so a thread has four neighbouring dimensions of each 16 in place of two and two: the queries follow that order.
+// The position of the pair of dimensions from `dim` on in a row of queries. ldmatrix delivers codes of keys in groups of
+// four, so that a thread has four adjacent dimensions of each 16 instead of two and two; the queries follow that order.
 __device__ __forceinline__ int query_column(int dim) {
     if constexpr (!kCoded) return dim;
     const int within = dim % 16;
     return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
 }
 
-// The queries on their way to shared memory. A thread has the same pair of dimensions of several queries.
+// The queries that are being copied to shared memory. A thread has the same pair of dimensions of several queries.
 struct Queries {
     static constexpr int kPairs = HEAD_DIM / 2;
     static constexpr int kRounds = kTile * kPairs / kThreads;
@@ -156,7 +155,7 @@ struct Queries {
     __device__ __forceinline__ Queries(int head_dim, int rotary, bool interleaved)
         : pair(dim() < head_dim ? dim() : 0, rotary, interleaved) {}
 
-    // Begin to load `count` queries.
+    // Starts loading `count` queries.
     __device__ __forceinline__ void begin(const ELEMENT* heads, int count, int head_dim) {
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
@@ -164,7 +163,7 @@ struct Queries {
         }
     }
 
-    // Rotate them into shared memory; zeros where there is no query and past head_dim.
+    // Writes them, rotated, to shared memory; zeros where there is no query and beyond head_dim.
     __device__ __forceinline__ void store(QueryTile* tile, const attention::Angles& angles, int count,
                                           int head_dim) const {
         const int column = query_column(dim());
@@ -178,9 +177,9 @@ struct Queries {
     }
 };
 
-// The new token's key or value on its way to the cache; a warp has it whole. A value has rotary 0.
+// The new token's key or value on its way to the cache; one warp has all of it. A value has rotary 0.
 struct NewToken {
-    static constexpr int kPairs = HEAD_DIM / 64;  // of a lane
+    static constexpr int kPairs = HEAD_DIM / 64;  // per lane
     attention::Unturned<ELEMENT> unturned[kPairs];
 
     __device__ __forceinline__ static int dim(int i) { return 2 * (threadIdx.x % 32 + 32 * i); }
@@ -188,14 +187,14 @@ struct NewToken {
         return attention::Pair(dim(i) < head_dim ? dim(i) : 0, rotary, interleaved);
     }
 
-    // Begin to load.
+    // Starts loading.
     __device__ __forceinline__ void begin(const ELEMENT* head, int head_dim, int rotary, bool interleaved) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) unturned[i].load(head, pair(i, head_dim, rotary, interleaved));
     }
 };
 
-// Write it, rotated, to its place in the cache and for this block into `fresh`.
+// Writes it, rotated, into the cache, and into `fresh` for this block.
 __device__ __forceinline__ void append(const NewToken& token, const float* angles, void* cached, float* cached_scale,
                                        Unit* fresh, float* fresh_scale, int head_dim, int rotary, bool interleaved) {
     constexpr int kPairs = NewToken::kPairs;
@@ -215,7 +214,7 @@ __device__ __forceinline__ void append(const NewToken& token, const float* angle
             if (2 * pair < head_dim) static_cast<unsigned int*>(cached)[pair] = pairs[i];
         }
     } else {
-        // Magnitudes are ordered as their bits are, and NaN stands above all.
+        // Magnitudes have the order of their bits, and NaN is above all of them.
         unsigned int largest = 0;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
@@ -238,7 +237,7 @@ __device__ __forceinline__ void append(const NewToken& token, const float* angle
     }
 }
 
-// Put the new token's key or value into row `row` of a chunk, by the warp that has written it to `fresh`.
+// Copies the new token's key or value into row `row` of a chunk, by the warp that has written it to `fresh`.
 __device__ __forceinline__ void insert(Unit* tile, const Unit* fresh, int row) {
     const int piece = threadIdx.x % 32;
     if (piece < kPieces) {

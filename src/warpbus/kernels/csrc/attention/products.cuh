@@ -1,4 +1,4 @@
-// What a block of decode.cu computes of a chunk: scores, weights, and the weighted sum of the values.
+// What a block of decode.cu computes per chunk: scores, weights, and the weighted sum of the values.
 #pragma once
 #include "attention/block.cuh"
 #include "attention/cache.cuh"
@@ -14,11 +14,11 @@ __device__ __forceinline__ void load_strip(ptx::uint32 (&fragment)[4], const Uni
     ptx::ldmatrix_x4(fragment, ptx::shared_address(tile + chunk_offset<kColumns>(row0 + lane % 8, chunk + lane / 8)));
 }
 
-// Products of the tile's 16 queries with the warp's keys: an accumulator of mma for each 8 keys, and another for each
-// second step, since a product waits for the one before it in its accumulator.
+// Products of the tile's 16 queries with the warp's keys: one mma accumulator per 8 keys, and a second one for every other
+// step, because a product waits for the previous one in its accumulator.
 __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* queries, const Unit* keys,
                                               const Place& place) {
-    constexpr int kSteps = kCoded ? 4 : 2;  // of 16 dimensions in a strip
+    constexpr int kSteps = kCoded ? 4 : 2;  // steps of 16 dimensions per strip
     Scores sums[2] = {};
 #pragma unroll
     for (int strip = 0; strip < kPieces / 4; ++strip) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* que
     }
 }
 
-// Scale and mask the scores, and find the largest of each of the two queries. `end` is where the keys end, from the
-// beginning of the chunk; `scales` those of the chunk's keys, for codes.
+// Scales and masks the scores, and finds the maximum of each of the two queries. `end` is the end of the keys, relative to
+// the chunk; `scales` are those of the chunk's keys, for codes.
 __device__ __forceinline__ void find_maxima(float (&largest)[2], Scores& scores, float scale, const float* scales,
                                             int end, const Place& place) {
     largest[0] = largest[1] = attention::minus_infinity();
@@ -70,7 +70,7 @@ __device__ __forceinline__ void find_maxima(float (&largest)[2], Scores& scores,
     }
 }
 
-// What brings the weights of each warp to one exponent, as pairs of elements, for the two queries of a thread.
+// Factors that rescale the weights of each warp to one exponent, as pairs of elements, for the two queries of a thread.
 using Factors = ptx::uint32[2][kWarps];
 
 __device__ __forceinline__ ptx::uint32 multiply_pairs(ptx::uint32 x, ptx::uint32 y) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ ptx::uint32 multiply_pairs(ptx::uint32 x, ptx::uint32
     return attention::as_bits(__hmul2(attention::as_pair<Pair>(x), attention::as_pair<Pair>(y)));
 }
 
-// Add the products of the chunk's weights with the warp's dimensions of the values. Codes stand in pairs, so that their
+// Adds the products of the chunk's weights with the warp's dimensions of the values. Codes are in pairs, so that their
 // accumulators have the even and the odd dimensions of each 16; see output_dim.
 __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], const ELEMENT* weights,
                                                 const Factors& factors, const Unit* values, const Place& place) {
@@ -112,8 +112,8 @@ __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], con
     }
 }
 
-// The pair number `pair` (0 or 1) of a thread's dimensions in the 16 from 16 `half` of its warp's on: where it begins
-// in the head, and its sums in row lane / 4 (`below` 0) or 8 below.
+// Pair number `pair` (0 or 1) of a thread's dimensions in the 16 from 16 `half` of its warp's on: its first dimension in the
+// head, and its sums in row lane / 4 (`below` 0) or 8 below.
 __device__ __forceinline__ int output_dim(const Place& place, int half, int pair) {
     return place.quarter * kWarpDims + 16 * half + (kCoded ? 4 * place.t + 2 * pair : 8 * pair + 2 * place.t);
 }
@@ -125,7 +125,7 @@ __device__ __forceinline__ float2 output_pair(const float (&sums)[kOutTiles][4],
                      : make_float2(second[2 * below], second[2 * below + 1]);
 }
 
-// What a thread keeps of rows lane / 4 and 8 below: exponents, sums of weights, and accumulators of its dimensions.
+// A thread's state for rows lane / 4 and 8 below: exponents, sums of weights, and accumulators of its dimensions.
 struct Running {
     float exponent[2];
     float weight[2];
@@ -144,7 +144,7 @@ struct Running {
         }
     }
 
-    // Add a unit; `factor` is what its values have to be multiplied with, a power of two.
+    // Adds a unit; `factor`, a power of two, is applied to its values.
     __device__ __forceinline__ void add(const Running& unit, float factor) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -164,8 +164,8 @@ struct Running {
     }
 };
 
-// The largest of the chunk's value scales, rounded down to a power of two, as its exponent: weights are multiplied with
-// the scales over that, so that they stay within what 16 bits hold. 0 for a chunk of zeros.
+// The exponent of the chunk's largest value scale, rounded down to a power of two. Weights are multiplied by scale / that
+// power, so that they fit 16 bits. 0 for a chunk of zeros.
 __device__ __forceinline__ float scale_exponent(const float* scales) {
     const int lane = threadIdx.x % 32;
     unsigned int largest = 0;
@@ -177,13 +177,13 @@ __device__ __forceinline__ float scale_exponent(const float* scales) {
     return exponent == 0 ? 0.0f : static_cast<float>(exponent - 127);
 }
 
-// 2^exponent for any integer exponent whose power is a normal number; for others the nearest one.
+// 2^exponent for any integer exponent whose power is a normal number; otherwise the nearest normal number.
 __device__ __forceinline__ float any_power_of_two(float exponent) {
     return __int_as_float(__float_as_int(fminf(fmaxf(exponent, -126.0f), 127.0f) + 12583039.0f) << 23);
 }
 
-// The unit that a block is at: the sums so far, relative to an exponent that grows with the maxima. With codes the
-// values are, beside that, relative to the exponent of the largest of their scales.
+// The unit that a block computes: the sums so far, relative to an exponent that grows with the maxima. With codes, the values
+// are also relative to the exponent of the largest of their scales.
 struct Unfinished {
     Running sums;
     float value_exponent;
@@ -193,7 +193,7 @@ struct Unfinished {
         value_exponent = kCoded ? attention::minus_infinity() : 0.0f;
     }
 
-    // For codes: raise the exponent of the values to the chunk's scales.
+    // For codes: raises the exponent of the values to that of the chunk's scales.
     __device__ __forceinline__ void raise(const float* value_scales) {
         if constexpr (kCoded) {
             const float joined = fmaxf(value_exponent, scale_exponent(value_scales));
@@ -207,14 +207,14 @@ struct Unfinished {
         }
     }
 
-    // The weights of the warp's keys into shared memory, relative to an exponent that no other warp is asked for.
+    // Writes the weights of the warp's keys to shared memory, relative to this warp's own exponent.
     __device__ __forceinline__ void weigh(Weighed& to, const Scores& scores, const float (&largest)[2],
                                           const float* value_scales, const Place& place) const {
         const float inverse = kCoded ? any_power_of_two(-value_exponent) : 1.0f;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float own = fmaxf(sums.exponent[r], ceilf(largest[r]));
-            const float from = own == attention::minus_infinity() ? 0.0f : own;  // where all keys are masked
+            const float from = own == attention::minus_infinity() ? 0.0f : own;  // if all keys are masked
             float total = 0.0f;
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
@@ -238,7 +238,7 @@ struct Unfinished {
         }
     }
 
-    // Add what all four warps have weighed.
+    // Adds the weights and values of all four warps.
     __device__ __forceinline__ void add(const Weighed& weighed, const Unit* values, const Place& place) {
         Factors factors;
 #pragma unroll

@@ -4,13 +4,13 @@
 
 namespace attention {
 
-// How dimensions `dim` (even) and dim + 1 of a head turn: out = x * cosine + partner * sine, where the sine has the
-// sign of the dimension's side. The first `rotary` dimensions turn as pairs (2i, 2i+1) where `interleaved`, else
-// (i, i + rotary / 2); the others are their own partners.
+// How dimensions `dim` (even) and dim + 1 of a head rotate: out = x * cosine + partner * sine, where the sine has the sign of
+// the dimension's side. The first `rotary` dimensions rotate as pairs (2i, 2i+1) if `interleaved`, else (i, i + rotary / 2);
+// the others are their own partners.
 struct Pair {
     int dim;
     int partner[2];
-    int angle[2];  // its place among a position's angles; -1 where nothing turns
+    int angle[2];  // its index among a position's angles; -1: no rotation
     bool leads[2];
 
     __device__ __forceinline__ Pair(int first, int rotary, bool interleaved) : dim(first) {
@@ -26,8 +26,8 @@ struct Pair {
     }
 };
 
-// The cosines and sines of a pair. They are only loaded here: signs come with their use, so that other loads can begin
-// before these are there. `angles` has a position's rotary / 2 cosines, then its sines.
+// The cosines and sines of a pair. They are only loaded here; signs are applied when they are used, so that other loads can
+// be issued before these arrive. `angles` has a position's rotary / 2 cosines, then its sines.
 struct Angles {
     float cosine[2], sine[2];
 
@@ -40,7 +40,7 @@ struct Angles {
     }
 };
 
-// A pair of a head and its partners, as they are loaded: that needs no position.
+// A pair of a head and its partners, as loaded, which needs no position.
 template <typename T>
 struct Unturned {
     unsigned int pair;
@@ -52,7 +52,7 @@ struct Unturned {
         high = head[at.partner[1]];
     }
 
-    // Turned in float32.
+    // Rotated in float32.
     __device__ __forceinline__ float2 turned(const Pair& at, const Angles& by) const {
         const float2 x = unpack_pair<T>(pair);
         return make_float2(x.x * by.cosine[0] + to_float(low) * (at.leads[0] ? -by.sine[0] : by.sine[0]),

@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_shared_16(uint32* words, uint32 address) {
 // ---- Copies from global to shared memory by threads (sm_80) ----
 
 // Copy 16 bytes, past L1. Both addresses are multiples of 16. `valid` of the 16 bytes are read and the others are written
-// as zero, so that a thread past the edge copies with 0 and a legal address. Complete after cp_async_wait.
+// as zero, so that a thread past the edge copies with 0 and a valid address. Complete after cp_async_wait.
 __device__ __forceinline__ void cp_async_16(uint32 shared, const void* global, int valid = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
 }
@@ -382,7 +382,7 @@ __device__ __forceinline__ void setmaxnreg_increase() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// Wait until the kernels ahead in the stream have ended and their writes are visible (programmatic dependent launch).
+// Wait until the previous kernels of the stream have ended and their writes are visible (programmatic dependent launch).
 //
 // A parameter that points to what those kernels may write must not be `const __restrict__`: that promises memory which
 // nobody writes while this kernel runs, this kernel runs while they write, and the compiler loads such memory through the

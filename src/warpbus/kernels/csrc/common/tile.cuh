@@ -6,14 +6,14 @@
 // the same banks: so a row keeps its chunks in an order of its own, column c at c XOR key(row), and 8 consecutive rows
 // have the one column in 8 different places. Copies write whole rows, whose chunks stay apart under any order.
 //
-//   chunks a row    8 or more (128 bytes and more): key = row mod 8
+//   chunks per row    8 or more (128 bytes and more): key = row mod 8
 //                   4 (64 bytes, two rows in 128):  key = row / 2 mod 4
 #pragma once
 
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
-constexpr int kChunk = 8;  // elements in 16 bytes
+constexpr int kChunk = 8;  // elements per 16 bytes
 
 template <int Columns>
 __device__ __forceinline__ constexpr int chunk_key(int row) {

@@ -18,7 +18,7 @@ constexpr int kWarps = kBlock / 32;
 constexpr float kLargest = E4M3 ? 448.0f : 57344.0f;
 constexpr float kSmallest = 1e-12f;  // a largest magnitude below is taken for this: zeros have a scale too
 
-// The kernels ahead may write x and the scale: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernels may write x and the scale: no __restrict__ (see ptx::griddepcontrol_wait).
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
@@ -93,7 +93,7 @@ constexpr int kRows = kTile / kWarps;  // of a warp
 constexpr int kAtOnce = 8;             // rows that are loaded before any is rounded
 constexpr int kChunks = kTile / 16;    // of 16 bytes in a column of the tile
 
-// Four elements, which nobody reads after this: they leave L2 first, which has room for the codes then.
+// Four elements, which are not read again: they leave L2 first, which has room for the codes then.
 __device__ __forceinline__ float4 load_four(const float* x) { return __ldcs(reinterpret_cast<const float4*>(x)); }
 template <typename Half>
 __device__ __forceinline__ float4 load_four(const Half* x) {

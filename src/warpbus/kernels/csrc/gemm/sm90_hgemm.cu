@@ -9,43 +9,43 @@
 //   A_MAJOR, B_MAJOR  0 where k is the contiguous axis of the operand, 1 where m or n is; an N-major b needs TILE_N / CLUSTER
 //                     to be a multiple of 64
 //   ACTIVATION        a number of numeric.cuh
-// Operands come through tensor maps, so every leading dimension is a multiple of 8 elements and every pointer of 16 bytes.
-// Any m, n, k >= 1: the copy engine fills with zeros past the edges of k and n and does not write past those of out.
+// Operands are loaded through tensor maps, so every leading dimension is a multiple of 8 elements and every pointer of 16
+// bytes. Any m, n, k >= 1: TMA fills with zeros beyond the edges of k and n and does not write beyond those of out.
 //
-// Who does what: warpgroup 0 gives its registers away, and one of its threads feeds a ring of STAGES buffers by TMA. The
-// other warpgroups multiply by wgmma, each its rows of the tile. A full barrier counts the bytes that arrive in a stage, an
-// empty one the consumers that have read it, those of the other block of the cluster too. Blocks are persistent: as many
-// as there are multiprocessors, each takes every gridDim-th tile, so that the ring is being filled for the next tile while
-// this one is written. Tiles go through staging buffers (stmatrix, then TMA) to the output.
+// Warp specialization: warpgroup 0 is the producer; it releases registers, and one of its threads fills a ring of STAGES
+// buffers by TMA. The other warpgroups are consumers, which multiply by wgmma, each its rows of the tile. A full barrier
+// counts the bytes that arrive in a stage, an empty barrier the consumers that have read it, including those of the other
+// block of the cluster. Blocks are persistent: one per multiprocessor, each takes every gridDim-th tile, so that the ring is
+// filled for the next tile while this one is written. Results go through staging buffers (stmatrix, then TMA) to the output.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int kTileK = 64;  // one row of the 128-byte swizzle
 constexpr int kConsumers = TILE_M == 64 ? 1 : 2;
-constexpr int kRows = TILE_M / kConsumers;  // of the tile, for one consumer
-constexpr int kProducts = kRows / 64;       // wgmma has 64 rows
+constexpr int kRows = TILE_M / kConsumers;  // rows of the tile per consumer
+constexpr int kProducts = kRows / 64;       // wgmma multiplies 64 rows
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kBytesA = TILE_M * kTileK * 2;
 constexpr int kBytesB = TILE_N * kTileK * 2;
-constexpr int kBlock64 = 64 * kTileK * 2;  // 64 by 64 elements: what one box of an MN-major operand or of the output takes
-constexpr int kStaged = TILE_N / 64 * 64;  // columns that leave by the copy engine; the others by ordinary stores
+constexpr int kBlock64 = 64 * kTileK * 2;  // 64 by 64 elements: one box of an MN-major operand or of the output
+constexpr int kStaged = TILE_N / 64 * 64;  // columns that are stored by TMA; the others by ordinary stores
 
-// The register file holds 64 K: what the producer does not need goes to the consumers.
+// The register file has 64 K registers: those that the producer does not need go to the consumers.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 200;
 
 struct Problem {
     int m, n, k;
-    int group;       // cluster rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
-    int direct;      // write by ordinary stores: the output has no tensor map
+    int group;       // cluster rows of tiles that are processed together, so that a wave of blocks shares L2
+    int direct;      // write with ordinary stores: the output has no tensor map
 };
 
 struct Tile {
     int row, column;  // of the first element
 };
 
-// The tile that a cluster takes as its `index`-th, for the block `rank` of it.
+// The `index`-th tile of a cluster, for its block `rank`.
 __device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p) {
     const int rows = (p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
     const int columns = (p.n + TILE_N - 1) / TILE_N;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::ui
             ptx::tma_load(a + i * kBlock64, &map_a->whole, full, tile.row + 64 * i, depth);
         }
     }
-    // Each block of the cluster brings its share of b to all of them.
+    // Each block of the cluster loads its share of b into all of them.
     constexpr int kShare = TILE_N / CLUSTER;
     static_assert(B_MAJOR == 0 || kShare % 64 == 0, "an N-major b comes in boxes of 64 columns");
     const int first = rank * kShare;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void finish(float (&d)[TILE_N / 2], const ELEMENT* sh
     }
 }
 
-// Write columns of 64 rows, from the tile's column `From` on, by ordinary stores: pairs where rows begin on them.
+// Writes columns of 64 rows, from the tile's column `From` on, with ordinary stores: in pairs if rows are aligned to them.
 template <int From>
 __device__ __forceinline__ void store_direct(const float (&d)[TILE_N / 2], ELEMENT* out, int row, int column,
                                              const Problem& p) {
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const ptx::uint32 staging = ring_b + STAGES * kBytesB;
     const ptx::uint32 full = staging + kConsumers * BUFFERS * kBlock64;
     const ptx::uint32 empty = full + 8 * STAGES;
-    const ptx::uint32 shifts = empty + 8 * STAGES;  // the bias of the tile, once for each consumer
+    const ptx::uint32 shifts = empty + 8 * STAGES;  // the bias of the tile, once per consumer
     static_assert(1024 + STAGES * (kBytesA + kBytesB + 16) + kConsumers * (BUFFERS * kBlock64 + TILE_N * 2) ==
                       SHARED_BYTES,
                   "the host asks for other shared memory");
@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::cluster_sync();
     }
 
-    // The kernel after this one may set itself up on multiprocessors that this one has left. This one has to wait for what
-    // the kernel before it wrote.
+    // The next kernel may start on multiprocessors that this one has left. This kernel must wait for what the previous one
+    // writes.
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
                 const Tile tile = tile_at(index, rank, p);
-                const int rows = rows_of<TILE_M>(tile.row, p.m);  // of the other block of a cluster there may be none
+                const int rows = rows_of<TILE_M>(tile.row, p.m);  // the other block of a cluster may have none
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int lane = thread % 32;
         const int warp = thread / 32;
         const ptx::uint32 mine = staging + consumer * BUFFERS * kBlock64;
-        // Where this lane's row of stmatrix lies in a 64 by 64 buffer: 16-byte column c of row r stands at c ^ (r % 8).
+        // The address of this lane's row of stmatrix in a 64 by 64 buffer: 16-byte column c of row r is at c ^ (r % 8).
         const int staged_row = 16 * warp + lane % 16;
         ELEMENT* shift = reinterpret_cast<ELEMENT*>(memory + (shifts - ptx::shared_address(memory))) + consumer * TILE_N;
         int buffer = 0;
@@ -213,7 +213,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
             const Tile tile = tile_at(index, rank, p);
             if (bias != nullptr) {
-                // Fetched here, the bias arrives while the products run. The barrier: all are done with the last one.
+                // Loaded here, the bias arrives while the products run. The barrier: all threads are done with the last
+                // tile's bias.
                 ptx::named_barrier(1 + consumer, 128);
                 for (int i = thread; i < TILE_N; i += 128) {
                     const int at = tile.column + i;
@@ -221,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 }
                 ptx::named_barrier(1 + consumer, 128);
             }
-            int before = 0;  // the stage whose products may still be under way
+            int before = 0;  // the stage whose products may still be in flight
             for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                 ptx::mbarrier_wait(full + 8 * ring.stage, ring.parity);
                 multiply_stage(d, ring_a + ring.stage * kBytesA + consumer * kRows * kTileK * 2,
@@ -268,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 store_direct<kStaged>(d[i], out, mine_row, mine_column, p);
             }
         }
-        // The staging buffers have to outlive the stores that read them.
+        // The staging buffers must outlive the stores that read them.
         if (thread == 0) ptx::tma_store_wait_read<0>();
     }
     // The other block may still arrive at this one's barriers.

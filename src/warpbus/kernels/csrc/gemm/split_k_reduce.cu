@@ -2,7 +2,7 @@
 //
 // partial: float32 [splits, m, stride], stride = n rounded up to a multiple of 8; out [m, n] with rows out_stride
 // elements apart; bias [n] or null. ELEMENT = __half or __nv_bfloat16. The partial sums are added in the order of the
-// splits, so that the result does not depend on who came first.
+// splits, so that the result does not depend on which block finished first.
 //
 // One thread finishes 8 columns of a row; launched with ceil(m * stride / 8 / kThreads) blocks of kThreads.
 #include "gemm/epilogue.cuh"

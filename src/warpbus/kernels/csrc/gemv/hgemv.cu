@@ -9,8 +9,8 @@
 //   VECTOR      8: k is a multiple of 8 and the weight and x are aligned to 16 bytes; 1: any
 //
 // A matrix-vector product reads each weight once and does two operations with it, so the only thing that counts is how
-// many bytes are under way: UNROLL loads a lane, issued before the first is used, in as many small blocks as fit on a
-// multiprocessor. When a block ends the next takes its place, so there is no last wave to wait for. (Several rows a warp
+// many bytes are in flight: UNROLL loads per lane, issued before the first is used, in as many small blocks as fit on a
+// multiprocessor. When a block ends the next takes its place, so there is no last wave to wait for. (Several rows per warp
 // would reuse x, which L1 serves anyway, and measured slower.) Weights pass by L1; x stays in it. Sums are
 // formed in a fixed order: the result is the same at every run.
 #include "common/numeric.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void accumulate(float2& sum, const Chunk& weight, con
     }
 }
 
-// The kernel ahead may write x and bias: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write x and bias: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
     hgemv(const ELEMENT* __restrict__ weight, const ELEMENT* x, const ELEMENT* bias,
           ELEMENT* __restrict__ y, int n, int k, int activation) {

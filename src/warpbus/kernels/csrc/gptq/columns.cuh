@@ -1,46 +1,48 @@
-// What the loops over the columns of a block share: who has which rows and columns, and sums over the columns before.
+// Shared by the kernels that loop over the columns of a block: the assignment of rows and columns to threads, and the sums
+// over earlier columns.
 //
-// Four lanes share a row of the matrix and go through at most 128 columns in tiles of 16. Each lane owns four columns
-// of a tile: it loads them, keeps what all columns before them add up to, and stores them. What is sequential, within a
-// tile, all four lanes do alike, with what they own handed around by shuffles; then each carries the tile's results over
-// to its own columns in all later tiles. The coefficients are the same for all rows and lie in shared memory as tiles.
-// What a row becomes depends on no other row, on no other part and not on the size of the grid.
+// Four lanes share a row of the matrix and process at most 128 columns in tiles of 16. Each lane owns four columns of a tile:
+// it loads them, accumulates the contributions of all earlier columns, and stores them. The sequential part, within a tile,
+// is computed by all four lanes redundantly, with each lane's columns broadcast by shuffles. Then each lane adds the tile's
+// results to its own columns of all later tiles. The coefficients are the same for all rows and are in shared memory, tile by
+// tile. The result of a row depends neither on other rows, nor on other parts, nor on the size of the grid.
 //
-// Why so: with few rows latency is all that counts. One thread a row would go through 8 K products by itself; here a lane
-// has a quarter of those between tiles, in 28 sums that do not wait for each other. kRows of 2 would halve the reads from
-// shared memory for as many instructions, but twice as many of them would stand in the one warp of a scheduler.
+// Reason: with few rows only latency counts. With one thread per row, a thread would compute 8 K dependent products; here a
+// lane has a quarter of those between tiles, in 28 independent sums. kRows = 2 would halve the reads from shared memory for
+// the same number of instructions, but would put twice as many of them into the single warp of a scheduler.
 //
 // Shared memory has no bank conflicts: either all lanes read the same 16 bytes, or the four lanes of a row read the 64
+// contiguous bytes of a tile's row, the same ones for all rows.
 // contiguous bytes of a tile's row, the same ones for all rows.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "gptq/rounding.cuh"
 
-constexpr int kTile = 16;             // columns of a tile
+constexpr int kTile = 16;             // columns per tile
 constexpr int kTiles = 8;             // at most
-constexpr int kLanes = 4;             // that share rows
-constexpr int kOwn = kTile / kLanes;  // columns of a tile that a lane owns
-constexpr int kApart = 32 / kLanes;   // lanes with other rows, and so how far a lane's rows are apart
-constexpr int kRows = 1;              // of a lane
+constexpr int kLanes = 4;             // lanes that share rows
+constexpr int kOwn = kTile / kLanes;  // columns of a tile per lane
+constexpr int kApart = 32 / kLanes;   // groups of lanes with different rows, and the distance of a lane's rows
+constexpr int kRows = 1;              // per lane
 constexpr int kBlockRows = 32;
 constexpr int kThreads = kBlockRows * kLanes / kRows;
 
-// Where tile t of the corner begins: tile i has the 16 (i + 1) rows of the corner down to the diagonal, 16 columns wide.
+// The offset of tile t of the corner: tile i has the 16 (i + 1) rows of the corner down to the diagonal, 16 columns wide.
 __device__ __forceinline__ int tile_offset(int t) { return kTile * kTile * t * (t + 1) / 2; }
 
-// The place of a thread: its part, which is that of its whole block, the matrix that the part belongs to, its rows there,
-// and which columns of a tile it owns. A matrix has `matrix_parts` parts, one after the other.
-// A row beyond the last one is the last one again, and nothing of it is stored.
+// A thread's position: the part, the same for the whole block; the matrix that the part belongs to; the thread's rows; and
+// the columns of a tile that it owns. A matrix has `matrix_parts` consecutive parts. Beyond the last row, a thread computes
+// the last row again, and the results are not stored.
 struct Place {
     long long part;
     long long matrix;
-    int lane;  // of the four
+    int lane;  // 0 to 3, of the four that share rows
     unsigned int row[kRows];
     bool live[kRows];
 
     __device__ __forceinline__ Place(int rows, int matrix_parts) {
-        const unsigned int blocks = (rows + kBlockRows - 1) / kBlockRows;  // of a part
+        const unsigned int blocks = (rows + kBlockRows - 1) / kBlockRows;  // per part
         part = blockIdx.x / blocks;
         matrix = blockIdx.x / blocks / matrix_parts;
         lane = threadIdx.x % 32 / kApart;
@@ -55,11 +57,11 @@ struct Place {
     }
 };
 
-// Where what is carried over to other columns goes, [parts][columns][rows] in the format of the products that carry it.
+// The buffer for results that later columns need, [parts][columns][rows] in the format of the matrix product that uses them.
 struct Carried {
     void* values;
-    long long part;  // elements from one to the next
-    int column;      // alike
+    long long part;  // elements between parts
+    int column;      // elements between columns
     int is_narrow;   // 0: float, 1: bfloat16
 
     __device__ __forceinline__ void store(long long own_part, long long own_column, unsigned int row, float x) const {
@@ -72,12 +74,12 @@ struct Carried {
     }
 };
 
-// What lane `owner` of the four has.
+// The value of lane `owner` of the four.
 __device__ __forceinline__ float of_lane(float value, int owner) {
     return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x % kApart) + owner * kApart);
 }
 
-// That of lane `owner` of the four.
+// The divisor of lane `owner` of the four.
 __device__ __forceinline__ Divisor of_lane(const Divisor& divisor, int owner) {
     Divisor other;
     other.value = of_lane(divisor.value, owner);
@@ -85,8 +87,8 @@ __device__ __forceinline__ Divisor of_lane(const Divisor& divisor, int owner) {
     return other;
 }
 
-// Begin to copy four floats to shared memory, the first `valid` of them from global memory and zeros for the others.
-// `vector`: both are at multiples of 16 bytes. The caller commits, waits and synchronizes.
+// Starts copying four floats to shared memory: the first `valid` from global memory, zeros for the others. `vector`: both are
+// multiples of 16 bytes. The caller commits, waits and synchronizes.
 __device__ __forceinline__ void begin_quad(float* to, const float* from, int valid, bool vector) {
     if (vector) {
         ptx::cp_async_16(ptx::shared_address(to), from, 4 * valid);
@@ -96,8 +98,8 @@ __device__ __forceinline__ void begin_quad(float* to, const float* from, int val
     }
 }
 
-// Begin to copy tiles `first` to `last` - 1 of the corner, `columns` x `columns` with rows `stride` apart, to shared
-// memory, as one group; what lies beyond the corner is zero. `vector`: its rows begin at multiples of 16 bytes.
+// Starts copying tiles `first` to `last` - 1 of the corner, `columns` x `columns` with rows `stride` apart, to shared memory,
+// as one group, with zeros beyond the corner. `vector`: its rows start at multiples of 16 bytes.
 __device__ __forceinline__ void begin_corner(float* tiles, const float* corner, long long stride, int columns, int first,
                                             int last, bool vector) {
     for (int t = first; t < last; ++t) {
@@ -112,14 +114,14 @@ __device__ __forceinline__ void begin_corner(float* tiles, const float* corner, 
     ptx::cp_async_commit();
 }
 
-// All but the newest `Pending` groups are there, for all threads.
+// Waits until all but the newest `Pending` groups are complete, for all threads.
 template <int Pending>
 __device__ __forceinline__ void wait_corner() {
     ptx::cp_async_wait<Pending>();
     __syncthreads();
 }
 
-// The group of each column, in shared memory: a load that others wait for is made once. Synchronizes.
+// Loads the group of each column into shared memory, so that this latency is paid once. Synchronizes.
 __device__ __forceinline__ void load_groups(int* own, const int* groups, int columns) {
     for (int i = threadIdx.x; i < kTile * kTiles; i += kThreads) own[i] = groups[min(i, columns - 1)];
     __syncthreads();
@@ -138,8 +140,8 @@ __device__ __forceinline__ void load_row(float (&values)[kTile], const float* ti
     }
 }
 
-// For the columns that a lane owns in tile t and the ones after it: the sum over all columns k before tile t, rising, of
-// corner[k] times the result of column k, each product added with one rounding.
+// For the columns that a lane owns in tile t and later tiles: the sum over all columns k before tile t, in ascending order,
+// of corner[k] times the result of column k, each product added with one rounding.
 struct Sums {
     float of[kTiles][kRows][kOwn];
 
@@ -148,7 +150,7 @@ struct Sums {
         for (int i = 0; i < kTiles * kRows * kOwn; ++i) (&of[0][0][0])[i] = 0.0f;
     }
 
-    // Add tile t of `count` with the results `values` to all later ones, of which the next becomes the first.
+    // Adds the results `values` of tile t of `count` to all later tiles; the next tile becomes the first.
     __device__ __forceinline__ void carry_over(const float* tiles, int t, int count, int lane,
                                                const float (&values)[kRows][kTile]) {
 #pragma unroll

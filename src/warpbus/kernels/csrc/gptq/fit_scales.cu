@@ -16,7 +16,7 @@
 //   scale_dtype         a number of scale_dtype.cuh
 //   matrix_parts        parts of each matrix, which follow one another
 //   vector              1: rows of the corner begin at multiples of 16 bytes
-// 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with `size`
+// 128 threads per block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with `size`
 // rounded up to W, a multiple of 32: W W floats for the corner, 32 W for c and 256 for the sums of the warps.
 //
 // corner c is a matrix product: a warp has 32 of its columns and all 32 rows, a thread 8 columns and 4 rows in registers,
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
     const float* own_centred = centred + part * centred_part + row;
     float& stored = scales[part * scales_part + row];
     const float scale = stored;
-    // All loads are under way before the first one is waited for. Beyond the last member it is the last one again.
+    // All loads are in flight before the first one is waited for. Beyond the last member it is the last one again.
     float own[kSpans][kLoads], slopes_of[kSpans][kLoads];
 #pragma unroll
     for (int s = 0; s < kSpans; ++s) {
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
         }
     }
 
-    // A warp copies rows of the corner, a quad a lane; what lies beyond the corner is zero.
+    // A warp copies rows of the corner, a quad per lane; what lies beyond the corner is zero.
     for (int k = warp; k < width; k += kWarps) {
         const int valid = k < size ? min(max(size - 4 * lane, 0), 4) : 0;
         const float* from = corner + matrix * corner_matrix + (valid > 0 ? k * corner_row + 4 * lane : 0);

@@ -1,4 +1,4 @@
-// Coordinate descent's loop over a block of columns: each is rounded anew to what is best while all others stay.
+// Coordinate descent over a block of columns: each column is rounded again to its optimum while all others are fixed.
 //
 // For each row of each part and j = 0, 1, ..., columns - 1:
 //   g = gradient[j] - sum over k < j of corner[k][j] * changes[k]
@@ -18,9 +18,9 @@
 //                   from them any more
 //   matrix_parts    parts of each matrix, which follow one another
 //   vector          1: rows of the corner begin at multiples of 16 bytes
-// 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
+// 128 threads per block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner. Built like round_columns.cu, with a second quotient in the
-// chain: by estimate 74 cycles a column, 15 to 19 K for 128 columns with all else, 9 to 11 us.
+// chain: by estimate 74 cycles per column, 15 to 19 K for 128 columns with all else, 9 to 11 us.
 #include "gptq/columns.cuh"
 
 namespace {
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const float* own_scales = scales + place.part * scales_part;
     const float* own_zeros = zeros + place.part * zeros_part;
     const Carried carried{changes, changes_part, changes_column, changes_are_narrow};
-    // Beyond the last column it is the last one again, which nothing comes of.
+    // Beyond the last column it loads the last one again; the results are not used.
     auto load = [&](int t) {
         Columns loaded;
 #pragma unroll
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 change[r][j] = __fmul_rn(rounded - before, scale.value);
 #pragma unroll
                 for (int i = j + 1; i < kTile; ++i) pending[r][i] = fmaf(-coefficient[i], change[r][j], pending[r][i]);
-                // What no lane asks for any more makes room for the results.
+                // Values that no lane needs any more are overwritten by the results.
                 if (place.lane == owner) {
                     now.centred[r][e] = rounded;
                     now.gradient[r][e] = change[r][j];

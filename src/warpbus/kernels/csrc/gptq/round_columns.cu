@@ -1,4 +1,4 @@
-// GPTQ's loop over a block of columns: each is rounded after it has made up for the errors of those before it.
+// GPTQ's loop over a block of columns: each column is rounded after the errors of earlier columns have been added to it.
 //
 // For each row of each part and j = 0, 1, ..., columns - 1:
 //   t = target[j] + sum over k < j of errors[k] * corner[k][j]
@@ -17,14 +17,14 @@
 //                    from them any more
 //   matrix_parts     parts of each matrix, which follow one another
 //   vector           1: rows of the corner begin at multiples of 16 bytes
-// 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
+// 128 threads per block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner.
 //
-// An estimate: rounding is one dependent chain through all columns. 20 cycles for the quotient, 8 to round, 10 to clamp
-// and 8 to the next column are 46 of latency, 6 K for 128 columns, in which the other products of a tile and the shuffles
-// find their place. Carrying tiles over is 28 times 16 quads from shared memory and 64 products for each of the four
-// warps, 4 to 7 K cycles. With 2 K until the first column can be rounded that is 12 to 15 K cycles, 7 to 9 us, while the
-// blocks are no more than the multiprocessors; with many more, a block's 34 K instructions take 9 K cycles of one.
+// Estimate: rounding is one dependent chain through all columns. 20 cycles for the quotient, 8 to round, 10 to clamp and 8 to
+// the next column are a latency of 46, or 6 K for 128 columns, which hides the other products of a tile and the shuffles.
+// Adding results to later tiles takes 28 times 16 quads from shared memory and 64 products for each of the four warps, 4 to 7
+// K cycles. With 2 K until the first column can be rounded that is 12 to 15 K cycles, 7 to 9 us, as long as there are no more
+// blocks than multiprocessors; with many more, a block's 34 K instructions take 9 K cycles of a multiprocessor.
 #include "gptq/columns.cuh"
 
 namespace {
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const float* own_zeros = zeros + place.part * zeros_part;
     float* own_centred = centred + place.part * centred_part;
     const Carried carried{errors, errors_part, errors_column, errors_are_narrow};
-    // Beyond the last column it is the last one again, which nothing comes of.
+    // Beyond the last column it loads the last one again; the results are not used.
     auto load = [&](int t) {
         Columns loaded;
 #pragma unroll
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 left[r][j] = fmaf(-code, scale.value, of_lane(now.weight[r][e], owner));
 #pragma unroll
                 for (int i = j + 1; i < kTile; ++i) wanted[r][i] = fmaf(coefficient[i], left[r][j], wanted[r][i]);
-                // What no lane asks for any more makes room for the results.
+                // Values that no lane needs any more are overwritten by the results.
                 if (place.lane == owner) {
                     now.target[r][e] = code;
                     now.weight[r][e] = left[r][j];

@@ -29,7 +29,7 @@ constexpr int kSplitSteps = kRank / 16 / kSplits;
 constexpr int kRowThreads = kRank / 4;  // that add up a row
 constexpr int kSlots = kThreads / kRowThreads;
 constexpr int kMostGroups = 8;          // of a row: units of a row over those of a group
-constexpr int kBatch = 8;               // parts whose loads are under way together: those of a group
+constexpr int kBatch = 8;               // parts whose loads are in flight together: those of a group
 
 struct Memory {
     ELEMENT weights[kValues * kRank];
@@ -61,7 +61,7 @@ struct Parts {
     int last;
 };
 
-// Parts whose loads are under way together.
+// Parts whose loads are in flight together.
 struct Batch {
     Sum parts[kBatch];
 
@@ -97,7 +97,7 @@ struct Groups {
 };
 static_assert(sizeof(Groups) <= sizeof(Memory::sums), "the groups of a row take the place of the products");
 
-// The kernel ahead writes parts and may write positions: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel writes parts and may write positions: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_outputs(const float* part_values, const float2* part_weights, const int* positions,
                 const ELEMENT* __restrict__ kv_b, ELEMENT* out, long long head_stride, int rows, int heads,

@@ -18,7 +18,7 @@
 //
 // Macro ELEMENT: __half or __nv_bfloat16.
 // Grid: (heads * kParts + 1, tiles of kTile rows), 128 threads. A block has kColumns features of the latent in one head,
-// whose weights it fetches before the kernel ahead has ended; the first of a head rotates too. The last block of a tile
+// whose weights it fetches before the previous kernel has ended; the first of a head rotates too. The last block of a tile
 // norms and stores the latents. Dynamic shared memory: Memory.
 #include "attention/rope.cuh"
 #include "common/tile.cuh"
@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMEN
     if (copy != nullptr) *reinterpret_cast<unsigned int*>(copy + kRank + 2 * lane) = key;
 }
 
-// The kernel ahead may write q, latent, positions and slots: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write q, latent, positions and slots: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     mla_queries(const ELEMENT* q, const ELEMENT* latent, const ELEMENT* __restrict__ norm,
                 const ELEMENT* __restrict__ kv_b, const float* table, const int* positions, const long long* slots,

@@ -26,7 +26,7 @@
 //
 // Grid: (blocks of a row, tiles of heads, rows), 256 threads. Dynamic shared memory: Memory and `stages` (3 to 5) chunks.
 //
-// How it works. The keys of a chunk are the rows of a matrix product and the heads its columns, so that a tile of 20
+// Algorithm. The keys of a chunk are the rows of a matrix product and the heads its columns, so that a tile of 20
 // heads takes 24 columns and a key is read once for all of them. Chunks come by cp.async in `stages` stages. Warps share
 // the products with queries by keys and by features; then each warp weighs the keys for some heads; then warps share the
 // products with values by features. The last and the first step are one for two chunks, so that a chunk takes two
@@ -165,7 +165,7 @@ __device__ __forceinline__ void multiply_values(Sums& sums, const Memory& memory
     }
 }
 
-// The kernel ahead may write q, positions, block_table and latents: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write q, positions, block_table and latents: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents,
                   const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
@@ -184,11 +184,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     ptx::griddepcontrol_launch_dependents();
     if (!inputs_ready) ptx::griddepcontrol_wait();
 #else
-    inputs_ready = 0;  // no kernel begins before the one ahead has ended
+    inputs_ready = 0;  // no kernel begins before the previous one has ended
 #endif
     const int position = positions[row];
     if (first_key > position) {
-        if (inputs_ready) ptx::griddepcontrol_wait();  // who waits for this kernel has waited for those ahead of it
+        if (inputs_ready) ptx::griddepcontrol_wait();  // so that dependents have waited for its predecessors too
         return;
     }
     const int most = parts_per_block * units_per_part * chunks_per_unit;
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         ptx::cp_async_commit();
     };
-    // The key at the position is an output of the kernel ahead. If its chunk is one of the first, it comes by itself.
+    // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
     const int late = inputs_ready && first_key + (stages - 1) * KEYS > position ? position : -1;
     look_ahead(0);
     for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);

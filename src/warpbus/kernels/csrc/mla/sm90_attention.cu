@@ -5,7 +5,7 @@
 //
 // Grid: (blocks of a row, tiles of heads, rows), 256 threads. Dynamic shared memory: Memory.
 //
-// How it works. A chunk lies in shared memory as nine boxes of 64 features, each with the 128-byte swizzle, which wgmma
+// Algorithm. A chunk lies in shared memory as nine boxes of 64 features, each with the 128-byte swizzle, which wgmma
 // reads in place: as rows of features for the products with queries, and transposed for those with weights. Two
 // warpgroups share the former by features, the latter by features too. While one chunk is worked on, the next one is
 // copied; a chunk's place is filled again as soon as its products with weights are done.
@@ -82,7 +82,7 @@ __device__ __forceinline__ void weigh(Running& running, Memory& memory, const bo
     }
 }
 
-// The kernel ahead may write q, positions, block_table and latents: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write q, positions, block_table and latents: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents,
                   const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (!inputs_ready) ptx::griddepcontrol_wait();
     const int position = positions[row];
     if (first_key > position) {
-        if (inputs_ready) ptx::griddepcontrol_wait();  // who waits for this kernel has waited for those ahead of it
+        if (inputs_ready) ptx::griddepcontrol_wait();  // so that dependents have waited for its predecessors too
         return;
     }
     const int chunks = min(most, (position - first_key) / KEYS + 1);
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         ptx::cp_async_commit();
     };
-    // The key at the position is an output of the kernel ahead. If its chunk is one of the first, it comes by itself.
+    // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
     const int late = inputs_ready && first_key + kStages * KEYS > position ? position : -1;
     look_ahead(0);
 #pragma unroll

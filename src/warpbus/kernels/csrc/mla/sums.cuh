@@ -16,7 +16,7 @@ constexpr int kDimTiles = kRank / 16 / kWarps;           // of 16 features, of a
 constexpr unsigned int kAll = 0xffffffff;
 
 // What a chunk's sums are multiplied with: those of the unit before its products; at the end of a unit those of its
-// group, and those of the unit on their way to the group.
+// group, and those of the unit when it is added to the group.
 struct Factors {
     float keep, group_keep, take, unused;
 };

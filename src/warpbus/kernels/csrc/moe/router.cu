@@ -11,7 +11,7 @@
 // moe_route is for few tokens. Grid (ranks, tokens), on sm_90 a cluster of `ranks` blocks per token, else ranks = 1; kThreads
 // threads; shared memory hidden * sizeof(ELEMENT) + (2 experts + groups) * 4 bytes. Each block computes the logits of an equal
 // part of the experts, a warp per expert; the first block of the cluster chooses. The router's weight is constant: it is
-// prefetched into L2 before the kernel ahead has ended. moe_choose: a warp per token, 4 warps a block.
+// prefetched into L2 before the previous kernel has ended. moe_choose: a warp per token, 4 warps per block.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "moe/choice.cuh"
@@ -31,7 +31,7 @@ __device__ __forceinline__ float block_sum(float value) {
     return warp_sum(threadIdx.x % 32 < kWarps ? partial[threadIdx.x % 32] : 0.0f);
 }
 
-constexpr int kAtOnce = 8;  // vectors of the weight that a thread has under way
+constexpr int kAtOnce = 8;  // vectors of the weight that a thread has in flight
 
 // Adds the products of every 32nd vector, up to kAtOnce of them, as far as there are `left`.
 __device__ __forceinline__ float add_products(float sum, const Vector* x, const Vector* weight, int left) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ float add_products(float sum, const Vector* x, const 
     return sum;
 }
 
-// The kernel ahead may write x: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write x: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     moe_route(const ELEMENT* x, const ELEMENT* norm, const ELEMENT* weight, const float* bias, ELEMENT* normed, int* experts,
               float* weights, int hidden, float eps, const Choice c) {

@@ -14,7 +14,7 @@
 //
 // all zero before the first call. epochs[block], in memory of this GPU alone: how many rounds the block has done.
 // A block that waits `limit` nanoseconds for another rank's flag leaves that rank + 1 in `missing`, an int in memory of the
-// host that may be null, and traps: its GPU computes nothing further, so that nobody takes the result for a sum.
+// host that may be null, and traps: its GPU computes nothing further, so that its result is not mistaken for the sum.
 // Launch: ceil(chunks / kThreads) blocks, at most most_blocks; on every rank the same, in the same order of launches.
 //
 // A block depends on its namesakes alone and keeps to its own part of the buffers. Two halves are enough: the others write

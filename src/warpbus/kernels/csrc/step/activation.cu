@@ -50,7 +50,7 @@ __device__ __forceinline__ void apply(const ELEMENT* x, ELEMENT* out, long long 
     }
 }
 
-// The kernel ahead may write x and gradient: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write x and gradient: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kBlock)
     swiglu(const ELEMENT* x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
     apply<true>(x, out, chunks, width, vectorised);

@@ -12,7 +12,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;
-constexpr int kCodes = 16;  // in 16 bytes
+constexpr int kCodes = 16;  // per 16 bytes
 
 // Two codes as elements.
 template <int First, int Second>

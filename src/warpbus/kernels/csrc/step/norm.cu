@@ -66,7 +66,7 @@ __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* resid
     const int chunks = (width + kChunk - 1) / kChunk;
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
-    if (blockIdx.x == 0) {  // what no kernel ahead writes, once for all blocks
+    if (blockIdx.x == 0) {  // what no previous kernel writes, once for all blocks
         for (int chunk = thread; chunk < chunks; chunk += threads) {
             step::prefetch_l2(weight + kChunk * chunk);
             if (bias != nullptr) step::prefetch_l2(bias + kChunk * chunk);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* resid
     }
 }
 
-// The kernels ahead may write what these read: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernels may write what these read: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, ELEMENT* __restrict__ out,
              ELEMENT* __restrict__ total, long long rows, int width, int warps, float eps, int vectorised) {

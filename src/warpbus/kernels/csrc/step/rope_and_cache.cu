@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_
     if (chunk == 0) *scale_of_row = scale;
 }
 
-// The kernel ahead may write qkv, table, positions and slots: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write qkv, table, positions and slots: no __restrict__ (see ptx::griddepcontrol_wait).
 // Four blocks a multiprocessor are enough: without the 4 the assembler spills registers to make room for more.
 extern "C" __global__ void __launch_bounds__(kBlock, 4)
     rope_and_cache(const ELEMENT* qkv, const float* table, const int* positions,

@@ -228,7 +228,7 @@ __device__ __forceinline__ void wait_for_scores() {
 #endif
 }
 
-// The kernels ahead may write scores and controls: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernels may write scores and controls: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kBlock)
     argmax(const ELEMENT* logits, long long* __restrict__ tokens, float* __restrict__ best, int width,
            int blocks, int vectorised) {

@@ -1,16 +1,16 @@
-// codes [rows, k] = x [rows, k] / scales, scales [rows] = absmax of the row / LARGEST: 8 bits, a scale for every row.
+// codes [rows, k] = x [rows, k] / scales, scales [rows] = absmax of the row / LARGEST: 8 bits, one scale per row.
 //
 // Macros
 //   ELEMENT  of x: __half or __nv_bfloat16
 //   E4M3     1: codes are e4m3, LARGEST = 448 (sm_89); 0: they are int8 of -127 to 127, LARGEST = 127
 //
-// x is contiguous; `whole` says that its rows are whole chunks of 8 elements that begin at multiples of 16 bytes (codes
-// then begin at 8). Any rows, k >= 1. Rounded to nearest even after a product with 1 / scale. A scale below the
-// smallest normal float32 is 0, and its codes too; a row with NaN or infinity has a scale that shows it.
+// x is contiguous; `whole`: its rows consist of whole chunks of 8 elements that start at multiples of 16 bytes (those of
+// codes at multiples of 8). Any rows, k >= 1. Codes are rounded to nearest even after a multiplication by 1 / scale. A scale
+// below the smallest normal float32 is 0, and so are its codes; a row with NaN or infinity has a scale of NaN or infinity.
 //
-// A block of up to kMostThreads takes a row. It has as many threads as keep the row in registers from the one reading,
-// kKept chunks each: rows of any length are under way with as many bytes. What a row of more than 16384 elements has
-// beyond that is read again.
+// One block per row, of up to kMostThreads threads: as many as keep the row in registers, kKept chunks each, so that it is
+// read once and rows of any length have the same number of bytes in flight. The part of a row beyond 16384 elements is read
+// again.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
@@ -19,7 +19,7 @@ constexpr int kKept = 8;
 constexpr float kLargest = E4M3 ? 448.0f : 127.0f;
 constexpr float kSmallestNormal = 1.17549435e-38f;
 
-// Load 16 bytes that nobody reads after this: they leave L2 first, which has room for the codes then.
+// Loads 16 bytes that are not read again: they are evicted from L2 first, which leaves room for the codes.
 __device__ __forceinline__ uint4 load_last(const uint4* global) {
     uint4 value;
     asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -29,14 +29,14 @@ __device__ __forceinline__ uint4 load_last(const uint4* global) {
     return value;
 }
 
-// The larger of both halves, as bits: without its sign a 16-bit float is ordered as an integer is, NaN the largest.
+// The larger of both halves, as bits: without its sign a 16-bit float has the order of an integer, NaN the largest.
 __device__ __forceinline__ unsigned int larger(unsigned int best, uint4 chunk) {
     constexpr unsigned int kMagnitudes = 0x7fff7fff;
     best = __vmaxu2(best, __vmaxu2(chunk.x & kMagnitudes, chunk.y & kMagnitudes));
     return __vmaxu2(best, __vmaxu2(chunk.z & kMagnitudes, chunk.w & kMagnitudes));
 }
 
-// The largest over the block, of the two halves of `best` too.
+// The maximum over the block, including the two halves of `best`.
 __device__ __forceinline__ unsigned int largest(unsigned int best) {
     __shared__ unsigned int of_warp[kMostThreads / 32];
     const int lane = threadIdx.x % 32;
@@ -46,7 +46,7 @@ __device__ __forceinline__ unsigned int largest(unsigned int best) {
     return __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? of_warp[lane] : 0);
 }
 
-// Stores the scale that belongs to the largest magnitude of the row, and returns what its elements are multiplied with.
+// Stores the scale of the row's largest magnitude, and returns the factor for its elements.
 __device__ __forceinline__ float inverse_scale(unsigned int best, float* scales) {
     float scale = unpack_pair<ELEMENT>(best).x / kLargest;
     if (scale < kSmallestNormal) scale = 0.0f;
@@ -54,7 +54,7 @@ __device__ __forceinline__ float inverse_scale(unsigned int best, float* scales)
     return scale == 0.0f ? 0.0f : 1.0f / scale;
 }
 
-// The codes of two elements; the first lies first in memory.
+// The codes of two elements; the first one is first in memory.
 __device__ __forceinline__ unsigned int round_pair(unsigned int pair, float inverse) {
     const float2 value = unpack_pair<ELEMENT>(pair);
 #if E4M3
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint2 round_chunk(uint4 chunk, float inverse) {
             __byte_perm(round_pair(chunk.z, inverse), round_pair(chunk.w, inverse), 0x5410)};
 }
 
-// A row of whole chunks. Nothing is done with a chunk before all loads of the thread are on their way.
+// A row of whole chunks. All loads of a thread are issued before the first chunk is used.
 __device__ __forceinline__ void quantize_chunks(const uint4* row, uint2* codes, float* scales, int chunks) {
     uint4 kept[kKept];
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ void quantize_chunks(const uint4* row, uint2* codes, 
     for (int chunk = beyond; chunk < chunks; chunk += blockDim.x) codes[chunk] = round_chunk(row[chunk], inverse);
 }
 
-// Any other row, an element at a time.
+// Any other row, element by element.
 __device__ __forceinline__ void quantize_elements(const unsigned short* row, unsigned char* codes, float* scales,
                                                   int k) {
     unsigned int best = 0;
@@ -104,12 +104,12 @@ __device__ __forceinline__ void quantize_elements(const unsigned short* row, uns
     }
 }
 
-// The kernel ahead may write x: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write x: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
     quantize(const unsigned short* x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
              int whole) {
 #if __CUDA_ARCH__ >= 900
-    // Where more rows wait for their turn, the product behind this would take whole multiprocessors from them.
+    // While more rows wait, the dependent product would occupy whole multiprocessors.
     constexpr int kAtOnce = 128;
     if (gridDim.x <= kAtOnce) ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();

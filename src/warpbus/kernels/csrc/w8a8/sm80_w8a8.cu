@@ -63,7 +63,7 @@ public:
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const int valid = pass * kRowStep < rows_left_ ? inside : 0;
-            // cp.async wants a legal address even where it reads nothing.
+            // cp.async needs a valid address even if it reads nothing.
             const unsigned char* source = valid > 0 ? source_ + pass * kRowStep * stride_ : matrix_;
             ptx::cp_async_16(ptx::shared_address(stage + target_ + pass * kRowStep * kPairs), source, valid);
         }
@@ -118,7 +118,7 @@ __device__ __forceinline__ void store_pair(ELEMENT* row, int column, int n, floa
     }
 }
 
-// The kernel ahead may write the operands, scales and bias: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write the operands, scales and bias: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     sm80_w8a8(const unsigned char* a, const unsigned char* b, const float* a_scale, const float* b_scale,
               const ELEMENT* bias, ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k,
@@ -144,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     TileCopy<TILE_M> copy_a(a, a_stride, m, row0, begin, end);
     TileCopy<TILE_N> copy_b(b, b_stride, n, column0, begin, end);
 
-    // Every round commits one group of copies, an empty one at the end, so that "all but the last STAGES - 2 groups"
-    // always means "the tile that comes next has arrived".
+    // Each iteration commits one group of copies, an empty one at the end, so that "all but the last STAGES - 2 groups"
+    // always means "the next tile has arrived".
     int to_fill = 0;
     const auto fill = [&](bool more) {
         if (more) {

@@ -6,19 +6,19 @@
 //   TILE_N   columns of `out` that a block computes at a time, for 128 rows: a multiple of 64
 //   STAGES   tiles of a and b in flight
 //   BUFFERS  64 by 64 staging buffers of a consumer, through which its part of the tile is written: 1 to TILE_N / 64
-// a, b and out come through tensor maps, so rows begin at multiples of 16 bytes; `direct` says that those of out do not.
-// The scales are float32, bias is null or as long as the rows of out. Any m, n, k >= 1.
+// a, b and out are accessed through tensor maps, so rows start at multiples of 16 bytes; `direct`: those of out do not. The
+// scales are float32, bias is null or as long as the rows of out. Any m, n, k >= 1.
 //
-// Where there are fewer tiles than multiprocessors, `splits` blocks share a tile, each `part` of k (a multiple of 128,
-// the last one what is left), and write scaled float32 sums into partial [splits, m, n rounded up to 8], which
-// gemm/split_k_reduce.cu adds up in the order of the splits. int32 holds up to 131071 of k.
+// If there are fewer tiles than multiprocessors, `splits` blocks share a tile: each multiplies `part` of k (a multiple of
+// 128; the last one has the remainder) and writes scaled float32 sums into partial [splits, m, n rounded up to 8], which
+// gemm/split_k_reduce.cu adds up in the order of the splits. int32 holds sums of up to 131071 of k.
 //
-// Who does what is as in gemm/sm90_hgemm.cu: a thread of warpgroup 0 feeds a ring of STAGES buffers by TMA, the other
-// two warpgroups multiply 64 rows each; blocks are persistent. What is different: the tensor cores add e4m3 products up
-// with about 14 bits and cut off the rest. After 13696 of k that takes 0.3% of a sum whose terms have random signs and a
-// fifth of one whose terms are all positive (simulated). So the consumers carry their sums over to float32 registers
-// every 256 of k, which leaves 0.02% and 0.2%. While one of them adds, the other one's products keep the tensor cores
-// busy: they take turns, half an interval apart.
+// Warp specialization as in gemm/sm90_hgemm.cu: a thread of warpgroup 0 fills a ring of STAGES buffers by TMA, the other two
+// warpgroups multiply 64 rows each; blocks are persistent. The difference: the tensor cores add e4m3 products with about 14
+// bits and truncate the rest. After 13696 of k the error is 0.3% of a sum whose terms have random signs and a fifth of one
+// whose terms are all positive (simulated). So the consumers add their sums to float32 registers every 256 of k, which leaves
+// 0.02% and 0.2%. The two consumers do this half an interval apart, so that the products of one keep the tensor cores busy
+// while the other adds.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
 #include "common/wgmma.cuh"
@@ -26,30 +26,30 @@
 constexpr int kTileM = 128;
 constexpr int kTileK = 128;  // one row of the 128-byte swizzle
 constexpr int kConsumers = 2;
-constexpr int kRows = kTileM / kConsumers;  // of the tile, for one consumer: those of one wgmma
+constexpr int kRows = kTileM / kConsumers;  // rows of the tile per consumer: those of one wgmma
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kBytesA = kTileM * kTileK;
 constexpr int kBytesB = TILE_N * kTileK;
-constexpr int kBox = 64 * 64 * 2;               // bytes of the output that leave by one copy
-constexpr int kRegisters = TILE_N / 2;          // that hold the sums of a thread
-constexpr int kFetched = (TILE_N + 127) / 128;  // columns whose scale and bias a thread fetches
-constexpr bool kRounds = static_cast<SUM>(0.5f) != 0;  // float: sums are carried over
+constexpr int kBox = 64 * 64 * 2;               // bytes of the output per TMA store
+constexpr int kRegisters = TILE_N / 2;          // accumulator registers per thread
+constexpr int kFetched = (TILE_N + 127) / 128;  // columns whose scale and bias a thread loads
+constexpr bool kRounds = static_cast<SUM>(0.5f) != 0;  // float: sums are added to float32 registers
 constexpr int kCarry = 2;                       // stages that are summed in the tensor cores' precision
-constexpr int kProducerRegisters = 40;          // what the producer does not need goes to the consumers
+constexpr int kProducerRegisters = 40;          // the other registers go to the consumers
 constexpr int kConsumerRegisters = 232;
 
 struct Problem {
     int m, n, k;
     int part, splits;
-    int group;   // rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
-    int direct;  // write by ordinary stores: the output has no tensor map
+    int group;   // rows of tiles that are processed together, so that a wave of blocks shares L2
+    int direct;  // write with ordinary stores: the output has no tensor map
 };
 
-// What a block does at a time: a part of k of one tile.
+// A block's work item: a part of k of one tile.
 struct Work {
     int row, column;  // of the tile's first element
     int split;
-    int depth, blocks;  // the first of k, and how many kTileK
+    int depth, blocks;  // the first of k, and the number of blocks of kTileK
 
     __device__ __forceinline__ Work(int index, const Problem& p) {
         const int tile = index / p.splits;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_stage(SUM (&d)[kRegisters], ptx::uint32
     ptx::wgmma_commit();
 }
 
-// What belongs to two neighbouring columns of a tile.
+// Scales and bias of two adjacent columns of a tile.
 struct alignas(16) Columns {
     float scale0, bias0, scale1, bias1;
 };
@@ -100,7 +100,7 @@ __device__ __forceinline__ void finish(float (&value)[8], const Sum* sums, int g
     }
 }
 
-// Write eight elements as `finish` gives them by ordinary stores: pairs, where rows begin on them.
+// Writes eight elements, as `finish` gives them, with ordinary stores: in pairs if rows are aligned to them.
 template <typename T>
 __device__ __forceinline__ void store_direct(const float (&value)[8], T* out, long long stride, int row, int column,
                                              const Problem& p) {
@@ -131,13 +131,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const ptx::uint32 ring_a = base;
     const ptx::uint32 ring_b = ring_a + STAGES * kBytesA;
     const ptx::uint32 staging = ring_b + STAGES * kBytesB;
-    const ptx::uint32 scales = staging + kConsumers * BUFFERS * kBox;  // and bias of the tile, once for each consumer
+    const ptx::uint32 scales = staging + kConsumers * BUFFERS * kBox;  // and bias of the tile, once per consumer
     const ptx::uint32 full = scales + kConsumers * TILE_N * 8;
     const ptx::uint32 empty = full + 8 * STAGES;
     static_assert(1024 + STAGES * (kBytesA + kBytesB + 16) + kConsumers * (BUFFERS * kBox + TILE_N * 8) == SHARED_BYTES,
                   "the host asks for other shared memory");
 
-    // From one lane, so that the assembler knows that a warp agrees on it.
+    // By one lane, so that the compiler knows that the value is uniform in a warp.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::mbarrier_init(empty + 8 * i, kConsumers);
         }
         ptx::mbarrier_fence_init();
-        // The weight begins its way while the kernel before this one still works on the activations.
+        // Weights are loaded while the previous kernel still computes the activations.
         const Work work(blockIdx.x, p);
         for (int block = 0; block < min(work.blocks, STAGES); ++block) {
             ptx::tma_prefetch(&map_b, work.depth + block * kTileK, work.column);
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int lane = thread % 32;
         const int warp = thread / 32;
         const ptx::uint32 mine = staging + consumer * BUFFERS * kBox;
-        // Where this lane's row of stmatrix lies in a 64 by 64 buffer: 16-byte column c of row r stands at c ^ (r % 8).
+        // The address of this lane's row of stmatrix in a 64 by 64 buffer: 16-byte column c of row r is at c ^ (r % 8).
         const int staged_row = 16 * warp + lane % 16;
         float2* of_columns = reinterpret_cast<float2*>(memory + (scales - ptx::shared_address(memory))) + consumer * TILE_N;
         const Columns* of_mine = reinterpret_cast<const Columns*>(of_columns) + lane % 4;
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const Work work(index, p);
             const int row = work.row + consumer * kRows + 16 * warp + lane / 4;
             const int column = work.column + 2 * (lane % 4);
-            // Fetched here, the scales arrive while the products run.
+            // Loaded here, the scales arrive while the products run.
             float2 of_column[kFetched];
 #pragma unroll
             for (int i = 0; i < kFetched; ++i) {
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             int interval = kRounds ? kCarry - consumer * (kCarry / 2) : work.blocks;
             for (int block = 0; block < work.blocks;) {
                 const int end = min(block + interval, work.blocks);
-                int before = 0;  // the stage whose products may still be under way
+                int before = 0;  // the stage whose products may still be in flight
                 for (int i = block; i < end; ++i, ring.advance()) {
                     ptx::mbarrier_wait(full + 8 * ring.stage, ring.parity);
                     multiply_stage(d, ring_a + ring.stage * kBytesA + consumer * kRows * kTileK,
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 interval = kCarry;
             }
 
-            ptx::named_barrier(1 + consumer, 128);  // all are done with the last tile's scales
+            ptx::named_barrier(1 + consumer, 128);  // all threads are done with the last tile's scales
 #pragma unroll
             for (int i = 0; i < kFetched; ++i) {
                 if (thread + 128 * i < TILE_N) of_columns[thread + 128 * i] = of_column[i];
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
             }
         }
-        // The staging buffers have to outlive the stores that read them.
+        // The staging buffers must outlive the stores that read them.
         if (thread == 0) ptx::tma_store_wait_read<0>();
     }
 }

@@ -1,67 +1,69 @@
 // out [m, n] = epilogue(norm(x) [m, k] weight [n, k]^T) for up to TOKENS rows of x: quantized weights, 16-bit x.
 //
 // Macros
-//   ELEMENT    __half or __nv_bfloat16: of x, the scales, the zero points and out
-//   BITS       4 or 8: of a packed code; kernels/ops/packed.py says how they lie
-//   GROUPS     1: a scale for 64 columns or more; 2: one for 32
-//   TOKENS     8 or 16: the most rows of x
-//   WARPS      that multiply
-//   SPAN       neighbouring chunks of 64 columns that a warp multiplies in a stage: 1 or 2
-//   FINISHERS  warps that add up their sums; with the one that loads and 16 that multiply, five warps for each part of a
-//              multiprocessor have 96 registers a thread, a sixth would leave 80
-//   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage without x; of sums, barriers and squares
-//   RESIDENT   blocks of a multiprocessor
-//   EXPERTS    0: one product; 1: the products of a mixture of experts, by the rules of wna16/experts.cuh
+//   ELEMENT    __half or __nv_bfloat16: the type of x, of scales, zero points and out
+//   BITS       4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
+//   GROUPS     1: a scale covers 64 columns or more; 2: it covers 32
+//   TOKENS     8 or 16: the maximum number of rows of x
+//   WARPS      number of consumer warps, which multiply
+//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies per stage: 1 or 2
+//   FINISHERS  number of warps that reduce the consumers' sums. With one producer warp and 16 consumers, up to five warps
+//              run on each of the four schedulers, which leaves 96 registers per thread; a sixth would leave 80
+//   STAGE_BYTES, OTHER_BYTES  shared memory that the host requests: for one stage without x; for sums, barriers and squares
+//   RESIDENT   blocks per multiprocessor
+//   EXPERTS    0: one product; 1: the products of a mixture of experts, see wna16/experts.cuh
 //
-// Values are finite: the product separates x * code from x * zero point, so that an infinite x gives NaN where the reference
-// may give infinity.
+// All values must be finite: the product computes x * code and x * zero point separately, so that an infinite x gives NaN
+// where the reference may give infinity.
 //
-// Prologue: with `norm`, RMSNorm of x. Epilogue: bias, then silu(gate) * up where the upper half of the weight's rows is the
-// gate and the lower half goes up (`gate_tiles` > 0, n / 2 columns in out), then the sum with `residual`, all in fp32.
+// Prologue: if `norm` is given, RMSNorm of x. Epilogue, in fp32: adds the bias; if `gate_tiles` > 0, computes silu(gate) *
+// up, where the first half of the weight's rows is the gate and the second half is up (out has n / 2 columns); adds
+// `residual`.
 //
-// The weights are read once, and nothing but the bytes under way counts. One warp does nothing but ask for them, a stage at a
-// time, across the borders of tiles, and it begins before the kernel ahead has ended. A stage is two tiles of 16 rows (of a
-// gated layer one of each half) by WARPS chunks of 64 columns, one for each of the other warps. Codes become fragments in
-// registers as they lie; zero point and scale go into the sum of a group, in fp32, so that no weight is rounded.
-// Other warps add up the sums, in a fixed order, while those that multiply go on: nobody waits for all others. x lies in shared
-// memory, where it comes in parts, so that the first chunks are multiplied while the others are on their way; or, where a block
-// needs it only once or it is too large, along with the weights. One copy brings all rows of WARPS chunks: with one for each
-// row, the thread that asks would be what everything waits for. A grid has one block for each multiprocessor.
+// The kernel is limited by memory bandwidth: it reads each weight once and keeps as many bytes in flight as it can. One
+// producer warp issues bulk copies, stage by stage and across tile boundaries, and starts before the previous kernel has
+// ended. A stage holds two tiles of 16 rows (with a gate, one of the gate and one of up) by WARPS * SPAN chunks of 64
+// columns, SPAN for each consumer warp. Codes become mma fragments in registers. Zero points and scales are applied to the
+// fp32 sum of a group, so that no weight is rounded. Finisher warps reduce the sums in a fixed order while the consumers
+// multiply the next tiles, so that no block-wide barrier is needed. x is copied to shared memory in parts, so that the first
+// chunks are multiplied while later parts arrive. If a block reads x only once, or x is too large, x is streamed with the
+// weights. One copy loads all rows of a step of chunks: with one copy per row, the producer thread would be the bottleneck.
+// The grid has one block per multiprocessor.
 //
-// The products of experts are small: a block may multiply with half the warps, and two blocks share a multiprocessor. Blocks
-// of the next kernel then ask for weights while the last blocks of this one end.
+// The products of experts are small, so a block may use half the consumer warps and two blocks share a multiprocessor. Blocks
+// of the next kernel then load weights while the last blocks of this kernel finish.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "wna16/dequantize.cuh"
 #include "wna16/experts.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
-constexpr int kThreads = 32 * WARPS;  // that multiply
+constexpr int kThreads = 32 * WARPS;  // of the consumer warps
 constexpr int kTokenTiles = TOKENS / 8;
-constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: with more tokens registers are too few
+constexpr bool kAtOnce = kTokenTiles == 1;  // load all fragments of x ahead; 16 tokens need too many registers
 constexpr int kMostStages = 8;
-constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
+constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
 constexpr int kChunk = 64;
-constexpr int kStep = WARPS * SPAN;  // chunks in a stage: a power of two
-constexpr int kLine = 2 * kChunk;  // bytes of a token in a chunk
-constexpr int kParts = 8;          // that x comes in, at most: the chunks of a step each, and the last one all others
+constexpr int kStep = WARPS * SPAN;  // chunks per stage, a power of two
+constexpr int kLine = 2 * kChunk;  // bytes of one token's x per chunk
+constexpr int kParts = 8;          // at most, of x: the chunks of one step each, the last one all that remain
 
 struct Problem {
-    int m, n, k;     // m: with experts, the rows of x that one copy brings
-    int chunks;      // of 64 columns in a row
-    int groups;      // scales of a row
+    int m, n, k;     // m: with experts, the rows of x that one copy loads
+    int chunks;      // chunks of 64 columns per row
+    int groups;      // scales per row
     int shift;       // a group has 2^shift chunks
-    int middle;      // the code that means zero in a symmetric scheme
-    int gate_tiles;  // tiles of the gate, or 0
-    int stages;      // in flight
-    int streamed;    // x comes with the weights, stage by stage; else all of it lies in shared memory
+    int middle;      // the code of zero in a symmetric scheme
+    int gate_tiles;  // row tiles of the gate, or 0
+    int stages;      // stages of the ring buffer
+    int streamed;    // x is loaded with the weights, stage by stage; otherwise all of it stays in shared memory
     float eps;
 };
 
 struct Weight {
     const uint4* codes;
     const ptx::uint32* scales;  // pairs: rows g and g + 8
-    const ptx::uint32* zeros;   // or null
+    const ptx::uint32* zeros;   // same layout; null if the scheme is symmetric
 };
 
 struct alignas(128) Stage {
@@ -74,7 +76,7 @@ struct Barriers {
     ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished;
 };
 
-constexpr int kSums = WARPS * 2 * kTokenTiles * 32;  // of four numbers each
+constexpr int kSums = WARPS * 2 * kTokenTiles * 32;  // number of float4 values
 static_assert(sizeof(Stage) == STAGE_BYTES, "the host asks for stages of another size");
 static_assert(kSums * sizeof(float4) + sizeof(Barriers) + WARPS * TOKENS * sizeof(float) == OTHER_BYTES,
               "the host asks for other room for sums, barriers and squares");
@@ -93,7 +95,7 @@ __device__ __forceinline__ int group_of(int chunk, const Problem& p) {
     return GROUPS == 2 ? 2 * chunk : chunk >> p.shift;
 }
 
-// A pair of tiles that a block computes, of one item where there are experts.
+// A pair of row tiles that a block computes; with experts, of one item.
 struct Work {
     int index = blockIdx.x;
 
@@ -105,8 +107,8 @@ struct Work {
     __device__ __forceinline__ int pair(const Problem& p) const { return EXPERTS ? index % pairs_of(p) : index; }
 };
 
-// A stage's place in the work of a block: a pair of tiles, which of the experts whose products are added, and the first of up
-// to WARPS chunks.
+// The position of a stage in the work of a block: the pair of tiles, the expert slot if several experts' products are added,
+// and the first of up to kStep chunks.
 struct Step {
     Work work;
     int pair, slot = 0, chunk = 0;
@@ -114,7 +116,7 @@ struct Step {
 
     __device__ __forceinline__ explicit Step(const Problem& p) : pair(work.pair(p)) {}
     __device__ __forceinline__ bool there(const Items& items, const Problem& p) const { return work.there(items, p); }
-    // The rows of x and the expert of this step: only where it is `there`, and its expert is known.
+    // Sets the rows of x and the expert of this step. Requires that `there` is true and that the routing is known.
     __device__ __forceinline__ void find(const Items& items, const Problem& p) {
         if (EXPERTS && chunk == 0) source = source_of(items, work.item(p), slot);
     }
@@ -129,10 +131,10 @@ struct Step {
     }
 };
 
-// What of x goes with a step: kStep chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
+// Bytes of x per step: kStep chunks of all rows, chunk after chunk, swizzled, with zeros beyond the last chunk.
 __device__ __forceinline__ int step_bytes(const Problem& p) { return kStep * p.m * kLine; }
 
-// `offloaded` has the experts from number `resident` on.
+// `offloaded` holds the experts from number `resident` on.
 __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, const Weight& offloaded,
                                              int resident, const Step& step, const Problem& p) {
     const int chunks = min(kStep, p.chunks - step.chunk);
@@ -158,7 +160,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     }
 }
 
-// Brings all of x, in parts.
+// Loads all of x, in parts.
 __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barriers, const ptx::TensorMap& x,
                                            const Problem& p) {
     const int steps = (p.chunks + kStep - 1) / kStep;
@@ -169,12 +171,12 @@ __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barri
     }
 }
 
-// Where the barriers lie.
+// Shared-memory addresses of the barriers.
 struct Addresses {
     ptx::uint32 full, empty, x, finished;
 };
 
-// A position in the ring: a stage, and the parity of the phase its barriers are in.
+// A position in the ring buffer: the stage, and the parity of its barriers' current phase.
 struct Ring {
     int slot = 0, parity = 0;
 
@@ -186,8 +188,8 @@ struct Ring {
     }
 };
 
-// What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
-// them before the kernel ahead has ended, as far as it is known whose they are.
+// The producer warp, run by one thread. Weights are not written by earlier kernels, so it loads the first stages before the
+// previous kernel has ended; with experts, only if the routing is already known.
 __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
                                         const Weight& offloaded, const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
     Step ahead(p);
@@ -214,13 +216,13 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
     }
 }
 
-// The sums of a group: of code * x in the units of Packed::spread, and of x, in each row.
+// Sums over a group, per row: of code * x in the units of Packed::spread, and of x.
 struct GroupSums {
     float part[2][kTokenTiles][4] = {};
     float whole[kTokenTiles][4] = {};
 };
 
-// Adds the sums of a group, times its scales, whose place in the stage is `group`.
+// Adds the sums of a group times its scales. `group` is the index of the scales in the stage.
 __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const GroupSums& own, const Stage& stage, int group,
                                           bool symmetric, float middle) {
     const int row = threadIdx.x % 32 / 4;
@@ -242,8 +244,8 @@ __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const
     }
 }
 
-// Adds the products of a warp's chunks of a stage, `count` of which are there. `x` is where this lane's rows of the fragments of
-// each chunk lie in shared memory in the first step, `offset` how far this step's lie behind it.
+// Adds the products of this warp's chunks of a stage; `count` chunks remain. `x` has the shared-memory addresses of this
+// lane's fragment rows in the first step, for each chunk; `offset` is the distance of this step's x from them.
 __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
                                          const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int count,
                                          bool symmetric, const Problem& p) {
@@ -298,7 +300,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
     }
 }
 
-// Named barriers: of the warps that multiply; where they arrive when their sums are written, and the finishers wait.
+// Named barriers: kConsumers synchronizes the consumers; at kSummed the consumers arrive and the finishers wait.
 constexpr int kConsumers = 1, kSummed = 2;
 
 __device__ __forceinline__ void sync_consumers() { ptx::named_barrier(kConsumers, kThreads); }
@@ -309,14 +311,14 @@ __device__ __forceinline__ Vector load_vector(const ELEMENT* from, bool there) {
     return there ? *reinterpret_cast<const Vector*>(from) : Vector{};
 }
 
-// Where 8 elements of x lie, from column `at` on, in the copy engine's swizzle of 128 bytes.
+// The shared-memory address of 8 elements of x from column `at` on, in the TMA swizzle of 128 bytes.
 __device__ __forceinline__ Vector* vector_at(ELEMENT* staged, int token, int at, const Problem& p) {
     const int line = at / kChunk * p.m + token;
     return reinterpret_cast<Vector*>(staged) + line * 8 + (at % kChunk / 8 ^ line % 8);
 }
 
-// Puts Count rows of x, as far as there are so many, into shared memory, and the sums of squares over a warp's columns into
-// `squares`: of all rows at once, so that what they wait for is under way together.
+// Copies up to Count rows of x to shared memory, and writes the sums of squares over this warp's columns to `squares`. All
+// rows are loaded together, so that their latencies overlap.
 template <int Count>
 __device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, const ELEMENT* x, int first, const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -348,14 +350,14 @@ __device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, cons
     }
 }
 
-// Puts all of x into shared memory through RMSNorm; k is a multiple of 8. Each thread norms what it has brought. `weight` is
-// what it needs of the norm's weight for the first 8 kThreads columns, loaded before x was there.
+// Writes RMSNorm(x) to shared memory; k is a multiple of 8. Each thread norms the elements that it has loaded. `weight` is
+// this thread's part of the norm's weight for the first 8 kThreads columns, loaded before x was available.
 __device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, const ELEMENT* x, const ELEMENT* norm,
                                              const Vector& weight, const Problem& p) {
     if (p.m == 1) stage_rows<1>(staged, squares, x, 0, p);
     else for (int first = 0; first < p.m; first += 4) stage_rows<4>(staged, squares, x, first, p);
     sync_consumers();
-    float square = 0.0f;  // of the token that has this lane's number
+    float square = 0.0f;  // of the token with this lane's number
     const int own = min(static_cast<int>(threadIdx.x % 32), p.m - 1);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) square += squares[w * TOKENS + own];
@@ -371,7 +373,7 @@ __device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, co
             Vector values = *place;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                // Rounded before the weight, as the layer is defined.
+                // Rounded before the multiplication by the weight, as the layer defines it.
                 const ELEMENT normed = from_float<ELEMENT>(to_float(values.element[i]) * factor);
                 values.element[i] = from_float<ELEMENT>(to_float(normed) * to_float(scale.element[i]));
             }
@@ -381,8 +383,8 @@ __device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, co
     sync_consumers();
 }
 
-// Where a lane's four sums of a tile lie among those of its warp, and in which order, that of the second tile another one: so
-// that the threads of a warp, which finish one token's rows of both tiles, read from all banks at once.
+// Positions of a lane's four sums of a tile among those of its warp, and their order, which differs between the two tiles:
+// the threads of a finisher warp, which read one token's rows of both tiles, then have no bank conflicts.
 __device__ __forceinline__ int place_of(int lane) { return lane ^ lane >> 3; }
 __device__ __forceinline__ int order_of(int element, int which) { return element ^ which; }
 
@@ -391,7 +393,7 @@ __device__ __forceinline__ int row_of(int pair, int which, int within, const Pro
     return 16 * (p.gate_tiles > 0 ? pair + which * p.gate_tiles : 2 * pair + which) + within;
 }
 
-// What a thread adds to the sum of a row of the weight and a token. Fetched before the sum is there.
+// What a thread adds to the sum of one weight row and token. Loaded before the sum is ready.
 struct Epilogue {
     ELEMENT bias, residual;
 };
@@ -405,7 +407,7 @@ __device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const EL
     return e;
 }
 
-// Called by all threads of a warp: the lower half has the first tile's rows, which where there is a gate are the gate's.
+// Called by all threads of a warp. The lower half-warp has the rows of the first tile: with a gate, the gate's rows.
 __device__ __forceinline__ void store(float total, const Epilogue& e, float factor, ELEMENT* out, int row, int token,
                                       const Problem& p) {
     const float value = total + to_float(e.bias);
@@ -421,8 +423,8 @@ __device__ __forceinline__ void store(float total, const Epilogue& e, float fact
     if (row < p.n) out[static_cast<long long>(token) * p.n + row] = from_float<ELEMENT>(value + to_float(e.residual));
 }
 
-// What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
-// FINISHERS-th token's, a thread for each row of the two tiles.
+// A finisher warp: reduces the consumers' sums while they multiply the next pair of tiles. It takes every FINISHERS-th token,
+// with one thread per row of the two tiles.
 __device__ __forceinline__ void finish(const float* sums, const Addresses& at, const ELEMENT* bias,
                                        const ELEMENT* residual, ELEMENT* out, const Items& items, const Problem& p) {
     const int lane = threadIdx.x % 32;
@@ -440,7 +442,7 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
                 next = fetch_epilogue(bias, residual, row, rows.first + token + FINISHERS, p);
             }
             const float factor = EXPERTS ? factor_of(items, rows.first + token) : 1.0f;
-            // Where the fragments of the product have this row and column.
+            // The lane and the element that hold this row and column in the fragments of the product.
             const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
             const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
                                       order_of(element, which);
@@ -458,7 +460,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
                                         const ptx::uint32* zeros, const Weight& offloaded, const ELEMENT* x,
                                         const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
                                         Items items, const Problem& p) {
-    // x of all steps, or of those in flight; the stages; sums [WARPS][2][kTokenTiles][32]; the rest as it is declared here.
+    // x of all steps, or of the stages in flight; the stages; sums [WARPS][2][kTokenTiles][32]; then what is declared below.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
     const int steps = (p.chunks + kStep - 1) / kStep;
@@ -494,7 +496,8 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     const Vector norm_weight =
         load_vector(norm + 8 * threadIdx.x, norm != nullptr && warp < WARPS && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
-    // Behind the wait: who begins after all blocks of this grid have come here may read what is older than this grid.
+    // After the wait: a kernel that starts once all blocks have reached this point may read what was written before this
+    // grid.
     if (EXPERTS) ptx::griddepcontrol_launch_dependents();
     count_items(items);
     if (warp > WARPS) {
@@ -505,8 +508,8 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     if (!work.there(items, p)) return;
     if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
-    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
-    // product depends on its own row alone, and those are not stored.
+    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows beyond m repeat the last one: a column of
+    // the product depends only on its own row, and the results of these rows are not stored.
     ptx::uint32 mine[SPAN][kTokenTiles];
 #pragma unroll
     for (int c = 0; c < SPAN; ++c) {
@@ -517,7 +520,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
         }
     }
     Ring ring;
-    int parity = 0;  // of the phase of the pair
+    int parity = 0;  // of the pair's phase
     for (; work.there(items, p); work.advance(), parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
@@ -526,7 +529,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
                     ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
                 }
                 ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-                const int count = p.chunks - first - warp * SPAN;  // chunks from this warp's first on
+                const int count = p.chunks - first - warp * SPAN;  // chunks from this warp's first one on
                 if (count > 0) {
                     const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
                     multiply(sum, stages[ring.slot], mine, offset, count, zeros == nullptr, p);

@@ -1,20 +1,20 @@
-// out [n, 64 tiles] = the columns from 64 first on of a packed weight [n, k], dequantized.
+// out [n, 64 tiles] = the columns of a packed weight [n, k] from column 64 * `first` on, dequantized.
 //
-// Shapes: any n, k >= 1; the last tile may reach beyond k, where what is written means nothing. ELEMENT = __half or
-// __nv_bfloat16: of the scales, the zero points and out, which is contiguous. `codes`, `scales` and `zeros` lie as in
-// kernels/ops/packed.py, in codes of BITS = 4 or 8 bits; zeros is null where all zero points are `middle`. Column c
-// belongs to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is how many 64 columns k has.
+// Shapes: any n, k >= 1. The last tile may extend beyond k; the values written there are undefined. ELEMENT = __half or
+// __nv_bfloat16: the type of scales, zero points and out, which is contiguous. `codes`, `scales` and `zeros` have the layout
+// of kernels/ops/packed.py, with codes of BITS = 4 or 8 bits; zeros is null if all zero points are `middle`. Column c belongs
+// to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is k in tiles of 64 columns.
 //
-// The very bits of QTensor.dequantize. A warp takes 512 bytes of codes, 16 bytes a lane, and strides over all of them by
-// the size of the grid; the four lanes of a quad write 16 bytes of a row at a time, both halves of a sector in turn.
+// The result has the bits of QTensor.dequantize. A warp takes 512 bytes of codes, 16 bytes per lane, in a grid-stride loop.
+// The four lanes of a quad write 16 bytes of a row at a time, one half of a 32-byte sector after the other.
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
 
 constexpr int kBlock = 256;
-constexpr int kLoads = BITS / 4;       // of 16 bytes a lane, for 16 rows and 64 columns
-constexpr int kSteps = 4 / kLoads;     // of 16 columns, in one of them
-constexpr int kColumns = 16 * kSteps;  // of one of them
+constexpr int kLoads = BITS / 4;       // 16-byte loads per lane for 16 rows and 64 columns
+constexpr int kSteps = 4 / kLoads;     // steps of 16 columns per load
+constexpr int kColumns = 16 * kSteps;  // columns per load
 
 extern "C" __global__ void __launch_bounds__(kBlock)
     wna16_dequantize(const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kBlock)
         ELEMENT* const target = out + static_cast<long long>(row) * (64 * tiles) + load * kColumns + 2 * t;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            // Beyond k there may be no group: the last one's scale is as good as any.
+            // There may be no group beyond k; the last group's scale is used.
             const int column = first * 64 + load * kColumns + step * 16;
             const int group = min(column >> group_shift, groups - 1);
             const long long pair = ((static_cast<long long>(row_tile) * groups + group) * 8 + g) * 2;

@@ -1,33 +1,33 @@
-// Packed weights of 4 or 8 bits, from words in registers to fragments of mma.m16n8k16 in registers.
+// Packed weights of 4 or 8 bits: from words in registers to fragments of mma.m16n8k16 in registers.
 //
-// The layout is that of kernels/ops/packed.py: 512 bytes, 4 words a lane, hold 16 rows of the weight and 64 columns (4
-// bits) or 32 (8 bits). Lane 4 g + t has rows g and g + 8. For each step of 16 columns it has kWords consecutive words,
-// from which `integers` makes the operand A of ptx::mma_m16n8k16, pairs of columns in T = __half or __nv_bfloat16:
+// The layout is that of kernels/ops/packed.py: 512 bytes, 4 words per lane, hold 16 rows of the weight and 64 columns (4
+// bits) or 32 (8 bits). Lane 4 g + t has rows g and g + 8. For each step of 16 columns it has kWords consecutive words, from
+// which `integers` makes the operand A of ptx::mma_m16n8k16, pairs of columns in T = __half or __nv_bfloat16:
 //   a[0] (row g, 2t and 2t+1)  a[1] (row g+8, 2t and 2t+1)  a[2] (row g, 2t+8 and 2t+9)  a[3] (row g+8, 2t+8 and 2t+9)
 //
-// What is loaded for a lane's two rows in a group, a scale or a zero point, is one register of two T: row g in the low
-// half, row g + 8 in the high half. The use of it:
+// A lane loads the scales, or the zero points, of its two rows in a group as one register of two T: row g in the low half,
+// row g + 8 in the high half. Example:
 //   using Packed = Codes<T, 4>;
-//   const auto zeros = Packed::zeros(zero_pair);          // once for each group; pack_pair<T>(8, 8) if symmetric
+//   const auto zeros = Packed::zeros(zero_pair);          // once per group; pack_pair<T>(8, 8) if symmetric
 //   const RowPairs scales = spread_rows(scale_pair);
 //   Packed::integers(a, words, zeros);                    // code - zero, exact
 //   scale_fragment<T>(a, scales);                         // times scale, rounded to T
-// which gives the very bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, so
-// that both types hold it exactly, and there is one rounding, in the product with the scale.
+// The result has the bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, which both
+// types represent exactly, so the product with the scale is the only rounding.
 //
-// Where each product costs an instruction, even the subtraction is one too many:
+// Where instructions per product matter, even the subtraction can be avoided:
 //   Packed::spread(a, words)                              (kBase + code) times kUpper or kLower, exact
-// is the operand for sums from which kBase + zero times the sum of the other operand is taken afterwards. In half
-// precision it is the code's own bits: as a half they are a subnormal number, which tensor cores multiply as any other.
+// The caller then subtracts (kBase + zero) times the sum of the other operand from the sums. In half precision the result is
+// the code's own bits: read as a half, they are a subnormal number, which tensor cores multiply exactly.
 //
-// No conversion instruction is used, since those run at a quarter of the rate of arithmetic or less: a code that is
-// joined to the bits of a power of two whose last place is worth 1 is the sum of both, and a subtraction leaves the
-// code.
+// No conversion instructions are used, because they run at a quarter of the arithmetic rate or less. Instead, the bits of a
+// code are inserted into those of a power of two whose last mantissa bit is worth 1: that gives the sum of both, and a
+// subtraction leaves the code.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
-// One value for each of a lane's two rows, twice in a register: for both columns.
+// One value for each of a lane's two rows, duplicated in a register for both columns.
 struct RowPairs {
     ptx::uint32 upper, lower;  // row g, row g + 8
 };
@@ -56,16 +56,16 @@ __device__ __forceinline__ ptx::uint32 fma_pair<__nv_bfloat16>(ptx::uint32 a, pt
 // The same value in both halves of a register: the bits of a T.
 __device__ __forceinline__ constexpr ptx::uint32 twice(ptx::uint32 bits) { return bits << 16 | bits; }
 
-// bits & mask | base in one instruction. The compiler makes two of the expression, since an instruction has room for
-// one constant; here it has to keep the other in a register.
+// bits & mask | base in one instruction. The compiler emits two for this expression, because an instruction has room for one
+// constant; the asm keeps the other constant in a register.
 __device__ __forceinline__ ptx::uint32 join_bits(ptx::uint32 bits, ptx::uint32 mask, ptx::uint32 base) {
     ptx::uint32 joined;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(joined) : "r"(bits), "r"(mask), "r"(base));
     return joined;
 }
 
-// Multiplies a fragment by the scales of its rows, in T. Adding -0 changes nothing, not even the sign of a zero, and
-// fma is what bfloat16 has on sm_80.
+// Multiplies a fragment by the scales of its rows, in T. Adding -0 changes no value, not even the sign of a zero; sm_80 has
+// fma for bfloat16 but no multiplication.
 template <typename T>
 __device__ __forceinline__ void scale_fragment(ptx::uint32 (&a)[4], RowPairs scales) {
     constexpr ptx::uint32 kMinusZero = twice(0x8000);
@@ -79,12 +79,12 @@ __device__ __forceinline__ void scale_fragment(ptx::uint32 (&a)[4], RowPairs sca
 //   kWords                                a lane's words for one step of 16 columns
 //   Zeros zeros(pair)                     the zero points of a lane's rows, exact integers in T, in the form subtracted
 //   void integers(a, words, zeros)        the fragment of code - zero, exact; `words` points to registers
-//   void spread(a, words)                 that of kBase + code, times kUpper in the rows g and kLower in the rows g + 8
+//   void spread(a, words)                 the fragment of kBase + code, times kUpper in rows g and kLower in rows g + 8
 template <typename T, int Bits>
 struct Codes;
 
-// Codes of row g are at bits 0 and 8 of each half of the word, those of row g + 8 at bits 4 and 12. In the low place
-// 0x6400 makes 1024 + code of them, in the high place 1024 + 16 code, and 1/16 of that is 64 + code.
+// Codes of row g are at bits 0 and 8 of each half of the word, those of row g + 8 at bits 4 and 12. With 0x6400, the low
+// position gives 1024 + code and the high position 1024 + 16 code, of which 1/16 is 64 + code.
 template <>
 struct Codes<__half, 4> {
     using Zeros = RowPairs;
@@ -119,7 +119,7 @@ struct Codes<__half, 4> {
     }
 };
 
-// 0x4300 is 128 with 7 bits behind it: too few for a code in the high place, so each is shifted down to 128 + code.
+// 0x4300 is 128 with 7 mantissa bits: too few for a code in the high position, so each code is shifted down: 128 + code.
 template <>
 struct Codes<__nv_bfloat16, 4> {
     using Zeros = RowPairs;
@@ -143,7 +143,7 @@ struct Codes<__nv_bfloat16, 4> {
 
     static constexpr float kBase = 16.0f, kUpper = 1.0f, kLower = 1.0f;
 
-    // 0x4180 is 16, and the fourth place behind it is worth 1. A smaller base leaves sums more places than 128 would.
+    // 0x4180 is 16, whose fourth mantissa bit is worth 1. A base smaller than 128 leaves the sums more precision.
     static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
         a[0] = join_bits(words[0] << 3, twice(0x0078), twice(0x4180));
 #pragma unroll
@@ -151,8 +151,7 @@ struct Codes<__nv_bfloat16, 4> {
     }
 };
 
-// Codes of row g are in the low byte of each half, those of row g + 8 in the high byte: 1024 + code has room for 8
-// bits.
+// Codes of row g are in the low byte of each half, those of row g + 8 in the high byte: 1024 + code has room for 8 bits.
 template <>
 struct Codes<__half, 8> {
     using Zeros = RowPairs;
@@ -185,8 +184,8 @@ struct Codes<__half, 8> {
     }
 };
 
-// No bfloat16 has 8 bits of room below a power of two, but a float has: 0x4b000000 is 2^23. The difference is an
-// integer of at most 8 bits and a sign, so the upper half of the float is the bfloat16.
+// No bfloat16 has 8 mantissa bits below a power of two, but a float has: 0x4b000000 is 2^23. The difference is an integer of
+// at most 8 bits and a sign, so the upper half of the float is the bfloat16.
 template <>
 struct Codes<__nv_bfloat16, 8> {
     struct Zeros {

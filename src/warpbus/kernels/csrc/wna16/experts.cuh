@@ -1,18 +1,18 @@
 // The products of a mixture of experts: which rows of x are multiplied by which expert's weights.
 //
-// The weights of experts lie one behind the other: those of the first `resident` ones in the GPU's memory, those of all others
-// in pinned memory of the host, which kernels read across the link between the two. A token has `per_token` slots, one per expert that it passes through;
-// slot `s` of all tokens (s / per_token is the token) has the expert `experts[s]`. What a kernel computes is cut into items:
+// The experts' weights are contiguous: the first `resident` experts in GPU memory, the others in pinned host memory, which
+// kernels read over the link. Each token has `per_token` slots, one per expert that it is routed to. Slot `s`, counted over
+// all tokens, belongs to token s / per_token and expert `experts[s]`. The work of a kernel is divided into items:
 //
-//   by slot    (tiles null, slots 1)          item s: the row s / per_token of x times the expert of slot s, to row s of out
-//   by token   (tiles null, slots per_token)  item t: the sum over the token's slots s of the row s of x times the expert of
-//              slot s, to row t of out.
+//   by slot    (tiles null, slots 1)          item s: row s / per_token of x times the expert of slot s, to row s of out
+//   by token   (tiles null, slots per_token)  item t: the sum over the slots s of token t of row s of x times the expert of
+//              slot s, to row t of out
 //   by tile    item i: tiles[i] = {expert, first row, rows, 0}: rows of x, which is sorted by expert, to the same rows of
-//              out. There are tiles[-1].x items: kernels are launched by a host that does not know how many.
+//              out. tiles[-1].x is the number of items, because the host that launches the kernel does not know it.
 #pragma once
 #include "common/ptx.cuh"
 
-// Where the operands of a product come from: the expert's number, and the first row of x.
+// The operands of a product: the expert's number, and the first row of x.
 struct Source {
     int expert = 0, row = 0;
 };
@@ -25,24 +25,24 @@ struct Items {
     const int* experts;   // of each slot
     const int4* tiles;    // or null
     const float* factors; // of the rows of out; or null
-    int count;            // of items; with tiles not known to the host
+    int count;            // number of items; with tiles, read from the device
     int per_token;
-    int slots;   // whose products are added in an item
-    int shared_expert;  // that each token's first slot has; -1: there is none
-    int early;   // `experts` was written before the kernel ahead began
-    int resident;  // experts whose weights lie in the GPU's memory
+    int slots;   // whose products are summed in an item
+    int shared_expert;  // the expert of each token's first slot; -1: none
+    int early;   // `experts` was written before the previous kernel began
+    int resident;  // number of experts whose weights are in GPU memory
 };
 
-// One product of all rows, with no experts.
+// One product of all rows, without experts.
 __device__ __forceinline__ Items one_item() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1, 0}; }
 
-// Whether the expert of an item's first slots is known before the kernel ahead has ended.
+// Whether the expert of an item's first slot is known before the previous kernel has ended.
 __device__ __forceinline__ bool is_known(const Items& items, int item) {
     if (items.tiles != nullptr) return false;
     return items.early != 0 || (items.shared_expert >= 0 && items.slots == 1 && item % items.per_token == 0);
 }
 
-// Called when the kernel ahead has ended.
+// Reads the number of items. Called after the previous kernel has ended.
 __device__ __forceinline__ void count_items(Items& items) {
     if (items.tiles != nullptr) items.count = items.tiles[-1].x;
 }

@@ -1,31 +1,29 @@
-// out [m, n] = x [m, k] weight [n, k]^T + bias [n] for many rows of x: quantized weights, 16-bit activations, on the
-// tensor cores of sm_80 and later by mma.sync.
+// out [m, n] = x [m, k] weight [n, k]^T + bias [n] for many rows of x: quantized weights, 16-bit activations, on the tensor
+// cores of sm_80 and later by mma.sync.
 //
-// Shapes: any m, n >= 1 and k >= 0. ELEMENT = __half or __nv_bfloat16: of x, the scales, the zero points, bias and out.
-// Rows of x are x_stride elements apart, those of out out_stride; columns are contiguous. x and its rows begin at
-// multiples of 16 bytes; out is stored 16 bytes a store where its place allows, else element by element. `codes`,
-// `scales` and `zeros` lie as in kernels/ops/packed.py, in codes of BITS = 4 or 8 bits; zeros is null where all zero
-// points are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may
-// be null.
+// Shapes: any m, n >= 1 and k >= 0. ELEMENT = __half or __nv_bfloat16: the type of x, of scales, zero points, bias and out.
+// Rows of x are x_stride elements apart, those of out out_stride; columns are contiguous. x and its rows start at multiples
+// of 16 bytes; out is stored in units of 16 bytes if its alignment allows, otherwise element by element. `codes`, `scales`
+// and `zeros` have the layout of kernels/ops/packed.py, with codes of BITS = 4 or 8 bits; zeros is null if all zero points
+// are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may be null.
 //
-// Each weight becomes (code - zero) * scale, rounded to ELEMENT as QTensor.dequantize does; products are summed in
-// float32. The sums are those of out^T = weight x^T: a dequantized register is a fragment of the operand A, rows of
-// which are rows of the weight, and ldmatrix reads the rows of x as the fragments of B.
+// Each weight becomes (code - zero) * scale, rounded to ELEMENT as QTensor.dequantize does; products are summed in float32.
+// The kernel computes out^T = weight x^T: a dequantized register is a fragment of operand A, whose rows are rows of the
+// weight, and ldmatrix reads the rows of x as fragments of B.
 //
-// Versions: TILE_N rows of the weight by TILE_M rows of x a block, of which a warp owns WARP_N by WARP_M; RESIDENT
-// blocks share the registers of a multiprocessor. A stage in shared memory is 64 columns of both; kStages - 1 are on
-// their way while one is multiplied. A block sums k_per_split of k (a multiple of 64); where that is less than k,
-// gridDim.y blocks share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8] for
-// gemm/split_k_reduce.cu, which finishes them in fixed order.
+// Variants: TILE_N rows of the weight by TILE_M rows of x per block, of which a warp computes WARP_N by WARP_M; RESIDENT
+// blocks share the registers of a multiprocessor. A stage in shared memory has 64 columns of both operands; kStages - 1
+// stages are in flight while one is multiplied. A block sums k_per_split of k (a multiple of 64). If that is less than k,
+// gridDim.y blocks share a tile, and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8], which
+// gemm/split_k_reduce.cu adds up in a fixed order.
 //
-// EXPERTS = 1 is a mixture of experts: rows of x are sorted by expert and multiplied by the expert's weights, which lie one
-// behind the other, from number `resident` on in pinned memory of the host (wna16/experts.cuh). tiles[i] = {expert, first row,
-// rows, 0} with up to TILE_M rows; there are tiles[-1].x of them. Blocks without a tile end at once; k is not split and there
-// is no bias.
+// EXPERTS = 1 is a mixture of experts: rows of x are sorted by expert and multiplied by the expert's weights, which are
+// contiguous, from number `resident` on in pinned host memory (wna16/experts.cuh). tiles[i] = {expert, first row, rows, 0}
+// has up to TILE_M rows; there are tiles[-1].x tiles. Blocks without a tile end at once; k is not split and there is no bias.
 //
-// Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration
-// takes more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel
-// ahead of it has ended: it asks for weights before it waits.
+// Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration needs more
+// than the 99 KB per block of sm_86 and sm_89. On sm_90 and later the kernel may start before the previous one has ended: it
+// loads weights before it waits.
 #include "common/schedule.cuh"
 #include "common/tile.cuh"
 #include "gemm/epilogue.cuh"
@@ -36,24 +34,24 @@ using Packed = Codes<ELEMENT, BITS>;
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = 64;
 constexpr int kWarpM = WARP_M, kWarpN = WARP_N;
 constexpr int kStages = 3;
-[[maybe_unused]] constexpr unsigned kGroup = 8;  // tiles of x that blocks go down before they go on to the next rows of the weight
+[[maybe_unused]] constexpr unsigned kGroup = 8;  // tiles of x before the next rows of the weight
 
 constexpr int kWarpsM = kTileM / kWarpM;
 constexpr int kThreads = kTileN / kWarpN * kWarpsM * 32;
 constexpr int kBlocksN = kWarpN / 16;  // mma products along a warp's rows of the weight
-constexpr int kBlocksM = kWarpM / 8;   // and along its rows of x
-constexpr int kSteps = kTileK / 16;    // mma products through a stage
+constexpr int kBlocksM = kWarpM / 8;   // mma products along its rows of x
+constexpr int kSteps = kTileK / 16;    // mma products along the columns of a stage
 
-constexpr int kRowTiles = kTileN / 16;          // packed tiles in a stage
-constexpr int kLoads = BITS / 4;                // of 16 bytes, a lane's codes of 16 rows and 64 columns
-constexpr int kStepsOfLoad = kSteps / kLoads;   // steps that one of them lasts
-constexpr int kCodeChunks = kRowTiles * kLoads * 32;  // of 16 bytes, in a stage
-// A stage has a scale for each 32 columns, the smallest group: two for each row.
+constexpr int kRowTiles = kTileN / 16;          // packed tiles per stage
+constexpr int kLoads = BITS / 4;                // 16-byte loads per lane for the codes of 16 rows and 64 columns
+constexpr int kStepsOfLoad = kSteps / kLoads;   // steps per load
+constexpr int kCodeChunks = kRowTiles * kLoads * 32;  // 16-byte chunks of codes per stage
+// A stage has a scale for every 32 columns, the smallest group: two per row.
 constexpr int kHalves = 2;
 constexpr int kStepsOfHalf = kSteps / kHalves;
 constexpr int kScaleChunks = kRowTiles * kHalves * 2;
 
-// Where the parts of a stage begin, in bytes.
+// Byte offsets of the parts of a stage.
 constexpr int kCodesAt = kTileM * kTileK * 2;
 constexpr int kScalesAt = kCodesAt + kCodeChunks * 16;
 constexpr int kZerosAt = kScalesAt + kScaleChunks * 16;
@@ -72,8 +70,8 @@ struct Weight {
     int row_tiles, k_tiles, groups, group_shift;
 };
 
-// Starts copying the codes, scales and zero points of a block's rows and of one tile of columns into a stage. In place
-// of rows past the last tile it copies that tile: what is computed from them is not stored.
+// Starts copying the codes, scales and zero points of a block's rows and of one tile of columns into a stage. Beyond the last
+// tile of rows, it copies the last one again; the results are not stored.
 __device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& weight, int row_tile0, int k_tile) {
     constexpr int kChunksOfTile = kLoads * 32;
     const int last = weight.row_tiles - 1;
@@ -96,8 +94,8 @@ __device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& 
     }
 }
 
-// A thread's share in copying tiles of x: one column of chunks, every kRowStep-th row. In place of rows past the last
-// it copies that one: what is computed from them is not stored.
+// A thread's share of copying tiles of x: one column of chunks, every kRowStep-th row. Beyond the last row, it copies the
+// last one again; the results are not stored.
 class InputCopy {
     static constexpr int kChunks = kTileK / kChunk;
     static constexpr int kRowStep = kThreads / kChunks;
@@ -114,11 +112,11 @@ public:
         target_ = chunk_offset<kTileK>(row, chunk);
     }
 
-    // Starts copying a tile into a stage, zeros where the columns of x end, and goes on to the next columns.
+    // Starts copying a tile into a stage, with zeros beyond the columns of x, and advances to the next columns.
     __device__ __forceinline__ void next(unsigned char* stage) {
         ELEMENT* target = reinterpret_cast<ELEMENT*>(stage) + target_;
         const int valid = max(0, min(columns_left_, kChunk)) * static_cast<int>(sizeof(ELEMENT));
-        // cp.async wants a legal address even where it reads nothing.
+        // cp.async needs a valid address even if it reads nothing.
         const ELEMENT* source = valid > 0 ? source_ : x_;
         const int stride = valid > 0 ? stride_ : 0;
 #pragma unroll
@@ -137,11 +135,11 @@ private:
     int target_;
 };
 
-// A warp's rows of the weight in one step of 16 columns. Codes are loaded for several steps at once and scales for half
-// a stage: `load` brings what the next step needs anew, and `advance` goes on to it.
+// A warp's rows of the weight in one step of 16 columns. Codes are loaded for several steps at once and scales for half a
+// stage: `load` loads what the next step needs, and `advance` moves to that step.
 class WeightFragments {
 public:
-    // `stage` and `step` are those of the next step; `tile` is the first of the warp's packed tiles in a stage.
+    // `stage` and `step` are those of the next step; `tile` is the warp's first packed tile in a stage.
     __device__ __forceinline__ void load(const unsigned char* stage, int tile, int step, bool symmetric) {
         const int lane = threadIdx.x % 32;
         if (step % kStepsOfLoad == 0) {
@@ -161,7 +159,7 @@ public:
         }
     }
 
-    // `middle`: a pair of the zero point of a symmetric weight.
+    // `middle`: the zero point of a symmetric weight, in both halves of a register.
     __device__ __forceinline__ void advance(int step, bool symmetric, ptx::uint32 middle) {
 #pragma unroll
         for (int i = 0; i < kBlocksN; ++i) {
@@ -192,7 +190,7 @@ private:
     typename Packed::Zeros zeros_[kBlocksN];
 };
 
-// A warp's rows of x in one step of 16 columns; each register block for 16 rows.
+// A warp's rows of x in one step of 16 columns; each register block has 16 rows.
 struct InputFragments {
     ptx::uint32 b[kBlocksM / 2][4];
 
@@ -207,11 +205,11 @@ struct InputFragments {
 
 using Sums = float[kBlocksN][kBlocksM][4];
 
-// Gives the rows of a warp's part of out to `finish(sums, row)`, 8 columns a lane: those from lane % (kWarpN / 8) * 8
-// on. A lane has sums of 2 neighbouring rows and of columns 8 apart, so they pass through shared memory 8 rows at a
-// time. With rows kWarpN + 4 floats apart, the 4 pairs of rows that a warp stores begin 8 banks apart and 8 columns of
-// each fill the gaps. Loads are 16 bytes a lane, 8 lanes at a time: of two rows, which lie 4 banks apart, or of one,
-// where 4 lanes load their second 16 bytes first.
+// Passes the rows of a warp's part of out to `finish(sums, row)`, 8 columns per lane, from column lane % (kWarpN / 8) * 8 on.
+// A lane has sums of 2 adjacent rows and of columns 8 apart, so they are exchanged through shared memory, 8 rows at a time,
+// without bank conflicts: rows are kWarpN + 4 floats apart, so that the 4 pairs of rows that a warp stores start 8 banks
+// apart and the 8 columns of each fill the gaps. Loads are 16 bytes per lane, 8 lanes at a time: from two rows, which are 4
+// banks apart, or from one row, where 4 lanes load their second 16 bytes first.
 template <typename Finish>
 __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Finish finish) {
     constexpr int kPitch = kWarpN + 4;
@@ -220,7 +218,7 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
     const int half = kLanesOfRow == 8 ? lane / 4 % 2 : 0;
 #pragma unroll
     for (int j = 0; j < kBlocksM; ++j) {
-        __syncwarp();  // the patch has been read
+        __syncwarp();  // the buffer has been read
 #pragma unroll
         for (int i = 0; i < kBlocksN; ++i) {
             float* target = patch + lane % 4 * 2 * kPitch + i * 16 + lane / 4;
@@ -229,7 +227,7 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
             target[8] = sums[i][j][2];
             target[kPitch + 8] = sums[i][j][3];
         }
-        __syncwarp();  // the patch is complete
+        __syncwarp();  // the buffer is complete
 #pragma unroll 1
         for (int row = lane / kLanesOfRow; row < 8; row += 32 / kLanesOfRow) {
             const float* source = patch + row * kPitch + lane % kLanesOfRow * 8;
@@ -243,7 +241,7 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
     }
 }
 
-// The kernel ahead may write x and bias: not __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write x and bias: no __restrict__ (see ptx::griddepcontrol_wait).
 __device__ __forceinline__ void compute(
     const ELEMENT* x, const Weight& weight, const ELEMENT* bias, ELEMENT* __restrict__ out, float* __restrict__ partial, int m,
     int n, int k, int middle, int x_stride, long long out_stride, int k_per_split, TilePlace<unsigned> place) {
@@ -269,8 +267,8 @@ __device__ __forceinline__ void compute(
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_wait();
 #endif
-    // A group of copies for each tile, an empty one past the end, so that "all but the last kStages - 2 groups" always
-    // means "the tile that comes next has arrived". The first has the codes of the others too.
+    // One group of copies per tile, an empty one beyond the end, so that "all but the last kStages - 2 groups" always means
+    // "the next tile has arrived". The first group also has the codes of the other stages.
 #pragma unroll
     for (int tile = 0; tile < kStages - 1; ++tile) {
         if (tile < tiles) input.next(shared + tile * kStageBytes);
@@ -297,8 +295,8 @@ __device__ __forceinline__ void compute(
         for (int step = 0; step < kSteps; ++step) {
             const int next = (step + 1) % kSteps;
             if (next == 0) {
-                // The fragments of this stage are all in registers. Behind the barrier the next tile is complete, and
-                // this stage, which nobody reads any more, may be filled again.
+                // All fragments of this stage are in registers. After the barrier the next tile is complete, and this stage,
+                // which is not read any more, may be filled again.
                 ptx::cp_async_wait<kStages - 2>();
                 __syncthreads();
                 current = current + 1 == kStages ? 0 : current + 1;
@@ -315,7 +313,7 @@ __device__ __forceinline__ void compute(
                 }
                 ptx::cp_async_commit();
             }
-            // Each fragment is dequantized while the one before it is multiplied.
+            // Each fragment is dequantized while the previous one is multiplied.
 #pragma unroll
             for (int i = 0; i < kBlocksN; ++i) {
                 if (i + 1 < kBlocksN) {
@@ -332,7 +330,7 @@ __device__ __forceinline__ void compute(
             }
         }
     }
-    __syncthreads();  // the stages have been read by all, even past the last tile; the epilogue takes their place
+    __syncthreads();  // all threads have read the stages, even beyond the last tile; the epilogue reuses them
 
     float* patch = reinterpret_cast<float*>(shared) + warp * 8 * (kWarpN + 4);
     const int first_row = row0 + warp_row;
@@ -360,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16_expe
     const ELEMENT* __restrict__ zeros, const uint4* __restrict__ host_codes, const ELEMENT* __restrict__ host_scales,
     const ELEMENT* __restrict__ host_zeros, ELEMENT* __restrict__ out, const int4* tiles, int n, int k, int groups,
     int group_shift, int middle, int resident) {
-    __shared__ Weight weight;  // there are no registers for pointers that are chosen here
+    __shared__ Weight weight;  // there are not enough registers for pointers that are selected here
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_wait();
 #endif

@@ -1,29 +1,33 @@
 // out [m, n] = x [m, k] weight [n, k]^T + bias [n] on Hopper: quantized weights, 16-bit x, fp32 accumulation (sm_90a).
 //
 // Macros
-//   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points, the bias and out
-//   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
-//   TOKENS    rows of x in a tile: 16, 32, 64, 128 or 256
-//   CONSUMERS warpgroups that multiply, 64 rows of the weight each: 2, or 3 where TOKENS leaves enough registers
+//   ELEMENT   __half or __nv_bfloat16: the type of x, of scales, zero points, the bias and out
+//   BITS      4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
+//   TOKENS    rows of x per tile: 16, 32, 64, 128 or 256
+//   CONSUMERS consumer warpgroups, 64 rows of the weight each: 2, or 3 if TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
-//   EXPERTS   0: one product; 1: those of a mixture of experts: rows of x are sorted by expert and multiplied by the expert's
-//             weights, which lie one behind the other, from number `resident` on in pinned memory of the host. tiles[i] = {expert, first row, rows, 0} with up to TOKENS rows; there
-//             are tiles[-1].x of them, which blocks take in turn, whole. x has at least TOKENS rows, and there is no bias.
+//   EXPERTS   0: one product; 1: the products of a mixture of experts. Rows of x are sorted by expert and multiplied by the
+//             expert's weights, which are contiguous, from number `resident` on in pinned host memory. tiles[i] = {expert,
+//             first row, rows, 0} has up to TOKENS rows; there are tiles[-1].x tiles, which blocks process whole, in turn. x
+//             has at least TOKENS rows, and there is no bias.
 //
-// Computed is the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
-// operand A of wgmma, so that weights go from shared memory to the tensor cores by way of registers, and x is its operand B
-// from shared memory. Codes minus zero points are exact and rounded once, in the product with their scale.
+// The kernel computes the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register is then part
+// of operand A of wgmma, so that weights go from shared memory to the tensor cores through registers, and x is operand B in
+// shared memory. Codes minus zero points are exact; the product with the scale is the only rounding.
 //
-// Who does what: two threads feed a ring of STAGES buffers by TMA, one with weights, before the kernel ahead has ended, and
-// one with x. The other warpgroups dequantize a block while the products of the one before run.
+// Warp specialization: two threads feed a ring of STAGES buffers by TMA, one with weights, which starts before the previous
+// kernel has ended, and one with x. The consumer warpgroups dequantize a block of columns while the products of the previous
+// block run.
 //
-// How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
-// a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
-// their order, and writes it. It waits for them by a flag, which it takes back. A grid has no more blocks than the GPU, or the
-// green context, has multiprocessors, but beside other streams or processes not all need be resident: a block waits only for
-// blocks of higher numbers, which wait for no lower ones before they have left their part, so that blocks of a grid which start
-// in the order of their numbers, as GPUs do though CUDA does not promise it, always end. Where there are at most half as many tiles as multiprocessors, a cluster of `splits` blocks may have one: each multiplies its part of k, and
-// adds up what all of them have, in their order, of every splits-th 16 tokens, which it reads from their shared memory.
+// Scheduling (stream-K): each block of the grid gets up to `waves` whole tiles; the remaining tiles times blocks of k are
+// divided into equal runs. If a run ends inside a tile, the block that has the beginning of the tile adds the sums that the
+// other blocks have left in `partials`, in their order, and writes the tile. It waits for them by a flag, which it resets. A
+// grid has no more blocks than the GPU, or the green context, has multiprocessors. Beside other streams or processes not all
+// of them need be resident, but a block waits only for blocks of higher numbers, and these do not wait before they have left
+// their sums. So the kernel ends if blocks start in the order of their numbers, which GPUs do although CUDA does not
+// guarantee it. If there are at most half as many tiles as multiprocessors, a cluster of `splits` blocks may share a tile:
+// each block multiplies its part of k, then adds up the sums of all blocks, in their order, for every splits-th unit of 16
+// tokens, through distributed shared memory.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
 #include "common/wgmma.cuh"
@@ -31,37 +35,37 @@
 
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kConsumers = CONSUMERS;
-constexpr int kRows = 64 * kConsumers;  // of the weight in a tile
+constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
 constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
+constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
 constexpr int kXBytes = TOKENS * kTileK * 2;
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
 constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
 constexpr int kProducerRegisters = 40;
-// With the producer's no more than a block is given at its start.
+// With the producer's registers no more than a block gets at its start.
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 152;
 
 struct Problem {
     int m, n, k;
-    int chunks;       // of 64 columns in a row of the weight
+    int chunks;       // chunks of 64 columns per row of the weight
     int shift;        // a group has 2^shift chunks
-    int middle;       // the code that means zero in a symmetric scheme
-    int scale_words;  // of a tile of 16 rows that a block of k needs: 8, or 16 where a chunk has two groups
-    int group;        // tiles along m that are walked together, so that L2 serves a wave of blocks
-    int waves;        // whole tiles of each block
-    int direct;       // write by ordinary stores: out has no tensor map
-    int splits;       // blocks of a cluster, which share a tile along k; 1 for no clusters
-    const int4* tiles;  // of experts; else null
-    int resident;       // experts whose weights lie in the GPU's memory
+    int middle;       // the code of zero in a symmetric scheme
+    int scale_words;  // 32-bit words of scales of a tile of 16 rows that a block of k needs: 8, or 16 if a chunk has two groups
+    int group;        // tiles along m that are processed together, so that a wave of blocks shares L2
+    int waves;        // whole tiles per block
+    int direct;       // write with ordinary stores: out has no tensor map
+    int splits;       // blocks of a cluster, which share a tile along k; 1: no clusters
+    const int4* tiles;  // of experts; otherwise null
+    int resident;       // number of experts whose weights are in GPU memory
 };
 
 struct Maps {
     ptx::TileMaps map_x;
     ptx::TensorMap map_codes, map_scales, map_zeros, map_out;
-    ptx::TensorMap host_codes, host_scales, host_zeros;  // of the experts in the host's memory
+    ptx::TensorMap host_codes, host_scales, host_zeros;  // of the experts in host memory
 };
 
 // A part of a tile: blocks [begin, end) of k.
@@ -72,13 +76,13 @@ struct Segment {
 // The segments of one block of the grid.
 struct Schedule {
     int wave = 0;
-    int unit, last;  // of what is left after the waves, in blocks of k
+    int unit, last;  // of the run after the waves, in blocks of k
 
     __device__ __forceinline__ static int tiles(const Problem& p) {
         if (EXPERTS) return p.tiles[-1].x * ((p.n + kRows - 1) / kRows);
         return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kRows - 1) / kRows);
     }
-    // Where the run of a block begins.
+    // The beginning of a block's run.
     __device__ __forceinline__ static int begin_of(int block, const Problem& p) {
         if (p.splits > 1) return block / p.splits * p.chunks + block % p.splits * p.chunks / p.splits;
         const int left = max(tiles(p) - p.waves * static_cast<int>(gridDim.x), 0);
@@ -92,7 +96,7 @@ struct Schedule {
         if (EXPERTS || wave < p.waves) {
             segment = {static_cast<int>(wave * gridDim.x + blockIdx.x), 0, p.chunks};
             ++wave;
-            return segment.tile < tiles(p);  // the last wave need not be full, and nothing is left then
+            return segment.tile < tiles(p);  // the last wave may be partial; then nothing remains
         }
         if (unit >= last) return false;
         segment.tile = static_cast<int>(p.waves * gridDim.x) + unit / p.chunks;
@@ -106,8 +110,8 @@ struct Schedule {
 struct Place {
     int token, row;   // of the tile's first element
     int end;          // of the rows of x that are multiplied
-    int weight_tile;  // the packed tile of the weight in which the tile begins
-    bool offloaded;   // the weight lies in the host's memory
+    int weight_tile;  // the packed tile of the weight where the tile begins
+    bool offloaded;   // the weight is in host memory
 };
 
 __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
@@ -128,7 +132,7 @@ extern __shared__ unsigned char memory[];
 static_assert(1024 + STAGES * (kXBytes + kCodeBytes + 2 * kScaleBytes + 16) + kConsumers * kStagingBytes == SHARED_BYTES,
               "the host asks for other shared memory");
 
-// Addresses in it.
+// Shared-memory addresses.
 struct Buffers {
     ptx::uint32 x, codes, scales, zeros, staging, full, empty;
 
@@ -143,13 +147,13 @@ struct Buffers {
     }
 };
 
-// The producer's way along the blocks of k of all segments. Where a tile lies takes divisions, more than a block has time
-// for: it is computed once a segment.
+// The producer's position: the blocks of k of all segments, in order. A tile's position takes integer divisions, which are
+// too slow for each block of k, so it is computed once per segment.
 struct Blocks {
     Schedule schedule;
     Segment segment;
     Place place;
-    int rows;  // of x that are there
+    int rows;  // number of rows of x in the tile
     bool there;
 
     __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
@@ -183,13 +187,13 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, zeros, full, group * 8, tile);
 }
 
-// Where no row is there, whatever lies in the stage gives columns of the result that nobody stores.
+// Rows beyond m: the stage's old contents give columns of the result that are not stored.
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks) {
     ptx::tma_load(buffers.x + stage * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
                   blocks.segment.begin * kTileK, blocks.place.token);
 }
 
-// Calls load(stage, blocks) for each block of k, once its stage is free.
+// Calls load(stage, blocks) for each block of k when its stage is free.
 template <typename Load>
 __device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p, Load load) {
     Ring<STAGES> ring;
@@ -203,7 +207,7 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p
 __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
                                            const Problem& p) {
     const int lane = threadIdx.x % 32;
-    const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer's
+    const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer
     ptx::uint32 words[4 * kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -236,13 +240,13 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint
     ptx::wgmma_commit();
 }
 
-// Behind a wait: the products have read `a`, and not before.
+// Placed after a wait: tells the compiler that the products read `a` until here.
 __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Writes 64 rows of the weight by 8 tokens for each four numbers of a thread, as wgmma leaves them, as columns of out.
+// Writes the results as wgmma leaves them, 64 rows of the weight by 8 tokens per four values of a thread, as columns of out.
 template <int Count>
 __device__ __forceinline__ void store_directly(const float (&d)[Count], ELEMENT* out, int token, int row, int end,
                                                const Problem& p) {
@@ -255,7 +259,7 @@ __device__ __forceinline__ void store_directly(const float (&d)[Count], ELEMENT*
     }
 }
 
-// The same for 16 tokens, transposed by stmatrix into a box in shared memory, from its row `token` on.
+// The same for 16 tokens: transposes them by stmatrix into a box in shared memory, from its row `token` on.
 __device__ __forceinline__ void transpose(const float* from, ptx::uint32 box, int token) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix: 8 tokens by 8 rows of the weight.
@@ -266,7 +270,7 @@ __device__ __forceinline__ void transpose(const float* from, ptx::uint32 box, in
                            pack_pair<ELEMENT>(from[6], from[7]));
 }
 
-// A box of out: all threads of the warpgroup write it between the two.
+// A box of out: all threads of the warpgroup write it between begin_box and end_box.
 __device__ __forceinline__ void begin_box(int consumer) {
     if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
     ptx::named_barrier(1 + consumer, 128);
@@ -280,7 +284,7 @@ __device__ __forceinline__ void end_box(const Maps& maps, ptx::uint32 box, int r
     }
 }
 
-// Writes a tile of 64 rows of the weight as columns of out, by way of staging and TMA.
+// Writes a tile of 64 rows of the weight as columns of out, through staging buffers and TMA.
 __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
                                       Place place, int consumer, const Problem& p) {
     const int row = place.row + 64 * consumer;
@@ -297,7 +301,7 @@ __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 
     }
 }
 
-// Adds bias to four numbers of a thread for every 8 tokens.
+// Adds the bias to four values of a thread per 8 tokens.
 template <int Count>
 __device__ __forceinline__ void add_bias(float (&d)[Count], const ELEMENT* bias, int row, const Problem& p) {
     if (bias == nullptr) return;
@@ -308,8 +312,8 @@ __device__ __forceinline__ void add_bias(float (&d)[Count], const ELEMENT* bias,
     for (int i = 0; i < Count; ++i) d[i] += i & 2 ? lower : upper;
 }
 
-// What the blocks of a cluster have of a tile, added up and written: by each of them every splits-th 16 tokens. The sums lie
-// where x was, which nobody needs any more: [kConsumers][TOKENS / 8][128], four of each thread.
+// Adds up and writes the sums that the blocks of a cluster have of a tile, every splits-th unit of 16 tokens by each block.
+// The sums replace x in shared memory: [kConsumers][TOKENS / 8][128], four values per thread.
 __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffers& buffers, const Maps& maps,
                                       const ELEMENT* bias, ELEMENT* out, Place place, int consumer, const Problem& p) {
     static_assert(STAGES * kXBytes >= kConsumers * TOKENS / 2 * 128 * 4, "the sums fit where x was");
@@ -317,7 +321,7 @@ __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffer
     float4* const sums = reinterpret_cast<float4*>(memory + (buffers.x - ptx::shared_address(memory)));
     const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
     float4* const own = sums + consumer * (TOKENS / 8) * 128 + threadIdx.x % 128;
-    ptx::named_barrier(1 + kConsumers, 128 * kConsumers);  // the others have read the last of x, too
+    ptx::named_barrier(1 + kConsumers, 128 * kConsumers);  // all consumers have read the last of x
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) own[i * 128] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     ptx::cluster_sync();
@@ -347,10 +351,10 @@ __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffer
         transpose(total, staging, 0);
         end_box(maps, staging, row, token, consumer);
     }
-    ptx::cluster_sync();  // shared memory stays until all have read it
+    ptx::cluster_sync();  // shared memory must stay valid until all blocks have read it
 }
 
-// Leaves the sums of a segment that does not begin its tile for the block that has the beginning.
+// Leaves the sums of a segment that does not begin its tile to the block that has the beginning.
 __device__ __forceinline__ void leave(const float (&d)[TOKENS / 2], float* partials, int* flags, int consumer) {
     const int thread = threadIdx.x % 128;
     const int mine = blockIdx.x * kConsumers + consumer;
@@ -362,7 +366,7 @@ __device__ __forceinline__ void leave(const float (&d)[TOKENS / 2], float* parti
     if (thread == 0) ptx::store_release(flags + mine, 1);
 }
 
-// Adds what the blocks behind this one have left for a tile that this one has the beginning of.
+// Adds the sums that the following blocks have left for a tile whose beginning this block has.
 __device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const float* partials, int* flags, int consumer,
                                        const Problem& p) {
     const int thread = threadIdx.x % 128;
@@ -428,7 +432,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         add_bias(d, bias, place.row + 64 * consumer, p);
         store(d, buffers.staging + consumer * kStagingBytes, maps, out, place, consumer, p);
     }
-    // The staging buffers have to outlive the stores that read them.
+    // The staging buffers must outlive the stores that read them.
     if (thread == 0) ptx::tma_store_wait_read<0>();
 }
 
@@ -453,8 +457,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
-        // Two warps, since asking takes as long as a block of k of few tokens: one for weights, which need not wait for the
-        // kernel ahead, and one for x.
+        // Two warps, because issuing the copies takes as long as multiplying a block of k for few tokens: one for weights,
+        // which need not wait for the previous kernel, and one for x.
         if (threadIdx.x == 0) {
             if (EXPERTS) ptx::griddepcontrol_wait();
             produce(buffers, p, [&](int stage, const Blocks& blocks) {

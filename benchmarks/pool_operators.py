@@ -1,0 +1,178 @@
+"""PyTorch's database of operators on a CPU pool, compared with the CPU: how many are right, and what the others do.
+
+    python benchmarks/pool_operators.py
+
+All samples of all operators in five dtypes, forward, backward and in place, take some ten minutes per core. Results
+go to build/pool-operators.jsonl as they come, one operator and dtype a line; a run that was stopped goes on there
+(`--fresh` begins again). The records go to benchmarks/results. The exit code is 1 if an operator gives other numbers
+than the CPU, or an error that the table in docs/pool.md does not have.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import warpbus
+from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cpu" / "pool"))
+from pool_direct import connected
+from pool_operator_database import DIRECTIONS, DTYPES, check, documented_refusals, entries, title
+
+PARTIAL = Path("build/pool-operators.jsonl")
+VERDICTS = ("right", "refused", "wrong", "failed", "crashed")
+SECONDS_EACH = 600
+
+Key = tuple[str, str]
+"""An operator's title and the name of a dtype."""
+
+
+def jobs() -> list[Key]:
+    """All that is to be computed."""
+    return [(title(entry), str(dtype)[6:]) for dtype in DTYPES for entry in entries(dtype)]
+
+
+def compute(key: Key, samples: int) -> dict[str, Any]:
+    """Per direction: the verdict, counts of samples, and messages."""
+    name, dtype = key[0], getattr(torch, key[1])
+    (entry,) = (each for each in entries(dtype) if title(each) == name)
+    refusals = documented_refusals()
+    with connected(1 << 30):
+        outcomes = check(entry, dtype, lambda message: any(each in message for each in refusals), range(samples))
+    return {
+        direction: {"verdict": each.verdict, "samples": dict(each.counts), "messages": each.messages}
+        for direction, each in outcomes.items()
+    }
+
+
+def worker(keys: list[Key], samples: int, results: Any) -> None:
+    """Compute one after the other, in a process that a crash may end."""
+    torch.set_num_threads(1)
+    for key in keys:
+        results.send(compute(key, samples))
+
+
+def computed(keys: list[Key], samples: int) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """The outcomes, in order."""
+    context, position = get_context("spawn"), 0
+    while position < len(keys):
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=worker, args=(keys[position:], samples, sending))
+        process.start()
+        sending.close()
+        try:
+            while position < len(keys):
+                if not receiving.poll(SECONDS_EACH):
+                    process.kill()
+                outcome = receiving.recv()
+                yield keys[position], outcome
+                position += 1
+        except EOFError:
+            process.join()
+            message = {"crashed": f"the process ended with code {process.exitcode}"}
+            crashed = {"verdict": "crashed", "samples": {"crashed": 1}, "messages": message}
+            yield keys[position], {"forward": crashed}
+            position += 1
+        process.join()
+
+
+def read_partial(path: Path, samples: int) -> dict[Key, dict[str, Any]]:
+    """What an earlier run of as many samples has written; a line that it did not finish is left out."""
+    found: dict[Key, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                name, dtype, of, outcome = json.loads(line)
+            except ValueError:
+                continue
+            if of == samples:
+                found[name, dtype] = outcome
+    return found
+
+
+def records(outcomes: dict[Key, dict[str, Any]], samples: int, command: str) -> list[Record]:
+    """Of each dtype and direction: the operators that are right, of those that the CPU computes."""
+    made = []
+    for dtype in dict.fromkeys(dtype for _, dtype in outcomes):
+        for direction in DIRECTIONS:
+            each = [found[direction] for (_, of), found in outcomes.items() if of == dtype and direction in found]
+            verdicts = Counter(found["verdict"] for found in each)
+            counted = sum((Counter(found["samples"]) for found in each), Counter())
+            compared = sum(verdicts[verdict] for verdict in VERDICTS)
+            if not verdicts["right"]:
+                continue
+            made.append(
+                Record(
+                    bench="pool-operators",
+                    case={
+                        "dtype": dtype,
+                        "direction": direction,
+                        "most_samples": samples,
+                        **{verdict: verdicts[verdict] for verdict in VERDICTS[1:]},
+                        "equal_samples": counted["equal"],
+                        "close_samples": counted["close"],
+                    },
+                    metric="agreement",
+                    unit="operators",
+                    ours=verdicts["right"],
+                    peer=Peer("PyTorch on the CPU", torch.__version__, compared),
+                    ratio=ratio("agreement", verdicts["right"], compared),
+                    floor=None,
+                    samples={"ours": [verdicts["right"]], "peer": [compared]},
+                    device="cpu",
+                    versions={
+                        "warpbus": warpbus.__version__,
+                        "python": platform.python_version(),
+                        "torch": torch.__version__,
+                    },
+                    date=now(),
+                    command=command,
+                )
+            )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=25, help="the most samples of an operator and dtype")
+    parser.add_argument("--partial", type=Path, default=PARTIAL, help="results of a run that goes on")
+    parser.add_argument("--fresh", action="store_true", help="begin again")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
+    options = parser.parse_args()
+    if options.fresh:
+        options.partial.unlink(missing_ok=True)
+    outcomes = read_partial(options.partial, options.samples)
+    options.partial.parent.mkdir(parents=True, exist_ok=True)
+    todo = [key for key in jobs() if key not in outcomes]
+    with options.partial.open("a", encoding="utf-8") as partial:
+        for done, (key, outcome) in enumerate(computed(todo, options.samples), 1):
+            outcomes[key] = outcome
+            partial.write(json.dumps([*key, options.samples, outcome]) + "\n")
+            partial.flush()
+            if sys.stderr.isatty():
+                print(f"\r{done} of {len(todo)}: {' '.join(key):60.60}", end="", file=sys.stderr)
+    made = records(outcomes, options.samples, " ".join(["python", "benchmarks/pool_operators.py", *sys.argv[1:]]))
+    bad = False
+    for (name, dtype), found in outcomes.items():
+        for direction, each in found.items():
+            if each["verdict"] not in ("right", "skipped"):
+                bad = bad or each["verdict"] != "refused"
+                print(f"{name} {dtype} {direction}: {each['verdict']}: {each['messages'][each['verdict']]:.200}")
+    for each in made:
+        print(f"{each.case['dtype']} {each.case['direction']}: {each.ours:.0f} of {each.peer.value:.0f}")
+    print(write(made, options.output))
+    sys.exit(bad)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

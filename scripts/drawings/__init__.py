@@ -1,0 +1,1 @@
+"""The drawings of the tutorial and of other documents, each in English and in Chinese."""

@@ -1,0 +1,236 @@
+"""The model card of a quantized model: `README.md` on a hub, made from its config.json and its report."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import DataError, UsageError
+from warpbus.formats import Checkpoint, read_schemes
+from warpbus.formats.files import read_json
+from warpbus.formats.fp4 import fp4_storage
+from warpbus.formats.fp8 import fp8_storage
+from warpbus.formats.hub import parse_name
+from warpbus.formats.layout import layout_of
+from warpbus.quantization.preflight import REPORT_NAME
+from warpbus.quantization.report import Report
+
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+_CACHED = re.compile(r"models--([A-Za-z0-9._-]+?)--([A-Za-z0-9._-]+)")
+_VLLM_BITS = (4, 8)  # of weights whose activations stay in 16 bits
+
+
+def model_card(directory: Path, repository: str, *, base_model: str | None = None, licence: str | None = None) -> str:
+    """The card of a model, in Markdown with metadata in YAML.
+
+    Args:
+        directory: of the model.
+        repository: its name on the hub, `OWNER/MODEL`.
+        base_model: the name of the original on the hub; by default known only if it came from there.
+        licence: the hub's identifier of the licence, such as `apache-2.0`; by default "other" where the directory has a
+            licence file.
+
+    Raises:
+        UsageError: `base_model` is no name, or `licence` no identifier.
+        CheckpointError: the model cannot be read.
+        DataError: the report is damaged.
+    """
+    checkpoint, report = Checkpoint(directory), read_report(directory)
+    base = base_of(report, base_model)
+    if licence is not None and not _LICENCE.fullmatch(licence):
+        raise UsageError(f"--license {licence!a:.80}: expected an identifier such as apache-2.0 or mit")
+    files = sorted(file.name for file in directory.iterdir() if file.is_file())
+    licences = [name for name in files if "LICENSE" in name]
+    parts = [
+        "\n".join(_metadata(base, licence, licences)),
+        f"# {repository.rpartition('/')[2]}",
+        _introduction(base, report),
+        *_quantization(checkpoint, report),
+        *_quality(report),
+        "## Use",
+        *_usage(checkpoint, repository, [name for name in files if name.endswith(".gguf")]),
+        "## Licence",
+        _licence(base, licence, licences),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """The report of a quantized model, with the verdict if there is one; None if there is no report.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    file = directory / REPORT_NAME
+    if not file.is_file():
+        return None
+    found = read_json(file)
+    if not isinstance(found, dict):
+        raise DataError(f"{file}: is not the report of a quantization: remove it, or quantize the model again")
+    Report.from_json(found)
+    return found
+
+
+def published_report(report: Mapping[str, Any], repository: str, base: str | None) -> bytes:
+    """The report for others to read: without the paths of this machine, only the names of files and directories."""
+    found = json.loads(json.dumps(report))
+    found["model"], found["output"] = base or Path(found["model"]).name, repository
+    if isinstance(found["settings"].get("calibration"), str):
+        found["settings"]["calibration"] = Path(found["settings"]["calibration"]).name
+    for side, name in (("before", found["model"]), ("after", repository)):
+        if "verdict" in found:
+            found["verdict"][side]["model"] = name
+    return f"{json.dumps(found, indent=2, ensure_ascii=False)}\n".encode()
+
+
+def base_of(report: Mapping[str, Any] | None, given: str | None) -> str | None:
+    """The name of the original on the hub, if it is known."""
+    if given is not None:
+        name = parse_name(given, source="huggingface")
+        if name is None or name.revision is not None:
+            raise UsageError(f"--base-model {given!a:.80}: expected OWNER/MODEL")
+        return name.repository
+    for part in Path(report["model"]).parts if report is not None else ():
+        if cached := _CACHED.fullmatch(part):
+            return f"{cached[1]}/{cached[2]}"
+    return None
+
+
+def _metadata(base: str | None, licence: str | None, licences: list[str]) -> Iterator[str]:
+    yield "---"
+    if base is not None:
+        yield f"base_model: {base}"
+        yield "base_model_relation: quantized"
+    if licence is not None:
+        yield f"license: {licence}"
+    elif licences:
+        yield from ("license: other", f"license_link: {licences[0]}")
+    yield from (
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- warpbus",
+        "- quantized",
+        "---",
+    )
+
+
+def _introduction(base: str | None, report: Mapping[str, Any] | None) -> str:
+    if report is None:
+        return "Written by Warpbus."
+    original = f"[{base}](https://huggingface.co/{base})" if base else f"`{Path(report['model']).name}`"
+    return f"{original}, quantized by Warpbus {report.get('versions', {}).get('warpbus', '')}.".replace(" .", ".")
+
+
+def _format_name(checkpoint: Checkpoint) -> str | None:
+    """The format of the quantized matrices; None if there are none."""
+    layout = layout_of(checkpoint.config)
+    if layout is not None:
+        return layout.name
+    fp4 = fp4_storage(checkpoint.config)
+    if fp4 is not None:
+        method = checkpoint.config["quantization_config"].get("quant_method")
+        return "compressed-tensors" if method == "compressed-tensors" else "modelopt"
+    return None if fp8_storage(checkpoint.config) is None else "fp8"
+
+
+def _quantization(checkpoint: Checkpoint, report: Mapping[str, Any] | None) -> Iterator[str]:
+    if report is None:
+        return
+    rows = [("scheme", report["scheme"]), ("algorithm", report["algorithm"])]
+    if (name := _format_name(checkpoint)) is not None:
+        rows.append(("format", name))
+    if report.get("head"):
+        rows.append(("head", report["head"]["scheme"]))
+    settings = report["settings"]
+    if report["calibration_tokens"]:
+        source = Path(str(settings.get("calibration", ""))).name
+        rows.append(("calibration", f"{source}: {report['calibration_tokens']:,} tokens"))
+        details = [f"{key} {settings[key]}" for key in ("samples", "seqlen", "seed", "damping") if key in settings]
+        rows.append(("settings", ", ".join(details)))
+    kind = "outputs" if report["calibration_tokens"] else "weights"
+    errors = [row["error"] for row in report["layers"]]
+    rows.append((f"relative error of the {kind}", f"{sum(errors) / len(errors):.2%} mean, {max(errors):.2%} largest"))
+    rows.append(("size", f"{report['bytes_after'] / 1e6:,.1f} MB; before {report['bytes_before'] / 1e6:,.1f} MB"))
+    yield "## Quantization"
+    yield _table(("", ""), rows)
+
+
+def _quality(report: Mapping[str, Any] | None) -> Iterator[str]:
+    if report is None:
+        return
+    yield "## Quality"
+    verdict = report.get("verdict")
+    if verdict is None:
+        yield "Not measured. `warpbus eval` compares a model with its original on any texts."
+        return
+    before, after = verdict["before"], verdict["after"]
+    rows: list[tuple[str, ...]] = [
+        (
+            "perplexity",
+            f"{before['perplexity']:.3f}",
+            f"{after['perplexity']:.3f} ({verdict['perplexity_increase']:+.2%})",
+        ),
+        ("KL divergence from the original, nats per token", "", f"{after['divergence']:.4f}"),
+        ("same most likely token", "", f"{after['agreement']:.1%}"),
+    ]
+    if before.get("accuracy") is not None and after.get("accuracy") is not None:
+        rows.append(("right choices", f"{before['accuracy']:.1%}", f"{after['accuracy']:.1%}"))
+    rows.append(("weights in memory", *(f"{side['weight_bytes'] / 1e6:,.1f} MB" for side in (before, after))))
+    yield _table(("", "original", "quantized"), rows)
+    data = f"`{Path(verdict['data']).name}`, " if verdict.get("data") else ""
+    yield f"Measured by Warpbus on {data}{after['tokens']:,} tokens."
+
+
+def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterator[str]:
+    config = checkpoint.config
+    layout, schemes = _format_name(checkpoint), read_schemes(config).distinct()
+    yield f"**Warpbus**\n\n```sh\nwarpbus chat {repository}\nwarpbus serve {repository}\n```"
+    codes = [each for each in schemes if each.activations is None and each.element is None]
+    slow = next((each for each in codes if each.bits not in _VLLM_BITS), None)
+    if "auto_map" in config:
+        yield (
+            "**vLLM, transformers**: this architecture needs Python code of the original in transformers; it is not in "
+            "this repository."
+        )
+    elif slow is not None:
+        yield f"**vLLM**: weights of {slow.bits} bits may not be supported by your version."
+    else:
+        yield f"**vLLM**\n\n```sh\nvllm serve {repository}\n```"
+    if _has_quantized_head(checkpoint):
+        yield "The head is quantized: versions of vLLM and SGLang before the middle of 2026 cannot load it."
+    if "auto_map" not in config and layout in ("compressed-tensors", None):
+        needs = "" if layout is None else "\n\n`pip install transformers compressed-tensors accelerate`, then"
+        asymmetric = any(not each.symmetric for each in schemes)
+        extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if asymmetric else ""
+        names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if asymmetric else "")
+        yield (
+            f"**transformers**{needs}\n\n```python\nfrom transformers import {names}\n\n"
+            f'tokenizer = AutoTokenizer.from_pretrained("{repository}")\n'
+            f'model = AutoModelForCausalLM.from_pretrained("{repository}"{extra})\n```'
+        )
+    if ggufs:
+        yield f"**llama.cpp**\n\n```sh\nllama-server -hf {repository} -hff {ggufs[0]}\n```"
+    elif codes and len(codes) == len(schemes):
+        yield (
+            "**llama.cpp**: convert it to GGUF first\n\n```sh\n"
+            f"warpbus convert {repository} model.gguf --to gguf\nllama-server -m model.gguf\n```"
+        )
+
+
+def _has_quantized_head(checkpoint: Checkpoint) -> bool:
+    return any(name.endswith(("lm_head.weight_packed", "output_layer.weight_packed")) for name in checkpoint.names())
+
+
+def _licence(base: str | None, licence: str | None, licences: list[str]) -> str:
+    if licence is not None:
+        return f"`{licence}`." + (f" See {', '.join(licences)}." if licences else "")
+    if licences:
+        return f"See {', '.join(licences)}."
+    return f"That of {base}." if base else "That of the original model."
+
+
+def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [headings, ("---",) * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

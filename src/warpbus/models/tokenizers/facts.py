@@ -1,0 +1,48 @@
+"""What the files of a model say of its tokenizer, for clients that ask a server for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import CheckpointError
+
+
+def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[str, Any]:
+    """The fields of tokenizer_config.json, with the chat template, wherever the model keeps it.
+
+    Args:
+        directory: of the model.
+        class_name: the `tokenizer_class` if the file names none.
+        max_length: the `model_max_length`: what the model is served with.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = directory / "tokenizer_config.json"
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        jinja = directory / "chat_template.jinja"
+        template = jinja.read_text(encoding="utf-8") if jinja.is_file() else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({type(error).__name__}); download it again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a JSON object; download it again")
+    facts = {name: _plain(value) if name.endswith("_token") else value for name, value in found.items()}
+    named = facts.get("chat_template")
+    if isinstance(named, list):  # several templates by name
+        chosen = [each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"]
+        named = next(iter(chosen), None)
+    name = facts.get("tokenizer_class")
+    return {
+        **facts,
+        "tokenizer_class": name if isinstance(name, str) else class_name,
+        "model_max_length": max_length,
+        "chat_template": named if isinstance(named, str) else template,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The text of a special token, which may be an object with options."""
+    return value.get("content") if isinstance(value, dict) else value

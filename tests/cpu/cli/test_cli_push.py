@@ -1,0 +1,170 @@
+"""`warpbus push`: the card, what is uploaded and what is not, and a model that comes back from the hub."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hub_standin import StandIn
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+import warpbus
+from warpbus.cli import app
+from warpbus.engine import SamplingParams
+from warpbus.errors import CheckpointError, DataError, UploadError, UsageError
+from warpbus.formats.hub import find_model
+
+NAME = "someone/poet-w4"
+TOKEN = "hf_secret"
+
+
+@pytest.fixture(scope="module")
+def quantized(make_model, tmp_path_factory) -> Path:
+    """A quantized model with a licence, code, a hidden file and a directory."""
+    directory = tmp_path_factory.mktemp("push")
+    model = make_model(directory / "secret-place", num_attention_heads=4)
+    (model / "LICENSE").write_text("Be kind.")
+    (model / "modeling_x.py").write_text("boom")
+    output = directory / "out"
+    warpbus.quantize(model, output, scheme="w4a16-g32", algorithm="rtn", device="cpu", head="w8a16-g32")
+    (output / ".token").write_text(TOKEN)
+    (output / "notes").mkdir()
+    return output
+
+
+@pytest.fixture
+def writable(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The hub, which asks for a token."""
+    hub.token = TOKEN
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the stand-in has the protocol of Git LFS
+    return hub
+
+
+def push(*arguments: object) -> str:
+    done = CliRunner().invoke(app, ["push", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refused(error: type[Exception], *arguments: object) -> str:
+    done = CliRunner().invoke(app, ["push", *map(str, arguments)])
+    assert isinstance(done.exception, error), done.output
+    assert "\n" not in str(done.exception)
+    return str(done.exception)
+
+
+def card(quantized: Path, *arguments: object) -> str:
+    return push(quantized, NAME, "--dry-run", *arguments)
+
+
+def test_a_pushed_model_comes_back_and_works(writable: StandIn, quantized: Path):
+    done = json.loads(push(quantized, NAME, "--private", "--json"))
+    assert writable.created == {NAME: True}
+    files = writable.models[NAME].commits[done["commit"]]
+    assert done["files"] == len(files)
+    assert done["bytes"] == sum(map(len, files.values()))
+    expected = {file.name for file in quantized.iterdir() if file.is_file()} - {".token", "modeling_x.py"}
+    assert files.keys() == expected | {"README.md"}
+    for name in expected - {"warpbus-report.json"}:
+        assert files[name] == (quantized / name).read_bytes()
+    found = find_model(NAME)
+    assert warpbus.LLM(found, device="cpu").generate("1", SamplingParams(max_tokens=4))[0].token_ids
+
+
+def test_the_second_push_sends_no_weights_again(writable: StandIn, quantized: Path):
+    push(quantized, NAME)
+    first = len([asked for asked in writable.asked if asked.method == "PUT"])
+    assert first == len(list(quantized.glob("*.safetensors"))) + len(list(quantized.glob("*.model")))
+    push(quantized, NAME)
+    assert len([asked for asked in writable.asked if asked.method == "PUT"]) == first
+
+
+def test_no_path_of_this_machine_is_published(writable: StandIn, quantized: Path):
+    push(quantized, NAME, "--base-model", "someone/original")
+    (files,) = writable.models[NAME].commits.values()
+    report = json.loads(files["warpbus-report.json"])
+    assert (report["model"], report["output"]) == ("someone/original", NAME)
+    for name in ("README.md", "warpbus-report.json"):
+        assert str(quantized.parent) not in files[name].decode()
+
+
+def test_the_card_tells_how_it_was_made_and_how_to_load_it(hub: StandIn, quantized: Path):
+    text = card(quantized, "--base-model", "someone/original", "--license", "mit")
+    _, metadata, body = text.split("---\n", 2)
+    lines = metadata.splitlines()
+    assert {"base_model: someone/original", "base_model_relation: quantized", "license: mit"} <= set(lines)
+    for words in (
+        "| scheme | w4a16-g32 |",
+        "| algorithm | rtn |",
+        "| head | w8a16-g32 |",
+        "Not measured.",
+        f"warpbus serve {NAME}",
+        f"vllm serve {NAME}",
+        f'AutoModelForCausalLM.from_pretrained("{NAME}")',
+        f"warpbus convert {NAME} model.gguf --to gguf",
+        "The head is quantized",
+    ):
+        assert words in body, words
+    assert hub.asked == []  # nothing is asked of the hub
+
+
+def test_without_options_the_licence_file_is_named(hub: StandIn, quantized: Path):
+    assert "license: other\nlicense_link: LICENSE\n" in card(quantized)
+    assert "base_model" not in card(quantized)
+
+
+def test_a_verdict_is_in_the_card(hub: StandIn, quantized: Path, tmp_path: Path, make_model):
+    texts = tmp_path / "private" / "texts.jsonl"
+    texts.parent.mkdir()
+    texts.write_text("\n".join(json.dumps({"text": "1 2 3 4 5 6 7 8"}) for _ in range(3)))
+    model = make_model(tmp_path / "model")
+    arguments = ["quantize", model, tmp_path / "out", "--algorithm", "rtn", "--scheme", "w8a16", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "--evaluate", str(texts), "--json"])
+    assert done.exit_code == 0, done.output
+    verdict = json.loads(done.stdout)["verdict"]
+    text = card(tmp_path / "out")
+    assert f"| {verdict['before']['perplexity']:.3f} |" in text
+    assert f"| {verdict['after']['divergence']:.4f} |" in text
+    assert f"`texts.jsonl`, {verdict['after']['tokens']} tokens" in text
+    assert str(tmp_path) not in text
+
+
+def test_a_card_of_ones_own_is_used(writable: StandIn, quantized: Path, tmp_path: Path):
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in quantized.iterdir():
+        if file.is_file():
+            (own / file.name).write_bytes(file.read_bytes())
+    (own / "README.md").write_text("# mine\n")
+    assert push(own, NAME, "--dry-run") == "# mine\n"
+    push(own, NAME)
+    (files,) = writable.models[NAME].commits.values()
+    assert files["README.md"] == b"# mine\n"
+
+
+def test_errors_are_one_line(writable: StandIn, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "expected config.json" in refused(CheckpointError, tmp_path, NAME)
+    assert "no such directory" in refused(CheckpointError, tmp_path / "none", NAME)
+    assert "only to Hugging Face" in refused(UsageError, quantized, "modelscope:someone/x")
+    assert "without a revision" in refused(UsageError, quantized, f"{NAME}@v1")
+    assert "no name of a model" in refused(UsageError, quantized, "poet")
+    assert "apache-2.0" in refused(UsageError, quantized, NAME, "--license", "a\nb: c")
+    assert "no name of a model" in refused(UsageError, quantized, NAME, "--base-model", "x: y")
+    writable.refused = 403
+    assert "answers 403" in refused(UploadError, quantized, NAME)
+    assert writable.models == {}
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "may not write" in refused(UploadError, quantized, NAME)
+    monkeypatch.delenv("HF_TOKEN")
+    assert "no token of Hugging Face" in refused(UsageError, quantized, NAME)
+
+
+def test_a_damaged_report_is_refused(hub: StandIn, quantized: Path, tmp_path: Path):
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in quantized.iterdir():
+        if file.is_file():
+            (own / file.name).write_bytes(file.read_bytes())
+    (own / "warpbus-report.json").write_text("[]")
+    assert "warpbus-report.json" in refused(DataError, own, NAME, "--dry-run")

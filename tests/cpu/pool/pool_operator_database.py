@@ -1,0 +1,216 @@
+"""PyTorch's own database of operators, on the device `warpbus:0` and on the CPU: the same results, or a refusal.
+
+`torch.testing` has for each operator samples of its arguments. Each sample is computed on both devices: forward,
+backward with the same gradients of the results, and in place where the operator has that form.
+"""
+
+import importlib.util
+import re
+import sys
+import types
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+if importlib.util.find_spec("expecttest") is None:
+    # The database's module imports it for a base class of PyTorch's own tests, which are not run here.
+    _stand_in = types.ModuleType("expecttest")
+    _stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    sys.modules["expecttest"] = _stand_in
+
+from torch.testing._internal.common_methods_invocations import op_db
+
+REMOTE = "warpbus"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64)
+DIRECTIONS = ("forward", "backward", "in place")
+
+# Their values are whatever the memory contained.
+_UNWRITTEN = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+
+# Sums in another order: of 16 bits, and of the 32 bits that others are computed from.
+_TOLERANCES = {
+    torch.float16: (1e-2, 1e-3),
+    torch.bfloat16: (2e-2, 1e-2),
+    torch.float32: (1e-4, 1e-5),
+    torch.complex64: (1e-4, 1e-5),
+}
+
+# Derivatives that divide by differences of singular values: rounding is all the more there.
+_SENSITIVE = {"pca_lowrank": (1e-2, 1e-2), "svd_lowrank": (1e-2, 1e-2)}
+
+
+@dataclass
+class Outcome:
+    """What became of the samples of one operator, dtype and direction.
+
+    Attributes:
+        counts: "equal" to the bit, "close", "refused", "wrong" (other numbers), "failed" (an error that the CPU does
+            not raise) and "skipped" (the CPU raises an error, or there are no numbers to compare).
+        messages: the first message of each kind that is neither equal, close nor skipped.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    messages: dict[str, str] = field(default_factory=dict)
+
+    def add(self, kind: str, message: str = "") -> None:
+        self.counts[kind] += 1
+        if message:
+            self.messages.setdefault(kind, message)
+
+    @property
+    def verdict(self) -> str:
+        """The worst of its samples."""
+        for kind in ("wrong", "failed", "refused"):
+            if self.counts[kind]:
+                return kind
+        return "right" if self.counts["equal"] + self.counts["close"] else "skipped"
+
+
+def documented_refusals() -> list[str]:
+    """What the errors of the table in docs/pool.md contain."""
+    text = (Path(__file__).parents[3] / "docs" / "pool.md").read_text(encoding="utf-8")
+    table = text.partition("### What does not run")[2]
+    return re.findall(r"^\| [^|]+ \| `([^`|]+)` \| [^|]+ \|$", table, re.MULTILINE)
+
+
+def entries(dtype: torch.dtype) -> list[Any]:
+    """The operators of the database that a CPU computes in a dtype."""
+    return [each for each in op_db if dtype in each.supported_dtypes("cpu")]
+
+
+def title(entry: Any) -> str:
+    """The name of an operator with that of its variant."""
+    return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else entry.name
+
+
+def check(
+    entry: Any, dtype: torch.dtype, is_refusal: Callable[[str], bool], indices: Iterable[int]
+) -> dict[str, Outcome]:
+    """Compute samples of an operator on both devices.
+
+    Args:
+        entry: of `entries`.
+        dtype: of its floating-point arguments.
+        is_refusal: whether a message of an error is a documented refusal.
+        indices: of the samples; where there are fewer samples, they are counted from the first again.
+    """
+    outcomes = {direction: Outcome() for direction in DIRECTIONS}
+    differentiable = dtype in entry.supported_backward_dtypes("cpu") and entry.supports_autograd
+    in_place = entry.get_inplace()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for sample in _samples(entry, dtype, differentiable, set(indices)):
+            _compare(outcomes["forward"], is_refusal, entry, lambda s: _forward(entry, s), sample)
+            if differentiable:
+                _compare(outcomes["backward"], is_refusal, entry, lambda s, of=sample: _backward(entry, s, of), sample)
+            if in_place is not None and not sample.broadcasts_input:
+                _compare(outcomes["in place"], is_refusal, entry, lambda s: _in_place(in_place, s), sample)
+    return outcomes
+
+
+def _samples(entry: Any, dtype: torch.dtype, differentiable: bool, indices: set[int]) -> list[Any]:
+    torch.manual_seed(0)
+    found = list(islice(entry.sample_inputs("cpu", dtype, requires_grad=differentiable), max(indices) + 1))
+    return [found[index] for index in sorted({index % len(found) for index in indices})] if found else []
+
+
+def _moved(entry: Any, sample: Any, device: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a sample, the tensors copied to a device."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone().to(device).requires_grad_(value.requires_grad)
+        if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+            return torch.device(device)
+        return value
+
+    if entry.name == "tensor_split":  # its sections are on the CPU, whatever the device
+        return move(sample.input), sample.args, sample.kwargs
+    return tree_map(move, (sample.input, sample.args, sample.kwargs))
+
+
+def _forward(entry: Any, moved: Any) -> list[Any]:
+    value, args, kwargs = moved
+    with torch.no_grad():
+        return tree_flatten(entry.op(value, *args, **kwargs))[0]
+
+
+def _backward(entry: Any, moved: Any, sample: Any) -> list[Any]:
+    value, args, kwargs = moved
+    inputs = [each for each in tree_flatten(moved)[0] if isinstance(each, Tensor) and each.requires_grad]
+    results = entry.op(value, *args, **kwargs)
+    if sample.output_process_fn_grad is not None:
+        results = sample.output_process_fn_grad(results)
+    outputs = [each for each in tree_flatten(results)[0] if isinstance(each, Tensor) and each.requires_grad]
+    if not outputs or not inputs:
+        raise _NothingToCompareError
+    generator = torch.Generator().manual_seed(2)
+    gradients = [
+        torch.randn(each.shape, dtype=each.dtype, generator=generator, device="cpu").to(each.device) for each in outputs
+    ]
+    return list(torch.autograd.grad(outputs, inputs, gradients, allow_unused=True))
+
+
+def _in_place(operator: Any, moved: Any) -> list[Any]:
+    value, args, kwargs = moved
+    with torch.no_grad():
+        result = operator(value, *args, **kwargs)
+    return [result, value]
+
+
+class _NothingToCompareError(Exception):
+    pass
+
+
+def _compare(
+    outcome: Outcome, is_refusal: Callable[[str], bool], entry: Any, compute: Callable[[Any], list[Any]], sample: Any
+) -> None:
+    try:
+        torch.manual_seed(1)
+        expected = compute(_moved(entry, sample, "cpu"))
+    except Exception:  # what the CPU refuses is not compared
+        outcome.add("skipped")
+        return
+    try:
+        torch.manual_seed(1)
+        found = [each.cpu() if isinstance(each, Tensor) else each for each in compute(_moved(entry, sample, REMOTE))]
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        outcome.add("refused" if is_refusal(message) else "failed", message[:600])
+        return
+    outcome.add(*_difference(entry, expected, found))
+
+
+def _difference(entry: Any, expected: list[Any], found: list[Any]) -> tuple[str, str]:
+    if len(expected) != len(found):
+        return "wrong", f"{len(found)} results, expected {len(expected)}"
+    kind = "equal"
+    for one, other in zip(expected, found, strict=True):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            if one is not other and not (one == other or one != one):
+                return "wrong", f"{other!r}, expected {one!r}"
+            continue
+        if one.dtype is not other.dtype or one.shape != other.shape or one.layout is not other.layout:
+            return "wrong", f"{other.dtype} {tuple(other.shape)}, expected {one.dtype} {tuple(one.shape)}"
+        if entry.name in _UNWRITTEN:
+            return "skipped", ""
+        try:
+            torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True, check_stride=False)
+            continue
+        except AssertionError:
+            kind = "close"
+        rtol, atol = _SENSITIVE.get(entry.name) or _TOLERANCES.get(one.dtype, (1e-5, 1e-8))
+        try:
+            torch.testing.assert_close(other, one, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+        except AssertionError as error:
+            return "wrong", str(error)
+    return kind, ""
