@@ -34,7 +34,8 @@ from warpbus.cli import (
 )
 from warpbus.cli.chinese_help import run
 from warpbus.cli.help import PlainGroup
-from warpbus.cli.language import Console, language_of, translated, use_language
+from warpbus.cli.language import Console, translated, use_language
+from warpbus.cuda.findings import language_of_locale
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -88,7 +89,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # When it ends, Python looks for garbage among all that torch has made: half a second for nothing.
     atexit.register(gc.freeze)
-    language = language_of(os.environ)
+    language = language_of_locale()
     use_language(language)
     try:
         if language == "zh":

@@ -50,7 +50,8 @@ def _show(error: Any) -> None:
 
 def translate_command(command: Any) -> None:
     """Translate the help of a command (click's, which newer versions of typer contain) and of all commands in it."""
-    command.help = translated(command.help or "")
+    paragraphs = (command.help or "").split("\n\n")  # whose lines are broken as in the source
+    command.help = translated("\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))
     for parameter in command.params:
         if getattr(parameter, "help", None):
             parameter.help = translated(parameter.help)

@@ -33,13 +33,15 @@ def run(
     ] = "auto",
     check: Annotated[
         bool,
-        typer.Option("--check", help="on the CPU: run it again with the threads in reverse order, and compare"),
+        typer.Option("--check", help="on the CPU: check each access, and compare two orders of threads"),
     ] = False,
 ) -> None:
     """Compile FILE and run it: by nvcc on a GPU, or by the C++ compiler on the CPU.
 
-    On the CPU, mistakes such as an index beyond the end or a missing barrier are explained. Options come before FILE.
+    On the CPU, mistakes such as an index beyond the end are explained, with --check also races and elements that are
+    read before they are written. Options come before FILE.
     """
+    from warpbus.cuda.findings import explain, language_of_locale
     from warpbus.cuda.programs import has_gpu, run_in_orders, run_on_gpu
 
     if device not in DEVICES:
@@ -51,18 +53,22 @@ def run(
     if device == "auto" and not on_gpu:
         Console(stderr=True, soft_wrap=True).print("running on the CPU", style="dim")
     orders = ("forward", "reverse") if check else ("forward",)
-    found, *others = [run_on_gpu(file, words)] if on_gpu else run_in_orders(file, words, orders=orders)
+    found, *others = [run_on_gpu(file, words)] if on_gpu else run_in_orders(file, words, orders=orders, checks=check)
     sys.stdout.write(found.output)
     sys.stdout.flush()
     sys.stderr.write(found.errors)
+    if found.mistake:
+        raise DataError(f"{file}: {explain(found.mistake, language_of_locale())}")
     for again in others:
         if (again.output, again.code) != (found.output, found.code):
             sys.stdout.write(again.output)
             sys.stderr.write(again.errors)
+            if again.mistake:
+                raise DataError(f"{file}: {explain(again.mistake, language_of_locale())}")
             raise DataError(
                 f"{file}: the output depends on the order of the threads (the second one above is that of the reverse "
                 "order): a __syncthreads() is missing, or several threads write one element"
             )
-        print("the same output with the threads in reverse order")
+        print("no mistake was found; the same output with the threads in reverse order")
     if found.code:
         raise typer.Exit(found.code if found.code > 0 else 128 - found.code)

@@ -20,20 +20,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-VARIABLES = ("WARPBUS_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
 CATALOGUE = Path(__file__).with_name("locale") / "zh.po"
 
 _PLACEHOLDER = re.compile(r"\{(\d+)\}")
 _ENTRY = re.compile(r'^msgid ((?:".*"\n)+)msgstr ((?:".*"(?:\n|\Z))+)', re.MULTILINE)
 _LEAST_LETTERS = 4  # of a template without its placeholders: fewer would fit texts that it does not mean
-
-
-def language_of(environment: Mapping[str, str]) -> str:
-    """`zh` or `en`, by the first of `VARIABLES` that is set."""
-    for name in VARIABLES:
-        if value := environment.get(name):
-            return "zh" if value.lower().startswith("zh") else "en"
-    return "en"
 
 
 class Catalogue(gettext.NullTranslations):

@@ -92,7 +92,7 @@ def drain(
     if as_json:
         print(json.dumps(done))
     else:
-        _say(f"{host} takes no leases any more, {done['moves']} were moved")
+        _say(f"{host} takes no leases any more, leases moved: {done['moves']}")
         for lease, why in done["failed"].items():
             _say(f"[bold red]{escape(lease)} stays:[/] {escape(why)}")
     if done["failed"]:

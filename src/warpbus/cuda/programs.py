@@ -1,10 +1,13 @@
 """Stand-alone CUDA programs: a `.cu` file with a `main`, compiled and run on a GPU by nvcc, or on the CPU.
 
-On the CPU, `translate` rewrites the two things that C++ does not have, launches and dynamic shared memory, and the
-host's compiler gets `on_cpu/cuda_runtime.h` in the place of CUDA's header. The program runs in a process of its own.
+On the CPU, `translate` rewrites what C++ does not have, launches and shared memory, and the host's compiler gets
+`on_cpu/cuda_runtime.h` in the place of CUDA's header. The program runs in a process of its own and writes what it did
+wrong as findings, which `findings` puts into words.
 """
 
 import ctypes
+import functools
+import json
 import os
 import re
 import shutil
@@ -16,12 +19,17 @@ from pathlib import Path
 
 from warpbus.cuda import driver
 from warpbus.cuda.cpp_compiler import find_compiler
+from warpbus.cuda.findings import Finding
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"
 
 _SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;")
+_SHARED = re.compile(
+    r"(?<!extern )\b__shared__\s+((?:unsigned\s+|signed\s+|long\s+)*[\w:]+(?:<[^<>;{}]*>)?)\s+(\w[^;={}()]*);"
+)
+_DECLARED = re.compile(r"\s*(\w+)\s*((?:\[[^\[\]]+\]\s*)*)")
 _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
 
@@ -30,12 +38,20 @@ class ProgramRun:
     """What a program printed and how it ended.
 
     Attributes:
+        errors: what it printed to stderr.
         code: the exit status, negative for a signal.
+        findings: what the runtime and the test of an exercise found: mistakes, and the memory traffic.
     """
 
     output: str
     errors: str
     code: int
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def mistake(self) -> Finding | None:
+        """What the program did wrong, if it was found; it ended there."""
+        return next((each for each in self.findings if each["kind"] not in ("traffic", "timing")), None)
 
 
 def has_gpu() -> bool:
@@ -77,41 +93,81 @@ def run_in_orders(
     *,
     orders: Sequence[str] = ("forward", "reverse"),
     appended: str = "",
-    limit: float | None = None,
+    include: Path | None = None,
+    checks: bool = False,
+    limit: int | None = None,
 ) -> list[ProgramRun]:
-    """Compile a program for the CPU and run it once per order of threads.
+    """Compile a program for the CPU and run it once per order of threads, up to the first run with a finding.
 
     Args:
         source, arguments: see `run_on_cpu`.
         appended: more of the program, behind the file.
-        limit: seconds after which a program that has not ended is stopped.
+        include: a directory with more headers.
+        checks: whether each access to memory is checked (`on_cpu/checks.h`).
+        limit: seconds of CPU time after which a program that has not ended is stopped, with a finding.
 
     Raises:
-        DataError, DeviceError: see `run_on_cpu`; DataError also if the program did not end within the limit.
+        DataError, DeviceError: see `run_on_cpu`.
     """
     compiler = find_compiler()
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source}: cannot be read ({error}): give a .cu file") from None
+    text = _text(source)
     name = str(source).replace("\\", "\\\\").replace('"', '\\"')
     pieces = ['#include "cuda_runtime.h"', f'#line 1 "{name}"', translate(text)]
     if appended:
         pieces += ['#line 1 "test"', translate(appended)]
     # An access to address 0 has to happen, so that it is explained: it must not be optimized away.
-    flags = ["-std=c++20", "-O1", "-w", "-fno-delete-null-pointer-checks", f"-I{HEADERS}", f"-I{source.parent}"]
+    flags = ["-std=c++20", "-O1", "-g", "-w", "-fno-delete-null-pointer-checks", f"-I{HEADERS}", f"-I{source.parent}"]
+    flags += [f"-I{include}"] if include else []
     with tempfile.TemporaryDirectory() as place:
         translated, program = Path(place, f"{source.stem}.cpp"), Path(place, source.stem)
         translated.write_text("\n".join(pieces) + "\n", encoding="utf-8")
-        _compile([*compiler, *flags, str(translated), "-o", str(program)], source)
-        try:
-            return [_run(program, arguments, {"WARPBUS_ORDER": order}, limit) for order in orders]
-        except subprocess.TimeoutExpired:
-            raise DataError(f"{source}: did not end within {limit:g} s: look for an endless loop") from None
+        if checks:
+            _compile_checked(compiler, flags, translated, program, source)
+        else:
+            _compile([*compiler, *flags, "-no-pie", str(translated), "-o", str(program)], source)
+        runs = []
+        for order in orders:
+            variables = {"WARPBUS_ORDER": order} | ({"WARPBUS_LIMIT": str(limit)} if limit else {})
+            runs.append(_run(program, arguments, variables, source))
+            if runs[-1].mistake:
+                break
+        return runs
 
 
-def run_on_gpu(source: Path, arguments: Sequence[str] = ()) -> ProgramRun:
+def _text(source: Path) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{source}: cannot be read ({error}): give a .cu file") from None
+
+
+@functools.cache
+def _checks(compiler: tuple[str, ...]) -> bytes:
+    """`on_cpu/checks.h`, compiled."""
+    with tempfile.TemporaryDirectory() as place:
+        text, found = Path(place, "checks.cpp"), Path(place, "checks.o")
+        text.write_text('#include "checks.h"\n', encoding="utf-8")
+        flags = ["-std=c++20", "-O2", "-w", "-fno-pie", f"-I{HEADERS}"]
+        _compile([*compiler, *flags, "-c", str(text), "-o", str(found)], text)
+        return found.read_bytes()
+
+
+def _compile_checked(compiler: tuple[str, ...], flags: list[str], text: Path, program: Path, source: Path) -> None:
+    """Compile a program that calls `on_cpu/checks.h` before each access: the functions of a sanitizer, but ours."""
+    own, runtime = text.with_suffix(".o"), text.parent / "checks.o"
+    instrumented = ["-fsanitize=thread", "-fno-threadsafe-statics", "-DWARPBUS_CHECKS", "-fno-pie"]
+    _compile([*compiler, *flags, *instrumented, "-c", str(text), "-o", str(own)], source)
+    runtime.write_bytes(_checks(compiler))
+    _compile([*compiler, "-no-pie", str(runtime), str(own), "-o", str(program)], source)
+
+
+def run_on_gpu(
+    source: Path, arguments: Sequence[str] = (), *, appended: str = "", include: Path | None = None
+) -> ProgramRun:
     """Compile a program with nvcc for the GPU of this machine and run it.
+
+    Args:
+        source, arguments, appended, include: see `run_in_orders`.
 
     Raises:
         DataError: see `run_on_cpu`.
@@ -125,9 +181,13 @@ def run_on_gpu(source: Path, arguments: Sequence[str] = ()) -> ProgramRun:
     if not source.is_file():
         raise DataError(f"{source}: no such file: give a .cu file")
     with tempfile.TemporaryDirectory() as place:
-        program = Path(place, source.stem)
-        _compile([compiler, "-std=c++17", "-O2", "-arch=native", str(source), "-o", str(program)], source)
-        return _run(program, arguments, {}, None)
+        program, whole = Path(place, source.stem), source
+        if appended:
+            whole = Path(place, "exercise.cu")
+            whole.write_text(f'#line 1 "{source.name}"\n{_text(source)}\n#line 1 "test"\n{appended}', encoding="utf-8")
+        flags = ["-std=c++17", "-O2", "-arch=native", f"-I{source.parent}", *([f"-I{include}"] if include else [])]
+        _compile([compiler, *flags, str(whole), "-o", str(program)], source)
+        return _run(program, arguments, {}, source)
 
 
 def translate(text: str) -> str:
@@ -138,9 +198,13 @@ def translate(text: str) -> str:
     """
     plain = _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
     edits: list[tuple[int, int, str]] = [
-        (*found.span(), f"{found[1]} *{found[2]} = reinterpret_cast<{found[1]} *>(warpbus::dynamic.data());")
+        (*found.span(), f'{found[1]} *{found[2]} = warpbus::dynamic_array<{found[1]}>("{found[2]}");')
         for found in _DYNAMIC.finditer(plain)
     ]
+    for found in _SHARED.finditer(plain):
+        arrays = [_DECLARED.fullmatch(each) for each in found[2].split(",")]
+        if all(arrays):  # other declarations stay: threads.h makes them static, without checks
+            edits.append((*found.span(), " ".join(_shared(found[1], *each.groups()) for each in arrays if each)))
     start = plain.find("<<<")
     while start >= 0:
         line = plain.count("\n", 0, start) + 1
@@ -156,6 +220,14 @@ def translate(text: str) -> str:
     for begin, end, new in sorted(edits, reverse=True):
         text = text[:begin] + new + text[end:]
     return text
+
+
+def _shared(element: str, name: str, extents: str) -> str:
+    """An array of shared memory, on one line."""
+    array = re.sub(r"\s+", " ", element + extents).strip()
+    return (
+        f'static warpbus::Shared<warpbus::Type<{array}>> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
+    )
 
 
 def _closing(text: str, opened: int, line: int) -> int:
@@ -175,7 +247,35 @@ def _compile(command: list[str], source: Path) -> None:
         raise DataError(f"{source}: the compiler rejects it: {lines[0] if lines else 'without a message'}")
 
 
-def _run(program: Path, arguments: Sequence[str], environment: dict[str, str], limit: float | None) -> ProgramRun:
-    words, variables = [str(program), *arguments], os.environ | environment
-    found = subprocess.run(words, capture_output=True, text=True, errors="replace", env=variables, timeout=limit)
-    return ProgramRun(found.stdout, found.stderr, found.returncode)
+def _run(program: Path, arguments: Sequence[str], environment: dict[str, str], source: Path) -> ProgramRun:
+    found_in = program.parent / "findings"
+    words, variables = [str(program), *arguments], os.environ | environment | {"WARPBUS_FINDINGS": str(found_in)}
+    found_in.unlink(missing_ok=True)
+    found = subprocess.run(words, capture_output=True, text=True, errors="replace", env=variables)
+    lines = found_in.read_text(encoding="utf-8", errors="replace").splitlines() if found_in.exists() else []
+    findings = tuple(_with_lines(program, source, [json.loads(line) for line in lines]))
+    return ProgramRun(found.stdout, found.stderr, found.returncode, findings)
+
+
+def _with_lines(program: Path, source: Path, findings: list[Finding]) -> list[Finding]:
+    """Give findings the lines of the source that their addresses in the program belong to, if addr2line is there."""
+    addresses = sorted({each[key] for each in findings for key in ("pc", "its_pc") if key in each})
+    tool = shutil.which("addr2line")
+    if not addresses or tool is None:
+        return findings
+    command = [tool, "-a", "-i", "-e", str(program), *map(hex, addresses)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    lines: dict[int, int] = {}
+    address = 0
+    for text in found.splitlines():
+        if text.startswith("0x"):
+            address = int(text, 16)
+            continue
+        file, _, number = text.partition(" ")[0].rpartition(":")
+        if Path(file).name == source.name and number.isdigit():
+            lines.setdefault(address, int(number))
+    for each in findings:
+        for key, line in (("pc", "line"), ("its_pc", "its_line")):
+            if each.get(key) in lines:
+                each[line] = lines[each[key]]
+    return findings

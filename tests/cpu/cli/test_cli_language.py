@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 import warpbus
 from warpbus.cli import app, language, main
 from warpbus.cli.chinese_help import translate_command, wrapped
-from warpbus.cli.language import CATALOGUE, Catalogue, Console, language_of, read_catalogue, translated, use_language
+from warpbus.cli.language import CATALOGUE, Catalogue, Console, read_catalogue, translated, use_language
+from warpbus.cuda.findings import language_of_locale
 
 PLACEHOLDER = re.compile(r"\{\d+\}")
 SENTENCE = re.compile(r"[A-Za-z]*[a-z]{2,} [a-z]{2,} [a-z]{2,}\b")  # three English words beside each other
@@ -71,8 +72,14 @@ def chinese() -> Iterator[None]:
         ({"LC_ALL": "", "LANG": "de_DE.UTF-8"}, "en"),
     ],
 )
-def test_the_language_is_that_of_the_first_variable_that_is_set(environment: dict[str, str], expected: str) -> None:
-    assert language_of(environment) == expected
+def test_the_language_is_that_of_the_first_variable_that_is_set(
+    environment: dict[str, str], expected: str, monkeypatch
+) -> None:
+    for name in ("WARPBUS_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert language_of_locale() == expected
 
 
 def test_every_help_text_is_in_the_catalogue_and_nothing_else_is_there_as_help() -> None:
@@ -215,4 +222,4 @@ def test_every_command_prints_through_the_console_that_translates() -> None:
     files = Path(language.__file__).parent.rglob("*.py")
     plain = re.compile(r"rich\.console import.*\bConsole\b")
     found = {file.name for file in files if plain.search(file.read_text(encoding="utf-8"))}
-    assert found == {"language.py", "bench.py"}  # tables of benchmarks are English
+    assert found == {"language.py", "bench.py", "learn.py"}  # benchmarks are English, exercises have --lang

@@ -52,7 +52,7 @@ def test_status_as_json_and_as_a_table(address):
 
 
 def test_verbs_say_what_they_did_or_why_not(address):
-    assert "mill takes no leases any more, 0 were moved" in invoke("drain", "mill", "--address", address).stdout
+    assert "mill takes no leases any more, leases moved: 0" in invoke("drain", "mill", "--address", address).stdout
     assert "mill takes leases again" in invoke("undrain", "mill", "--address", address).stdout
     for verb in (
         ["release", "abcd"],

@@ -1,5 +1,6 @@
 """Stand-alone CUDA programs on the CPU: the examples, what they print, and mistakes that are explained."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from warpbus.cli import app
 from warpbus.cuda import programs
 from warpbus.cuda.cpp_compiler import find_compiler
+from warpbus.cuda.findings import explain
 from warpbus.errors import DataError, DeviceError, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,22 +107,24 @@ def test_every_example_is_tested_and_documented() -> None:
     [
         (
             changed(ADD, "if (i < n) c[i]", "c[i]"),
-            "kernel add, block (3906, 0, 0), thread (64, 0, 0): access 0 bytes behind the end of 4000000 bytes",
+            "kernel add, block (3906, 0, 0), thread (64, 0, 0): accesses d_a[1000000] (line 12), but d_a has 1000000 "
+            "elements of 4 bytes: compare the index",
         ),
-        (changed(ADD, "wrong += c[i]", "wrong += d_c[i]"), "host code accesses device memory (4000000 bytes"),
-        (changed(ADD, "c[i] = a[i]", "c[i ? i : -1] = a[i]"), "kernel add wrote before the begin of 4000000 bytes"),
+        (changed(ADD, "wrong += c[i]", "wrong += d_c[i]"), "device memory (d_c, 4000000 bytes) (line 41): copy"),
+        (changed(ADD, "c[i] = a[i]", "c[i ? i : -1] = a[i]"), "kernel add wrote d_c[-1], which is before the begin"),
         (changed(ADD, "d_c, n);", "nullptr, n);"), "kernel add, block (0, 0, 0), thread (0, 0, 0): access to address"),
         (
             changed(MULTIPLY, "    float sum = 0;\n    for (int first", "    if (column >= n) return;\n"
                     "    float sum = 0;\n    for (int first"),
-            "kernel tiled, block (6, 0, 0): 8 threads wait at __syncthreads(), but 24 have returned",
+            "kernel tiled, block (6, 0, 0): 64 threads wait at __syncthreads() (line 33), but 192 have returned",
         ),
     ],
 )  # fmt: skip
 def test_wrong_programs_are_explained(run, text: str, said: str) -> None:
     found = run(text)
-    assert found.errors.startswith("error: ")
-    assert said in found.errors
+    assert found.mistake is not None
+    assert said in explain(found.mistake)
+    assert re.search("[\u4e00-\u9fff]", explain(found.mistake, "zh"))
     assert found.code == 70
 
 
@@ -129,7 +133,8 @@ def test_a_write_into_the_padding_is_found(run) -> None:
         START + "__global__ void k(char *x) { x[5] = 1; }\n"
         "int main() { char *x; cudaMalloc(&x, 5); k<<<1, 1>>>(x); return 0; }\n"
     )
-    assert "kernel k wrote behind the end of 5 bytes of cudaMalloc" in found.errors
+    assert found.mistake is not None
+    assert explain(found.mistake).startswith("kernel k wrote x[5], but x has 5 elements of 1 bytes: compare")
 
 
 def test_statuses_of_the_runtime(run) -> None:
@@ -205,7 +210,7 @@ def test_the_command(tmp_path) -> None:
     assert found.exit_code == 0
     assert found.stdout.splitlines() == [
         "1000 elements, 4 blocks of 256 threads: all match the CPU",
-        "the same output with the threads in reverse order",
+        "no mistake was found; the same output with the threads in reverse order",
     ]
     with pytest.raises(UsageError, match="--check compares orders of threads on the CPU"):
         invoke("--device", "cuda", "--check", str(EXAMPLES / "vector_add.cu"))
@@ -215,5 +220,5 @@ def test_the_command(tmp_path) -> None:
     source = tmp_path / "race.cu"
     source.write_text(changed(MULTIPLY, "__syncthreads();  // the tiles", "// the tiles"), encoding="utf-8")
     assert invoke("--device", "cpu", str(source)).exit_code == 1
-    with pytest.raises(DataError, match=r"depends on the order of the threads.*a __syncthreads\(\) is missing"):
+    with pytest.raises(DataError, match=r"race\.cu: kernel tiled, .* a race on shared memory: thread"):
         invoke("--device", "cpu", "--check", str(source))

@@ -136,17 +136,17 @@ def test_group_norm_keeps_channels_last(pool: None, dtype: torch.dtype) -> None:
 
 
 ENCODERS = [
-    ({}, {}),
-    ({}, {"mask"}),
-    ({}, {"src_key_padding_mask"}),
-    ({}, {"mask", "src_key_padding_mask"}),
-    ({"norm_first": True, "activation": "gelu"}, {"src_key_padding_mask"}),
+    ({}, ()),
+    ({}, ("mask",)),
+    ({}, ("src_key_padding_mask",)),
+    ({}, ("mask", "src_key_padding_mask")),
+    ({"norm_first": True, "activation": "gelu"}, ("src_key_padding_mask",)),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("options", "given"), ENCODERS, ids=str)
-def test_transformer_encoders_in_evaluation(pool: None, options: dict[str, Any], given: set[str]) -> None:
+def test_transformer_encoders_in_evaluation(pool: None, options: dict[str, Any], given: tuple[str, ...]) -> None:
     """PyTorch takes fused layers here, and nested tensors for padding, whose output is then zero."""
 
     def program(device: str) -> Any:

@@ -6,7 +6,7 @@
 // 线程块为 16 x 16；n 不一定是 16 的倍数。每一轮，线程块里的线程各取一个元素，装入 a 和 b 的一块，然后使用 16 次。
 // 需要两次同步：装入之后一次，下一轮装入之前一次。
 //
-// Check it with / 检查：  warpbus learn 04 --check
+// Check it with / 检查：  warpbus learn 04.1 --check
 
 __global__ void product(const float *a, const float *b, float *c, int n) {
     __shared__ float tile_a[16][16];

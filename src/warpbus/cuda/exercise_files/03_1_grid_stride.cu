@@ -6,7 +6,7 @@
 // 不管 n 是多少，测试都只启动 4 个 64 线程的线程块：每个线程处理多个元素。每一轮中，相邻的线程应处理相邻的元素，
 // 这样一个 warp 的访问才能合并。
 //
-// Check it with / 检查：  warpbus learn 03 --check
+// Check it with / 检查：  warpbus learn 03.1 --check
 
 __global__ void scale(float *x, float factor, int n) {
     // How far apart are two elements of one thread? 同一个线程的两个元素相距多远？

@@ -1,0 +1,191 @@
+"""Findings: what a CUDA program on the CPU did wrong, in English or Chinese.
+
+The program writes a finding as a line of JSON, its kind and the fields of that kind: see `on_cpu/threads.h`,
+`on_cpu/checks.h` and `exercise_files/exercise.cu`.
+"""
+
+import os
+from typing import Any, TypeAlias
+
+Finding: TypeAlias = dict[str, Any]
+"""`kind`, and the fields of that kind: places such as `block` are [x, y, z], `line` is a line of the source."""
+
+LANGUAGES = ("en", "zh")
+
+
+def language_of_locale() -> str:
+    """The language of messages: "zh" under a Chinese locale, else "en"; `WARPBUS_LANG` comes before the locale."""
+    for name in ("WARPBUS_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
+        value = os.environ.get(name)
+        if value:
+            return "zh" if value.startswith("zh") else "en"
+    return "en"
+
+
+_WORDS: dict[str, tuple[str, str]] = {
+    "at": ("kernel {kernel}, block {block}, thread {thread}", "核函数 {kernel}，线程块 {block}，线程 {thread}"),
+    "block": ("kernel {kernel}, block {block}", "核函数 {kernel}，线程块 {block}"),
+    "line": (" (line {line})", "（第 {line} 行）"),
+    "reads": ("reads", "读"),
+    "writes": ("writes", "写"),
+    "accesses": ("accesses", "访问"),
+    "device": ("device", "设备"),
+    "shared": ("shared", "共享"),
+    "outside": (
+        "{at}: {verb} {array}[{index}]{line}, but {array} has {count} elements of {element} bytes: "
+        "compare the index with "
+        "the number of elements",
+        "{at}：{verb}了 {array}[{index}]{line}，但 {array} 只有 {count} 个元素（每个 {element} 字节）："
+        "请把下标与元素个数比较",
+    ),
+    "before": (
+        "{at}: {verb} {array}[{index}]{line}, which is before the begin of {array}",
+        "{at}：{verb}了 {array}[{index}]{line}，它在 {array} 的起点之前",
+    ),
+    "padding": (
+        "kernel {kernel} wrote {array}[{index}], but {array} has {count} elements of {element} bytes: "
+        "compare the index "
+        "with the number of elements",
+        "核函数 {kernel} 写了 {array}[{index}]，但 {array} 只有 {count} 个元素（每个 {element} 字节）："
+        "请把下标与元素个数比较",
+    ),
+    "padding_before": (
+        "kernel {kernel} wrote {array}[{index}], which is before the begin of {array}",
+        "核函数 {kernel} 写了 {array}[{index}]，它在 {array} 的起点之前",
+    ),
+    "misaligned": (
+        "{at}: {verb} {bytes} bytes at {array}[{index}]{line}, but its address is not a multiple of "
+        "{bytes}: a GPU stops "
+        "with `misaligned address`",
+        "{at}：在 {array}[{index}] 处{verb} {bytes} 字节{line}，但该地址不是 {bytes} 的倍数：GPU 会报 "
+        "misaligned address",
+    ),
+    "host": (
+        "host code accesses device memory ({array}, {bytes} bytes){line}: copy it with cudaMemcpy first",
+        "主机代码访问了设备内存（{array}，{bytes} 字节）{line}：请先用 cudaMemcpy 复制",
+    ),
+    "wild": (
+        "{at}: access to address {address}{line}, which no cudaMalloc returned: a wild index, or a host "
+        "pointer that does "
+        "not exist",
+        "{at}：访问了地址 {address}{line}，它不属于任何 cudaMalloc 分配：下标越界很远，或者用了不存在的主机指针",
+    ),
+    "wild_host": (
+        "host code: access to address {address}{line}, which is not allocated",
+        "主机代码：访问了未分配的地址 {address}{line}",
+    ),
+    "race": (
+        "kernel {kernel}, block {block}: a race on {memory} memory: thread {its_thread} {its_verb} "
+        "{array}[{index}]{its_line} "
+        "and thread {thread} {verb} it{line}, and {no_barrier} is between them",
+        "核函数 {kernel}，线程块 {block}：{memory}内存上的数据竞争：线程 {its_thread} {its_verb} "
+        "{array}[{index}]{its_line}，"
+        "线程 {thread} 也{verb}它{line}，两者之间没有 {no_barrier}",
+    ),
+    "no_syncthreads": ("no __syncthreads()", "__syncthreads()"),
+    "no_syncwarp": ("neither __syncthreads() nor __syncwarp()", "__syncthreads() 或 __syncwarp()"),
+    "race_blocks": (
+        "kernel {kernel}: a race on device memory: thread {its_thread} of block {its_block} {its_verb} "
+        "{array}[{index}]{its_line} and thread {thread} of block {block} {verb} it{line}: blocks run in "
+        "any order, so an "
+        "element is for one block, or for atomic operations",
+        "核函数 {kernel}：设备内存上的数据竞争：线程块 {its_block} 的线程 {its_thread} {its_verb} "
+        "{array}[{index}]{its_line}，"
+        "线程块 {block} 的线程 {thread} 也{verb}它{line}：线程块的执行顺序不定，"
+        "一个元素只能由一个线程块处理，或者使用原子操作",
+    ),
+    "unwritten": (
+        "{at}: reads {array}[{index}]{line}, to which nothing was written: {memory} memory is not zero at first",
+        "{at}：读了 {array}[{index}]{line}，但此前没有写过它：{memory}内存的初值不是 0",
+    ),
+    "barrier": (
+        "{block}: {count} threads wait at {what}{line}, but {ended} have returned, such as thread "
+        "{returned}: on a GPU this "
+        "is undefined; all threads of the block have to reach the barrier",
+        "{block}：{count} 个线程在 {what} 处等待{line}，但有 {ended} 个线程已经返回，例如线程 "
+        "{returned}：这在 GPU 上是未定义行为，"
+        "线程块的所有线程都必须到达同步点",
+    ),
+    "divergent": (
+        "{block}: threads of one block wait at different barriers: thread {waiting} at line "
+        "{line_number}, thread {other} at "
+        "line {its_line_number}: a barrier is inside a branch that not all threads take",
+        "{block}：同一线程块的线程停在不同的同步点：线程 {waiting} 在第 {line_number} 行，线程 {other} "
+        "在第 {its_line_number} 行："
+        "同步点放在了并非所有线程都会进入的分支里",
+    ),
+    "warp": (
+        "{block}: thread {waiting} waits at {what}{line} for the lanes of its mask {mask}, but thread "
+        "{missing} {state}: all "
+        "lanes of the mask have to execute it",
+        "{block}：线程 {waiting} 在 {what} 处等待掩码 {mask} 中的线程{line}，但线程 {missing} {state}："
+        "掩码中的所有线程都必须执行它",
+    ),
+    "returned": ("has returned", "已经返回"),
+    "waits": ("waits at {its_what}{its_line}", "停在 {its_what}{its_line}"),
+    "not in its own mask": ("is not in its own mask", "不在自己的掩码中"),
+    "endless": (
+        "{at}: it does not end{line}: look for a loop whose condition never changes",
+        "{at}：没有结束{line}：请检查循环条件是否会变化",
+    ),
+    "endless_host": ("the program does not end{line}", "程序没有结束{line}"),
+    "status": ("{size}: the launch failed: {status}", "{size}：启动失败：{status}"),
+    "wrong": (
+        "{size}: {array}[{index}] is {found}, expected {expected} ({wrong} of {count} elements are wrong)",
+        "{size}：{array}[{index}] 是 {found}，应为 {expected}（{count} 个元素中有 {wrong} 个不对）",
+    ),
+    "missing": (
+        "{size}: {array}[{index}] was never written, expected {expected} ({wrong} of {count} elements are wrong)",
+        "{size}：{array}[{index}] 没有被写过，应为 {expected}（{count} 个元素中有 {wrong} 个不对）",
+    ),
+}
+
+
+def _word(name: str, language: str) -> str:
+    return _WORDS[name][LANGUAGES.index(language)]
+
+
+def _place(at: list[int]) -> str:
+    return f"({', '.join(map(str, at))})"
+
+
+def explain(finding: Finding, language: str = "en") -> str:
+    """A mistake in one sentence.
+
+    Args:
+        finding: of any kind but "traffic" and "timing".
+        language: of `LANGUAGES`.
+    """
+    fields = {key: _place(value) if isinstance(value, list) else value for key, value in finding.items()}
+    fields |= {f"{key}_number": finding[key] for key in ("line", "its_line") if key in finding}
+    for key in ("line", "its_line"):
+        fields[key] = _word("line", language).format(line=finding[key]) if finding.get(key) else ""
+    if "array" in finding and isinstance(finding.get("index"), list):
+        fields["index"] = "][".join(map(str, finding["index"]))
+    for key, verb in (("writes", "verb"), ("its_writes", "its_verb")):
+        fields[verb] = _word({1: "writes", 0: "reads", None: "accesses"}[finding.get(key)], language)
+    if "memory" in finding:
+        fields["memory"] = _word(finding["memory"], language)
+    if "thread" in finding:
+        fields["at"] = _word("at", language).format(**fields)
+    kind = _kind(finding)
+    if kind in ("barrier", "divergent", "warp"):
+        fields["block"] = _word("block", language).format(**fields)
+    if kind == "warp":
+        fields["mask"] = f"0x{finding['mask']:08x}"
+        fields["state"] = _word(finding["state"], language).format(**fields)
+    if kind == "race":
+        fields["no_barrier"] = _word("no_syncwarp" if finding["same_warp"] else "no_syncthreads", language)
+    return _word(kind, language).format(**fields)
+
+
+def _kind(finding: Finding) -> str:
+    """The kind, by its fields where one kind has two sentences."""
+    kind: str = finding["kind"]
+    if kind in ("outside", "padding") and finding["index"] < 0:
+        return "before" if kind == "outside" else "padding_before"
+    if kind == "race" and not finding["same_block"]:
+        return "race_blocks"
+    if kind in ("wild", "endless") and "thread" not in finding:
+        return f"{kind}_host"
+    return "missing" if kind == "wrong" and finding["unwritten"] else kind

@@ -1,0 +1,461 @@
+// Threads, blocks and device memory on a CPU: what `cuda_runtime.h` builds on.
+//
+// The threads of a block are fibers on one thread of the CPU. A fiber runs until a barrier or its end; blocks run one
+// after the other. What a kernel does wrong is written as one line of JSON, a finding, into the file that
+// WARPBUS_FINDINGS names, and the program ends with status 70. `warpbus.cuda.findings` puts findings into words.
+//
+// With WARPBUS_CHECKS, the compiler calls the functions of `checks.h` before each access to memory.
+#pragma once
+
+#include <csignal>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+struct uint3 { unsigned x, y, z; };
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    operator uint3() const { return {x, y, z}; }
+};
+
+namespace warpbus {
+
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr size_t kMostShared = 48 << 10, kStack = 128 << 10, kGuard = 64 << 20, kGap = 512;
+constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
+
+enum class Waits : unsigned char { nothing, block, warp };
+
+struct Allocation {
+    char *reserved, *pages, *begin;  // kGuard bytes before `pages` and behind the last page cannot be accessed
+    size_t mapped, size, element;    // `element`: bytes of what the pointer points to, 0 if that is void
+    bool managed;                    // also for host code
+    std::string name;
+};
+
+struct SharedArray {
+    char *begin;
+    size_t size, element;
+    const char *name;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    uint3 thread;
+    unsigned number;
+    bool ended;
+    Waits waits;
+    const char *what;       // what it waits for: "__syncthreads()"
+    int line;               // of the source, where it waits
+    unsigned mask;          // of the lanes that it waits for
+    unsigned source;        // the lane whose value it asks for
+    uint64_t given, got;    // the bits that it hands over, and those that it gets
+};
+
+inline std::map<char *, Allocation> allocations;
+inline std::vector<SharedArray> shared_arrays;
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline Fiber *current;      // nullptr while host code runs
+inline const std::function<void()> *body;
+inline const char *kernel = "";
+inline uint3 block_at, block_size, grid_size;
+alignas(128) inline char dynamic[kGap + kMostShared + kGap];
+inline size_t dynamic_size;
+
+#ifdef WARPBUS_CHECKS
+void check_launch();                       // a kernel begins
+void check_block();                        // a block begins: shared memory holds nothing
+void check_barrier();                      // all threads of the block are at a barrier
+void check_warp_barrier(unsigned warp);    // so are the threads of a warp
+void check_launch_end();
+void check_host_write(const void *, size_t);
+void check_freed(const void *);
+void check_atomic(const void *, size_t, const void *pc);
+void check_unordered();                    // the program orders blocks by fences
+void check_new_array(const SharedArray &);
+void check_dynamic_array(const SharedArray &);
+void forget_traffic();
+#else
+inline void check_launch() {}
+inline void check_block() {}
+inline void check_barrier() {}
+inline void check_warp_barrier(unsigned) {}
+inline void check_launch_end() {}
+inline void check_host_write(const void *, size_t) {}
+inline void check_freed(const void *) {}
+inline void check_atomic(const void *, size_t, const void *) {}
+inline void check_unordered() {}
+inline void check_new_array(const SharedArray &) {}
+inline void check_dynamic_array(const SharedArray &) {}
+inline void forget_traffic() {}
+#endif
+
+inline size_t page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+inline std::string quoted(const char *text) {
+    std::string found = "\"";
+    for (; *text; ++text) {
+        if (*text == '"' || *text == '\\') found += '\\';
+        if (static_cast<unsigned char>(*text) >= 32) found += *text;
+    }
+    return found + "\"";
+}
+
+inline std::string field(const char *name, const std::string &json) { return ", " + quoted(name) + ": " + json; }
+inline std::string field(const char *name, const char *text) { return field(name, quoted(text)); }
+template <class N, class = std::enable_if_t<std::is_arithmetic_v<N>>>
+std::string field(const char *name, N value) { return field(name, std::to_string(value)); }
+inline std::string field(const char *name, uint3 at) {
+    return field(name, "[" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + "]");
+}
+
+inline void write_finding(const std::string &kind, const std::string &fields) {
+    if (const char *path = getenv("WARPBUS_FINDINGS"))
+        if (FILE *file = fopen(path, "a")) {
+            fprintf(file, "{\"kind\": \"%s\"%s}\n", kind.c_str(), fields.c_str());
+            fclose(file);
+        }
+}
+
+[[noreturn]] inline void stop(const std::string &kind, const std::string &fields) {
+    fflush(stdout);
+    write_finding(kind, fields);
+    _exit(70);
+}
+
+inline std::string place() { return field("kernel", kernel) + field("block", block_at); }
+inline std::string place(const Fiber &fiber) { return place() + field("thread", fiber.thread); }
+
+// The thread with this number in its block.
+inline uint3 thread_of(unsigned number) {
+    return {number % block_size.x, number / block_size.x % block_size.y, number / block_size.x / block_size.y};
+}
+
+// Kernels can access device memory, host code cannot.
+inline void expose(bool visible) {
+    for (auto &[key, each] : allocations)
+        if (!each.managed) mprotect(each.pages, each.mapped, visible ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+inline std::string outside(const Allocation &each, const char *at) {
+    const auto bytes = at - each.begin, element = static_cast<std::ptrdiff_t>(std::max<size_t>(1, each.element));
+    return field("array", each.name.c_str()) + field("memory", "device") +
+           field("index", (bytes - (bytes < 0 ? element - 1 : 0)) / element) +
+           field("count", static_cast<std::ptrdiff_t>(each.size) / element) + field("element", element);
+}
+
+inline uintptr_t counter_of(void *context) {
+    const auto *machine = &static_cast<ucontext_t *>(context)->uc_mcontext;
+#if defined(__x86_64__)
+    return static_cast<uintptr_t>(machine->gregs[REG_RIP]);
+#elif defined(__aarch64__)
+    return static_cast<uintptr_t>(machine->pc);
+#else
+    return machine ? 0 : 1;
+#endif
+}
+
+inline void explain_fault(int, siginfo_t *info, void *context) {
+    const char *at = static_cast<const char *>(info->si_addr);
+    const std::string pc = field("pc", counter_of(context));
+    for (const auto &[key, each] : allocations) {
+        if (at < each.reserved || at >= each.pages + each.mapped + kGuard) continue;
+        if (!current) stop("host", field("array", each.name.c_str()) + field("bytes", each.size) + pc);
+        stop("outside", place(*current) + outside(each, at) + pc);
+    }
+    char address[40];
+    snprintf(address, sizeof address, "%p", static_cast<const void *>(at));
+    stop("wild", (current ? place(*current) : std::string()) + field("address", address) + pc);
+}
+
+inline void explain_limit(int, siginfo_t *, void *context) {
+    stop("endless", (current ? place(*current) : std::string()) + field("pc", counter_of(context)));
+}
+
+inline void handle(int signal, void (*handler)(int, siginfo_t *, void *)) {
+    struct sigaction action{};
+    action.sa_sigaction = handler;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(signal, &action, nullptr);
+}
+
+// Explain faults, and programs that take more seconds of the CPU than WARPBUS_LIMIT says.
+inline void install() {
+    static bool done = false;
+    if (done) return;
+    done = true;
+    static char stack[64 << 10];
+    stack_t other{};
+    other.ss_sp = stack;
+    other.ss_size = sizeof stack;
+    sigaltstack(&other, nullptr);
+    handle(SIGSEGV, explain_fault);
+    handle(SIGBUS, explain_fault);
+    if (const char *limit = getenv("WARPBUS_LIMIT")) {
+        handle(SIGVTALRM, explain_limit);
+        struct itimerval timer{};
+        timer.it_value.tv_sec = std::max(1, atoi(limit));
+        setitimer(ITIMER_VIRTUAL, &timer, nullptr);
+    }
+}
+
+template <class T> using Type = T;
+
+// An array of __shared__ memory, with a gap before and behind it in which an access is a mistake.
+template <class T> struct Shared {
+    alignas(128) char before[kGap];
+    alignas(16) T value;
+    char behind[kGap];
+    explicit Shared(const char *name) {
+        static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
+        shared_arrays.push_back({reinterpret_cast<char *>(&value), sizeof(T), sizeof(std::remove_all_extents_t<T>), name});
+        memset(static_cast<void *>(&value), kUnwritten, sizeof(T));
+        check_new_array(shared_arrays.back());
+    }
+};
+
+template <class T> T *dynamic_array(const char *name) {
+    SharedArray &found = shared_arrays.front();
+    if (found.name != name) {
+        found.name = name;
+        found.element = sizeof(T);
+        check_dynamic_array(found);
+    }
+    return reinterpret_cast<T *>(dynamic + kGap);
+}
+
+inline void enter() {
+    (*body)();
+    current->ended = true;
+    swapcontext(&current->context, &scheduler);
+}
+
+inline void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u) {
+    current->waits = waits;
+    current->what = what;
+    current->line = line;
+    current->mask = mask;
+    swapcontext(&current->context, &scheduler);
+}
+
+inline std::string waiting(const Fiber &fiber) {
+    return field("waiting", fiber.thread) + field("what", fiber.what) + field("line", fiber.line);
+}
+
+// Let the lanes of a warp run until all of them have ended or wait for the block.
+inline void run_warp(unsigned first, unsigned count, bool reverse) {
+    for (;;) {
+        bool ran = false;
+        for (unsigned i = 0; i < count; ++i) {
+            Fiber &fiber = fibers[first + (reverse ? count - 1 - i : i)];
+            if (fiber.ended || fiber.waits != Waits::nothing) continue;
+            ran = true;
+            current = &fiber;
+            swapcontext(&scheduler, &fiber.context);
+        }
+        if (ran) continue;
+        // All lanes wait or have ended. A group of lanes that names itself in the same mask goes on.
+        bool released = false;
+        const Fiber *stuck = nullptr, *missing = nullptr;
+        for (unsigned lane = 0; lane < count && !released; ++lane) {
+            const Fiber &fiber = fibers[first + lane];
+            if (fiber.ended || fiber.waits != Waits::warp) continue;
+            const unsigned mask = count == kWarp ? fiber.mask : fiber.mask & ((1u << count) - 1);
+            const Fiber *absent = mask >> lane & 1 ? nullptr : &fiber;
+            for (unsigned other = 0; other < count && !absent; ++other) {
+                const Fiber &its = fibers[first + other];
+                const bool there = !its.ended && its.waits == Waits::warp && its.mask == fiber.mask && its.what == fiber.what;
+                if ((mask >> other & 1) && !there) absent = &its;
+            }
+            if (absent) {
+                if (!stuck) stuck = &fiber, missing = absent;
+                continue;
+            }
+            uint64_t ballot = 0;
+            for (unsigned other = 0; other < count; ++other)
+                if (mask >> other & 1) ballot |= uint64_t{fibers[first + other].given != 0} << other;
+            for (unsigned other = 0; other < count; ++other) {
+                Fiber &its = fibers[first + other];
+                if (!(mask >> other & 1)) continue;
+                const unsigned source = its.source;
+                its.got = source == kWarp ? ballot : source < count && !fibers[first + source].ended
+                          ? fibers[first + source].given : its.given;
+                its.waits = Waits::nothing;
+            }
+            if (!strcmp(fiber.what, "__syncwarp()")) check_warp_barrier(first / kWarp);
+            released = true;
+        }
+        if (released) continue;
+        if (stuck)
+            stop("warp", place() + waiting(*stuck) + field("mask", stuck->mask) + field("missing", missing->thread) +
+                 (missing == stuck ? field("state", "not in its own mask") : missing->ended ? field("state", "returned")
+                  : field("state", "waits") + field("its_what", missing->what) + field("its_line", missing->line)));
+        return;
+    }
+}
+
+inline void run_block(unsigned threads, bool reverse) {
+    const unsigned warps = (threads + kWarp - 1) / kWarp;
+    check_block();
+    for (;;) {
+        for (unsigned i = 0; i < warps; ++i) {
+            const unsigned first = (reverse ? warps - 1 - i : i) * kWarp;
+            run_warp(first, std::min(kWarp, threads - first), reverse);
+        }
+        const Fiber *waits = nullptr, *ended = nullptr;
+        unsigned at_barrier = 0;
+        for (unsigned i = 0; i < threads; ++i) {
+            const Fiber &fiber = fibers[i];
+            if (fiber.ended) {
+                if (!ended) ended = &fiber;
+                continue;
+            }
+            if (waits && waits->line != fiber.line)
+                stop("divergent", place() + waiting(*waits) + field("other", fiber.thread) + field("its_line", fiber.line));
+            if (!waits) waits = &fiber;
+            ++at_barrier;
+        }
+        if (waits && ended)
+            stop("barrier", place() + waiting(*waits) + field("count", at_barrier) + field("ended", threads - at_barrier) +
+                 field("returned", ended->thread));
+        check_barrier();
+        if (!waits) return;
+        uint64_t sum = 0;
+        for (unsigned i = 0; i < threads; ++i) sum += fibers[i].given != 0;
+        for (unsigned i = 0; i < threads; ++i) {
+            fibers[i].got = sum;
+            fibers[i].waits = Waits::nothing;
+        }
+    }
+}
+
+// Writes that hit the rest of an allocation's pages, before its begin or right behind its end, are found after the kernel.
+inline void check_ends() {
+    for (const auto &[key, each] : allocations)
+        for (const char *at = each.pages; at < each.pages + each.mapped; ++at) {
+            if (at == each.begin) at += each.size;
+            if (at < each.pages + each.mapped && static_cast<unsigned char>(*at) != kPadding)
+                stop("padding", field("kernel", kernel) + outside(each, at));
+        }
+}
+
+inline void run_kernel(const char *name, dim3 grid, dim3 block, size_t shared, const std::function<void()> &call) {
+    const unsigned threads = block.x * block.y * block.z;
+    const char *order = getenv("WARPBUS_ORDER");
+    const bool reverse = order && !strcmp(order, "reverse");
+    install();
+    if (fibers.size() < threads) fibers.resize(threads);
+    kernel = name;
+    body = &call;
+    grid_size = grid;
+    block_size = block;
+    dynamic_size = shared;
+    if (shared_arrays.empty()) shared_arrays.push_back({});
+    shared_arrays.front() = {dynamic + kGap, shared, 4, "shared memory"};
+    expose(true);
+    check_launch();
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; ++x) {
+                block_at = {x, y, z};
+                for (const SharedArray &each : shared_arrays) memset(each.begin, kUnwritten, each.size);
+                for (unsigned i = 0; i < threads; ++i) {
+                    Fiber &fiber = fibers[i];
+                    if (fiber.stack.empty()) fiber.stack.resize(kStack);
+                    fiber.number = i;
+                    fiber.thread = thread_of(i);
+                    fiber.waits = Waits::nothing;
+                    fiber.ended = false;
+                    fiber.given = 0;
+                    getcontext(&fiber.context);
+                    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+                    fiber.context.uc_stack.ss_size = fiber.stack.size();
+                    fiber.context.uc_link = nullptr;
+                    makecontext(&fiber.context, enter, 0);
+                }
+                run_block(threads, reverse);
+            }
+    check_launch_end();
+    current = nullptr;
+    check_ends();
+    expose(false);
+}
+
+inline const Allocation *owner(const void *pointer) {
+    auto after = allocations.upper_bound(static_cast<char *>(const_cast<void *>(pointer)));
+    if (after == allocations.begin()) return nullptr;
+    const Allocation &found = std::prev(after)->second;
+    return static_cast<const char *>(pointer) < found.begin + found.size ? &found : nullptr;
+}
+
+// Whether `size` bytes from a pointer are device memory, or none of them is.
+inline bool is_of(const void *pointer, size_t size, bool device) {
+    const Allocation *found = owner(pointer);
+    if (found && found->managed) return true;
+    if (!device) return found == nullptr;
+    return found && static_cast<const char *>(pointer) + size <= found->begin + found->size;
+}
+
+inline char *allocate(size_t size, size_t element, bool managed, const char *name) {
+    const size_t padded = (size + 15) / 16 * 16, mapped = (padded + page() - 1) / page() * page();
+    char *reserved = static_cast<char *>(mmap(nullptr, kGuard + mapped + kGuard, PROT_NONE,
+                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (reserved == MAP_FAILED) return nullptr;
+    char *pages = reserved + kGuard, *begin = pages + mapped - padded;
+    if (mprotect(pages, mapped, PROT_READ | PROT_WRITE)) return nullptr;
+    install();
+    memset(pages, kPadding, mapped);
+    memset(begin, kUnwritten, size);  // new memory of a GPU is not zero either
+    while (*name == '&' || *name == ' ') ++name;
+    if (*name == '(') name = strrchr(name, '&') ? strrchr(name, '&') + 1 : name;  // (void **)&x
+    allocations[begin] = {reserved, pages, begin, mapped, size, element, managed, name};
+    if (!managed) mprotect(pages, mapped, PROT_NONE);
+    return begin;
+}
+
+inline bool release(void *pointer) {
+    const auto found = allocations.find(static_cast<char *>(pointer));
+    if (found == allocations.end()) return false;
+    check_freed(pointer);
+    munmap(found->second.reserved, kGuard + found->second.mapped + kGuard);
+    allocations.erase(found);
+    return true;
+}
+
+// What a lane of a warp gets from lane `source` of it; kWarp: the bits of all lanes, whether what they give is not 0.
+template <class T> T exchange(unsigned mask, T value, unsigned source, const char *what, int line) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles take values of at most 8 bytes");
+    current->given = 0;
+    memcpy(&current->given, &value, sizeof value);
+    current->source = source;
+    wait_for(Waits::warp, what, line, mask);
+    memcpy(&value, &current->got, sizeof value);
+    return value;
+}
+
+inline unsigned lane() { return current->number % kWarp; }
+
+// The lane to read from: `to` if it is in this lane's group of `width`, else this lane.
+inline unsigned within(long to, int width) {
+    const long own = lane(), begin = own / width * width;
+    return static_cast<unsigned>(to >= begin && to < begin + width ? to : own);
+}
+
+}  // namespace warpbus
