@@ -38,6 +38,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("chat", SamplingParams): {
         *("stop", "ignore_eos", "min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids"),
         *("logprobs", "prompt_logprobs", "logit_bias", "grammar", "thinking", "include_stop_str_in_output", "priority"),
+        "pooling",
     },
     ("chat", ServiceOptions): {
         *("max_num_seqs", "max_queue", "cache_tokens", "max_num_batched_tokens", "prefix_caching", "speculation"),
