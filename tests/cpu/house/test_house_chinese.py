@@ -11,7 +11,7 @@ CHINESE = DOCS / "zh"
 PAGES = sorted(path.name for path in CHINESE.glob("*.md"))
 
 # Not translated yet. Shorten this list, and never add a page to it.
-ENGLISH_ONLY = {"benchmarks.md", "quantized_kernels.md"}
+ENGLISH_ONLY = {"quantized_kernels.md"}
 # Chinese pages that are shorter than the English one, or arranged in another way.
 SUMMARIES = {"formats.md", "pool.md", "serving.md"}
 # The glossary defines in Chinese how other terms are translated, too.
