@@ -219,7 +219,7 @@ async def metrics(world: World) -> dict[str, float]:
         await connection.ask("GET", "/metrics")
         await connection.head()
         text = (await connection.body()).decode()
-    pattern = rf'^warpbus:(\w+){{model_name="{re.escape(world.model)}"}} (\S+)$'
+    pattern = rf'^warpbus:(\w+){{model_name="{re.escape(world.model)}"(?:,replica="0")?}} (\S+)$'
     found = {name: float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
     if "num_requests_running" not in found:
         raise SystemExit("the server's metrics say nothing of its engine")

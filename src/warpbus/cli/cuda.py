@@ -38,8 +38,7 @@ def run(
 ) -> None:
     """Compile FILE and run it: by nvcc on a GPU, or by the C++ compiler on the CPU.
 
-    On the CPU, mistakes such as an index beyond the end are explained, with --check also races and elements that are
-    read before they are written. Options come before FILE.
+    On the CPU mistakes are explained, with --check also races and unwritten elements. Options come before FILE.
     """
     from warpbus.cuda.findings import explain, language_of_locale
     from warpbus.cuda.programs import has_gpu, run_in_orders, run_on_gpu

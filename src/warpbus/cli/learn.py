@@ -73,8 +73,7 @@ def learn(
 ) -> None:
     """Practise CUDA: write the exercises of a chapter into this directory, or check them.
 
-    Checks run on the CPU: no GPU is needed, but a C++ compiler. They explain wrong indices, races, missing barriers and
-    accesses that do not coalesce. Without EXERCISE, all exercises and their state are listed.
+    Checks run on the CPU and need a C++ compiler. Without EXERCISE, all exercises and their state are listed.
     """
     language = lang or language_of_locale()
     if language not in LANGUAGES:

@@ -6,7 +6,6 @@ from typing import Any
 
 from warpbus.errors import UsageError
 
-
 _lock = threading.Lock()
 _users = 0  # of the connection that `connect` has made
 
