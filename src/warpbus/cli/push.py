@@ -34,7 +34,7 @@ def push(
 
     The card is README.md of DIR if there is one. A token that may write is needed: HF_TOKEN, or hf auth login.
     """
-    from warpbus.evaluation.card import base_of, model_card, published_report, read_report
+    from warpbus.evaluation.model_card import base_of, model_card, published_report, read_report
     from warpbus.formats.hub import model_files, push_name
     from warpbus.formats.hub import push as run
     from warpbus.quantization.preflight import REPORT_NAME
