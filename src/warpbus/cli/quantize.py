@@ -44,7 +44,8 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", field="layout", choices=FORMATS),
     head="also quantize the head, to a scheme such as w8a16-g128; compressed-tensors only",
     calibration=...,
-    samples="maximum number of calibration sequences",
+    samples="maximum number of calibration sequences, instead of a number of tokens",
+    tokens="number of calibration tokens; by default 262144, in at most 4096 sequences",
     seqlen="maximum tokens per sequence",
     seed="random seed for choosing sequences",
     device="auto, cpu, cuda or cuda:N",
@@ -128,7 +129,7 @@ def quantize(
 ) -> None:
     """Quantize the linear layers of MODEL and write it to OUTPUT. vLLM, SGLang and transformers can load the result.
 
-    The packaged model includes its data: warpbus quantize demo poet-w4 --evaluate demo
+    The packaged model includes its data: warpbus quantize demo poet-w4 --samples 256 --evaluate demo
     """
     from warpbus.quantization.early import start_processes
 

@@ -64,7 +64,8 @@ def quantize(
     layout: str = QuantizationOptions.layout,
     head: str | Scheme | None = QuantizationOptions.head,
     calibration: str | Path | Calibration | None = None,
-    samples: int = QuantizationOptions.samples,
+    samples: int | None = QuantizationOptions.samples,
+    tokens: int | None = QuantizationOptions.tokens,
     seqlen: int = QuantizationOptions.seqlen,
     seed: int = QuantizationOptions.seed,
     device: str | torch.device = QuantizationOptions.device,
@@ -98,6 +99,8 @@ def quantize(
         calibration: see `read_calibration`, or sequences that are tokens already; by default the packaged
             `GENERAL_TEXTS`. rtn does not look at it.
         samples: sequences to calibrate on, at most.
+        tokens: calibrate on sequences that have so many tokens together. Without both, it is 262,144 tokens or what the
+            file has, in at most 4,096 sequences.
         seqlen: tokens of a sequence, at most; the model's context is a limit too.
         seed: of the draw of the sequences.
         device: "auto" (GPUs, else the CPU), "cpu", "cuda" (GPUs) or "cuda:N" (that one alone). The CPU computes in
@@ -137,6 +140,7 @@ def quantize(
         layout=layout,
         head=None if head is None else str(head),
         samples=samples,
+        tokens=tokens,
         seqlen=seqlen,
         device=str(device),
         gpus=gpus,
@@ -164,7 +168,7 @@ def quantize(
             )
         data = None
         if algorithm in METHODS:
-            data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
+            data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
         state.matrices = len(plan.matrices)
         job = Job(
             model=Path(model),
@@ -179,7 +183,7 @@ def quantize(
             restart=restart,
             expected_bytes=plan.bytes_after,
             identity=_identity(plan, algorithm, data, devices[0].type, damping),
-            settings=_settings(data, calibration, samples, seqlen, seed, damping) | dict(remarks or {}),
+            settings=_settings(data, calibration, seqlen, seed, damping) | dict(remarks or {}),
             model_hash=model_hash(plan.checkpoint),
             started=started,
         )
@@ -213,9 +217,9 @@ def check_arguments(
         check_head(Scheme.parse(options.head), options.layout)
         if any(each.element is not None for each in schemes.distinct()):
             raise UsageError(f"--head {options.head}: not beside layers in FP4, with which no program reads it")
-    for name in ("samples", "seqlen"):
+    for name in ("samples", "tokens", "seqlen"):
         value, least = getattr(options, name), options.least[name]
-        if value < least:
+        if value is not None and value < least:
             raise UsageError(f"{name} is {value}: it has to be at least {least}")
     if not options.least["damping"] <= options.damping < float("inf"):
         raise UsageError(f"damping is {options.damping}: it has to be a number from 0 up, 0.01 for instance")
@@ -350,7 +354,9 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
     return numbers
 
 
-def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
+def read_data(
+    plan: Plan, source: str | Path | Calibration, seqlen: int, seed: int, samples: int | None, tokens: int | None
+) -> Calibration:
     """What a model is calibrated on, arguments as of `quantize`.
 
     Raises:
@@ -367,7 +373,7 @@ def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen
         return source
     tokenizer = load_tokenizer(directory)
     template = find_template(directory, plan.checkpoint.config, tokenizer)
-    data = read_calibration(Path(source), tokenizer, template, samples=samples, seqlen=seqlen, seed=seed)
+    data = read_calibration(Path(source), tokenizer, template, seqlen=seqlen, seed=seed, samples=samples, tokens=tokens)
     largest = max(map(max, data.sequences))
     if largest >= size:
         raise CheckpointError(
@@ -396,15 +402,14 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
 def _settings(
     data: Calibration | None,
     calibration: str | Path | Calibration,
-    samples: int,
     seqlen: int,
     seed: int,
     damping: float,
 ) -> dict[str, Any]:
-    """What the report says of the calibration."""
+    """What the report says of the calibration; `samples` of it draws the same sequences again."""
     if data is None:
         return {}
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
     if calibration == GENERAL_TEXTS:
         given = "packaged general texts"
-    return {"calibration": given, "samples": samples, "seqlen": seqlen, "seed": seed, "damping": damping}
+    return {"calibration": given, "samples": len(data.sequences), "seqlen": seqlen, "seed": seed, "damping": damping}
