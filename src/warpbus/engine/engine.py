@@ -23,7 +23,7 @@ from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.drafting import Drafting
 from warpbus.engine.host_cache import HostCache
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
-from warpbus.engine.kv_cache import KVCache, has_decode_kernels, stored_dtype
+from warpbus.engine.kv_cache import KVCache, has_decode_kernels, usable_dtype
 from warpbus.engine.logits import LogitsRow
 from warpbus.engine.logprobs import check_prompt_logprobs
 from warpbus.engine.mtp import check_mtp
@@ -60,7 +60,7 @@ class Engine:
         model: in eval mode; the engine runs on the device of its norms.
         max_model_len: the most tokens of a prompt with its answer, a prefix excluded; by default the model's context.
         max_num_seqs: the most sequences that run at once; further ones wait.
-        kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU only.
+        kv_dtype: see `KV_DTYPES`. On a CPU, 8 bits take less memory, and more time.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding sequences.
         inter_token_latency: the target of the seconds between two tokens of a sequence; see `StepBudget`. Not with
             several processes.
@@ -116,11 +116,7 @@ class Engine:
         self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
         kernels = has_decode_kernels(config, self.dtype, device)
-        if stored_dtype(config, kv_dtype, self.dtype) != self.dtype and not kernels:
-            raise UsageError(
-                f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
-                f"{device}: give auto, or float16 or bfloat16 on a GPU"
-            )
+        kv_dtype = usable_dtype(model, kv_dtype, kernels=kernels)
         experts = any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
         self._most_tokens = max_num_batched_tokens or (EXPERTS_BATCHED_TOKENS if experts else BATCHED_TOKENS)
         self._prefixes = Prefixes(adapters, config)
@@ -137,7 +133,8 @@ class Engine:
         if self._drafting.mtp_tokens:
             check_mtp(config, adapters)
         count = 1 + self._prefixes.blocks + blocks + self._prefixes.extra_blocks
-        cache = KVCache(config, count, device=device, dtype=self.dtype, kv_dtype=kv_dtype)
+        cache = KVCache(config, count, device=device, dtype=self.dtype, kv_dtype=kv_dtype, scales=model.kv_scales)
+        self.kv_kind = cache.kind
         step = StepExecutor(
             *(model, cache, max_num_seqs, self._drafting.rows, self.max_model_len),
             device=device,

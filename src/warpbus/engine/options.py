@@ -30,7 +30,7 @@ class ServiceOptions:
         max_num_seqs: the most requests that run at once.
         max_queue: the most requests that wait besides these; further ones are refused.
         memory: the GPU memory of the engine's process: "6GB", "50%", or bytes; see `LLM`.
-        kv_dtype: the storage type of the KV cache: "auto", "int8" or "fp8"; see `LLM`.
+        kv_dtype: the storage type of the KV cache: "auto", "int8", "fp8" or "unquantized"; see `LLM`.
         cache_tokens: the size of the KV cache in tokens, rounded up to whole blocks; requests for which there is no
             block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding requests; None: the engine's

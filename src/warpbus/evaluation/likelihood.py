@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from warpbus.errors import DataError, NumericError
 from warpbus.evaluation.batches import batches
 from warpbus.models import Decoder
 from warpbus.models.documents import Document
+from warpbus.models.layers import CausalAttention, WholeAttention
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Score:
     tokens: int
 
 
+_Context = TypeVar("_Context", bound=WholeAttention)
+
 # Logits in memory at a time, per model: 256 MiB in float32.
 _HELD = 2**26
 
@@ -41,7 +45,8 @@ def score(
 ) -> dict[str, Score]:
     """Score models on documents; the first model is the reference of the others.
 
-    Models may be on different devices; likelihoods are computed in float32 and summed in float64.
+    A model with scales for an 8-bit KV cache attends to keys and values that are rounded so, as in decoding. Models may
+    be on different devices; likelihoods are computed in float32 and summed in float64.
 
     Args:
         models: by name, all with the same vocabulary.
@@ -61,7 +66,9 @@ def score(
         for name, model in models.items():
             # The logits of a position predict the token after it.
             chosen = predicted[:, 1:].to(device[name])
-            hidden[name] = model.hidden(ids.to(device[name]))[:, :-1][chosen]
+            hidden[name] = model.hidden(ids.to(device[name]), context=as_cached(CausalAttention(), model))[:, :-1][
+                chosen
+            ]
         rows = max(1, _HELD // models[reference_name].config.vocab_size)
         for start in range(0, len(targets), rows):
             piece = slice(start, start + rows)
@@ -88,6 +95,13 @@ def score(
         # Rounding can make a divergence of zero slightly negative.
         scores[name] = Score(perplexity, max(0.0, divergence), agreement, predicted_tokens)
     return scores
+
+
+def as_cached(context: _Context, model: Decoder) -> _Context:
+    """The context, with keys and values as an 8-bit KV cache has them if the model's checkpoint has scales for one."""
+    if model.kv_scales is not None:
+        context.stored = model.kv_scales.rounded
+    return context
 
 
 def _sums(log_probs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:

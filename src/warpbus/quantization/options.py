@@ -17,6 +17,7 @@ class QuantizationOptions:
 
     layout: str = "compressed-tensors"
     head: str | None = None
+    kv_cache: str | None = None
     samples: int | None = None
     tokens: int | None = None
     seqlen: int = 2048
