@@ -76,9 +76,8 @@ def score(
         for name, model in models.items():
             # The logits of a position predict the token after it.
             chosen = predicted[:, 1:].to(device[name])
-            hidden[name] = model.hidden(ids.to(device[name]), context=as_cached(CausalAttention(), model))[:, :-1][
-                chosen
-            ]
+            states = model.hidden(ids.to(device[name]), context=as_cached(CausalAttention(), model))
+            hidden[name] = states[:, :-1][chosen]
         rows = max(1, _HELD // models[reference_name].config.vocab_size)
         for start in range(0, len(targets), rows):
             piece = slice(start, start + rows)
