@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.cuda import capture
-from warpbus.cuda.address_space import PIECE, rounded_up
-from warpbus.cuda.vmm import Arena
+from warpbus.cuda.vmm import PIECE, Arena, rounded_up
 from warpbus.errors import DeviceError, UsageError
 
 ALIGNMENT = 256
