@@ -55,11 +55,13 @@ class ModelInstance:
     """What an engine has on one device; a move to another device replaces all of it.
 
     Attributes:
+        on_gpu: the device computes on a GPU, of this machine or remote.
         offloadable: the model's weights, if they can be offloaded; else None.
     """
 
     model: Decoder
     device: torch.device
+    on_gpu: bool
     cache: KVCache
     step: StepExecutor
     runner: Runner
@@ -160,7 +162,7 @@ class Engine:
             drafts=drafts,
         )
         runner = Runner(model, cache, step, batch_bucket(rows), mtp=drafts > 0)
-        self._instance = ModelInstance(model, device, cache, step, runner, offloadable)
+        self._instance = ModelInstance(model, device, is_gpu(device), cache, step, runner, offloadable)
         self._memory.begin(self.dtype, "end what else uses it, or quantize the model")
         self._budget = StepBudget(
             self._most_tokens,
@@ -345,7 +347,7 @@ class Engine:
             rows: capture graphs for up to so many sequences; by default for a single one.
             lengths: expected lengths of long sequences, in tokens.
         """
-        if not is_gpu(self.device):
+        if not self._instance.on_gpu:
             return
         end = self.model.config.prompt_end or 0
         for length in (*_WARM_PROMPTS, self._most_tokens):
@@ -503,7 +505,7 @@ class Engine:
     def _runs_ahead(self) -> bool:
         """A step can be launched before the tokens of the last one are read."""
         return (
-            is_gpu(self.device)
+            self._instance.on_gpu
             and not self._instance.step.host_embedding
             and not (self._drafting is not None and self._drafting.needs_host(self._scheduler))
             and self._samples_without_host()

@@ -38,11 +38,6 @@ class Transfer:
     copying: float
     seconds: float
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Of everything, not of the copy alone."""
-        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
-
 
 @dataclass(frozen=True)
 class _OffloadedRange:

@@ -376,11 +376,6 @@ class Sequence:
         self._stream = stream
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
 
-    @property
-    def below_minimum(self) -> bool:
-        """Stop tokens are not allowed yet."""
-        return len(self.token_ids) < self.params.min_tokens
-
     def uniforms(self, count: int) -> list[float]:
         """The next `count` random numbers from 0 to 1, one for each token to sample.
 
