@@ -30,7 +30,6 @@ LOOPBACK = "loopback"
 _EACH, _RECORDED = "each operator", "one message"  # how a training step is sent
 _SHARES = (0.25, 0.75)
 _ALONE = 2  # times that each tenant is measured while the other one rests
-_GIGABITS = (1.0, 10.0)
 
 
 @dataclass(frozen=True)
