@@ -32,6 +32,7 @@ class SwapHistory:
         back: times that it came back.
         waited: seconds that work waited for its return, in all.
         last_wait: the last of them, or None.
+        last_copy: of these, the seconds in which the lease was copied to the GPU.
         nbytes: copied, out and back.
         waits_for: what its return waits for now, or "".
     """
@@ -41,6 +42,7 @@ class SwapHistory:
         self.back = 0
         self.waited = 0.0
         self.last_wait: float | None = None
+        self.last_copy: float | None = None
         self.nbytes = 0
         self.waits_for = ""
         self._lease = lease[:8]
@@ -66,7 +68,7 @@ class SwapHistory:
     def _came_back(self, nbytes: int, seconds: float, waited: float, away: float) -> None:
         self.back += 1
         self.waited += waited
-        self.last_wait = waited
+        self.last_wait, self.last_copy = waited, seconds
         self.nbytes += nbytes
         self.waits_for = ""
         if nbytes or waited > _SECONDS_WORTH_TELLING:
