@@ -105,7 +105,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         """Continue texts."""
         model = named_model(models, body, request, options)
         service = model.awake()
-        salt = cache_salt(request.scope)
+        salt = cache_salt(request.scope, body.cache_salt)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
