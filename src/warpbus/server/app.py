@@ -169,7 +169,7 @@ async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) ->
 
 def _is_open(path: str) -> bool:
     """Needs no key: whether the server is up, and the chat page's files, which hold no secret."""
-    return path in ("/", "/health", "/ping") or path.startswith("/page/")
+    return path in ("/", "/health", "/ready", "/ping") or path.startswith("/page/")
 
 
 def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

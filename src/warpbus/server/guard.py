@@ -72,7 +72,7 @@ class AccessLog:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
             # Monitoring requests every few seconds would hide the others.
-            level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+            level = logging.DEBUG if scope["path"] in ("/health", "/ready", "/metrics") else logging.INFO
             fields = _fields(scope, name, status, record)
             _access.log(level, "%s", _line(fields), extra={FIELDS: fields})
 
