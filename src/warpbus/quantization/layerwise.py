@@ -25,9 +25,9 @@ from warpbus.models.layer_spec import AttentionSpec
 from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
 from warpbus.quantization.algorithms.factored import stacked
+from warpbus.quantization.algorithms.weights import relative
 from warpbus.quantization.folding import divide_preceding, fold_shared
 from warpbus.quantization.kv_range import KVRange
-from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
