@@ -195,7 +195,7 @@ for _name, _help in {
     Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens. humming is
     measured if the package humming-kernels is installed.
     """,
-    "wna8": """Layers with weights of few bits and activations in FP8, compared with cuBLAS and wna16. Needs a Hopper GPU.
+    "wna8": """Layers with weights of few bits and activations in FP8, compared with cuBLAS and wna16. Needs Hopper.
 
     Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens, 512 or more.
     """,
