@@ -216,8 +216,12 @@ def test_host_memory_that_is_full_is_told_and_waited_for(first, second, served, 
     limit, residency.limit = residency.limit, residency.swapped  # as if others had the rest
     try:
         first.count()
-        facts = until(lambda: (found := entry(control, first.granted)["residency"])["why"].startswith("host") and found)
-        assert "host memory is full: 8.4 MB have to be swapped out to make room on mill/0" in facts["why"]
+        facts = until(
+            lambda: (found := entry(control, first.granted)["residency"])["why"].startswith("room in host") and found
+        )
+        assert (
+            "room in host memory, which is full: 8.4 MB have to be swapped out to make room on mill/0" in facts["why"]
+        )
         assert facts["waits"] > 0
         until(lambda: first.connection.watch() or first.connection.swaps.waits_for == facts["why"])
         second.check()  # nothing happened to it
