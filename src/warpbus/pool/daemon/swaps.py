@@ -220,7 +220,9 @@ class Swapper:
             self._spawn(self._swap_in(residence))
 
     async def _swap_out(self, residence: Residence, why: str) -> None:
-        tenant = self._tenants[residence]
+        tenant = self._tenants.get(residence)
+        if tenant is None:
+            return  # it has left
         limit = self._residency.limit - self._residency.swapped + residence.used
         try:
             done = await self._work(tenant, "swap_out", {"limit": limit, "why": why}, "swapped_out")
