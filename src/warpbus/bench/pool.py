@@ -40,7 +40,6 @@ LOOPBACK = "loopback"
 _EACH, _RECORDED = "each operator", "one message"  # how a training step is sent
 _SHARES = (0.25, 0.75)
 _ALONE = 2  # times that each tenant is measured while the other one rests
-_GIGABITS = (1.0, 10.0)
 _OF_A_GPU = 0.6  # what leases that do not fit together have of its memory
 _TURN, _TURNS = 1.0, 16  # seconds of a time slice, and slices that are measured
 
