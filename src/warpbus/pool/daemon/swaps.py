@@ -119,7 +119,10 @@ class Swapper:
 
     def wanted(self, tenant: ResidentTenant) -> None:
         """A lease that is not resident has work."""
-        self._residency.want(tenant.residence, time.monotonic())
+        residence, now = tenant.residence, time.monotonic()
+        if residence.resident:  # its process was given up on while it went out, and did so after all
+            self._residency.swapped_out(residence, residence.why, residence.used, 0.0, now)
+        self._residency.want(residence, now)
         self._changed.set()
 
     def heard(self, tenant: ResidentTenant, *, connected: bool, memory: int, worked: bool) -> None:
