@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import reduce_storage
 
 from warpbus.errors import StateError
 from warpbus.pool.client import transfers
-from warpbus.pool.client.session import current
+from warpbus.pool.client.session import session_at
 from warpbus.pool.client.tensors import NAME
 
 
@@ -30,7 +30,7 @@ def _method(name: str, original: Any) -> Any:
         if hasattr(self, "remote"):
             return remote(self, *args, **kwargs)
         if name == "to" and torch.device(kwargs["device"]).type == NAME:
-            return _tensor(self).to(NAME).untyped_storage()
+            return _tensor(self).to(kwargs["device"]).untyped_storage()
         return original(self, *args, **kwargs)
 
     return call
@@ -42,7 +42,7 @@ def _tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return transfers.storage_bytes(current(), storage)
+    return transfers.storage_bytes(session_at(storage.device.index), storage)
 
 
 def _to(
@@ -50,7 +50,8 @@ def _to(
 ) -> torch.UntypedStorage:
     device = torch.device(device)
     if device.type == NAME:
-        return storage
+        same = device.index is None or device.index == storage.device.index
+        return storage if same else _tensor(storage).to(device).untyped_storage()
     return _to_cpu(storage).to(device=device)
 
 
