@@ -1,7 +1,7 @@
 """`torch.warpbus`: the functions that PyTorch calls on the module of a device type, as it does on `torch.cuda`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +20,75 @@ from warpbus.pool.client.session import (
 from warpbus.pool.client.tensors import NAME
 
 
+class LeaseEvent:
+    """`torch.warpbus.Event`: a lease executes everything in the order in which it was called, so that nothing waits for
+    an event."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._device: Any = None
+
+    def record(self, stream: Any = None) -> "LeaseEvent":
+        self._device = getattr(stream, "device", None)
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        """What is called later is executed later in any case."""
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the device has executed everything."""
+        _session(self._device).ask(["sync"])
+
+
+class LeaseStream:
+    """`torch.warpbus.Stream`: all streams of a device are one and the same order."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = _session(device).device
+        self.priority = priority
+
+    def wait_event(self, event: Any) -> None:
+        """What is called later is executed later in any case."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """What is called later is executed later in any case."""
+
+    def record_event(self, event: LeaseEvent | None = None) -> LeaseEvent:
+        return (LeaseEvent() if event is None else event).record(self)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait until the device has executed everything."""
+        _session(self.device).ask(["sync"])
+
+    def __enter__(self) -> "LeaseStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LeaseStream) and other.device == self.device
+
+    def __hash__(self) -> int:
+        return hash(self.device)
+
+
 class DeviceModule:
     """The module of the device type `warpbus`. Each connected GPU is a device: `warpbus:0`, `warpbus:1` and so on.
 
     Where a method takes a device, None is the current one, which each thread has for itself. Methods raise StateError
     if the device is not connected.
     """
+
+    Stream = LeaseStream
+    Event = LeaseEvent
 
     @property
     def _initialized(self) -> bool:
@@ -71,6 +134,17 @@ class DeviceModule:
         finally:
             if before in {each.index for each in sessions()}:
                 set_current(before)
+
+    def current_stream(self, device: Any = None) -> "LeaseStream":
+        """The one stream of a device."""
+        return LeaseStream(device)
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which a stream is the current one. There is one, which always is."""
+        return nullcontext(stream)
+
+    def set_stream(self, stream: Any) -> None:
+        """There is one stream, which always is the current one."""
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until a device has executed everything."""

@@ -37,6 +37,8 @@ from warpbus.pool.protocol.wire import decode, encode
 _WHOLE_BYTES = 1 << 15
 """Up to this size each rank combines all of a tensor by itself, which takes one step in place of two."""
 
+_SECONDS_TO_MEET = 60.0
+
 _NOTHING = Region(0, 0, 0)
 
 
@@ -107,6 +109,7 @@ class PoolProcessGroup(_ProcessGroup):
         self._pending = _Pending()
         self._group = _joined(self._session, store, rank, size, _seconds(timeout))
         self._left = False
+        self._name = ""
 
     def getBackendName(self) -> str:  # noqa: N802, the name is PyTorch's
         return NAME
@@ -119,6 +122,15 @@ class PoolProcessGroup(_ProcessGroup):
 
     def getSize(self) -> int:  # noqa: N802
         return self._size
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
 
     def shutdown(self) -> None:
         """Leave the group: the others' later operations fail."""
@@ -199,7 +211,7 @@ class PoolProcessGroup(_ProcessGroup):
         parts = outputs[0] if root == me else []
         with self._placed("gather", [tensor], parts) as ((flat,), found):
             if root == me:
-                found[me].copy_(flat)
+                _copy(found[me], flat)
             receives = tuple((rank, _region(each)) for rank, each in enumerate(found) if rank != me)
             self._exchange("gather", () if root == me else ((root, _region(flat)),), receives)
         return PoolWork(parts)
@@ -209,7 +221,7 @@ class PoolProcessGroup(_ProcessGroup):
         (tensor,) = outputs
         with self._placed("scatter", inputs[0] if root == me else [], [tensor]) as (sent, (found,)):
             if root == me:
-                found.copy_(sent[me])
+                _copy(found, sent[me])
             sends = tuple((rank, _region(each)) for rank, each in enumerate(sent) if rank != me)
             self._exchange("scatter", sends, () if root == me else ((root, _region(found)),))
         return PoolWork(outputs)
@@ -217,7 +229,7 @@ class PoolProcessGroup(_ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PoolWork:
         me = self._rank
         with self._placed("all_to_all", inputs, outputs) as (sent, found):
-            found[me].copy_(sent[me])
+            _copy(found[me], sent[me])
             sends = tuple((rank, _region(each)) for rank, each in enumerate(sent) if rank != me)
             receives = tuple((rank, _region(each)) for rank, each in enumerate(found) if rank != me)
             self._exchange("all_to_all", sends, receives)
@@ -286,8 +298,7 @@ class PoolProcessGroup(_ProcessGroup):
 
     def _all_gather(self, label: str, flat: Tensor, found: Sequence[Tensor]) -> None:
         own, others = _region(flat), [rank for rank in range(self._size) if rank != self._rank]
-        if _region(found[self._rank]) != own:
-            found[self._rank].copy_(flat)
+        _copy(found[self._rank], flat)
         sends = tuple((rank, own) for rank in others)
         self._exchange(label, sends, tuple((rank, _region(found[rank])) for rank in others))
 
@@ -356,6 +367,12 @@ def _region(flat: Tensor) -> Region:
     return Region(remote_of(flat).handle, int(flat.storage_offset()) * size, flat.numel() * size)
 
 
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy between contiguous tensors of one size, which may be the same one."""
+    if _region(target) != _region(source):
+        target.view(-1).copy_(source.view(-1))
+
+
 def _split(tensor: Tensor, parts: int) -> list[Tensor]:
     """Equal parts of a tensor, one after the other in its memory."""
     if not tensor.is_contiguous() or tensor.numel() % parts:
@@ -399,7 +416,8 @@ def _joined(session: Session, store: Any, rank: int, size: int, seconds: float) 
                 case _:
                     raise ProtocolError(f"rank {other} is no lease of a pool: give all ranks one backend")
         store.set(f"connected/{rank}", b"1")
-        store.wait([f"connected/{other}" for other in range(size)], timedelta(seconds=seconds))
+        meeting = timedelta(seconds=max(seconds, _SECONDS_TO_MEET))
+        store.wait([f"connected/{other}" for other in range(size)], meeting)
     except BaseException:
         session.ask(["leave", group])
         raise

@@ -12,8 +12,10 @@ from torch.multiprocessing.reductions import reduce_storage
 
 from warpbus.errors import StateError
 from warpbus.pool.client import transfers
-from warpbus.pool.client.session import session_at
-from warpbus.pool.client.tensors import NAME
+from warpbus.pool.client.session import selected, session_at
+from warpbus.pool.client.tensors import NAME, new_tensor
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.signature import New
 
 
 def replace_storage_methods() -> None:
@@ -59,6 +61,17 @@ def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return _tensor(storage).clone().untyped_storage()
 
 
+def _resize(storage: Any, nbytes: int) -> torch.UntypedStorage:
+    """Give the storage other memory, with the same beginning. FSDP frees parameters by a size of 0."""
+    with selected(session_at(storage.device.index)) as session:
+        old, storage.remote = storage.remote, session.allocate(nbytes)
+        kept = min(old.nbytes, nbytes)
+        if kept:
+            before, after = (new_tensor(New(contiguous(torch.uint8, (kept,)), kept), r) for r in (old, storage.remote))
+            after.copy_(before)
+    return storage  # type: ignore[no-any-return]
+
+
 def _write_file(storage: torch.UntypedStorage, *args: Any) -> None:
     """What `pickle` calls: it writes PyTorch's older format."""
     _to_cpu(storage)._write_file(*args)
@@ -89,6 +102,7 @@ _REMOTE_METHODS: dict[str, Any] = {
     "cpu": _to_cpu,
     "clone": _clone,
     "data_ptr": lambda storage: storage.remote.handle,
+    "resize_": _resize,
     "nbytes": lambda storage: storage.remote.nbytes,
     "to": _to,
     "_write_file": _write_file,

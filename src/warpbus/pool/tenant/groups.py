@@ -103,9 +103,8 @@ class LeaseGroup:
         """Do a step.
 
         Raises:
-            StateError: the ranks do not do the same, or the group has ended before.
-            ConnectionLostError, PeerTimeoutError: another rank is gone, failed, or does not do its part in time. The
-                group has ended.
+            StateError: the ranks do not do the same, another rank is gone or has failed, or the group had ended before.
+            PeerTimeoutError: another rank does not do its part in time. The group has ended.
             PoisonedError: what is sent was never computed. If only this rank sends in the step, the others get the
                 same error, and the group goes on; else it has ended, since they wait for the bytes.
             ProtocolError: as `Storages`; the group has ended.
@@ -123,7 +122,9 @@ class LeaseGroup:
             reason, first = f"{step.label}: {error}", self._broken
             self.close(f"rank {self.membership.rank}: {reason}")
             if first is not None:  # what the other thread met
-                raise ConnectionLostError(f"{step.label}: {first}") from None
+                raise StateError(f"{step.label}: {first}") from None
+            if isinstance(error, ConnectionLostError):  # to the client this would mean its own connection
+                raise StateError(reason) from None
             raise
 
     def _exchange(self, step: ExchangeStep) -> None:
