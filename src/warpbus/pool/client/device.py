@@ -56,7 +56,7 @@ def register() -> None:
     _register_transfers(libraries["aten"])
     sparse.register(libraries["aten"])
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
-        if _runs_remotely(overload) and overload.name().partition("::")[2] not in COMPOSITES:
+        if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
             kernel = knowing_marks(Operator(overload, transfers.upload))
             if overload.name() in ADAPTED:

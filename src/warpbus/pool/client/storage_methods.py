@@ -69,7 +69,7 @@ def _resize(storage: Any, nbytes: int) -> torch.UntypedStorage:
         if kept:
             before, after = (new_tensor(New(contiguous(torch.uint8, (kept,)), kept), r) for r in (old, storage.remote))
             after.copy_(before)
-    return storage  # type: ignore[no-any-return]
+    return storage
 
 
 def _write_file(storage: torch.UntypedStorage, *args: Any) -> None:

@@ -20,7 +20,7 @@ from warpbus.pool.protocol.preamble import link_id, link_key
 from warpbus.pool.protocol.sockets import connected
 
 if TYPE_CHECKING:
-    from warpbus.pool.daemon.host import Tenancy
+    from warpbus.pool.daemon.tenancies import Tenancy
 
 
 @asynccontextmanager
