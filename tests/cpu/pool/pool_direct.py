@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from warpbus.pool.client.device import let_gradients_flow, register
-from warpbus.pool.client.session import Session, use
+from warpbus.pool.client.session import Session, leave, use
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
@@ -86,7 +86,7 @@ def connected(
     session = Session(connection, memory, device, capability)  # type: ignore[arg-type]
     use(session)
     try:
-        let_gradients_flow()
+        let_gradients_flow(session.device)
         yield session, connection.executor
     finally:
-        use(None)
+        leave(session)

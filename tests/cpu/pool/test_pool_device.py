@@ -12,7 +12,6 @@ from pool_direct import connected
 from pool_training import MODELS, Training, assert_equal_weights
 from torch import Tensor
 
-import warpbus
 from warpbus.errors import StateError
 from warpbus.pool.client.session import Session
 from warpbus.pool.tenant.execution import Executor
@@ -330,11 +329,6 @@ def test_an_error_of_the_other_side_comes_with_the_next_read(both: tuple[Session
     with pytest.raises(IndexError):
         (wrong + 1).cpu()
     assert torch.equal(table.cpu(), drawn(3, 4))
-
-
-def test_a_second_gpu_is_refused_before_anybody_is_asked(both: tuple[Session, Executor]) -> None:
-    with pytest.raises(StateError, match="has a remote GPU already"):
-        warpbus.pool.connect("warpbus://localhost:1", memory="1GB")
 
 
 def test_without_a_connection_the_device_says_what_to_do() -> None:

@@ -62,9 +62,8 @@ class LeaseMover:
         return move is not None
 
     def arrived(self, lease: str) -> None:
-        """The lease lives at the target."""
+        """The lease lives at the target, or this is late news of an earlier move: the target is asked."""
         if (move := self._moves.get(lease)) is not None:
-            move.arrived = True
             move.news.set()
 
     async def move(self, lease: Lease, to: str, tell: Tell, who: str) -> dict[str, Any]:

@@ -102,6 +102,17 @@ class Channel:
                 parts[0] = parts[0][sent:]
         self._sending = False
 
+    def offer(self, kind: Kind, number: int = 0, *payload: _Buffer) -> bool:
+        """Send a small frame if the other side takes it without being waited for; returns whether it was sent.
+
+        Raises:
+            ConnectionLostError: as `send`.
+        """
+        if self._sending or self._lost is not None or not ready(self._sock, select.POLLOUT, 0.0):
+            return False
+        self.send(kind, number, *payload)
+        return True
+
     def receive(self, timeout: float | None = None, *, most: int = MAX_FRAME) -> Frame | None:
         """The next frame, or None if it is not complete after `timeout` seconds; what has come of it is kept.
 

@@ -37,16 +37,18 @@ from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.group_steps import GroupPlace
 from warpbus.pool.protocol.inference import infer
 from warpbus.pool.protocol.operations import TENANT
 from warpbus.pool.protocol.signature import Input, Signature
-from warpbus.pool.protocol.sockets import Tls
+from warpbus.pool.protocol.sockets import Tls, hung_up, ready
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.acceptor import Acceptor, refuse
 from warpbus.pool.tenant.checkpoints import OfferedCheckpoints
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.links import LinkOpener, admit
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
@@ -88,6 +90,8 @@ class TenantServer:
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
         self._acceptor = Acceptor()
+        self._links = LinkOpener(executor.groups)
+        executor.groups.attend = self._attend_in_step
         self._checkpoints = OfferedCheckpoints(executor.storages)
         self._swapping = Swapping(self, out=setup["swapped_out"])
         self._work: Iterator[None] | None = None
@@ -118,6 +122,7 @@ class TenantServer:
                 if self.over is not None:
                     raise
                 self._lose(error)
+        self.executor.groups.leave_all()
         self._say_goodbye()
 
     def _lose(self, error: RuntimeError) -> None:
@@ -128,6 +133,7 @@ class TenantServer:
     def lose(self, why: str) -> None:
         """End the lease. The client gets a moment to connect and read the reason."""
         self.over = LeaseLostError(f"this lease is lost, {why}")
+        self.executor.groups.leave_all()
         self._work, self._meter = None, Meter(torch.device("cpu"))
         self._share_with(0)
         self._ends = time.monotonic() + _SECONDS_TO_HEAR
@@ -174,7 +180,7 @@ class TenantServer:
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
-        for other in (self._end, self._acceptor):
+        for other in (self._end, self._acceptor, self._links):
             waiting.register(other, select.POLLIN)
         if talking and not busy and self.channel is not None:
             waiting.register(self.channel, select.POLLIN)
@@ -193,6 +199,9 @@ class TenantServer:
         if self._acceptor.fileno() in found:
             while (come := self._acceptor.come()) is not None:
                 self._meet(*come)
+        if self._links.fileno() in found:
+            for event, facts in self._links.finished():
+                self.tell(event, **facts)
         if self._destination is not None:
             self._receive_lease(self._destination)
         if self._work is not None and next(self._work, True):
@@ -215,6 +224,8 @@ class TenantServer:
                 ca = arguments.pop("ca")
                 tls = None if ca is None else Tls(Path(ca))
                 self._begin(migrate(self, sock=sockets[0], tls=tls, **arguments))
+            case "link" if len(sockets) == 1:
+                self._links.connect(sockets[0], **arguments)
             case "checkpoint" if len(sockets) == 1:
                 self._open_checkpoint(arguments["name"], arguments["files"], sockets[0])
             case "suspend":
@@ -257,13 +268,18 @@ class TenantServer:
         if busy or self.over or self.moved or self._swapping.out is not out:
             error = "the lease is being moved, suspended or swapped, or was: wait until that is done"
             self.tell("failed", type="DeviceError", message=error)
+        elif self.executor.groups and not out:
+            error = "the lease is in a group with other leases, which have connections to its process: it stays"
+            self.tell("failed", type="StateError", message=error)
         else:
             self._work = work
 
     def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
         """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
-        if "migration_token" in hello:
+        if "link" in hello:
+            admit(channel, hello, self.executor.groups)
+        elif "migration_token" in hello:
             if destination is None:
                 refuse(channel, StateError("no lease is to move to here"))
             else:
@@ -392,6 +408,9 @@ class TenantServer:
                 case ["checkpoint", str(name), int(start)] if start >= 0:
                     channel.send(Kind.ANSWER, frame.number, encode(self._checkpoints.describe(name, start)))
                     return
+                case ["join" | "leave" | "linked" as action, *values]:
+                    channel.send(Kind.ANSWER, frame.number, encode(self._change_groups(action, values)))
+                    return
                 case ["load", str(name), list(wanted)]:
                     self._checkpoints.load(name, wanted)
                     channel.send(Kind.ANSWER, frame.number, encode(None))
@@ -407,6 +426,35 @@ class TenantServer:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
         except Exception as error:  # CUDA's, too: what was launched before may come to light here
             channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
+
+    def _change_groups(self, action: str, values: list[Any]) -> Value:
+        """Join or leave a group, or tell which of its ranks are connected."""
+        groups = self.executor.groups
+        if action == "join":
+            if self._work is not None:
+                raise StateError("the lease is being moved or suspended: join a group when that is done")
+            groups.join(GroupPlace.read(values))
+            return None
+        if len(values) != 1 or not isinstance(values[0], bytes):
+            raise ProtocolError(f"{action}: give the id of a group")
+        if action == "leave":
+            groups.leave(values[0])
+            return None
+        return list(groups.get(values[0]).linked)
+
+    def _attend_in_step(self) -> None:
+        """While a step of a group waits for other leases: see to the daemon and to the client's connections. A client
+        that is gone is reported, so that its lease ends after some time, and the step with it."""
+        if self.channel is not None and hung_up(self.channel):
+            self.hang_up()
+        if ready(self._end, select.POLLIN, 0.0) and not self._obey():
+            self._ends = 0.0
+            raise LeaseLostError("the lease has been ended")
+        while (come := self._acceptor.come()) is not None:
+            self._meet(*come)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK
+            self._tell_clients()
 
     def _deliver(self) -> None:
         """Send the answers whose copy from the GPU has completed."""
