@@ -329,9 +329,9 @@ class TenantServer:
                 self._deal(channel, frame)
                 if self._owed >= _UNACKNOWLEDGED:
                     self._acknowledge()
-                if not alone or time.monotonic() >= ends:
+                if time.monotonic() >= ends or not (alone or channel.pending()):
                     break
-                frame = self._next_frame(channel, ends)
+                frame = self._next_frame(channel, ends) if alone else channel.receive(0.0)
             if self._owed and (self._kept or not channel.pending()):
                 self._acknowledge()
         except ConnectionLostError:
