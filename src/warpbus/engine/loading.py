@@ -15,7 +15,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine
 from warpbus.engine.forecast import forecast_plan
 from warpbus.engine.offload import OffloadableModel
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ServiceOptions, parse_latency
 from warpbus.engine.plan import (
     PLANNED_GRAPHS,
     PLANNED_ROWS,
@@ -28,13 +28,13 @@ from warpbus.engine.plan import (
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.step import MIXED_ROWS
-from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
 from warpbus.models.adapters import load_adapter
+from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
@@ -156,6 +156,8 @@ def build_engine(
         offloaded=() if plan is None else plan.offloaded,
         int8_activations=activations_in_8_bits(),
     )
+    if options.fp8_activations:
+        use_fp8_activations(decoder)
     adapters = opened.adapters
     if group is not None and group.world > 1:
         part = Part(opened.config, group.rank, group.world)

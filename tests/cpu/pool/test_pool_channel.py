@@ -280,7 +280,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_is_lost(monkeypatch):
         (HEADER.pack(MAX_FRAME + 1, Kind.ASK, 0), f"announced a frame of {MAX_FRAME + 1} bytes: at most {MAX_FRAME}"),
         (HEADER.pack(2**32 - 1, Kind.DATA, 0), "announced a frame of 4294967295 bytes"),
         (HEADER.pack(0, 0, 0), "unknown kind 0"),
-        (HEADER.pack(0, 14, 0), "unknown kind 14"),
+        (HEADER.pack(0, 15, 0), "unknown kind 15"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "unknown kind 47"),
     ],
 )

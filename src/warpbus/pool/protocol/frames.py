@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from warpbus.errors import FrameError, ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the protocol, in every HELLO; a side refuses another version."""
 
 HEADER = Struct("<IBxxxQ")
@@ -40,7 +40,8 @@ class Kind(IntEnum):
     MOVED = 10  # the lease moves to another address
     BYE = 11  # the connection ends as it was meant
     STATE = 12  # a part of a lease that moves
-    READ = 13  # the question ["read", handle, offset, bytes], as `READ` packs its numbers
+    SWAP = 13  # the lease's memory went to host memory, waits there for room, or is back
+    READ = 14  # the question ["read", handle, offset, bytes], as `READ` packs its numbers
 
 
 class Frame(NamedTuple):
