@@ -66,12 +66,10 @@ ANSWER = 60.0
 SILENCE = 600.0
 """Seconds after which the destination gives up a silent source, or a client that does not claim the lease."""
 
-
 # Seconds between two batches, when there is nothing to do but to wait for the destination.
 _NAP = 0.001
 
-# Seconds that a batch waits for the copying of a piece ahead of the pause, about.
-_PIECE_SECONDS = 0.004
+_PIECE_SECONDS = 0.004  # that a batch waits for a piece that is copied ahead, about
 
 # Seconds: the client waits meanwhile to be told where the lease is.
 _CONFIRMATION = 2.0
@@ -206,7 +204,7 @@ class MigrationSource:
             raise self._silent()
 
     def ask(self) -> None:
-        """Ask the destination to accept the lease. `is_accepted` tells when it has; the lease executes meanwhile."""
+        """Ask the destination to accept the lease. `is_accepted` tells when it has."""
         self._expect(SourceState.NEW)
         with self._staying():
             self._began = self._clock()
@@ -248,16 +246,14 @@ class MigrationSource:
         """
         self._expect(SourceState.COPYING)
         with self._staying():
-            precopy = self._precopy
-            waited = self._awaited > 0
+            precopy, waited = self._precopy, self._awaited > 0
             if self._is_ready(0.0) and not waited:
                 self._tell_storages(ask=True)
                 self._tell_definitions()
+            stop_reason = ""
             if self._is_ready(_NAP if precopy.stop_reason else 0.0):
                 self._copy_piece(budget)
                 stop_reason = precopy.stop_reason if self._is_ready(_NAP if precopy.stop_reason else 0.0) else ""
-            else:
-                stop_reason = ""
             return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, stop_reason)
 
     def _copy_piece(self, budget: int | None) -> None:
