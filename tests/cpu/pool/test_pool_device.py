@@ -275,6 +275,27 @@ def test_data_is_not_offered_by_its_hash_for_ever(both: tuple[Session, Executor]
     assert last[-1].item() == 7
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint32),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64),
+    ],
+    ids=str,
+)
+def test_numbers_are_read_as_pytorch_reads_them(dtype: torch.dtype, both: tuple[Session, Executor]) -> None:
+    values = torch.tensor([0.0, 1.0, -2.75, 3.4e38, 1e-40, float("inf"), -0.0, float("nan")], dtype=torch.float64)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        limits = torch.iinfo(dtype) if dtype is not torch.bool else None
+        values = torch.tensor([0, 1, 5, *([] if limits is None else [limits.min, limits.max])])
+    here = values.to(dtype)
+    there = here.to("warpbus")
+    for index in range(len(values)):
+        expected, found = here[index].item(), there[index].item()
+        assert type(found) is type(expected)
+        assert repr(found) == repr(expected)
+
+
 def test_resizing_keeps_the_beginning(both: tuple[Session, Executor]) -> None:
     tensor = drawn(4).to(REMOTE)
     tensor.resize_(2, 3)

@@ -143,8 +143,11 @@ class Session:
         if self.writer.count >= self.enough or len(self.writer.buffer) >= _BATCH_BYTES:
             self.flush()
 
-    def flush(self) -> None:
-        """Send all buffered instructions. Raises the error of a call that was sent earlier, if one failed."""
+    def flush(self, *, more: bool = False) -> None:
+        """Send all buffered instructions; with `more` together with the question that follows.
+
+        Raises the error of a call that was sent earlier, if one failed.
+        """
         with self.lock:
             self._free()
             if self.writer.count:
@@ -152,7 +155,7 @@ class Session:
                 self.statistics.batches += 1
                 self.statistics.bytes_sent += len(payload)
                 self.enough = min(2 * self.enough, _BATCH_INSTRUCTIONS)
-                self.connection.send(payload)
+                self.connection.send(payload, more=more)
 
     def ask(self, question: list[Value]) -> Value:
         """Send all instructions and a question. Returns the answer, once all instructions before it are executed."""
@@ -166,6 +169,13 @@ class Session:
             self._waits()
             self.statistics.bytes_received += len(into)
             self.connection.read(remote.handle, offset, into)
+
+    def read_little(self, remote: Remote, offset: int, nbytes: int) -> memoryview:
+        """So many bytes of a storage, `MAX_DATA` at most."""
+        with self.lock:
+            self._waits()
+            self.statistics.bytes_received += nbytes
+            return self.connection.read_little(remote.handle, offset, nbytes)
 
     def ask_for(self, remote: Remote, offset: int, nbytes: int) -> PendingRead:
         """Request bytes of a storage that is not written any more, without waiting."""
@@ -246,7 +256,7 @@ class Session:
     def _waits(self) -> None:
         if self.recording:
             raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
-        self.flush()
+        self.flush(more=True)
         self.enough = _FIRST_BATCH
         self.statistics.round_trips += 1
 

@@ -25,6 +25,9 @@ str, "done": int, "total": int} for what moves leases:
 
 from warpbus.pool.protocol.messages import Operation
 
+COPYING_REST = "copying the rest"
+"""The phase of a migration in which the lease executes nowhere. Before it the destination does not have all of it."""
+
 _LEASE = {"lease": str}
 _ORDER = {
     "lease": str,

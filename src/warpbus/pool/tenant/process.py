@@ -33,9 +33,9 @@ from warpbus.errors import (
     WarpbusError,
 )
 from warpbus.pool.protocol import process_messages
-from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.channel import SPIN_SECONDS, Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
-from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, READ, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.group_steps import GroupPlace
 from warpbus.pool.protocol.inference import infer
@@ -63,6 +63,7 @@ _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
 _SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
 _LINGER = 2.0
+_AT_ONCE = 0.001  # seconds for which a client that keeps sending has the process to itself
 _SECONDS_TO_HEAR = 10.0
 
 
@@ -352,22 +353,26 @@ class TenantServer:
             self.tell("failed", type="DeviceError", message=destination.reason)
 
     def _converse(self) -> None:
-        """Handle the client's next frame."""
+        """Handle the client's frames that are here, and those that follow within a moment: to look at everything else
+        and to be woken takes longer than many a frame."""
         channel = self.channel
         if channel is None:
             return
         try:
             frame, self._kept = self._kept or channel.receive(0.0), None
-            if frame is not None and not self.over and not self.moved:
-                slices = self._time_slices
-                if self._swapping.out and frame.kind in (Kind.BATCH, Kind.ASK):
-                    self._swapping.want()
+            alone = self._work is None and self._destination is None and self._time_slices is None
+            ends = time.monotonic() + _AT_ONCE
+            while frame is not None and not self.over and not self.moved:
+                if self._has_to_wait(frame):
                     self._kept = frame
-                elif frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
-                    self._kept = frame
-                else:
-                    self._deal(channel, frame)
-            if self._owed >= _UNACKNOWLEDGED or (self._owed and (self._kept or not channel.pending())):
+                    break
+                self._deal(channel, frame)
+                if self._owed >= _UNACKNOWLEDGED:
+                    self._acknowledge()
+                if time.monotonic() >= ends or not (alone or channel.pending()):
+                    break
+                frame = self._next_frame(channel, ends) if alone else channel.receive(0.0)
+            if self._owed and (self._kept or not channel.pending()):
                 self._acknowledge()
         except ConnectionLostError:
             self.hang_up()
@@ -380,6 +385,23 @@ class TenantServer:
                 channel.send(Kind.BYE)
             self.hang_up()
 
+    def _has_to_wait(self, frame: Frame) -> bool:
+        """Whether a frame of the client waits: for the lease's memory if it is swapped out, or for a time slice."""
+        if self._swapping.out and frame.kind in (Kind.BATCH, Kind.ASK, Kind.READ):
+            self._swapping.want()
+            return True
+        slices = self._time_slices
+        return frame.kind is Kind.BATCH and slices is not None and not slices.may_execute(time.monotonic())
+
+    def _next_frame(self, channel: Channel, ends: float) -> Frame | None:
+        """The client's next frame, if it comes soon; until `ends` for answers that are on their way from the GPU."""
+        while not channel.pending():
+            if self._leaving and time.monotonic() < ends:
+                self._deliver()
+            elif not channel.spin(SPIN_SECONDS):
+                return None
+        return channel.receive(0.0)
+
     def _deal(self, channel: Channel, frame: Frame) -> None:
         self._dealt += 1
         if frame.kind is Kind.BATCH:
@@ -390,7 +412,7 @@ class TenantServer:
                 self._owed += 1
                 self._meter.end()
             self._report(failures)
-        elif frame.kind is Kind.ASK:
+        elif frame.kind in (Kind.ASK, Kind.READ):
             self._answer(channel, frame)
         elif frame.kind is Kind.BYE:
             raise ConnectionLostError("the client said goodbye")
@@ -398,12 +420,16 @@ class TenantServer:
             raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
-        question: Any = decode(frame.payload)
+        question: Any = _read_question(frame) if frame.kind is Kind.READ else decode(frame.payload)
+        self._acknowledge(more=True)
         try:
             match question:
-                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL and self._on_gpu:
-                    # The GPU goes on with what the client has sent meanwhile.
-                    self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL:
+                    if self._on_gpu:
+                        # The GPU goes on with what the client has sent meanwhile.
+                        self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                    else:
+                        channel.send(Kind.DATA, frame.number, self.executor.storages.read(handle, offset, nbytes))
                     return
                 case ["checkpoint", str(name), int(start)] if start >= 0:
                     channel.send(Kind.ANSWER, frame.number, encode(self._checkpoints.describe(name, start)))
@@ -478,9 +504,10 @@ class TenantServer:
             if self.channel is not None:
                 self.channel.send(Kind.ERROR, 0, encode(failure.plain()))
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, *, more: bool = False) -> None:
+        """Say which batches were executed; with `more` together with the frame that is sent next."""
         if self.channel is not None and self._owed:
-            self.channel.send(Kind.ACK, self.executor.executed)
+            self.channel.send(Kind.ACK, self.executor.executed, more=more)
             self._owed = 0
 
     def _attend(self) -> float:
@@ -509,6 +536,13 @@ class TenantServer:
                     channel.send(Kind.BYE)
                 while time.monotonic() < until:
                     channel.receive(until - time.monotonic())
+
+
+def _read_question(frame: Frame) -> list[Any]:
+    """The question of a READ frame."""
+    if len(frame.payload) != READ.size:
+        raise ProtocolError(f"a READ frame of {len(frame.payload)} bytes: expected {READ.size}")
+    return ["read", *READ.unpack(frame.payload)]
 
 
 def _warm() -> None:

@@ -315,12 +315,14 @@ class Storages:
 
     def slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
         """Bytes of a storage, uint8 `[nbytes]`, over its memory. Raises ProtocolError if they are not inside."""
-        whole = self.raw(handle)
-        if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
+        storage = self.memory_of(handle)
+        if offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
             raise ProtocolError(
-                f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside"
+                f"bytes {offset} to {offset + nbytes} of a storage of {storage.nbytes}: they must be inside"
             )
-        return whole[offset : offset + nbytes]
+        assert storage.base is not None
+        part = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return part.set_(storage.base.untyped_storage(), offset, (nbytes,), (1,))
 
     def _add(self, handle: int, storage: Storage) -> None:
         self.live[handle] = storage
