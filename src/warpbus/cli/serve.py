@@ -45,7 +45,8 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     ),
     max_queue="maximum number of waiting requests",
     memory="GPU memory per model: 6GB, 5.5GiB, 50%",
-    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8 or fp8", field="kv_dtype"),
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8 or unquantized", field="kv_dtype"),
+    fp8_activations="Hopper GPUs, weights of up to 4 bits: round activations of prompts to FP8, for speed",
     kv_cache_tokens=FieldOption(
         "maximum number of tokens in the KV cache; requests beyond that wait", field="cache_tokens"
     ),
@@ -71,6 +72,7 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     allow_origin=FieldOption("allowed CORS origin", field="allow_origins"),
     allowed_host=FieldOption("additional host name accepted on loopback", field="allowed_hosts"),
     generation_config="auto: the model's generation_config.json gives default sampling parameters; none: it does not",
+    root_path=FieldOption("prefix of all paths behind a proxy, such as /llm", metavar="PATH"),
     strict="refuse requests with unknown fields, which are otherwise ignored with a warning",
     max_tokens="maximum max_tokens of a request",
     max_n="maximum n of a request",

@@ -1,5 +1,6 @@
 """Creates an engine from a model directory: plans its memory and loads the weights."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine
 from warpbus.engine.forecast import forecast_plan
 from warpbus.engine.offload import OffloadableModel
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ServiceOptions, parse_latency
 from warpbus.engine.plan import (
     PLANNED_GRAPHS,
     PLANNED_ROWS,
@@ -28,16 +29,18 @@ from warpbus.engine.plan import (
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.step import MIXED_ROWS
-from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
 from warpbus.models.adapters import load_adapter
+from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
+
+_log = logging.getLogger("warpbus.engine")
 
 _CPU_HEAD = Scheme(8, 128)
 
@@ -156,6 +159,8 @@ def build_engine(
         offloaded=() if plan is None else plan.offloaded,
         int8_activations=activations_in_8_bits(),
     )
+    if options.fp8_activations:
+        use_fp8_activations(decoder)
     adapters = opened.adapters
     if group is not None and group.world > 1:
         part = Part(opened.config, group.rank, group.world)
@@ -179,6 +184,8 @@ def build_engine(
         adapters=adapters,
     )
     engine.plan = plan
+    if engine.kv_kind is not None and options.kv_dtype == "auto":
+        _log.info("KV cache: %s", engine.kv_kind)
     return engine
 
 

@@ -3,6 +3,8 @@
 The command line reads them, and therefore this module imports nothing that loads torch.
 """
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,11 +13,12 @@ from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import Speculation
-from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 
 GenerationConfig = Literal["auto", "none"]
 """Whether the model's `generation_config.json` gives the defaults of sampling parameters."""
+
+_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,10 @@ class ServiceOptions:
         max_num_seqs: the most requests that run at once.
         max_queue: the most requests that wait besides these; further ones are refused.
         memory: the GPU memory of the engine's process: "6GB", "50%", or bytes; see `LLM`.
-        kv_dtype: the storage type of the KV cache: "auto", "int8" or "fp8"; see `LLM`.
+        kv_dtype: the storage type of the KV cache: "auto", "int8", "fp8" or "unquantized"; see `LLM`.
+        fp8_activations: on a Hopper GPU, products of 512 tokens and more with weights of up to 4 bits round the tokens
+            to FP8: prompts are read faster, see docs/quantized_kernels.md. Not with `memory`, whose plan has no room
+            for the rounded tokens.
         cache_tokens: the size of the KV cache in tokens, rounded up to whole blocks; requests for which there is no
             block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding requests; None: the engine's
@@ -66,6 +72,7 @@ class ServiceOptions:
     max_queue: int = 1024
     memory: str | int | None = None
     kv_dtype: str = "auto"
+    fp8_activations: bool = False
     cache_tokens: int | None = None
     max_num_batched_tokens: int | None = None
     inter_token_latency: str | float | None = None
@@ -110,6 +117,8 @@ class ServiceOptions:
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):
             raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")
+        if self.fp8_activations and self.memory is not None:
+            raise UsageError("memory plans activations of 16 bits: leave out either memory or fp8_activations")
         if self.cache_tokens is not None:
             if self.memory is not None:
                 raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")
@@ -171,3 +180,16 @@ class ReplicaOptions:
     def most(self) -> int:
         """The most engines."""
         return self.max_replicas or self.count
+
+
+def parse_latency(value: str | float) -> float:
+    """Seconds from "50ms", "0.05s" or a number of seconds.
+
+    Raises:
+        UsageError: anything else, or a value that is not positive and finite.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(m?s|)\s*", str(value))
+    seconds = float(found[1]) * _TIME_UNITS[found[2]] if found and not isinstance(value, bool) else 0.0
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"inter_token_latency is {value!r}: give a time such as 50ms or 0.05s")
+    return seconds

@@ -35,6 +35,8 @@ class Evaluation:
         weight_bytes: size of the weights in memory.
         tokens_per_second: greedy decoding of one sequence.
         peak_bytes: peak memory while decoding.
+        kv_cache: what the checkpoint has scales of the KV cache for, with which it was measured; None: it has none.
+        by_position: see `Score`.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Evaluation:
     weight_bytes: int
     tokens_per_second: float | None
     peak_bytes: int | None
+    kv_cache: str | None = None
+    by_position: dict[str, list[float]] | None = None
 
 
 def evaluate(
@@ -119,6 +123,7 @@ def evaluate(
             accuracies[name] = choice_accuracy(model, template, asked)
             progress("choices", index + 1, len(loaded))
     weights = {name: _weight_bytes(model) for name, model in loaded.items()}
+    caches = {name: str(model.kv_scales.scheme) if model.kv_scales else None for name, model in loaded.items()}
     loaded.clear()
     evaluations = []
     for index, (name, path) in enumerate(models):
@@ -145,6 +150,8 @@ def evaluate(
                 weight_bytes=weights[name],
                 tokens_per_second=None if speeds is None else speeds.tokens_per_second,
                 peak_bytes=None if speeds is None else speeds.peak_bytes,
+                kv_cache=caches[name],
+                by_position=result.by_position,
             )
         )
     return evaluations

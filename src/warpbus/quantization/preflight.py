@@ -10,13 +10,15 @@ from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
-from warpbus.models import ModelConfig, MoESpec, read_config, tensor_map
+from warpbus.formats.kv_cache import KVCacheScheme
+from warpbus.models import ModelConfig, MoESpec, TensorMap, read_config, tensor_map
 from warpbus.models.families import BY_NAME
+from warpbus.models.layer_spec import AttentionSpec
 from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
 
-_HEAD_LAYOUT = "compressed-tensors"  # the only format in which a head has a scheme of its own
+_HEAD_LAYOUT = "compressed-tensors"  # the only format with quantized heads and scales of a KV cache
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -79,10 +81,12 @@ class Plan:
     Attributes:
         checkpoint: the source; if it is stored in FP8, dequantized.
         config: of its decoder.
+        tensors: of each parameter of the decoder, the names of the tensors that make it.
         schemes: what its matrices are quantized to.
         layout: the format in which they are written.
         matrices: what is quantized of the layers, in the order of the computation.
         head: the head if it is quantized, else None.
+        kv_cache: what scales of the KV cache are calibrated for; None for none.
         ends: the names of the tensors outside of the layers, which stay as they are.
         kept: of each layer, the names of its tensors that are not quantized.
         companions: the files that come along.
@@ -95,10 +99,12 @@ class Plan:
 
     checkpoint: Checkpoint
     config: ModelConfig
+    tensors: TensorMap
     schemes: Schemes
     layout: WritableLayout
     matrices: tuple[Matrix, ...]
     head: Head | None
+    kv_cache: KVCacheScheme | None
     ends: tuple[str, ...]
     kept: tuple[tuple[str, ...], ...]
     companions: tuple[Path, ...]
@@ -131,6 +137,7 @@ def prepare(
     layout: str = "compressed-tensors",
     *,
     head: Scheme | None = None,
+    kv_cache: KVCacheScheme | None = None,
 ) -> Plan:
     """Look at everything that does not need the weights themselves.
 
@@ -140,13 +147,14 @@ def prepare(
         schemes: of all matrices, or of each.
         layout: the name of the format to write, see `formats.layout_named`.
         head: of the head; None to keep it.
+        kv_cache: of the KV cache; None for no scales.
 
     Raises:
         CheckpointError: if the source cannot be read or is quantized already, except to FP8.
         TensorError: if a matrix is missing, or has not the shape that config.json gives it, or no floating dtype.
         SchemeError: if the group size does not divide a matrix' columns, the format cannot hold it, or parts of one
             fused matrix have different schemes; the message names its tensor.
-        UsageError: if the output is the source.
+        UsageError: if the output is the source, or the model's KV cache cannot have such scales.
     """
     checkpoint = dequantized(Checkpoint(model))
     if output is not None and output.resolve() == model.resolve():
@@ -157,9 +165,11 @@ def prepare(
                 f"{model}: is quantized already (config.json has {key}): give the original checkpoint instead"
             )
     config = read_config(checkpoint, mtp="stored")
+    if kv_cache is not None and not isinstance(config.attention, AttentionSpec):
+        raise UsageError(f"--kv-cache {kv_cache}: {model} caches latents of all heads together: leave it out")
     schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
-    chosen = layout_named(layout)
-    matrices = tuple(_matrices(checkpoint, config, schemes))
+    chosen, tensors = layout_named(layout), tensor_map(config)
+    matrices = tuple(_matrices(checkpoint, config, tensors, schemes))
     for matrix in matrices:
         for source, rows in zip(matrix.sources, matrix.rows, strict=True):
             matrix.scheme.groups(matrix.columns, source)
@@ -168,7 +178,7 @@ def prepare(
                 # Any group may get a zero point 0: not even one could be seen before all the work is done.
                 chosen.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
     rounded_head = None if head is None else _head(checkpoint, config, head, chosen)
-    kept, ends = _not_quantized(checkpoint, config, matrices)
+    kept, ends = _not_quantized(checkpoint, config, tensors, matrices)
     if rounded_head is not None:
         ends = tuple(name for name in ends if name != rounded_head.name)
     scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
@@ -189,10 +199,12 @@ def prepare(
     return Plan(
         checkpoint=checkpoint,
         config=config,
+        tensors=tensors,
         schemes=schemes,
         layout=chosen,
         matrices=matrices,
         head=rounded_head,
+        kv_cache=kv_cache,
         ends=ends,
         kept=kept,
         companions=companions,
@@ -208,6 +220,26 @@ def prepare(
             [*layers, *map(checkpoint.nbytes, ends), checkpoint.nbytes(rounded_head.source) if rounded_head else 0]
         ),
     )
+
+
+def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, layout: str, *, calibrated: bool) -> None:
+    """Refuse scales of a KV cache where they cannot be found, or not be stored.
+
+    Args:
+        scheme: of the cache.
+        schemes: of the layers.
+        layout: the name of the format to write.
+        calibrated: the algorithm looks at calibration data.
+
+    Raises:
+        UsageError: as said.
+    """
+    if not calibrated:
+        raise UsageError(f"--kv-cache {scheme}: its scales are calibrated, and rtn has no calibration data: use gptq")
+    if layout != _HEAD_LAYOUT:
+        raise UsageError(f"format {layout} holds no scales of a KV cache: use {_HEAD_LAYOUT}, or drop --kv-cache")
+    if any(each.element is not None for each in schemes.distinct()):
+        raise UsageError(f"--kv-cache {scheme}: not beside layers in FP4, with which Warpbus does not read it")
 
 
 def check_head(scheme: Scheme, layout: str) -> None:
@@ -259,20 +291,19 @@ def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:
 
 
 def _not_quantized(
-    checkpoint: Checkpoint, config: ModelConfig, matrices: Sequence[Matrix]
+    checkpoint: Checkpoint, config: ModelConfig, tensors: TensorMap, matrices: Sequence[Matrix]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The names of the tensors that are not quantized: those of each layer, and those outside of the layers."""
     quantized = {source for matrix in matrices for source in matrix.sources}
     kept: list[list[str]] = [[] for _ in config.all_layers]
-    for parameter, names in tensor_map(config).items():
+    for parameter, names in tensors.items():
         if parameter.startswith("layers."):
             kept[int(parameter.split(".")[1])] += [name for name in names if name not in quantized]
     within = quantized.union(*kept)
     return tuple(map(tuple, kept)), tuple(name for name in checkpoint.names() if name not in within)
 
 
-def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> list[Matrix]:
-    tensors = tensor_map(config)
+def _matrices(checkpoint: Checkpoint, config: ModelConfig, tensors: TensorMap, schemes: Schemes) -> list[Matrix]:
     found = []
     for index, spec in config.matrices:
         expected = spec.shape

@@ -26,6 +26,7 @@ from warpbus.server.params import answers_of, for_answer, grammar_of, room, samp
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
+from warpbus.server.root_path import RootPath
 from warpbus.server.schema import ChatRequest, CompletionRequest
 from warpbus.server.tracing import Traces
 
@@ -48,6 +49,8 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
     options = options or ServerOptions()
     metrics = Metrics()
     middleware = [Middleware(AccessLog, metrics=metrics)]
+    if options.root_path:
+        middleware.insert(0, Middleware(RootPath, prefix=options.root_path))
     if tracer is not None:
         middleware.append(Middleware(Traces, tracer=tracer))
     if options.allow_origins:
@@ -68,6 +71,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
         lifespan=_closing(models),
         docs_url=None,
         redoc_url=None,
+        servers=[{"url": options.root_path}] if options.root_path else None,
         responses=openapi.ERRORS,
     )
     failures.install(app)
@@ -105,7 +109,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         """Continue texts."""
         model = named_model(models, body, request, options)
         service = model.awake()
-        salt = cache_salt(request.scope)
+        salt = cache_salt(request.scope, body.cache_salt)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
@@ -169,7 +173,7 @@ async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) ->
 
 def _is_open(path: str) -> bool:
     """Needs no key: whether the server is up, and the chat page's files, which hold no secret."""
-    return path in ("/", "/health", "/ping") or path.startswith("/page/")
+    return path in ("/", "/health", "/ready", "/ping") or path.startswith("/page/")
 
 
 def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ class ServerOptions:
 
     Attributes:
         host, port: the address to listen on; port 0 takes a free one.
-        api_keys: every route except for GET /health and the chat page's files requires one of them; empty: no key.
+        api_keys: every route except for GET /health, /ready and the chat page's files requires one of them; empty: no
+            key.
         share_prefixes: requests with different API keys share the prefix cache.
         ssl_certfile, ssl_keyfile: PEM files, for TLS.
         insecure: allow other hosts to connect without a key or without TLS.
@@ -38,6 +40,7 @@ class ServerOptions:
         adapter_dirs: directories below which POST /v1/load_lora_adapter may load adapters; empty: nowhere.
         log_format: "text", or "json" for one JSON object per line.
         otlp_endpoint: the URL of an OpenTelemetry collector for traces (OTLP over HTTP); None: there are no traces.
+        root_path: a prefix such as "/llm" that a proxy leaves in the paths of requests; others are served, too.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -66,6 +69,7 @@ class ServerOptions:
     adapter_dirs: tuple[str, ...] = ()
     log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str | None = None
+    root_path: str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +97,8 @@ class ServerOptions:
         for origin in self.allow_origins:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
                 raise UsageError(f"--allow-origin {origin}: give an origin such as https://example.com, or *")
+        if self.root_path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise UsageError(f"--root-path {self.root_path}: give a path such as /llm, without a slash at its end")
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}: give text or json")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):

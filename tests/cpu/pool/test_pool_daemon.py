@@ -259,7 +259,7 @@ def test_a_hello_of_another_protocol_is_refused_with_the_version(served):
         channel.send(Kind.HELLO, 0, hello)
         answer = channel.receive(90)
         assert answer.kind is Kind.REFUSED
-        assert "speaks protocol 2: use the same version" in decode_dict(answer.payload)["message"]
+        assert "speaks protocol 3: use the same version" in decode_dict(answer.payload)["message"]
         channel.close()
 
 
@@ -447,6 +447,16 @@ def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, contro
     granted = lease(control, fake.DIES_BEFORE, on="mill")
     with pytest.raises(LeaseLostError, match="died while it moved"):
         control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=60)
+    assert entry(control, granted) is None
+    for where in (served.address, peers.address):
+        assert say_hello(where, granted)[1] is Kind.REFUSED
+
+
+def test_a_source_that_dies_while_it_copies_ahead_is_not_waited_for(served, peers, control):
+    served.run(_patience(served.daemon, 60.0))
+    granted = lease(control, fake.DIES_EARLY, on="mill")
+    with pytest.raises(LeaseLostError, match="died while it moved"):
+        control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=45)
     assert entry(control, granted) is None
     for where in (served.address, peers.address):
         assert say_hello(where, granted)[1] is Kind.REFUSED

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from warpbus.kernels.operators import autocast
 from warpbus.kernels.ops import wna16_linear
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear
 from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.w8a8 import w8a8_linear
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES, times_packed, wna16_frozen
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
-from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor
 
 Form = QTensor | PackedWeight | CpuCodes | CpuWeight
@@ -28,8 +27,8 @@ Form = QTensor | PackedWeight | CpuCodes | CpuWeight
 _COLUMNS = 32  # whole words for any number of bits
 
 
-def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`."""
+def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None, *, fp8: bool = False) -> Tensor:
+    """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`, and `wna16_linear` for `fp8`."""
     if isinstance(weight, CpuCodes):
         return codes_linear(x, weight, bias)
     if isinstance(weight, CpuWeight):
@@ -38,7 +37,7 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
         kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
         linear = w8a8_linear if kernels else reference_w8a8_linear
         return linear(x, weight.qweight, weight.scales.view(-1).float(), bias)
-    return wna16_linear(x, weight, bias)
+    return wna16_linear(x, weight, bias, fp8=fp8)
 
 
 def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:

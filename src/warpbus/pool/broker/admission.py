@@ -7,6 +7,8 @@ from warpbus.errors import UsageError
 from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
 from warpbus.pool.broker.ledger import TOLERANCE, Ledger
 
+MOST_OVERSUBSCRIBED = 16.0
+
 
 def checked_gpus(host: str, gpus: Iterable[PoolGpu]) -> dict[str, PoolGpu]:
     """The GPUs that a host offers, by name.
@@ -25,6 +27,8 @@ def checked_gpus(host: str, gpus: Iterable[PoolGpu]) -> dict[str, PoolGpu]:
             raise UsageError(f"host {host} offers GPU {gpu.name} of {gpu.host}: expected {host}/{gpu.index}")
         if gpu.memory <= 0:
             raise UsageError(f"{gpu.name} offers {gpu.memory} bytes: offer more than none, or leave it out")
+        if not 1 <= gpu.oversubscribe <= MOST_OVERSUBSCRIBED:
+            raise UsageError(f"{gpu.name} is oversubscribed {gpu.oversubscribe}: give 1 to {MOST_OVERSUBSCRIBED:g}")
         if unknown := set(gpu.links) - set(offered):
             raise UsageError(f"{gpu.name} has links to {', '.join(sorted(unknown))}: expected GPUs of the same host")
     return offered
@@ -71,6 +75,10 @@ def check_limits(ledger: Ledger, lease: Lease, limits: Mapping[str, Limits]) -> 
         UsageError: it would have more than its limits (or those of "*") allow; what is left of them is told.
     """
     own = limits.get(lease.tenant) or limits.get("*") or Limits()
+    if own.priority is not None and lease.priority > own.priority:
+        raise UsageError(
+            f"tenant {lease.tenant} asks for priority {lease.priority}, but may have {own.priority} at most: ask for it"
+        )
     living = [each for each in ledger.leases.values() if each.tenant == lease.tenant and each.id != lease.id]
     counted = [each.quota for each in living if each.state != "suspended"]
     memory = sum(quota.memory for quota in counted)

@@ -5,6 +5,9 @@ from typing import Literal
 
 from warpbus.pool.quota import Quota
 
+HIGHEST_PRIORITY = 100
+"""Priorities go from minus this to this: what waiting adds has to make up for them within reasonable time."""
+
 State = Literal["queued", "placed", "moving", "suspended", "released", "expired"]
 
 
@@ -19,6 +22,8 @@ class PoolGpu:
         model: as the driver calls it.
         memory: bytes that leases may have of it.
         links: names of the GPUs of its host that it reaches over NVLink.
+        oversubscribe: how many times its memory and its compute are promised to leases. Above 1 its host swaps leases
+            that have nothing to do out to host memory.
     """
 
     name: str
@@ -27,6 +32,12 @@ class PoolGpu:
     model: str
     memory: int
     links: tuple[str, ...] = ()
+    oversubscribe: float = 1.0
+
+    @property
+    def promised(self) -> int:
+        """The most bytes of all its leases together."""
+        return int(self.memory * self.oversubscribe)
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,13 @@ class Limits:
         memory: bytes of all its leases that wait, are placed or move.
         share: of compute, added up over the same leases; above 1 for more than one GPU.
         leases: how many, those that are suspended included.
+        priority: of each of its leases: where a GPU is oversubscribed, work of a higher one preempts that of others.
     """
 
     memory: int | None = None
     share: float | None = None
     leases: int | None = None
+    priority: int | None = None
 
 
 @dataclass(frozen=True)

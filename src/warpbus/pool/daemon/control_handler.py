@@ -16,9 +16,10 @@ from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.status import seen_by
 from warpbus.pool.broker.store import BrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.host import Order, new_key
+from warpbus.pool.daemon.host import new_key
 from warpbus.pool.daemon.lease_moves import LeaseMover
 from warpbus.pool.daemon.rates import RateLimit
+from warpbus.pool.daemon.tenancies import Order
 from warpbus.pool.daemon.tokens import Role, Tenant
 from warpbus.pool.protocol.control_channel import Tell
 from warpbus.pool.protocol.messages import Request
@@ -56,6 +57,9 @@ class HostDaemon(Protocol):
     async def call_off(self, lease: str, why: str) -> None: ...
     async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]: ...
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]: ...
+    async def open_link(
+        self, lease: str, to: str, address: str, link_key: bytes, group: bytes, rank: int
+    ) -> dict[str, Any]: ...
     async def order(self, lease: str) -> Order | None: ...
     async def forget(self, lease: str) -> None: ...
     async def offered(self) -> list[dict[str, Any]]: ...
@@ -127,6 +131,9 @@ class ControlHandler:
             return await asyncio.shield(self._spawn(self._migrate(lease, arguments["to"], asker, tell)))
         if operation == "load_checkpoint":
             return await self._offer(lease, arguments["checkpoint"])
+        if operation == "link":
+            del arguments["lease"]
+            return await self._link(lease, **arguments)
         if operation == "suspend":
             return await asyncio.shield(self._spawn(self._suspend(lease, asker, tell)))
         return await self._resume(lease, arguments["on"], asker, tell)
@@ -170,7 +177,10 @@ class ControlHandler:
         lease = await self._store.request(tenant, quota, **arguments)
         try:
             gpu = await self._place(lease, tell)
-            order = Order(lease.id, new_key(), tenant, gpu, quota.memory, quota.share)
+            memory, share = quota.memory, quota.share
+            order = Order(
+                lease.id, new_key(), tenant, gpu, memory, share, priority=lease.priority, movable=lease.movable
+            )
             answer = await self._start(order)
         except BaseException as error:
             await self._give_up(lease.id, "it was not started")
@@ -267,6 +277,22 @@ class ControlHandler:
         """Place the waiting leases that fit now, and wake their requests."""
         if await self._store.place():
             self._placed.set()
+
+    # Groups of leases
+
+    async def _link(self, lease: Lease, to: str, **arguments: Any) -> dict[str, Any]:
+        """Connect a lease to another one, whose owner has given its link key: that it is right, is checked by the
+        machine that has the other lease. The address comes from the broker, so that no client sends a machine of the
+        pool to another address."""
+        other = await self._store.lease(to)
+        if lease.gpu is None or other.gpu is None:
+            raise UsageError(f"leases {lease.id} and {other.id} cannot be connected: one is not on a GPU now")
+        address = (await self._store.addresses()).get(_host(other.gpu))
+        if address is None:
+            raise UnavailableError(f"host {_host(other.gpu)} is not in the pool now: wait until it joins again")
+        async with self._alone(lease.id, "connected"):
+            machine = await self._machine(_host(lease.gpu))
+            return await machine.open_link(lease.id, to, address, **arguments)
 
     # Checkpoints
 

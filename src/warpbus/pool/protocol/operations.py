@@ -8,6 +8,7 @@ str, "done": int, "total": int} for what moves leases:
                                an empty address is that of the daemon that was asked
     release, suspend           {"released": id}; {"suspended": id, "seconds", "bytes"}
     migrate                    {"moved": gpu, "seconds", "pause", "bytes"}
+    link                       {}; the lease's process is connected to that of the lease `to`, in a group
     checkpoints                {"checkpoints": [{"host", "name", "files", "nbytes"}]}, of all machines
     load_checkpoint            {"tensors": int, "nbytes": int}; the client then asks the lease's process for them
     drain, undrain             {"drained" | "undrained": host, "moves": int, "failed": {lease: why}}
@@ -18,10 +19,14 @@ str, "done": int, "total": int} for what moves leases:
     receive, order             {"address": str}; {"order": arguments of "receive" | None}
     send, save                 {"seconds", "pause", "bytes"}; {"seconds", "bytes"}
     end, call_off, forget      {}
+    open_link                  as link
     offered, offer             as checkpoints, of one machine; as load_checkpoint
 """
 
 from warpbus.pool.protocol.messages import Operation
+
+COPYING_REST = "copying the rest"
+"""The phase of a migration in which the lease executes nowhere. Before it the destination does not have all of it."""
 
 _LEASE = {"lease": str}
 _ORDER = {
@@ -33,6 +38,8 @@ _ORDER = {
     "share": int | float,
     "migration_token": bytes | None,
     "saved": bool,
+    "priority": int,
+    "movable": bool,
 }
 
 DAEMON = {
@@ -46,6 +53,7 @@ DAEMON = {
     "migrate": Operation({**_LEASE, "to": str}),
     "suspend": Operation(_LEASE),
     "resume": Operation({**_LEASE, "on": str | None}),
+    "link": Operation({**_LEASE, "to": str, "link_key": bytes, "group": bytes, "rank": int}),
     "checkpoints": Operation(),
     "load_checkpoint": Operation({**_LEASE, "checkpoint": str}),
     "drain": Operation({"host": str}, role="admin"),
@@ -53,7 +61,16 @@ DAEMON = {
     # Of other daemons, to the one with the broker.
     "broker": Operation(role="admin"),
     "join": Operation(
-        {"host": str, "address": str, "life": str, "gpus": list, "leases": list, "news": list, "measured": list},
+        {
+            "host": str,
+            "address": str,
+            "life": str,
+            "gpus": list,
+            "leases": list,
+            "news": list,
+            "measured": list,
+            "residency": dict,
+        },
         role="admin",
     ),
     "forward": Operation(
@@ -64,6 +81,9 @@ DAEMON = {
     "end": Operation({**_LEASE, "why": str}, role="admin"),
     "call_off": Operation({**_LEASE, "why": str}, role="admin"),
     "send": Operation({**_LEASE, "to": str, "migration_token": bytes}, role="admin"),
+    "open_link": Operation(
+        {**_LEASE, "to": str, "address": str, "link_key": bytes, "group": bytes, "rank": int}, role="admin"
+    ),
     "save": Operation(_LEASE, role="admin"),
     "order": Operation(_LEASE, role="admin"),
     "forget": Operation(_LEASE, role="admin"),
@@ -77,8 +97,37 @@ NEWS = {
 }
 """What a daemon reports of its leases in "join"."""
 
-GPU = {"gpu": Operation({"name": str, "host": str, "index": int, "model": str, "memory": int, "links": list})}
+GPU = {
+    "gpu": Operation(
+        {
+            "name": str,
+            "host": str,
+            "index": int,
+            "model": str,
+            "memory": int,
+            "links": list,
+            "oversubscribe": int | float,
+        }
+    )
+}
 """A GPU that a daemon reports in "join"."""
+
+RESIDENCY = {
+    "residency": Operation({"leases": dict, "limit": int}),
+    "lease": Operation(
+        {
+            "state": str,
+            "since": int | float,
+            "bytes": int,
+            "waits": int | float | None,
+            "why": str,
+            "swaps": int,
+            "swap_seconds": int | float,
+            "last_wait": int | float | None,
+        }
+    ),
+}
+"""Where the memory of leases is that a daemon reports in "join", see `warpbus.pool.broker.status`."""
 
 TENANT = {
     # The first one.
@@ -93,12 +142,28 @@ TENANT = {
             "saved": str | None,  # the file to resume from
             "content": str | None,
             "sandbox": bool,
+            "swapped_out": bool,  # it may not execute until "swap_in"
         }
     ),
     # With a socket: a client, whose preamble and TLS are done; or a connection to the process to migrate to.
     "client": Operation(),
     "migrate": Operation({"to": str, "ca": str | None, "migration_token": bytes, "lease_id": bytes}),
     "suspend": Operation({"path": str}),
+    # With a socket to the process of another lease: through its daemon at `address`, or directly where that is None.
+    "link": Operation(
+        {
+            "address": str | None,
+            "ca": str | None,
+            "link_id": bytes,
+            "link_key": bytes,
+            "group": bytes,
+            "rank": int,
+        }
+    ),
+    # To host memory, of which it may use so many bytes, and back; why it is out or waits is for the client.
+    "swap_out": Operation({"limit": int, "why": str}),
+    "swap_in": Operation(),
+    "waits": Operation({"why": str}),
     # With a socket from which the files come.
     "checkpoint": Operation({"name": str, "files": int}),
     "neighbours": Operation({"count": int}),  # other leases on its GPU, where time is shared in slices
@@ -109,11 +174,17 @@ TENANT = {
 EVENTS = {
     "ready": Operation(),  # for clients, or for the process that the lease moves from
     "arrived": Operation(),  # the lease that moved here runs here
-    "clients": Operation({"connected": int, "memory": int}, {"busy": int | float}),  # after changes, and each second
+    # After changes, at most each second. `work` grows with each batch and question.
+    "clients": Operation({"connected": int, "memory": int}, {"busy": int | float, "work": int}),
+    "wanted": Operation(),  # the client has sent work, and the lease is in host memory
     "progress": Operation({"phase": str, "done": int, "total": int}),  # of a migration or suspension
     # The lease is executed here no more.
     "moved": Operation({"seconds": int | float, "pause": int | float, "bytes": int}, {"path": str}),
     "suspended": Operation({"seconds": int | float, "bytes": int}),
+    "linked": Operation(),  # with the process of another lease; or "failed"
+    # It is in host memory, or in GPU memory again.
+    "swapped_out": Operation({"seconds": int | float, "bytes": int}),
+    "swapped_in": Operation({"seconds": int | float, "bytes": int}),
     "offered": Operation({"tensors": int, "nbytes": int}),  # a checkpoint is open; or "failed"
     "failed": Operation({"type": str, "message": str}),  # the lease goes on as before
 }

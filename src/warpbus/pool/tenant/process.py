@@ -33,20 +33,22 @@ from warpbus.errors import (
     WarpbusError,
 )
 from warpbus.pool.protocol import process_messages
-from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.channel import SPIN_SECONDS, Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
-from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, READ, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.group_steps import GroupPlace
 from warpbus.pool.protocol.inference import infer
 from warpbus.pool.protocol.operations import TENANT
 from warpbus.pool.protocol.signature import Input, Signature
-from warpbus.pool.protocol.sockets import Tls
+from warpbus.pool.protocol.sockets import Tls, hung_up, ready
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.acceptor import Acceptor, refuse
 from warpbus.pool.tenant.checkpoints import OfferedCheckpoints
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.links import LinkOpener, admit
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
@@ -54,12 +56,14 @@ from warpbus.pool.tenant.sandbox import seal
 from warpbus.pool.tenant.staging import HostCopy
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
+from warpbus.pool.tenant.swapping import Swapping
 from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
 _SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
 _LINGER = 2.0
+_AT_ONCE = 0.001  # seconds for which a client that keeps sending has the process to itself
 _SECONDS_TO_HEAR = 10.0
 
 
@@ -87,7 +91,10 @@ class TenantServer:
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
         self._acceptor = Acceptor()
+        self._links = LinkOpener(executor.groups)
+        executor.groups.attend = self._attend_in_step
         self._checkpoints = OfferedCheckpoints(executor.storages)
+        self._swapping = Swapping(self, out=setup["swapped_out"])
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: MigrationDestination | None = None
@@ -98,7 +105,8 @@ class TenantServer:
         self._time_slices: TimeSlices | None = None
         self._kept: Frame | None = None  # the client's next batch, which waits for a time slice
         self._owed = 0
-        self._told: tuple[int, int] | None = None
+        self._dealt = 0  # batches and questions
+        self._told: tuple[int, int, int] | None = None
         self._next_tick = 0.0
         self._ends: float | None = None
 
@@ -115,12 +123,18 @@ class TenantServer:
                 if self.over is not None:
                     raise
                 self._lose(error)
+        self.executor.groups.leave_all()
         self._say_goodbye()
 
     def _lose(self, error: RuntimeError) -> None:
         """End the lease after a failure of the GPU, such as an illegal memory access, which makes the CUDA context
-        unusable. The client gets a moment to connect and read the reason."""
-        self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
+        unusable."""
+        self.lose(f"its GPU has failed: {str(error).partition(chr(10))[0]}")
+
+    def lose(self, why: str) -> None:
+        """End the lease. The client gets a moment to connect and read the reason."""
+        self.over = LeaseLostError(f"this lease is lost, {why}")
+        self.executor.groups.leave_all()
         self._work, self._meter = None, Meter(torch.device("cpu"))
         self._share_with(0)
         self._ends = time.monotonic() + _SECONDS_TO_HEAR
@@ -139,11 +153,18 @@ class TenantServer:
                 self._acknowledge()
                 self.channel.send(Kind.MOVED, 0, encode({"address": address, "final": final}))
 
+    def tell_client(self, facts: dict[str, Value]) -> None:
+        """Send the client a SWAP frame, if it is connected."""
+        if self.channel is not None:
+            with suppress(ConnectionLostError):  # noticed when it is read from
+                self.channel.send(Kind.SWAP, 0, encode(facts))
+
     def hang_up(self) -> None:
         """Close the client's connection. The client reconnects, and forgets an address that was not final."""
         if self.channel is not None:
             self.channel.close()
             self.channel = self._kept = None
+            self._swapping.unwant()
             self._leaving.clear()
             self._tell_clients()
 
@@ -160,10 +181,12 @@ class TenantServer:
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
-        for other in (self._end, self._acceptor):
+        for other in (self._end, self._acceptor, self._links):
             waiting.register(other, select.POLLIN)
         if talking and not busy and self.channel is not None:
             waiting.register(self.channel, select.POLLIN)
+        elif not talking and self.channel is not None and self._swapping.out:
+            waiting.register(self.channel, select.POLLRDHUP)  # it may wait for long, and nothing is read meanwhile
         if self._destination is not None and (source := self._destination.fileno()) is not None:
             waiting.register(source, select.POLLIN)
         if not busy and patience < 0.001:  # poll counts in milliseconds
@@ -172,9 +195,14 @@ class TenantServer:
         found = {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
         if self._end.fileno() in found and not self._obey():
             return False
+        if not talking and self._swapping.out and self.channel is not None and self.channel.fileno() in found:
+            self.hang_up()
         if self._acceptor.fileno() in found:
             while (come := self._acceptor.come()) is not None:
                 self._meet(*come)
+        if self._links.fileno() in found:
+            for event, facts in self._links.finished():
+                self.tell(event, **facts)
         if self._destination is not None:
             self._receive_lease(self._destination)
         if self._work is not None and next(self._work, True):
@@ -197,10 +225,18 @@ class TenantServer:
                 ca = arguments.pop("ca")
                 tls = None if ca is None else Tls(Path(ca))
                 self._begin(migrate(self, sock=sockets[0], tls=tls, **arguments))
+            case "link" if len(sockets) == 1:
+                self._links.connect(sockets[0], **arguments)
             case "checkpoint" if len(sockets) == 1:
                 self._open_checkpoint(arguments["name"], arguments["files"], sockets[0])
             case "suspend":
                 self._begin(save(self, Path(arguments["path"])))
+            case "swap_out":
+                self._begin(self._swapping.swap_out(**arguments))
+            case "swap_in":
+                self._begin(self._swapping.swap_in(), out=True)
+            case "waits":
+                self._swapping.wait(arguments["why"])
             case "neighbours":
                 self._share_with(arguments["count"])
             case "end":
@@ -228,17 +264,23 @@ class TenantServer:
             self._time_slices.close()
             self._time_slices = None
 
-    def _begin(self, work: Iterator[None]) -> None:
-        if self._work is not None or self._destination is not None or self.over or self.moved:
-            error = "the lease is being moved or suspended, or was: wait until that is done"
+    def _begin(self, work: Iterator[None], *, out: bool = False) -> None:
+        busy = self._work is not None or self._destination is not None
+        if busy or self.over or self.moved or self._swapping.out is not out:
+            error = "the lease is being moved, suspended or swapped, or was: wait until that is done"
             self.tell("failed", type="DeviceError", message=error)
+        elif self.executor.groups and not out:
+            error = "the lease is in a group with other leases, which have connections to its process: it stays"
+            self.tell("failed", type="StateError", message=error)
         else:
             self._work = work
 
     def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
         """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
-        if "migration_token" in hello:
+        if "link" in hello:
+            admit(channel, hello, self.executor.groups)
+        elif "migration_token" in hello:
             if destination is None:
                 refuse(channel, StateError("no lease is to move to here"))
             else:
@@ -311,19 +353,26 @@ class TenantServer:
             self.tell("failed", type="DeviceError", message=destination.reason)
 
     def _converse(self) -> None:
-        """Handle the client's next frame."""
+        """Handle the client's frames that are here, and those that follow within a moment: to look at everything else
+        and to be woken takes longer than many a frame."""
         channel = self.channel
         if channel is None:
             return
         try:
             frame, self._kept = self._kept or channel.receive(0.0), None
-            if frame is not None and not self.over and not self.moved:
-                slices = self._time_slices
-                if frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
+            alone = self._work is None and self._destination is None and self._time_slices is None
+            ends = time.monotonic() + _AT_ONCE
+            while frame is not None and not self.over and not self.moved:
+                if self._has_to_wait(frame):
                     self._kept = frame
-                else:
-                    self._deal(channel, frame)
-            if self._owed >= _UNACKNOWLEDGED or (self._owed and (self._kept or not channel.pending())):
+                    break
+                self._deal(channel, frame)
+                if self._owed >= _UNACKNOWLEDGED:
+                    self._acknowledge()
+                if time.monotonic() >= ends or not (alone or channel.pending()):
+                    break
+                frame = self._next_frame(channel, ends) if alone else channel.receive(0.0)
+            if self._owed and (self._kept or not channel.pending()):
                 self._acknowledge()
         except ConnectionLostError:
             self.hang_up()
@@ -336,7 +385,25 @@ class TenantServer:
                 channel.send(Kind.BYE)
             self.hang_up()
 
+    def _has_to_wait(self, frame: Frame) -> bool:
+        """Whether a frame of the client waits: for the lease's memory if it is swapped out, or for a time slice."""
+        if self._swapping.out and frame.kind in (Kind.BATCH, Kind.ASK, Kind.READ):
+            self._swapping.want()
+            return True
+        slices = self._time_slices
+        return frame.kind is Kind.BATCH and slices is not None and not slices.may_execute(time.monotonic())
+
+    def _next_frame(self, channel: Channel, ends: float) -> Frame | None:
+        """The client's next frame, if it comes soon; until `ends` for answers that are on their way from the GPU."""
+        while not channel.pending():
+            if self._leaving and time.monotonic() < ends:
+                self._deliver()
+            elif not channel.spin(SPIN_SECONDS):
+                return None
+        return channel.receive(0.0)
+
     def _deal(self, channel: Channel, frame: Frame) -> None:
+        self._dealt += 1
         if frame.kind is Kind.BATCH:
             self._meter.begin()
             try:
@@ -345,7 +412,7 @@ class TenantServer:
                 self._owed += 1
                 self._meter.end()
             self._report(failures)
-        elif frame.kind is Kind.ASK:
+        elif frame.kind in (Kind.ASK, Kind.READ):
             self._answer(channel, frame)
         elif frame.kind is Kind.BYE:
             raise ConnectionLostError("the client said goodbye")
@@ -353,15 +420,22 @@ class TenantServer:
             raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
-        question: Any = decode(frame.payload)
+        question: Any = _read_question(frame) if frame.kind is Kind.READ else decode(frame.payload)
+        self._acknowledge(more=True)
         try:
             match question:
-                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL and self._on_gpu:
-                    # The GPU goes on with what the client has sent meanwhile.
-                    self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL:
+                    if self._on_gpu:
+                        # The GPU goes on with what the client has sent meanwhile.
+                        self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                    else:
+                        channel.send(Kind.DATA, frame.number, self.executor.storages.read(handle, offset, nbytes))
                     return
                 case ["checkpoint", str(name), int(start)] if start >= 0:
                     channel.send(Kind.ANSWER, frame.number, encode(self._checkpoints.describe(name, start)))
+                    return
+                case ["join" | "leave" | "linked" as action, *values]:
+                    channel.send(Kind.ANSWER, frame.number, encode(self._change_groups(action, values)))
                     return
                 case ["load", str(name), list(wanted)]:
                     self._checkpoints.load(name, wanted)
@@ -378,6 +452,35 @@ class TenantServer:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
         except Exception as error:  # CUDA's, too: what was launched before may come to light here
             channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
+
+    def _change_groups(self, action: str, values: list[Any]) -> Value:
+        """Join or leave a group, or tell which of its ranks are connected."""
+        groups = self.executor.groups
+        if action == "join":
+            if self._work is not None:
+                raise StateError("the lease is being moved or suspended: join a group when that is done")
+            groups.join(GroupPlace.read(values))
+            return None
+        if len(values) != 1 or not isinstance(values[0], bytes):
+            raise ProtocolError(f"{action}: give the id of a group")
+        if action == "leave":
+            groups.leave(values[0])
+            return None
+        return list(groups.get(values[0]).linked)
+
+    def _attend_in_step(self) -> None:
+        """While a step of a group waits for other leases: see to the daemon and to the client's connections. A client
+        that is gone is reported, so that its lease ends after some time, and the step with it."""
+        if self.channel is not None and hung_up(self.channel):
+            self.hang_up()
+        if ready(self._end, select.POLLIN, 0.0) and not self._obey():
+            self._ends = 0.0
+            raise LeaseLostError("the lease has been ended")
+        while (come := self._acceptor.come()) is not None:
+            self._meet(*come)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK
+            self._tell_clients()
 
     def _deliver(self) -> None:
         """Send the answers whose copy from the GPU has completed."""
@@ -401,9 +504,10 @@ class TenantServer:
             if self.channel is not None:
                 self.channel.send(Kind.ERROR, 0, encode(failure.plain()))
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, *, more: bool = False) -> None:
+        """Say which batches were executed; with `more` together with the frame that is sent next."""
         if self.channel is not None and self._owed:
-            self.channel.send(Kind.ACK, self.executor.executed)
+            self.channel.send(Kind.ACK, self.executor.executed, more=more)
             self._owed = 0
 
     def _attend(self) -> float:
@@ -411,16 +515,16 @@ class TenantServer:
         self._meter.collect(behind=self._time_slices is not None)
         if self._time_slices is None:
             return _TICK
-        now, waiting = time.monotonic(), self._kept is not None
+        now, waiting = time.monotonic(), self._kept is not None and not self._swapping.out
         self._time_slices.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
         patience = self._time_slices.patience(now, waiting=waiting)
         return _TICK if patience is None else min(patience, _TICK)
 
     def _tell_clients(self) -> None:
-        now = (int(self.channel is not None), self.executor.storages.used)
+        now = (int(self.channel is not None), self._swapping.used, self._dealt)
         if now != self._told:
             self._told = now
-            self.tell("clients", connected=now[0], memory=now[1], busy=self._meter.busy)
+            self.tell("clients", connected=now[0], memory=now[1], busy=self._meter.busy, work=now[2])
 
     def _say_goodbye(self) -> None:
         """Close the client's connection after it has read the last message: closing a socket that has unread input
@@ -432,6 +536,13 @@ class TenantServer:
                     channel.send(Kind.BYE)
                 while time.monotonic() < until:
                     channel.receive(until - time.monotonic())
+
+
+def _read_question(frame: Frame) -> list[Any]:
+    """The question of a READ frame."""
+    if len(frame.payload) != READ.size:
+        raise ProtocolError(f"a READ frame of {len(frame.payload)} bytes: expected {READ.size}")
+    return ["read", *READ.unpack(frame.payload)]
 
 
 def _warm() -> None:
