@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from warpbus.bench.options import (
     ParallelBenchOptions,
@@ -19,6 +18,7 @@ from warpbus.bench.options import (
     TrainBenchOptions,
 )
 from warpbus.cli.help import PlainGroup
+from warpbus.cli.language import Console
 from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError

@@ -55,7 +55,14 @@ def test_a_table_a_picture_and_a_page(timed, model, texts, write_lines, tmp_path
     data = "--evaluate", texts, "--questions", questions, "--max-perplexity-increase", "1000000%"
     found = invoke(model, tmp_path / "out", *ROUGH, *data, *files, "--price", "2")
     assert found.exit_code == 0
-    for expected in ("attention.qkv", "perplexity", "KL divergence", "right choices", "tokens/s", "not known: no GPU"):
+    for expected in (
+        "attention.qkv",
+        "perplexity",
+        "KL divergence",
+        "choices correct",
+        "tokens/s",
+        "not known: no GPU",
+    ):
         assert expected in found.stdout
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "new" / "a.html").read_text(encoding="utf-8")
