@@ -196,7 +196,7 @@ class _VariantResults:
         rows = [
             self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit),
             self._row("time", "GPU-s/M tokens" if self.of.run.on_gpu else "s/M tokens", self._seconds, ours, plain),
-            self._row("memory", "GB", lambda found, count: [(found[0].memory or 0) / 1e9], ours, plain),
+            self._row("memory", "GB", lambda found, count: [found[0].memory / 1e9], ours, plain),
             self._row("energy", "J/1000 tokens", self._joules, ours, plain),
             self._row("cost", "dollars/M tokens", self._dollars, ours, plain),
             self._row("perplexity", "perplexity", lambda found, count: [_perplexity(found)], ours, plain),

@@ -13,7 +13,7 @@ from warpbus.figures.theme import LIMIT, WARPBUS, color_of, log_axis, paper, sai
 _FAR_APART = 20  # of which bars the smaller could not be seen beside the larger
 _PANELS = (
     ("speed", "tokens/s, more is better"),
-    ("memory", "GB per GPU, less is better"),
+    ("memory", "memory (GB), less is better"),
     ("energy", "J per 1,000 tokens, less is better"),
     ("perplexity", "perplexity after the same steps, less is better"),
 )

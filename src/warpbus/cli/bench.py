@@ -21,6 +21,7 @@ from warpbus.cli.help import PlainGroup
 from warpbus.cli.language import Console
 from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.cli.progress import progress_bar
+from warpbus.cli.story import story
 from warpbus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -322,6 +323,8 @@ MODEL_BENCHMARKS = {
         """,
     ),
 }
+
+bench.command("story")(story)
 
 for _name, (_measure_it, _help) in MODEL_BENCHMARKS.items():
     bench.command(_name, help=_paragraphs(_help))(_measure_it)

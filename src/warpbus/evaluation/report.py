@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
@@ -17,9 +15,8 @@ from rich.text import Text
 import warpbus
 from warpbus.evaluation.side_by_side import Evaluation
 from warpbus.figures import page
-from warpbus.figures.theme import QUIET, UNQUANTIZED, caption, footer, paper, said, save, shade, style
-
-_PERPLEXITY = "perplexity"
+from warpbus.figures.panels import Measure, draw_measures, panels_size
+from warpbus.figures.theme import UNQUANTIZED, caption, footer, paper, save, shade, style
 
 Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
 
@@ -113,56 +110,26 @@ def machine(first: Evaluation) -> str:
 
 def size(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
     """Width and height that `fill` wants, in inches."""
-    return 2.2 + 2.25 * len(_panels(evaluations)), 1.0 + 0.36 * len(evaluations)
+    return panels_size(len(_measures(evaluations)), len(evaluations))
 
 
 def fill(target: Figure | SubFigure, evaluations: Sequence[Evaluation]) -> None:
     """Draw `figure` into what may be a part of another."""
-    panels = _panels(evaluations)
-    axes = target.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    names = [said(evaluation.name) for evaluation in evaluations]
-    colors = [UNQUANTIZED, *(shade(index) for index in range(len(names) - 1))]
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
-        texts = [form.format(value) for value in values]
-        if title == _PERPLEXITY:
-            _dots(axis, values, texts, colors)
-        else:
-            bars = axis.barh(range(len(names)), values, color=colors, height=0.62)
-            axis.bar_label(bars, texts, padding=3, fontsize=9)
-            axis.set_xlim(0, 1.45 * max(values) or 1.0)
-            axis.set_xticks([])
-            axis.spines.bottom.set_visible(False)
-        axis.set_title(said(title), loc="left")
-        axis.tick_params(axis="y", length=0)
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].set_ylim(len(names) - 0.5, -0.5)
+    colors = [UNQUANTIZED, *(shade(index) for index in range(len(evaluations) - 1))]
+    draw_measures(target, [evaluation.name for evaluation in evaluations], colors, _measures(evaluations))
 
 
-def _dots(axis: Axes, values: Sequence[float], texts: Sequence[str], colors: Sequence[str]) -> None:
-    """Values on an axis that does not begin at zero, where small differences can be seen."""
-    low, high = min(values), max(values)
-    room = (high - low) or 0.02 * high
-    axis.axvline(values[0], color=QUIET, lw=0.8, ls=":")
-    for row, (value, text, color) in enumerate(zip(values, texts, colors, strict=True)):
-        axis.plot([values[0], value], [row, row], color=color, lw=2.0)
-        axis.plot([value], [row], "o", color=color, ms=7)
-        axis.annotate(text, (value, row), (7, 0), textcoords="offset points", va="center", fontsize=9)
-    axis.set_xlim(low - 0.15 * room, high + 0.65 * room)
-    axis.xaxis.set_major_locator(MaxNLocator(3))
-    axis.grid(axis="x")
-
-
-def _panels(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[float], str]]:
-    """Title, values and format of each."""
-    panels: list[tuple[str, list[float], str]] = [(_PERPLEXITY, [e.perplexity for e in evaluations], "{:.2f}")]
+def _measures(evaluations: Sequence[Evaluation]) -> list[Measure]:
+    measures = [Measure("perplexity", [e.perplexity for e in evaluations], "{:.2f}", dots=True)]
     if len(evaluations) > 1:
-        panels.append(("KL from the first (nats)", [e.divergence for e in evaluations], "{:.4f}"))
+        measures.append(Measure("KL from the first (nats)", [e.divergence for e in evaluations], "{:.4f}"))
     if all(e.accuracy is not None for e in evaluations):
-        panels.append(("choices correct (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
-    panels.append(("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:,.1f}"))
+        correct = [100 * (e.accuracy or 0.0) for e in evaluations]
+        measures.append(Measure("choices correct (%)", correct, "{:.1f}"))
+    measures.append(Measure("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:,.1f}"))
     if all(e.tokens_per_second is not None for e in evaluations):
-        panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:,.0f}"))
-    return panels
+        measures.append(Measure("decoding (tokens/s)", [e.tokens_per_second for e in evaluations], "{:,.0f}"))
+    return measures
 
 
 def terms(tokens: int) -> list[tuple[str, str]]:
