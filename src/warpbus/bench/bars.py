@@ -7,13 +7,12 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from warpbus.bench.cases import WHOLE
-from warpbus.bench.naming import axis_label, case_label, told
+from warpbus.bench.naming import axis_label, case_label, limit_label, told
 from warpbus.bench.records import Record
 from warpbus.bench.report import number, shared_and_varying
 from warpbus.figures.theme import LIMIT, QUIET, SERIES, color_of, said, time_text
 
 _OWN = {"rung", "variant"}  # parameters on which what a peer does cannot depend
-_ABOVE = 1.005  # of a limit
 
 
 def bar_count(records: Sequence[Record], ignored: set[str]) -> int:
@@ -97,8 +96,7 @@ def _varying(records: Sequence[Record], ignored: set[str]) -> list[str]:
 def _limits(axis: Axes, rows: Sequence[tuple[int, Record]], largest: float) -> None:
     """A mark for the limit of each row, where it is within reach; what may exceed it is said."""
     shown = [(row, record) for row, record in rows if record.floor is not None and record.floor <= 1.1 * largest]
-    exceeded = any((record.share_of_floor or 0) > _ABOVE for _, record in shown)
-    label = "limit as measured, can be exceeded" if exceeded else "limit"
+    label = limit_label([record for _, record in shown])
     for index, (row, record) in enumerate(shown):
         place = [record.floor or 0.0] * 2
         axis.plot(

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from warpbus.bench.records import LESS_IS_BETTER, Parameter, Record
+from warpbus.bench.records import LESS_IS_BETTER, Parameter, Record, ratio
 from warpbus.bench.report import shown
+
+_ABOVE = 1.005  # of a limit
 
 _VALUES: Mapping[tuple[str, Parameter], str] = {
     ("transfers", False): "data on the GPU",
@@ -81,3 +83,14 @@ def axis_label(record: Record) -> str:
     better = "less" if LESS_IS_BETTER[record.metric] else "more"
     metric, unit = _METRICS[record.metric], record.unit
     return f"{metric} ({unit}), {better} is better" if metric != unit else f"{metric}, {better} is better"
+
+
+def limit_label(records: Sequence[Record]) -> str:
+    """What the limit of records is called: one that a contender has exceeded is no physical limit."""
+    shares = (
+        ratio(record.metric, value, record.floor)
+        for record in records
+        for value in (record.ours, record.peer.value)
+        if record.floor is not None
+    )
+    return "limit as measured, can be exceeded" if any(share > _ABOVE for share in shares) else "limit"

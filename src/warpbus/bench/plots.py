@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from warpbus.bench.bars import bar_count, bars, stacked
 from warpbus.bench.cases import Plot
 from warpbus.bench.findings import compared
-from warpbus.bench.naming import axis_label, case_label, panel_title
+from warpbus.bench.naming import axis_label, case_label, limit_label, panel_title
 from warpbus.bench.records import Parameter, Record
 from warpbus.bench.report import shared_and_varying
 from warpbus.figures.theme import LIMIT, caption, color_of, footer, log_axis, paper, said, save, shade, style
@@ -38,7 +38,8 @@ def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
     first = records[0]
     versions = [f"{name} {first.versions[name]}" for name in ("warpbus", "torch", "cuda") if name in first.versions]
     device = first.versions.get("processor", "CPU") if first.device == "cpu" else first.device
-    return caption(drawn, (plot.finding or compared)(records), title, footer(device, first.date, versions))
+    what = f"{title}, on the CPU" if first.device == "cpu" else title
+    return caption(drawn, (plot.finding or compared)(records), what, footer(device, first.date, versions))
 
 
 def _panels(records: Sequence[Record], plot: Plot) -> Figure:
@@ -90,6 +91,7 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
     limits: dict[str, dict[float, float]] = {}
     # A peer depends on fewer parameters than ours does: one curve for each dtype, not for each of our variants.
     peer_names = [name for name in names if name == "dtype"]
+    limit = limit_label(records)
     limit_names = peer_names if _alike(records, x, peer_names) else names
     for record in records:
         at = float(record.case[x])
@@ -98,7 +100,7 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
         kind = "" if "CPU" in record.peer.name else case_label(record.case, peer_names)
         peers.setdefault(record.peer.name, {}).setdefault(kind, {})[at] = record.peer.value
         if record.floor is not None:
-            name = ", ".join(filter(None, ("limit", case_label(record.case, limit_names))))
+            name = ", ".join(filter(None, (limit, case_label(record.case, limit_names))))
             limits.setdefault(name, {})[at] = record.floor
     handles: list[Line2D] = []
     for index, (label, points) in enumerate(ours.items()):

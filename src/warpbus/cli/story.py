@@ -76,7 +76,8 @@ def story(
             told = tell(work, show)
     except KeyboardInterrupt:
         count = partially_kept(place)
-        text = f"Interrupted. {count} finished parts are kept in {place}: run the same command to resume."
+        parts = "1 finished part" if count == 1 else f"{count} finished parts"
+        text = f"Interrupted. {parts} kept in {place}: run the same command to resume."
         Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
         raise typer.Exit(128 + signal.SIGINT) from None
     found = report.records(told)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ _METHODS = ("full", "lora")
 _SAMPLES = {CPU: 32, GPU: 128}
 _WARM, _STEPS = 2, 5
 _TRAIN_ROWS = {CPU: (2, 64), GPU: (2, 1024)}  # rows per device, tokens per row
+_BUSY = 0.7  # load per core
 _QUICK_TOKENS = 4  # on a CPU for which the model is large
 _LARGE = 1_000_000_000  # bytes of weights in float32, with which a CPU takes seconds per token
 _TRAINED_ON_CPU = 300_000_000  # parameters at most
@@ -118,6 +120,9 @@ class _Teller:
 
     def tell(self) -> Story:
         rows: list[StoryRow] = []
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > _BUSY * cores and any(name not in self.parts for name, _ in self._planned()):
+            self.missing.append(f"Other programs used the CPU (load {load:.1f} on {cores} cores): times vary.")
         for name, measure in self._planned():
             row = self._part(name, measure)
             if row is not None:

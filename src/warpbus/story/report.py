@@ -20,7 +20,7 @@ from warpbus.figures.theme import UNQUANTIZED, WARPBUS, caption, footer, paper, 
 from warpbus.story.rows import GENERATE, GPU, ORIGINAL, QUANTIZE, TRAIN, Story, StoryRow, joined
 
 _TITLES = {GENERATE: "generation", TRAIN: "training", QUANTIZE: "quantization"}
-_FORM = {GENERATE: "weights", TRAIN: "method", QUANTIZE: "to"}
+_FORM = {GENERATE: "weights", TRAIN: "method", QUANTIZE: "weights"}
 _DETAIL = {TRAIN: "trained parameters", QUANTIZE: "mean error"}
 _COLORS = {ORIGINAL: UNQUANTIZED, "8 bits": shade(3), "4 bits": WARPBUS, "full": UNQUANTIZED, "lora": WARPBUS}
 _SENTENCES = 4  # above the picture

@@ -151,7 +151,7 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_measures_nothing(
         patched.setattr(measure, "measure_speed", interrupted)
         code, _, said = run(work)
         assert code == 130
-        assert "2 finished parts are kept in" in " ".join(said.split())
+        assert "2 finished parts kept in" in " ".join(said.split())
 
     with monkeypatch.context() as patched:
         patched.setattr(measure, "quantize", lambda *_, **__: pytest.fail("was quantized already"))
