@@ -52,6 +52,7 @@ class ServingBenchOptions:
     tokens: int | None = None
     url: str | None = None
     serve: str | None = None
+    fp8_activations: bool = False
     peer: bool = True
 
 

@@ -30,6 +30,7 @@ from warpbus.engine.kv_cache import token_bytes
 from warpbus.engine.offload import OffloadableModel
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, ModelConfig, random_model
+from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.qtensor import Scheme
 
 SMALL = "small"
@@ -90,6 +91,8 @@ def _cases(run: Run, work: ServingBenchOptions, progress: Progress) -> list[Task
     if work.url is not None and work.serve is not None:
         raise UsageError("--url and --serve: give one of them")
     over_http = work.url is not None or work.serve is not None
+    if over_http and work.fp8_activations:
+        raise UsageError("--fp8-activations: a server has its own options: leave it away")
     if over_http and work.shape is not None:
         raise UsageError("--shape: a server has its own model: leave it away")
     shapes = {**SHAPES, SMALL: SMALL_SHAPE}
@@ -153,17 +156,20 @@ def _in_process(
     dtype = default_dtype(run.device, torch.float16)
     floors = ServingFloors.measured(config, scheme, dtype, run.device) if run.on_gpu else None
     _release(run)
+    variant = f"{scheme}, fp8 activations" if work.fp8_activations else str(scheme)
     base: dict[str, Parameter] = {
         "level": "engine",
         "shape": shape,
         "dtype": dtype_name(dtype),
-        "variant": str(scheme),
+        "variant": variant,
         "prompt": effort.prompt,
         "generated": effort.tokens,
     }
-    named: dict[str, Parameter] = {"shape": shape, "dtype": dtype_name(dtype), "variant": str(scheme)}
+    named: dict[str, Parameter] = {"shape": shape, "dtype": dtype_name(dtype), "variant": variant}
     progress("making the model", 0, 1)
     model = random_model(config, scheme, run.device, dtype)
+    if work.fp8_activations:
+        use_fp8_activations(model)
     offloadable = OffloadableModel(model)
     most = max(effort.concurrency)
     engine = Engine(model, max_num_seqs=most, offloadable=offloadable)

@@ -255,6 +255,7 @@ MODEL_BENCHMARKS = {
             tokens="tokens per answer",
             url="measure the server at this URL",
             serve="serve this model directory, or demo, and measure that server",
+            fp8_activations="Hopper GPUs: round activations of prompts to FP8",
             peer="also measure transformers, which takes a minute",
             quick=_QUICK,
         ),

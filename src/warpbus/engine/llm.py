@@ -102,6 +102,7 @@ class LLM:
             are loaded as they are, and the cache grows as needed.
         kv_dtype: the storage type of the KV cache: "auto" (the dtype of the activations, or what `memory` requires), or
             8 bits, "int8" or "fp8", on a GPU.
+        fp8_activations: on a Hopper GPU, read prompts faster by rounding activations to FP8; see `ServiceOptions`.
         adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2) by the names that `generate` and `chat`
             take; see `warpbus.models.adapters.load_adapter`.
         progress: called while weights are downloaded and while they are read; see `warpbus.models.Progress`.
@@ -134,6 +135,7 @@ class LLM:
         max_num_seqs: int = 16,
         memory: str | int | None = None,
         kv_dtype: str = "auto",
+        fp8_activations: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
         progress: Progress | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
@@ -145,6 +147,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             memory=memory,
             kv_dtype=kv_dtype,
+            fp8_activations=fp8_activations,
             adapters=tuple((name, str(directory)) for name, directory in (adapters or {}).items()),
         )
         opened = open_model(model, self.device, options, progress)

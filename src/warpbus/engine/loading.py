@@ -35,6 +35,7 @@ from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
 from warpbus.models.adapters import load_adapter
+from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
@@ -156,6 +157,8 @@ def build_engine(
         offloaded=() if plan is None else plan.offloaded,
         int8_activations=activations_in_8_bits(),
     )
+    if options.fp8_activations:
+        use_fp8_activations(decoder)
     adapters = opened.adapters
     if group is not None and group.world > 1:
         part = Part(opened.config, group.rank, group.world)

@@ -31,6 +31,9 @@ class ServiceOptions:
         max_queue: the most requests that wait besides these; further ones are refused.
         memory: the GPU memory of the engine's process: "6GB", "50%", or bytes; see `LLM`.
         kv_dtype: the storage type of the KV cache: "auto", "int8" or "fp8"; see `LLM`.
+        fp8_activations: on a Hopper GPU, products of 512 tokens and more with weights of up to 4 bits round the tokens
+            to FP8: prompts are read faster, see docs/quantized_kernels.md. Not with `memory`, whose plan has no room
+            for the rounded tokens.
         cache_tokens: the size of the KV cache in tokens, rounded up to whole blocks; requests for which there is no
             block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding requests; None: the engine's
@@ -66,6 +69,7 @@ class ServiceOptions:
     max_queue: int = 1024
     memory: str | int | None = None
     kv_dtype: str = "auto"
+    fp8_activations: bool = False
     cache_tokens: int | None = None
     max_num_batched_tokens: int | None = None
     inter_token_latency: str | float | None = None
@@ -110,6 +114,8 @@ class ServiceOptions:
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):
             raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")
+        if self.fp8_activations and self.memory is not None:
+            raise UsageError("memory plans activations of 16 bits: leave out either memory or fp8_activations")
         if self.cache_tokens is not None:
             if self.memory is not None:
                 raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")

@@ -2,7 +2,7 @@
 
 Three kernels share the weights' one layout (`packed`): `wna16/decode.cu` reads them once for a few tokens and does the
 norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies on Hopper's wgmma and
-`wna16/sm80_wna16.cu` by mma.sync on every GPU since Ampere.
+`wna16/sm80_wna16.cu` by mma.sync on every GPU since Ampere. If allowed to, `wna8` rounds many tokens to 8 bits.
 """
 
 from math import prod
@@ -14,11 +14,13 @@ from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
+from warpbus.kernels.ops import wna8, wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_shape
 from warpbus.kernels.ops.norm import rms_norm
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, check_weight_only, unpack
+from warpbus.kernels.reference.wna8 import wna8_linear as reference_wna8
+from warpbus.kernels.reference.wna16 import finish
 from warpbus.kernels.reference.wna16 import wna16_linear as reference_linear
 from warpbus.qtensor import QTensor, Scheme
 
@@ -34,6 +36,7 @@ def wna16_linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
+    fp8: bool = False,
 ) -> Tensor:
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
@@ -49,6 +52,8 @@ def wna16_linear(
         norm: weight `[k]` of an RMSNorm that x goes through first, with `eps`.
         residual: in the shape of the result.
         activation: "none", or "swiglu": `silu(gate) * up`, where the first half of the weight's rows gives the gate.
+        fp8: from 512 tokens on, round `norm(x)` to e4m3, with a scale per token, where the GPU is a Hopper one and
+            `wna8.supports` the scheme.
 
     Returns:
         `[..., n]`, or `[..., n / 2]` with swiglu, in the dtype of `x`; summed in float32. The same bits at every run.
@@ -78,7 +83,7 @@ def wna16_linear(
     out = _wna16(
         x.reshape(m, k),
         *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),
-        *(bias, norm, eps, None if residual is None else residual.reshape(m, columns), activation),
+        *(bias, norm, eps, None if residual is None else residual.reshape(m, columns), activation, fp8),
     )
     # A view is nothing that LoRA could add its part to in place.
     return out if x.dim() == 2 else out.view(*x.shape[:-1], columns)
@@ -97,6 +102,7 @@ def _launch(
     eps: float,
     residual: Tensor | None,
     activation: str,
+    fp8: bool,
 ) -> Tensor:
     m, k = x.shape
     weight = PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k))
@@ -116,28 +122,48 @@ def _launch(
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(m, n)
-    multiply = wna16_sm90.multiply if able.wgmma else wna16_sm80.multiply
-    multiply(x, weight, bias, out)
+    if fp8 and wna8.fits(x, weight):
+        wna8.multiply(x, weight, bias, out)
+    else:
+        multiply = wna16_sm90.multiply if able.wgmma else wna16_sm80.multiply
+        multiply(x, weight, bias, out)
     if gated:
         out = swiglu(out)
     return out if residual is None else out.add_(residual)
 
 
 def _reference(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, bits: int, group: int, *others: Any
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    bits: int,
+    group: int,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+    fp8: bool,
 ) -> Tensor:
-    packed = PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, x.shape[1]))
-    return reference_linear(x, unpack(packed), *others)
+    m, k = x.shape
+    weight = unpack(PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k)))
+    if not (fp8 and m >= wna8.LEAST_ROWS and wna8.supports(weight.scheme)):
+        return reference_linear(x, weight, bias, norm, eps, residual, activation)
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    return finish(reference_wna8(x, weight, bias), residual, activation)
 
 
 def _fake(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, *others: Any) -> Tensor:
-    activation = others[-1]
+    activation = others[-2]
     return x.new_empty(x.shape[0], n // 2 if activation == "swiglu" else n)
 
 
 _wna16 = operator(
     "wna16(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int n, int bits, int group, Tensor? bias, "
-    "Tensor? norm, float eps, Tensor? residual, str activation) -> Tensor",
+    "Tensor? norm, float eps, Tensor? residual, str activation, bool fp8) -> Tensor",
     cuda=_launch,
     reference=_reference,
     fake=_fake,

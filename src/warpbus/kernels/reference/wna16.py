@@ -20,7 +20,11 @@ def wna16_linear(
     """`residual + activation(norm(x) @ weight.T + bias)` with the weights dequantized to the dtype of `x` first."""
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    y = F.linear(x, weight.dequantize(x.dtype), bias)
+    return finish(F.linear(x, weight.dequantize(x.dtype), bias), residual, activation)
+
+
+def finish(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
+    """`residual + activation(y)`; the activation is "none" or "swiglu"."""
     if activation == "swiglu":
         y = swiglu(y)
     return y if residual is None else residual + y

@@ -28,8 +28,8 @@ Form = QTensor | PackedWeight | CpuCodes | CpuWeight
 _COLUMNS = 32  # whole words for any number of bits
 
 
-def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`."""
+def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None, *, fp8: bool = False) -> Tensor:
+    """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`, and `wna16_linear` for `fp8`."""
     if isinstance(weight, CpuCodes):
         return codes_linear(x, weight, bias)
     if isinstance(weight, CpuWeight):
@@ -38,7 +38,7 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
         kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
         linear = w8a8_linear if kernels else reference_w8a8_linear
         return linear(x, weight.qweight, weight.scales.view(-1).float(), bias)
-    return wna16_linear(x, weight, bias)
+    return wna16_linear(x, weight, bias, fp8=fp8)
 
 
 def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:

@@ -139,6 +139,13 @@ __device__ __forceinline__ float reciprocal(float x) {
     return value;
 }
 
+// The bits of x rounded to nearest, ties away from zero, to the 10 bits of mantissa of tf32.
+__device__ __forceinline__ uint32 round_tf32(float x) {
+    uint32 bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return bits;
+}
+
 // ---- Rounding to 8 bits (e4m3 and e5m2: sm_89) ----
 
 // Two floats rounded to nearest even as e4m3, beyond +-448 to +-448; `low` lies first in memory.
@@ -146,6 +153,13 @@ __device__ __forceinline__ unsigned short pack_e4m3(float low, float high) {
     unsigned short pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// The values of two e4m3, the one in the low byte first. Needs sm_89.
+__device__ __forceinline__ float2 unpack_e4m3(unsigned int pair) {
+    uint32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+    return __half22float2(*reinterpret_cast<__half2*>(&halves));
 }
 
 // The same as e5m2, beyond +-57344 to +-57344.

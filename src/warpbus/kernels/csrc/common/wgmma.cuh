@@ -214,6 +214,25 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[N / 2], const ui
     }
 }
 
+// The same with 8-bit operands (e4m3): D (64 x 64) += A (64 x 32) B (32 x 64), A in registers as for mma_m16n8k32.
+__device__ __forceinline__ void wgmma_k32_from_registers(float (&d)[32], const uint32 (&a)[4], uint64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_P32 "}, {%32, %33, %34, %35}, %36, keep, 1, 1;\n}\n"
+        : WGMMA_D32("+f", d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// The same with 32-bit operands of which tf32 is read: D (64 x 64) += A (64 x 8) B (8 x 64). Thread 4 g + t of a warp has in
+// a[0] the element (g, t) of the warp's 16 rows, in a[1] (g + 8, t), in a[2] (g, t + 4), in a[3] (g + 8, t + 4).
+__device__ __forceinline__ void wgmma_k8_from_registers(float (&d)[32], const uint32 (&a)[4], uint64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {" WGMMA_P32 "}, {%32, %33, %34, %35}, %36, keep, 1, 1;\n}\n"
+        : WGMMA_D32("+f", d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // The compiler does not know that the products still write `d` after their instruction: behind a wait, this keeps it
 // from reading `d` before.
 template <int Count>

@@ -30,6 +30,7 @@
 // tokens, through distributed shared memory.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
+#include "common/transposed_store.cuh"
 #include "common/wgmma.cuh"
 #include "wna16/dequantize.cuh"
 
@@ -246,58 +247,20 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Writes the results as wgmma leaves them, 64 rows of the weight by 8 tokens per four values of a thread, as columns of out.
-template <int Count>
-__device__ __forceinline__ void store_directly(const float (&d)[Count], ELEMENT* out, int token, int row, int end,
-                                               const Problem& p) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-        const int mine = token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        const int column = row + 16 * warp + lane / 4 + (i & 2 ? 8 : 0);
-        if (mine < end && column < p.n) out[static_cast<long long>(mine) * p.n + column] = from_float<ELEMENT>(d[i]);
-    }
-}
-
-// The same for 16 tokens: transposes them by stmatrix into a box in shared memory, from its row `token` on.
-__device__ __forceinline__ void transpose(const float* from, ptx::uint32 box, int token) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix: 8 tokens by 8 rows of the weight.
-    const int mine = token + lane / 16 * 8 + lane % 8;
-    const int chunk = 2 * warp + lane / 8 % 2;
-    ptx::stmatrix_x4_trans(box + mine * 128 + ((chunk ^ (mine & 7)) << 4), pack_pair<ELEMENT>(from[0], from[1]),
-                           pack_pair<ELEMENT>(from[2], from[3]), pack_pair<ELEMENT>(from[4], from[5]),
-                           pack_pair<ELEMENT>(from[6], from[7]));
-}
-
-// A box of out: all threads of the warpgroup write it between begin_box and end_box.
-__device__ __forceinline__ void begin_box(int consumer) {
-    if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
-    ptx::named_barrier(1 + consumer, 128);
-}
-__device__ __forceinline__ void end_box(const Maps& maps, ptx::uint32 box, int row, int token, int consumer) {
-    ptx::fence_proxy_async();
-    ptx::named_barrier(1 + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
-        ptx::tma_store(&maps.map_out, box, row, token);
-        ptx::tma_store_commit();
-    }
-}
-
 // Writes a tile of 64 rows of the weight as columns of out, through staging buffers and TMA.
 __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
                                       Place place, int consumer, const Problem& p) {
     const int row = place.row + 64 * consumer;
     if (p.direct || (EXPERTS && place.end - place.token < TOKENS)) {
-        store_directly(d, out, place.token, row, place.end, p);
+        store_directly(d, out, place.token, row, place.end, p.n);
         return;
     }
 #pragma unroll
     for (int first = 0; first < TOKENS; first += kStoreTokens) {
         begin_box(consumer);
 #pragma unroll
-        for (int token = 0; token < kStoreTokens; token += 16) transpose(&d[(first + token) / 2], staging, token);
-        end_box(maps, staging, row, place.token + first, consumer);
+        for (int token = 0; token < kStoreTokens; token += 16) transpose<ELEMENT>(&d[(first + token) / 2], staging, token);
+        end_box(maps.map_out, staging, row, place.token + first, consumer);
     }
 }
 
@@ -344,12 +307,12 @@ __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffer
         add_bias(total, bias, row, p);
         const int token = place.token + 16 * unit;
         if (p.direct) {
-            store_directly(total, out, token, row, place.end, p);
+            store_directly(total, out, token, row, place.end, p.n);
             continue;
         }
         begin_box(consumer);
-        transpose(total, staging, 0);
-        end_box(maps, staging, row, token, consumer);
+        transpose<ELEMENT>(total, staging, 0);
+        end_box(maps.map_out, staging, row, token, consumer);
     }
     ptx::cluster_sync();  // shared memory must stay valid until all blocks have read it
 }

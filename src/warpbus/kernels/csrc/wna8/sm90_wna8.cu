@@ -1,0 +1,328 @@
+// out [m, n] = x_scale [m] * (x [m, k] weight [n, k]^T) + bias [n] on Hopper: e4m3 x, weights of 2 to 4 bits in groups (sm_90a).
+//
+// Macros
+//   ELEMENT  __half or __nv_bfloat16: the type of scales, zero points, the bias and out
+//   GROUPS   groups of the weight's scales per block of 128 columns: 1, or 2 for groups of 64
+//   SYMMETRIC  1: the zero point, the same for all, is in the sums of x
+//   STAGES   blocks of 128 columns in flight
+//
+// The weight is packed as for wna16 (kernels/ops/packed.py), so that the same codes serve both. x and its sums are those of
+// wna8/quantize.cu: per group, or per 128 columns where groups are larger, times -2^-9, and times the code of zero in a
+// symmetric scheme. k is a multiple of 16; any m and n.
+//
+// The kernel computes the transpose, D [128 rows of the weight, 128 tokens] = W x^T, with W in registers. No code is
+// converted: a byte 0000cccc read as e4m3 is the number c * 2^-9, exactly, because it is subnormal, or of the smallest exponent
+// for codes from 8 on. So two masks turn a word of eight codes into two registers of operand A. A result is the sum over groups of
+//   scale * (sum of code * x - zero * sum of x).
+// A tile begins with the second terms: a product in tf32 of scales times zeros with the sums of x. Then each group's sums are
+// multiplied by its scale and added to float32 registers, one fma per result. The tensor cores add e4m3 products with about
+// 14 bits, and here only those of one group at a time.
+//
+// Warp specialization: a thread fills a ring of STAGES buffers by TMA. The two consumer warpgroups have 64 rows of the weight
+// each, and multiply the tokens in two halves: while one half's sums are scaled, the products of the other half run. Blocks are
+// persistent.
+#include "common/numeric.cuh"
+#include "common/schedule.cuh"
+#include "common/transposed_store.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kTokens = 128;
+constexpr int kConsumers = 2;
+constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
+constexpr int kTileK = 128;             // one row of the 128-byte swizzle
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kXBytes = kTokens * kTileK;
+constexpr int kCodeBytes = kRows * kTileK / 2;
+constexpr int kScaleBytes = kRows / 16 * GROUPS * 32;
+constexpr int kSumsAtOnce = 32;  // sums of a token, which fill a row of x
+constexpr int kStagingBytes = 64 * 64 * 2;
+constexpr int kSteps = 4 / GROUPS;   // products of 32 columns per group in a block
+constexpr int kHalf = kTokens / 4;   // sums of a thread for half the tokens
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+struct Problem {
+    int m, n, k;
+    int sums;    // of a row of x
+    int groups;  // of a row of the packed weight
+    int shift;   // a group has 2^shift blocks of 128 columns
+    int group;   // tiles along m that are processed together, so that a wave of blocks shares L2
+    int direct;  // write with ordinary stores: out has no tensor map
+};
+
+struct Maps {
+    ptx::TileMaps map_x, map_sums;
+    ptx::TensorMap map_codes, map_scales, map_out;
+};
+
+extern __shared__ unsigned char memory[];
+
+static_assert(1024 + STAGES * (kXBytes + kCodeBytes + kScaleBytes + 16) + kConsumers * kStagingBytes ==
+                  SHARED_BYTES,
+              "the host asks for other shared memory");
+
+// Shared-memory addresses.
+struct Buffers {
+    ptx::uint32 x, staging, codes, scales, full, empty;
+
+    __device__ __forceinline__ Buffers() {
+        x = (ptx::shared_address(memory) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+        staging = x + STAGES * kXBytes;
+        codes = staging + kConsumers * kStagingBytes;
+        scales = codes + STAGES * kCodeBytes;
+        full = scales + STAGES * kScaleBytes;
+        empty = full + 8 * STAGES;
+    }
+};
+
+struct Place {
+    int token, row;  // of the tile's first element
+
+    __device__ __forceinline__ Place(int tile, const Problem& p) {
+        const auto place = tile_place(tile, (p.m + kTokens - 1) / kTokens, (p.n + kRows - 1) / kRows, p.group);
+        token = place.row * kTokens;
+        row = place.column * kRows;
+    }
+};
+
+__device__ __forceinline__ int tiles(const Problem& p) {
+    return (p.m + kTokens - 1) / kTokens * ((p.n + kRows - 1) / kRows);
+}
+
+__device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, const Problem& p) {
+    Ring<STAGES> ring;
+    const int blocks = (p.k + kTileK - 1) / kTileK;
+    for (int tile = blockIdx.x; tile < tiles(p); tile += gridDim.x) {
+        const Place place(tile, p);
+        const int rows = rows_of<kTokens>(place.token, p.m);
+        for (int first = 0; first < p.sums; first += kSumsAtOnce, ring.advance()) {
+            ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
+            const ptx::uint32 full = buffers.full + 8 * ring.stage;
+            ptx::mbarrier_expect(full, rows * kSumsAtOnce * 4);
+            ptx::tma_load(buffers.x + ring.stage * kXBytes, maps.map_sums.of<kTokens>(rows), full, first, place.token);
+        }
+        for (int block = 0; block < blocks; ++block, ring.advance()) {
+            ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
+            const ptx::uint32 full = buffers.full + 8 * ring.stage;
+            ptx::mbarrier_expect(full, rows * kTileK + kCodeBytes + kScaleBytes);
+            const int group = GROUPS == 2 ? 2 * block : block >> p.shift;
+            ptx::tma_load(buffers.codes + ring.stage * kCodeBytes, &maps.map_codes, full, block * 256, place.row / 16);
+            ptx::tma_load(buffers.scales + ring.stage * kScaleBytes, &maps.map_scales, full, group * 8, place.row / 16);
+            ptx::tma_load(buffers.x + ring.stage * kXBytes, maps.map_x.of<kTokens>(rows), full, block * kTileK,
+                          place.token);
+        }
+    }
+}
+
+// The operands A of the columns of a group within a block, for the 16 rows of this warp: kSteps times 32 columns.
+__device__ __forceinline__ void spread(ptx::uint32 (&a)[kSteps][4], ptx::uint32 codes) {
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+        ptx::uint32 words[4];
+        ptx::load_shared_16(words, codes + i * 512);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            a[2 * i + s / 2][2 * (s % 2)] = words[s] & 0x0f0f0f0f;
+            a[2 * i + s / 2][2 * (s % 2) + 1] = words[s] >> 4 & 0x0f0f0f0f;
+        }
+    }
+}
+
+// Starts the products of a group with half the tokens of the tile.
+__device__ __forceinline__ void multiply(float (&d)[kHalf], const ptx::uint32 (&a)[kSteps][4], ptx::uint64 x) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        ptx::wgmma_k32_from_registers(d, a[step], x + step * (32 / ptx::kDescriptorUnit), step > 0);
+    }
+    ptx::wgmma_commit();
+}
+
+// Placed after a wait: tells the compiler that the products read `a` until here.
+__device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[kSteps][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kSteps; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+
+__device__ __forceinline__ void add(float (&total)[kHalf], const float (&d)[kHalf], float2 scale) {
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) total[i] = fmaf(d[i], i & 2 ? scale.y : scale.x, total[i]);
+}
+
+// The part of a tile that a consumer computes.
+struct Consumer {
+    const Buffers& buffers;
+    const int lane, strip;  // of 16 rows
+    Ring<STAGES> ring;
+    int group = 0;  // of the block in the ring's stage
+    float low[kHalf], high[kHalf];
+
+    __device__ __forceinline__ explicit Consumer(const Buffers& buffers)
+        : buffers(buffers), lane(threadIdx.x % 32), strip(threadIdx.x / 32 - 4) {}  // the first warpgroup is the producer
+
+    // Begins with what the zero points of groups add: their scales times zero points times the sums of x. `scales` and
+    // `zeros` are those of the warp's 16 rows, which may not be there.
+    __device__ __forceinline__ void begin(const ptx::uint32* scales, const ptx::uint32* zeros, const Problem& p, bool there) {
+        for (int first = 0; first < p.sums; first += kSumsAtOnce) {
+            ptx::uint32 a[kSumsAtOnce / 8][4];
+#pragma unroll
+            for (int i = 0; i < kSumsAtOnce / 4; ++i) {
+                const int sum = first + 4 * i + lane % 4;
+                const int of = GROUPS == 2 ? sum : sum >> p.shift;
+                float2 value = make_float2(0.0f, 0.0f);
+                if (there && sum < p.sums) {
+                    value = unpack_pair<ELEMENT>(scales[of * 8 + lane / 4]);
+                    if (!SYMMETRIC) {
+                        const float2 zero = unpack_pair<ELEMENT>(zeros[of * 8 + lane / 4]);
+                        value.x *= zero.x, value.y *= zero.y;
+                    }
+                }
+                a[i / 2][i % 2 * 2] = ptx::round_tf32(value.x);
+                a[i / 2][i % 2 * 2 + 1] = ptx::round_tf32(value.y);
+            }
+            ptx::mbarrier_wait(buffers.full + 8 * ring.stage, ring.parity);
+            const ptx::uint64 sums = ptx::wgmma_descriptor(buffers.x + ring.stage * kXBytes, 0, 1024);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < kSumsAtOnce / 8; ++step) {
+                const ptx::uint64 from = sums + step * (32 / ptx::kDescriptorUnit);
+                ptx::wgmma_k8_from_registers(low, a[step], from, step + first > 0);
+                ptx::wgmma_k8_from_registers(high, a[step], from + kNextHalf, step + first > 0);
+            }
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_arrived(low);
+            ptx::wgmma_arrived(high);
+            release(ring.stage);
+            ring.advance();
+        }
+    }
+
+    // Adds `Count` groups. Half by half, their sums are scaled while the products of the other half and of the next group
+    // run. All products end within the call: the compiler does not follow them around a loop.
+    template <int Count>
+    __device__ __forceinline__ void add_groups() {
+        float d_low[kHalf], d_high[kHalf];
+        ptx::uint32 a[2][kSteps][4];
+        Group now = open(a[0]);
+        multiply(d_low, a[0], now.x);
+        multiply(d_high, a[0], now.x + kNextHalf);
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const bool last = i == Count - 1;
+            const int stage = ring.stage;
+            const bool ends_block = group == GROUPS - 1;
+            if (++group == GROUPS) {
+                group = 0;
+                ring.advance();
+            }
+            Group next = now;
+            if (!last) next = open(a[(i + 1) % 2]);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_arrived(d_low);
+            add(low, d_low, now.scale);
+            if (!last) multiply(d_low, a[(i + 1) % 2], next.x);
+            if (last) ptx::wgmma_wait<0>();
+            else ptx::wgmma_wait<1>();
+            ptx::wgmma_arrived(d_high);
+            read_by_products(a[i % 2]);
+            add(high, d_high, now.scale);
+            if (!last) multiply(d_high, a[(i + 1) % 2], next.x + kNextHalf);
+            if (ends_block) release(stage);
+            now = next;
+        }
+    }
+
+private:
+    struct Group {
+        ptx::uint64 x;  // the descriptor of the first half
+        float2 scale;   // of the thread's rows
+    };
+    static constexpr ptx::uint64 kNextHalf = 64 * kTileK / ptx::kDescriptorUnit;
+
+    // Waits for the group at the consumer's position, and reads its codes and scales.
+    __device__ __forceinline__ Group open(ptx::uint32 (&a)[kSteps][4]) {
+        const int stage = ring.stage;
+        if (group == 0) ptx::mbarrier_wait(buffers.full + 8 * stage, ring.parity);
+        spread(a, buffers.codes + stage * kCodeBytes + strip * 1024 + group * 512 + lane * 16);
+        const ptx::uint32 scale = buffers.scales + stage * kScaleBytes + (strip * GROUPS + group) * 32 + lane / 4 * 4;
+        return {ptx::wgmma_descriptor(buffers.x + stage * kXBytes, 0, 1024) +
+                    group * (kSteps * 32 / ptx::kDescriptorUnit),
+                unpack_pair<ELEMENT>(ptx::load_shared(scale))};
+    }
+
+    __device__ __forceinline__ void release(int stage) {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(buffers.empty + 8 * stage);
+    }
+};
+
+// Scales and adds the bias to half a tile from `token` on, and writes it.
+__device__ __forceinline__ void store(float (&d)[kHalf], ptx::uint32 staging, const Maps& maps, const float* x_scale,
+                                      const ELEMENT* bias, ELEMENT* out, int token, int row, int consumer,
+                                      const Problem& p) {
+    const int lane = threadIdx.x % 32;
+    const int mine = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float upper = bias != nullptr && mine < p.n ? to_float(bias[mine]) : 0.0f;
+    const float lower = bias != nullptr && mine + 8 < p.n ? to_float(bias[mine + 8]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        const int at = token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        d[i] = fmaf(d[i], at < p.m ? 0x1p9f * x_scale[at] : 0.0f, i & 2 ? lower : upper);
+    }
+    if (p.direct) {
+        store_directly(d, out, token, row, p.m, p.n);
+        return;
+    }
+    begin_box(consumer);
+#pragma unroll
+    for (int first = 0; first < 64; first += 16) transpose<ELEMENT>(d + first / 2, staging, first);
+    end_box(maps.map_out, staging, row, token, consumer);
+}
+
+__device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const float* x_scale,
+                                        const ptx::uint32* scales, const ptx::uint32* zeros, const ELEMENT* bias,
+                                        ELEMENT* out, const Problem& p) {
+    constexpr int kAtOnce = 8;  // groups
+    const int number = threadIdx.x / 128 - 1;
+    const int parts = (p.k + kTileK - 1) / kTileK * GROUPS;
+    Consumer consumer(buffers);
+    for (int tile = blockIdx.x; tile < tiles(p); tile += gridDim.x) {
+        const Place place(tile, p);
+        const int row = place.row + 64 * number;
+        const int strip = row / 16 + threadIdx.x % 128 / 32;
+        const long long of_strip = static_cast<long long>(strip) * p.groups * 8;
+        consumer.begin(scales + of_strip, zeros + of_strip, p, strip * 16 < p.n);
+        int left = parts;
+        for (; left >= kAtOnce; left -= kAtOnce) consumer.add_groups<kAtOnce>();
+        for (; left > 0; --left) consumer.add_groups<1>();
+        const ptx::uint32 staging = buffers.staging + number * kStagingBytes;
+        store(consumer.low, staging, maps, x_scale, bias, out, place.token, row, number, p);
+        store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, row, number, p);
+    }
+    // The staging buffers must outlive the stores that read them.
+    if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sm90_wna8(const __grid_constant__ Maps maps, const float* x_scale, const ptx::uint32* scales, const ptx::uint32* zeros,
+              const ELEMENT* bias, ELEMENT* out, const Problem p) {
+    const Buffers buffers;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            ptx::mbarrier_init(buffers.full + 8 * i, 1);
+            ptx::mbarrier_init(buffers.empty + 8 * i, 4 * kConsumers);  // warps
+        }
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_decrease<kProducerRegisters>();
+        if (threadIdx.x == 0) produce(buffers, maps, p);
+    } else {
+        ptx::setmaxnreg_increase<kConsumerRegisters>();
+        consume(buffers, maps, x_scale, scales, zeros, bias, out, p);
+    }
+}

@@ -1,0 +1,152 @@
+"""`wna8`: many tokens, rounded to e4m3, times weights of 2 to 4 bits, on Hopper's 8-bit tensor cores.
+
+The weights are those that `wna16` multiplies with activations of 16 bits, in the same packed form. Each token has a
+scale of its own, as in `w8a8`. Two kernels: `wna8/quantize.cu` rounds the activations, `wna8/sm90_wna8.cu` multiplies.
+"""
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.capabilities import capabilities
+from warpbus.cuda.green import multiprocessors
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.parameters import Parameters
+from warpbus.cuda.tensor_map import fits as addressed
+from warpbus.cuda.tensor_map import tensor_map, tile_maps
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight
+from warpbus.kernels.units import unit
+from warpbus.qtensor import Scheme
+
+LEAST_ROWS = 512
+"""With fewer rows of x, `wna16` is used."""
+
+_QUANTIZE_PARAMETERS = Parameters(
+    "const uint4* x, uint4* codes, float* scales, uint32* sums, int units, int stride, float factor"
+)
+_PARAMETERS = Parameters(
+    "Maps maps, const float* x_scale, const uint32* scales, const uint32* zeros, const ELEMENT* bias, ELEMENT* out, "
+    "Problem p",
+    Maps="TileMaps map_x, TileMaps map_sums, TensorMap map_codes, TensorMap map_scales, TensorMap map_out",
+    Problem="int m, int n, int k, int sums, int groups, int shift, int group, int direct",
+)
+_NO_MAP = bytes(128)
+_TILE = 128  # rows of the weight and tokens of a tile, and columns of a stage
+_LEAST_CODE = 2.0**-9  # the number that the bits of code 1 are in e4m3
+_UNIT = 16  # columns that a thread of quantize.cu rounds at a time
+_KEPT = 4  # kKept in quantize.cu
+_MOST_THREADS = 256
+_BOX = 64
+_STAGES = 8
+_SUMS_AT_ONCE = 32  # kSumsAtOnce in sm90_wna8.cu
+_ROWS_OF_TILES = 2048  # of x that are processed together, so that a wave of tiles shares L2
+
+
+def supports(scheme: Scheme) -> bool:
+    """Whether weights of a scheme can be multiplied: up to 4 bits, groups of 64, of 128 or more, or whole rows."""
+    size = scheme.group_size
+    return scheme.bits <= 4 and (size is None or size == _TILE // 2 or size % _TILE == 0)
+
+
+def fits(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the kernels can multiply these: rows of whole units of 16, and enough of them, on a Hopper GPU."""
+    able = capabilities(architecture(x.device))
+    return (
+        able.wgmma and x.shape[0] >= LEAST_ROWS and x.shape[1] % _UNIT == 0 and aligned(x) and supports(weight.scheme)
+    )
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """`out = x @ weight.T + bias`, each row of x rounded to e4m3 with a scale of its own.
+
+    Args:
+        x: `[m, k]` in the dtype of the weight, contiguous, as `fits` says.
+        bias: `[n]`, contiguous, or `None`.
+        out: `[m, n]`, contiguous.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    size = weight.scheme.group_size
+    groups = 2 if size == _TILE // 2 else 1
+    symmetric = weight.zeros is None
+    factor = -_LEAST_CODE * (weight.scheme.middle_code if symmetric else 1)
+    codes, scales, sums = _quantize(x, _TILE // groups, factor)
+    rows = blocks((n, TILE_ROWS))
+    words = weight.scales.view(torch.int32)
+    direct = not addressed(out)
+    shared = _shared(groups)
+    _KERNELS[x.dtype, groups, symmetric](
+        min(blocks((m, _TILE), (n, _TILE)), multiprocessors(x.device)),
+        384,
+        map_x=tile_maps(codes, _TILE, _TILE),
+        map_codes=tensor_map(weight.codes.view(rows, -1), _TILE // TILE_ROWS, 256, swizzled=False),
+        map_scales=tensor_map(words.view(rows, -1), _TILE // TILE_ROWS, 8 * groups, swizzled=False),
+        map_sums=tile_maps(sums, _TILE, _SUMS_AT_ONCE),
+        map_out=_NO_MAP if direct else tensor_map(out, _BOX, _BOX),
+        x_scale=scales,
+        scales=words,
+        zeros=weight.zeros,
+        bias=bias,
+        out=out,
+        m=m,
+        n=n,
+        k=k,
+        sums=blocks((k, _TILE // groups)),
+        groups=weight.scales.shape[1],
+        shift=31 if size is None else max(size // _TILE, 1).bit_length() - 1,
+        group=_ROWS_OF_TILES // _TILE,
+        direct=direct,
+        shared=shared,
+        dependent=True,
+    )
+
+
+def _quantize(x: Tensor, columns: int, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[m, k]` in the order of the kernel, scales `[m]`, `factor` times sums `[m, k / columns rounded up]`."""
+    m, k = x.shape
+    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = x.new_empty(m, dtype=torch.float32)
+    stride = blocks((k, 4 * columns)) * 4
+    sums = x.new_empty(m, stride, dtype=torch.float32)[:, : blocks((k, columns))]
+    units = k // _UNIT
+    _QUANTIZE[x.dtype, columns](
+        m,
+        min(_MOST_THREADS, 32 * blocks((units, 32 * _KEPT))),
+        x=x,
+        codes=codes,
+        scales=scales,
+        sums=sums,
+        units=units,
+        stride=stride,
+        factor=factor,
+        dependent=True,
+    )
+    return codes, scales, sums
+
+
+def _shared(groups: int) -> int:
+    """Bytes of shared memory: the ring with its barriers, staging buffers, and room to align."""
+    stage = _TILE * _TILE + _TILE * _TILE // 2 + _TILE // TILE_ROWS * groups * 32 + 16
+    return 1024 + _STAGES * stage + 2 * _BOX * _BOX * 2
+
+
+_QUANTIZE = {
+    (dtype, columns): unit("wna8/quantize.cu", needs="sm_90a", ELEMENT=ELEMENTS[dtype], COLUMNS=columns).kernel(
+        "quantize_wna8", _QUANTIZE_PARAMETERS
+    )
+    for dtype in HALVES
+    for columns in (_TILE // 2, _TILE)
+}
+_KERNELS = {
+    (dtype, groups, symmetric): unit(
+        "wna8/sm90_wna8.cu",
+        needs="sm_90a",
+        ELEMENT=ELEMENTS[dtype],
+        GROUPS=groups,
+        SYMMETRIC=int(symmetric),
+        STAGES=_STAGES,
+        SHARED_BYTES=_shared(groups),
+    ).kernel("sm90_wna8", _PARAMETERS)
+    for dtype in HALVES
+    for groups in (1, 2)
+    for symmetric in (True, False)
+}

@@ -1,0 +1,143 @@
+"""Activations of 8 bits times weights of up to 4: codes, sums and products against float64, at odd sizes too."""
+
+import pytest
+import torch
+from tile_errors import assert_close_everywhere
+
+from warpbus.kernels.ops import wna8
+from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.reference.w8a8 import quantize
+from warpbus.qtensor import QTensor, Scheme
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
+
+DTYPES = [torch.float16, torch.bfloat16]
+SCHEMES = ["w4a16-g128", "w4a16-g64", "w4a16", "w3a16-g128", "w2a16-g64", "w4a16-g128-asym", "w4a16-g64-asym"]
+# The smallest numbers of rows are given to the kernel all the same; 13696 and its parts on 2 and 4 GPUs.
+SIZES = [
+    (1, 16, 16),
+    (129, 17, 144),
+    (512, 130, 3424),
+    (700, 1000, 6848),
+    (1025, 264, 13696),
+    (513, 4608, 4096),
+]
+# Of sums of 128 products by tensor cores that keep about 14 bits, for factors with random signs.
+TOLERANCE = 6e-4
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed):
+    """Other numbers at each run."""
+
+
+def quantized(scheme, n, k):
+    """Random, on the GPU."""
+    scheme = Scheme.parse(scheme)
+    groups = scheme.groups(k)
+    codes = torch.randint(0, scheme.max_code + 1, (n, k), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(n, groups, device="cuda") * 0.02 + 0.001
+    zeros = torch.randint(0, scheme.max_code + 1, (n, groups), dtype=torch.uint8, device="cuda")
+    return QTensor.from_codes(scheme, codes, scales, None if scheme.symmetric else zeros)
+
+
+def multiply(x, weight, bias=None):
+    """Into an output that was NaN, with more around it that has to stay."""
+    m, n = x.shape[0], weight.shape[0]
+    whole = torch.full((m + 2, n), float("nan"), dtype=x.dtype, device="cuda")
+    out = whole[1:-1]
+    wna8.multiply(x, pack(weight, x.dtype), bias, out)
+    assert whole[0].isnan().all()
+    assert whole[-1].isnan().all()
+    return out
+
+
+def rounded(x):
+    """By the reference on the CPU, which divides: torch's operators on a GPU multiply by the reciprocal of a number."""
+    codes, scales = quantize(x.cpu(), torch.float8_e4m3fn)
+    return codes.cuda(), scales.cuda()
+
+
+def product(x, weight, bias=None):
+    """What the rounded activations give, in float64."""
+    codes, scales = rounded(x)
+    values = codes.double() * scales.double()[:, None]
+    scales_of_x_dtype = QTensor.from_codes(
+        weight.scheme, weight.codes(), weight.scales.to(x.dtype).float(), weight.zeros
+    )
+    exact = values @ scales_of_x_dtype.dequantize(torch.float64).T
+    return exact if bias is None else exact + bias.double()
+
+
+def check(out, expected, tolerance=TOLERANCE):
+    assert torch.isfinite(out).all()
+    tolerance += torch.finfo(out.dtype).eps / 2
+    assert ((out.double() - expected).norm() / expected.norm()).item() <= tolerance
+    assert_close_everywhere(out, expected, tolerance)
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "k"), [(1, 16), (3, 144), (5, 4096), (130, 13696), (2, 16384), (3, 40000)])
+def test_codes_and_their_sums(m, k, dtype, columns):
+    x = torch.randn(m, k, device="cuda").mul(3).to(dtype)
+    x[0, : k // 2] = 0
+    codes, scales, sums = wna8._quantize(x, columns)
+    expected, of_rows = rounded(x)
+    assert torch.equal(scales, of_rows)
+    restored = codes.view(torch.uint8).view(m, k // 16, 4, 2, 2).permute(0, 1, 4, 2, 3)  # block, t, e, p -> p, t, e
+    assert torch.equal(restored.reshape(m, k), expected.view(torch.uint8))
+    padded = torch.nn.functional.pad(expected.double(), (0, -k % columns)).view(m, -1, columns).sum(-1)
+    assert torch.allclose(sums.double(), padded, rtol=2**-11, atol=1e-2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_products(m, n, k, dtype, scheme):
+    size = Scheme.parse(scheme).group_size or 1
+    k = max(k // size, 1) * size
+    weight = quantized(scheme, n, k)
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    bias = torch.randn(n, device="cuda").to(dtype)
+    check(multiply(x, weight, bias), product(x, weight, bias))
+    check(multiply(x, weight), product(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_with_outliers_and_a_mean(dtype):
+    """Some channels a hundred times as large as others, and all of them shifted: sums of x are far from zero."""
+    x = torch.randn(640, 4096, device="cuda") + 1.5
+    x[:, ::97] *= 100
+    x = x.to(dtype)
+    weight = quantized("w4a16-g128", 1024, 4096)
+    check(multiply(x, weight), product(x, weight), 5e-3)
+
+
+def test_rows_of_zeros_and_of_nan_stay_what_they_are():
+    weight = quantized("w4a16-g128", 256, 512)
+    x = torch.randn(600, 512, device="cuda").half()
+    x[3] = 0
+    x[5, 7] = float("nan")
+    out = multiply(x, weight)
+    assert (out[3] == 0).all()
+    assert out[5].isnan().all()
+    assert out[4].isfinite().all()
+    assert out[6].isfinite().all()
+
+
+def test_the_same_bits_at_every_run_and_in_any_batch():
+    weight = quantized("w4a16-g128", 1000, 4096)
+    x = torch.randn(1500, 4096, device="cuda").bfloat16()
+    first = multiply(x, weight)
+    for _ in range(5):
+        assert torch.equal(multiply(x, weight), first)
+    assert torch.equal(multiply(x[300:1000], weight), first[300:1000])
+
+
+def test_what_is_supported():
+    supported = {
+        str(scheme): wna8.supports(Scheme.parse(scheme)) for scheme in (*SCHEMES, "w4a16-g32", "w8a16", "w8a16-g128")
+    }
+    assert supported == {scheme: scheme in SCHEMES for scheme in supported}
