@@ -199,6 +199,9 @@ class _Teller:
             except (WarpbusError, torch.OutOfMemoryError) as error:
                 self.missing.append(f"not measured: {name}: {' '.join(str(error).split())[:300]}")
                 return None
+            finally:
+                if self.home == GPU:
+                    torch.cuda.empty_cache()  # other processes measure the next parts
             if found is None:
                 return None
             self.parts.keep(name, found)
