@@ -110,9 +110,9 @@ class OneProcess:
 def trace_load(model: Path) -> Trace:
     """A quantized model is loaded."""
     trace = Trace(on=True)
-    warpbus.LLM  # noqa: B018  imports the engine before the trace begins
+    make = warpbus.LLM  # imports the engine before the trace begins
     with profiled(trace):
-        warpbus.LLM(str(model), device="cpu")
+        make(str(model), device="cpu")
     return trace
 
 

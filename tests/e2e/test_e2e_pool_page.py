@@ -115,6 +115,23 @@ def test_gpus_show_memory_share_and_state(shown, pool):
     shown.shows("#announcer", "GPU mill/1 is lost")
 
 
+def test_an_oversubscribed_gpu_shows_which_leases_are_in_host_memory(shown, pool):
+    out = {"state": "swapped out", "since": time.time(), "bytes": 11 * GB, "waits": None, "swaps": 1}
+    out |= {"why": "it was idle, and another lease has work on mill/0", "swap_seconds": 1.0, "last_wait": None}
+    pool.gpus["mill/0"].update(oversubscribe=2.0, promised=160 * GB, free=160 * GB, resident=24 * GB, swapped=11 * GB)
+    pool.leases[0]["residency"] = {**out, "state": "resident", "bytes": 0, "why": "", "swaps": 0}
+    pool.leases[1]["residency"] = out
+    shown.shows("#gpus", "oversubscribed 2x: leases of 24 GB are in 80 GB of GPU memory, 11 GB in host memory")
+    card = shown.page.locator("article").first
+    assert card.locator(".memory .free").inner_text() == "96 GB free of 160 GB"
+    pieces = "(all) => all.map((e) => [e.style.width, e.classList.contains('out')])"
+    assert card.locator(".memory .piece").evaluate_all(pieces) == [["15%", False], ["25%", True]]
+    assert card.locator(".compute .piece").evaluate_all(pieces) == [["25%", False], ["12.5%", True]]
+    rows = shown.rows("leases")
+    assert [row[5] for row in rows] == ["placed", "in host memory"]
+    assert rows[1][8] == out["why"]
+
+
 def test_a_migration_is_a_mark_with_its_pause_and_bytes(shown, pool):
     assert shown.page.locator(".mark").count() == 0
     pool.moved(1, "mill/1", seconds=4.2, pause=0.018, copied=11 * GB)

@@ -90,7 +90,7 @@ def test_a_killed_replica_comes_back_while_the_other_answers(server):
 def test_sleep_and_wake_reach_all(server):
     assert httpx.post(f"{server.url}/sleep", timeout=300).json() == {"is_sleeping": True}
     asleep = httpx.get(f"{server.url}/health")
-    assert asleep.status_code == 503
+    assert (asleep.status_code, httpx.get(f"{server.url}/ready").status_code) == (200, 503)
     assert [each["state"] for each in asleep.json()["replicas"]["glm-poet"]] == ["asleep", "asleep"]
     assert httpx.post(f"{server.url}/wake_up", timeout=300).json() == {"is_sleeping": False}
     assert states(server) == ["ready", "ready"]

@@ -6,8 +6,9 @@ from warpbus.bench.dense import GEMM, GEMV, LINEAR
 from warpbus.bench.elementwise import VECTOR_ADD
 from warpbus.bench.experts import MOE
 from warpbus.bench.matmul import LADDER, MATMUL
-from warpbus.bench.quantized import W8A8, WNA16
+from warpbus.bench.quantized import W8A8, WNA8, WNA16
 
 BENCHMARKS = {
-    each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8, MOE, ATTENTION, DECODE)
+    each.name: each
+    for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, WNA8, W8A8, MOE, ATTENTION, DECODE)
 }

@@ -12,7 +12,17 @@ import torch
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.options import PoolBenchOptions
 from warpbus.bench.pool_plot import WAIT, pool_figure, pool_finding
-from warpbus.bench.pool_processes import ClientLocation, daemon, do, echo, link, tenants, why_no_links
+from warpbus.bench.pool_processes import (
+    ClientLocation,
+    connected,
+    daemon,
+    do,
+    echo,
+    gpu_memory,
+    link,
+    tenants,
+    why_no_links,
+)
 from warpbus.bench.pool_training import SMALL_GPT, GptShape
 from warpbus.bench.records import Parameter
 from warpbus.bench.report import say
@@ -20,7 +30,7 @@ from warpbus.bench.serving import SMALL
 from warpbus.errors import DeviceError, PoolError, UsageError
 from warpbus.models import SHAPES
 
-PARTS = ("operators", "transfers", "training", "decode", "links", "shares", "migration")
+PARTS = ("operators", "transfers", "training", "decode", "links", "shares", "migration", "swapping")
 """What is measured, by name."""
 
 TARGET_US = 15.0
@@ -30,7 +40,8 @@ LOOPBACK = "loopback"
 _EACH, _RECORDED = "each operator", "one message"  # how a training step is sent
 _SHARES = (0.25, 0.75)
 _ALONE = 2  # times that each tenant is measured while the other one rests
-_GIGABITS = (1.0, 10.0)
+_OF_A_GPU = 0.6  # what leases that do not fit together have of its memory
+_TURN, _TURNS = 1.0, 16  # seconds of a time slice, and slices that are measured
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ def _cases(run: Run, work: PoolBenchOptions, progress: Progress) -> list[Task]:
         "links": measured.links,
         "shares": measured.shares,
         "migration": measured.migration,
+        "swapping": measured.swapping,
     }
     wanted = [name for name in PARTS if not work.parts or name in work.parts]
 
@@ -364,6 +376,58 @@ class _PoolMeasurements:
                             _row({"of": of, **case, "megabytes": nbytes >> 20}, ("latency", "ms"), found, whole)
                         )
         return rows
+
+    def swapping(self) -> list[Result]:
+        """What a lease's stay in host memory costs: its first operator after it, and turns of two that always work."""
+        flags = ("--oversubscribe", "1.2", "--swap-time-slice", f"{_TURN:g}")
+        rows: list[Result] = []
+        for nbytes in self.effort.states:
+            say(f"swapping: {nbytes >> 20} MB")
+            with self.on_loopback(*flags) as place:
+                rows.append(self._first_operator(place, nbytes))
+        with self.on_loopback(*flags) as place:
+            rows.append(self._turns(place, self.effort.states[0]))
+        return rows
+
+    def _first_operator(self, place: ClientLocation, nbytes: int) -> Result:
+        lease = {"memory": int(_OF_A_GPU * gpu_memory(place)), "share": 0.5}
+        with connected("holder", place, [{**lease, "nbytes": nbytes, "priority": 1}]) as alone:
+            usual = [each["seconds"] for _ in range(10) for each in alone.ask(0)][5:]
+        clients = [{**lease, "nbytes": nbytes, "priority": 1}, {**lease, "nbytes": 1 << 20, "priority": 0}]
+        back = []
+        with connected("holder", place, clients) as both:
+            both.ask(0)
+            for _ in range(self.effort.moves):
+                both.ask(1)  # as soon as the first one is idle
+                back += both.ask(0)
+        if not all(each["copy"] for each in back):
+            raise DeviceError(
+                "bench pool: a lease that was to be in host memory was not: is the machine's memory full?"
+            )
+        return _row(
+            {"of": "first operator after host memory", "megabytes": nbytes >> 20},
+            ("latency", "ms"),
+            _scaled([each["seconds"] for each in back], 1e3),
+            ("copying back", "a part of it", _scaled([each["copy"] for each in back], 1e3)),
+            ("an operator of a resident lease", "and a read", _scaled(usual, 1e3)),
+        )
+
+    def _turns(self, place: ClientLocation, nbytes: int) -> Result:
+        effort = self.effort
+        dtype = "bfloat16" if self.run.on_gpu else "float32"
+        wanted: dict[str, Any] = {"memory": int(_OF_A_GPU * gpu_memory(place)), "side": effort.side, "dtype": dtype}
+        wanted |= {"nbytes": nbytes, "seconds": _TURNS * _TURN}
+        say(f"swapping: two leases of {nbytes >> 20} MB take turns")
+        with tenants(place, (0.5, 0.5), **wanted) as both:
+            together = [sum(both.measure(0, 1)) for _ in range(effort.moves)]
+            alone = [both.measure(0)[0] for _ in range(effort.moves)]
+        mean = statistics.mean(alone) / 100
+        return _row(
+            {"of": "two leases that take turns", "megabytes": nbytes >> 20, "time slice": _TURN},
+            ("speed", "% of one alone"),
+            [each / mean for each in together],
+            ("one of them", "while the other one rests", [each / mean for each in alone]),
+        )
 
     @contextmanager
     def _two_gpus(self) -> Iterator[tuple[ClientLocation, list[str]]]:

@@ -150,6 +150,7 @@ JOBS: dict[str, Callable[..., Answer]] = {
     "training": pool_training.training,
     "decode": pool_training.decode,
     "tenant": pool_tenants.tenant,
+    "holder": pool_tenants.holder,
     "migration": pool_tenants.migration,
 }
 

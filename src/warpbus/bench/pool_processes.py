@@ -16,6 +16,8 @@ from typing import Any
 
 from warpbus.bench.servers import serving
 from warpbus.errors import DeviceError
+from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.control_channel import ControlChannel
 
 _SECONDS_OF_A_JOB = 900.0
 _SECONDS_OF_A_TENANT = 120.0  # until it is ready, or has measured once
@@ -51,6 +53,12 @@ def daemon(*flags: str, prefix: Sequence[str] = ()) -> Iterator[str]:
             yield address
 
 
+def gpu_memory(place: ClientLocation) -> int:
+    """Bytes of the first GPU of a pool on this machine."""
+    with ControlChannel(read_address(place.address), None) as control:
+        return int(control.ask("status")["gpus"][0]["memory"])
+
+
 def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
     """What a job of `pool_client` gives.
 
@@ -62,7 +70,7 @@ def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
 
 
 class Tenants:
-    """Tenants that are connected, and rest until they are told to begin."""
+    """Clients that are connected, and rest until they are told to begin."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._processes = processes
@@ -73,12 +81,20 @@ class Tenants:
         Raises:
             DeviceError: one of them failed.
         """
+        return [float(said["products"]) for said in self.ask(*which)]
+
+    def ask(self, *which: int) -> list[dict[str, float]]:
+        """What some of them say, by index, that begin at the same moment.
+
+        Raises:
+            DeviceError: one of them failed.
+        """
         for index in which:
             stdin = self._processes[index].stdin
             assert stdin is not None
             stdin.write("go\n")
             stdin.flush()
-        return [float(json.loads(_line(self._processes[index]))["products"]) for index in which]
+        return [json.loads(_line(self._processes[index])) for index in which]
 
 
 @contextmanager
@@ -88,7 +104,18 @@ def tenants(place: ClientLocation, shares: Sequence[float], **arguments: Any) ->
     Raises:
         DeviceError: one of them failed.
     """
-    processes = [_client("tenant", place, {**arguments, "share": share}) for share in shares]
+    with connected("tenant", place, [{**arguments, "share": share} for share in shares]) as found:
+        yield found
+
+
+@contextmanager
+def connected(job: str, place: ClientLocation, clients: Sequence[dict[str, Any]]) -> Iterator[Tenants]:
+    """Clients that do a job of `pool_client` whenever they are told to, each with its arguments.
+
+    Raises:
+        DeviceError: one of them failed.
+    """
+    processes = [_client(job, place, arguments) for arguments in clients]
     try:
         for process in processes:
             _line(process)  # "ready"

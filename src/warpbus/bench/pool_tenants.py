@@ -15,14 +15,49 @@ _WINDOW = 8  # products between two looks at the clock
 _PIECE = 16 << 20  # bytes of one of the tensors of a state
 
 
-def tenant(address: str, memory: int, share: float, side: int, dtype: str, seconds: float) -> dict[str, Any]:
+def holder(address: str, memory: int, share: float, priority: int, nbytes: int) -> dict[str, Any]:
+    """Hold a state, and for each line on standard input let an operator work on it and read a number; print, as a line
+    of JSON, the seconds until it is there and, of these, those in which the state was copied to the GPU.
+
+    Args:
+        memory: of the lease, in bytes.
+        share: of the GPU.
+        priority: of the lease.
+        nbytes: of the state.
+    """
+    with connect(address, memory=memory, share=share, priority=priority) as gpu:
+        state = _state(nbytes, gpu.device)
+        gpu.synchronize()
+        print("ready", flush=True)
+        while sys.stdin.readline():
+            before, started = gpu.swaps.back, time.perf_counter()
+            state[0][:4096].add_(1)
+            state[0][0].item()
+            seconds = time.perf_counter() - started
+            copied = gpu.swaps.last_copy if gpu.swaps.back > before else 0.0
+            print(json.dumps({"seconds": seconds, "copy": copied}), flush=True)
+    return {}
+
+
+def _state(nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Random bytes, as zeros might be told from other bytes."""
+    sizes = [min(_PIECE, nbytes - at) for at in range(0, nbytes, _PIECE)]
+    return [torch.zeros(size, dtype=torch.uint8, device=device).random_() for size in sizes]
+
+
+def tenant(
+    address: str, memory: int, share: float, side: int, dtype: str, seconds: float, nbytes: int = 0
+) -> dict[str, Any]:
     """Multiply matrices without a pause, for each line on standard input; print how many a second, as a line of JSON.
 
     Args:
         side: of the matrices.
         seconds: for how long. What is done in the first and last tenth does not count: others may not be there yet.
+        nbytes: of what the lease holds beside the matrices. If it holds something, all of the time counts: what
+            others do to it comes in pieces of seconds.
     """
     with connect(address, memory=memory, share=share) as gpu:
+        state = _state(nbytes, gpu.device)
         a = torch.ones(side, side, dtype=getattr(torch, dtype), device=gpu.device)
         out = torch.empty_like(a)
 
@@ -34,8 +69,20 @@ def tenant(address: str, memory: int, share: float, side: int, dtype: str, secon
         multiply()
         print("ready", flush=True)
         while sys.stdin.readline():
-            print(json.dumps({"products": _products(multiply, seconds)}), flush=True)
+            rate = _products_until(multiply, seconds) if nbytes else _products(multiply, seconds)
+            print(json.dumps({"products": rate}), flush=True)
+        del state
     return {}
+
+
+def _products_until(multiply: Callable[[], None], seconds: float) -> float:
+    """Products a second, of those that are there after so many seconds."""
+    started, done = time.perf_counter(), 0
+    while True:
+        multiply()
+        if time.perf_counter() > started + seconds:
+            return done / seconds
+        done += _WINDOW
 
 
 def _products(multiply: Callable[[], None], seconds: float) -> float:
@@ -66,11 +113,8 @@ def migration(address: str, targets: list[str], nbytes: int, rounds: int, writin
     """
     moves: list[dict[str, float]] = []
     with connect(address, memory=nbytes + 200 * 10**6, on=targets[-1]) as gpu:
-        sizes = [min(_PIECE, nbytes - at) for at in range(0, nbytes, _PIECE)]
-        state = [torch.zeros(size, dtype=torch.uint8, device=gpu.device) for size in sizes]
+        state = _state(nbytes, gpu.device)
         gpu.synchronize()
-        for each in state:
-            each.random_()  # zeros might be told from other bytes
         counter = torch.zeros((), device=gpu.device)
         waits: list[float] = []
         over = threading.Event()

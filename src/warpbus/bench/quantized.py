@@ -1,4 +1,4 @@
-"""`wna16` and `w8a8`: the linear operators on quantized weights, on the layers of ChatGLM2-6B, beside their peers."""
+"""`wna16`, `wna8` and `w8a8`: quantized linear operators on the layers of ChatGLM2-6B, beside their peers."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import warpbus
 from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cublas_rival, distribution
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.dense import LAYERS
 from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
 from warpbus.bench.records import Parameter
+from warpbus.errors import UsageError
+from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.packed import PackedWeight, pack
 from warpbus.kernels.ops.w8a8 import quantize_rows, quantize_tokens, w8a8_linear
 from warpbus.kernels.ops.wna16 import wna16_linear
@@ -28,6 +31,7 @@ _WIDE = ("gate_up", "down")
 _8_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _8_BIT_ROWS = (16, 256, 1024, 4096)
 _8_BIT_RATE = 2  # of the tensor cores' rate for 16 bits
+_PROMPT_ROWS = (512, 1024, 4096, 8192)  # of `wna8`, which takes no fewer
 _INT_MM_ROWS = 17  # at least, in torch's integer product
 
 
@@ -113,6 +117,48 @@ def _layer(run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], s
         make=make,
         ours=lambda x, _, each: wna16_linear(x, each.packed),
         rivals=rivals,
+        touched=moved,
+    )
+
+
+def _wna8_cases(run: Run) -> list[Callable[[], Case]]:
+    schemes = [Scheme.parse(name) for name in run.variants or (_SCHEME,)]
+    for scheme in schemes:
+        if not wna8.supports(scheme):
+            raise UsageError(f"wna8 has no kernel for {scheme}: give up to 4 bits in groups of 64 or 128")
+    rows = run.choose_sizes(_PROMPT_ROWS, _PROMPT_ROWS[1:3])
+    if min(rows) < wna8.LEAST_ROWS:
+        raise UsageError(f"wna8 multiplies {wna8.LEAST_ROWS} rows and more, not {min(rows)}: wna16 takes fewer")
+    shelf = Shelf()
+    return [partial(_prompt_layer, run, scheme, name, m, shelf) for scheme in schemes for name in LAYERS for m in rows]
+
+
+def _prompt_layer(run: Run, scheme: Scheme, name: str, m: int, shelf: Shelf) -> Case:
+    dtype = run.dtype or torch.bfloat16
+    n, k, _ = LAYERS[name]
+
+    def weights(_: object) -> tuple[PackedWeight, Tensor]:
+        weight = random_weight(scheme, n, k, run.device)
+        return pack(weight, dtype), weight.dequantize(dtype)
+
+    supply = shelf.supplier((scheme, name, dtype), weights)
+
+    def make() -> tuple[Tensor, tuple[PackedWeight, Tensor]]:
+        return normal(m, k, run.device, dtype), supply()
+
+    moved = int(scheme.bits_per_weight(k) * n * k / 8) + m * (n + k) * dtype.itemsize
+    flops = 2 * m * n * k
+    return Case(
+        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(scheme)},
+        metric="time",
+        work=flops,
+        floor_seconds=max(moved / copy_bandwidth(run.device), flops / (_8_BIT_RATE * matrix_rate(run.device, dtype))),
+        make=make,
+        ours=lambda x, weight: wna16_linear(x, weight[0], fp8=True),
+        rivals=[
+            cublas_rival(lambda x, weight: F.linear(x, weight[1])),
+            PeerContender("wna16", warpbus.__version__, lambda x, weight: wna16_linear(x, weight[0])),
+        ],
         touched=moved,
     )
 
@@ -216,6 +262,15 @@ WNA16 = Benchmark(
         "m 256 to 4096, gate_up and down": _MANY,
         "all of these": _any_of(_FEW_WIDE, _FEW_OTHERS, _MIDDLE, _MANY),
     },
+)
+
+WNA8 = Benchmark(
+    name="wna8",
+    title="A linear layer with weights of few bits, activations rounded to FP8",
+    cases=_wna8_cases,
+    plot=Plot(x="m", x_label="rows of x", panels=("shape",)),
+    needs_gpu=True,
+    means={f"m {m}": _at((m,), tuple(LAYERS)) for m in _PROMPT_ROWS},
 )
 
 W8A8 = Benchmark(

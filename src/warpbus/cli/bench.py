@@ -196,6 +196,10 @@ for _name, _help in {
     Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens. humming is
     measured if the package humming-kernels is installed.
     """,
+    "wna8": """Layers with weights of few bits and activations in FP8, compared with cuBLAS and wna16. Needs Hopper.
+
+    Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens, 512 or more.
+    """,
     "w8a8": """8-bit weights and activations, compared with cuBLAS in 16 bits and torch in 8 bits. Needs a GPU.
 
     Variants are fp8 and int8. With --size, only these numbers of tokens.

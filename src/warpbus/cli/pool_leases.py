@@ -70,14 +70,14 @@ def migrate(
     as_json: _Json = False,
 ) -> None:
     """Move a lease to another GPU. Its client notices a pause."""
-    from warpbus.cuda.memory_size import gigabytes
+    from warpbus.cuda.memory_size import short_size
 
     done = _do("migrate", {"to": to}, address, token_file, lease=lease)
     if as_json:
         print(json.dumps(done))
         return
     pause = "" if done["pause"] is None else f", paused for {done['pause'] * 1000:.0f} ms"
-    copied = "" if done["bytes"] is None else f", {gigabytes(done['bytes'])} copied"
+    copied = "" if done["bytes"] is None else f", {short_size(done['bytes'])} copied"
     _say(f"now on {done['moved']} ({done['seconds']:.2f} s{pause}{copied})")
 
 
@@ -117,13 +117,13 @@ def release(lease: _Lease, address: Address = None, token_file: TokenFile = None
 
 def suspend_lease(lease: _Lease, address: Address = None, token_file: TokenFile = None, as_json: _Json = False) -> None:
     """Write what a lease holds to its machine's disk and give the GPU back, until it is resumed."""
-    from warpbus.cuda.memory_size import gigabytes
+    from warpbus.cuda.memory_size import short_size
 
     done = _do("suspend", {}, address, token_file, lease=lease)
     if as_json:
         print(json.dumps(done))
     else:
-        _say(f"suspended {done['suspended']} ({done['seconds']:.2f} s, {gigabytes(done['bytes'])} on the disk)")
+        _say(f"suspended {done['suspended']} ({done['seconds']:.2f} s, {short_size(done['bytes'])} on the disk)")
 
 
 def resume_lease(
@@ -215,14 +215,33 @@ def _gpus(pool: dict[str, Any]) -> Table:
             table,
             each["name"],
             each["model"],
-            _bar(each["used"] / each["memory"]),
-            f"{_size(each['used'])} of {_size(each['memory'])}",
-            _bar(each["share_used"]),
+            _bar(each["used"] / each["promised"]),
+            f"{_size(each['used'])} of {_size(each['promised'])}",
+            _bar(each["share_used"] / each["oversubscribe"]),
             f"{each['share_used']:.2f}",
             str(len(each["leases"])),
-            "" if each["state"] == "open" else each["state"],
+            _gpu_state(each),
         )
     return table
+
+
+def _gpu_state(gpu: dict[str, Any]) -> str:
+    words = [] if gpu["state"] == "open" else [gpu["state"]]
+    if gpu["oversubscribe"] > 1:
+        words.append(f"oversubscribed: {_size(gpu['resident'])} of {_size(gpu['memory'])} resident")
+        words.append(f"{_size(gpu['swapped'])} in host memory")
+    return ", ".join(words)
+
+
+def _lease_state(lease: dict[str, Any]) -> str:
+    if lease["target"]:
+        return f"{lease['state']} to {lease['target']}"
+    where = lease["residency"]
+    if where is None or lease["state"] != "placed" or where["state"] == "resident":
+        return str(lease["state"])
+    if where["waits"] is None:
+        return str(where["state"])
+    return f"{where['state']}, waits {_age(where['waits'])} for {where['why']}"
 
 
 def _leases(pool: dict[str, Any]) -> Table:
@@ -238,7 +257,7 @@ def _leases(pool: dict[str, Any]) -> Table:
             each["gpu"] or "",
             used + _size(each["memory"]),
             f"{each['share']:.2f}",
-            f"{each['state']} to {each['target']}" if each["target"] else each["state"],
+            _lease_state(each),
             _age(each["idle"]),
         )
     if not table.row_count:

@@ -1,7 +1,15 @@
-"""What the CPU of this machine is called, and which instructions it has."""
+"""The CPU of this machine: its name, its instructions, and the C++ compiler for it. Loads no torch."""
 
+import functools
+import os
 import platform
+import shutil
 from pathlib import Path
+
+from warpbus.errors import DeviceError
+
+INSTALL = "install g++ or clang++, or let CXX name one"
+_COMPILERS = ("c++", "g++", "clang++")
 
 
 def cpu_model() -> str:
@@ -12,6 +20,22 @@ def cpu_model() -> str:
 def cpu_instructions() -> frozenset[str]:
     """The instruction sets of an x86 CPU by the names of Linux, such as "avx2"; empty for others."""
     return frozenset(_fact("flags").split())
+
+
+@functools.cache
+def find_compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: `CXX`, else a common one.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    own = os.environ.get("CXX")
+    if own:
+        return tuple(own.split())
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found:
+        return (found,)
+    raise DeviceError(f"no C++ compiler was found ({', '.join(_COMPILERS)}): {INSTALL}")
 
 
 def _fact(name: str) -> str:

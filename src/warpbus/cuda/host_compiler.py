@@ -16,8 +16,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from warpbus.cuda.cpp_compiler import INSTALL, find_compiler
-from warpbus.cuda.cpu import cpu_instructions
+from warpbus.cuda.cpu import INSTALL, cpu_instructions, find_compiler
 from warpbus.cuda.jit import alone, cache_directory, closure
 from warpbus.errors import DeviceError
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.cuda import driver
-from warpbus.cuda.cpp_compiler import find_compiler
+from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import Finding
 from warpbus.errors import DataError, DeviceError
 

@@ -12,7 +12,7 @@ class Drafting:
     """Proposes draft tokens for each step, and counts them.
 
     Args:
-        speculation: the source and the most draft tokens.
+        speculation: the source and the most draft tokens, at least one.
         max_num_seqs: the most sequences that run at once.
 
     Attributes:
@@ -30,16 +30,9 @@ class Drafting:
         self.drafted = 0
         self.accepted = 0
 
-    @property
-    def mtp_tokens(self) -> int:
-        """The most draft tokens per sequence that multi-token prediction proposes; 0 if it does not."""
-        return self._speculation.tokens if self._speculation.mtp else 0
-
     def needs_host(self, scheduler: Scheduler) -> bool:
         """The next step verifies or proposes drafts: the host has to know the last token of each sequence before."""
-        if not self._speculation.mtp:
-            return self._speculation.tokens > 0
-        return bool(self._proposed or self._affordable(scheduler))
+        return not self._speculation.mtp or bool(self._proposed or self._affordable(scheduler))
 
     def plan(self, scheduler: Scheduler, *, ahead: bool) -> StepPlan:
         """Plan a step with room for drafts.
@@ -61,7 +54,7 @@ class Drafting:
         """
         self._policy.advance()
         self._proposed = self._wanted
-        if ahead or not self._speculation.tokens:
+        if ahead:
             return None, 0
         # A prompt that ends is sampled, too.
         rows = self.rows - len(plan.decoding) - sum(chunk.is_last for chunk in plan.chunks)

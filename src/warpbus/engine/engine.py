@@ -13,17 +13,16 @@ the waiting prompts. Knows nothing of files or HTTP. A benchmark decodes token i
 
 import time
 from collections import abc, deque
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from warpbus.cuda.remote import is_gpu
 from warpbus.engine.adapters import adapt, check_adapter, lora_numbers, readapt, salt_of
-from warpbus.engine.blocks import BLOCK, BlockAllocator
+from warpbus.engine.cache_memory import CacheMemory
 from warpbus.engine.drafting import Drafting
-from warpbus.engine.host_cache import HostCache
-from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
-from warpbus.engine.kv_cache import KVCache, has_decode_kernels, stored_dtype
+from warpbus.engine.kv_cache import KVCache, has_decode_kernels
 from warpbus.engine.logits import LogitsRow
 from warpbus.engine.logprobs import check_prompt_logprobs
 from warpbus.engine.mtp import check_mtp
@@ -32,14 +31,12 @@ from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import LaunchedStep, Runner
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Scheduler
-from warpbus.engine.sequence import NoText, Sequence, TextPiece
-from warpbus.engine.sequence_state import RunnerState, SchedulerState, unsplit_tokens
+from warpbus.engine.scheduler import Scheduler, StepBudget
+from warpbus.engine.sequence import NoText, RunnerState, SchedulerState, Sequence, TextPiece, unsplit_tokens
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
-from warpbus.engine.step_budget import StepBudget
-from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
+from warpbus.errors import ContextLengthError, UnavailableError, UsageError
 from warpbus.models import Decoder, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
@@ -51,6 +48,24 @@ EXPERTS_BATCHED_TOKENS = 8192
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
 _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
+
+
+@dataclass
+class ModelInstance:
+    """What an engine has on one device; a move to another device replaces all of it.
+
+    Attributes:
+        on_gpu: the device computes on a GPU, of this machine or remote.
+        offloadable: the model's weights, if they can be offloaded; else None.
+    """
+
+    model: Decoder
+    device: torch.device
+    on_gpu: bool
+    cache: KVCache
+    step: StepExecutor
+    runner: Runner
+    offloadable: OffloadableModel | None
 
 
 class Engine:
@@ -115,59 +130,47 @@ class Engine:
         self.dtype = model.final_norm.weight.dtype
         self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
-        kernels = has_decode_kernels(config, self.dtype, device)
-        if stored_dtype(config, kv_dtype, self.dtype) != self.dtype and not kernels:
-            raise UsageError(
-                f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
-                f"{device}: give auto, or float16 or bfloat16 on a GPU"
-            )
         experts = any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
         self._most_tokens = max_num_batched_tokens or (EXPERTS_BATCHED_TOKENS if experts else BATCHED_TOKENS)
-        self._prefixes = Prefixes(adapters, config)
-        blocks = cache_blocks(
+        parsed = Speculation.parse(speculation)
+        self._drafting = Drafting(parsed, max_num_seqs) if parsed.tokens else None
+        rows, drafts = parsed.rows(max_num_seqs), parsed.tokens if parsed.mtp else 0
+        if drafts:
+            check_mtp(config, adapters)
+        self._memory = CacheMemory(
             model,
-            self._prefixes,
+            Prefixes(adapters, config),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_dtype=kv_dtype,
             cache_tokens=cache_tokens,
+            sharing=prefix_caching,
+            host_bytes=host_bytes,
         )
-        self.max_model_len = min(self.max_model_len, blocks * BLOCK)
-        self._drafting = Drafting(Speculation.parse(speculation), max_num_seqs)
-        if self._drafting.mtp_tokens:
-            check_mtp(config, adapters)
-        count = 1 + self._prefixes.blocks + blocks + self._prefixes.extra_blocks
-        cache = KVCache(config, count, device=device, dtype=self.dtype, kv_dtype=kv_dtype)
+        cache = self._memory.cache
+        self.max_model_len = min(self.max_model_len, self._memory.tokens)
+        kernels = has_decode_kernels(config, self.dtype, device)
         step = StepExecutor(
-            *(model, cache, max_num_seqs, self._drafting.rows, self.max_model_len),
+            *(model, cache, max_num_seqs, rows, self.max_model_len),
             device=device,
             dtype=self.dtype,
             graphs=kernels and not model.waits_for_gpu,
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
             selection=adapt(model, adapters),
-            prefix_length=self._prefixes.longest,
-            drafts=self._drafting.mtp_tokens,
+            prefix_length=self._memory.prefixes.longest,
+            drafts=drafts,
         )
-        runner = Runner(model, cache, step, batch_bucket(self._drafting.rows), mtp=self._drafting.mtp_tokens > 0)
-        self._instance = ModelInstance(model, device, cache, step, runner, offloadable)
-        self._host = None if host_bytes is None else HostCache(cache, host_bytes)
-        self._blocks = BlockAllocator(
-            count,
-            # Not a method: the reference to this engine would keep it alive in a cycle.
-            commit=partial(commit_blocks, cache, model.group),
-            sharing=prefix_caching,
-            reserved=self._prefixes.blocks,
-            host=None if self._host is None else self._host.blocks,
-        )
-        self._begin_cache("end what else uses it, or quantize the model")
+        runner = Runner(model, cache, step, batch_bucket(rows), mtp=drafts > 0)
+        self._instance = ModelInstance(model, device, is_gpu(device), cache, step, runner, offloadable)
+        self._memory.begin(self.dtype, "end what else uses it, or quantize the model")
         self._budget = StepBudget(
             self._most_tokens,
             mixed=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
             clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
             latency=inter_token_latency,
         )
-        self._scheduler = Scheduler(self._blocks, max_num_seqs=max_num_seqs, budget=self._budget)
+        self._scheduler = Scheduler(self._memory.blocks, max_num_seqs=max_num_seqs, budget=self._budget)
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[LaunchedStep] = deque()
         self._steps = 0
@@ -181,7 +184,7 @@ class Engine:
             kv_dtype=kv_dtype,
             max_num_batched_tokens=self._most_tokens,
             inter_token_latency=inter_token_latency,
-            cache_tokens=blocks * BLOCK,
+            cache_tokens=self._memory.tokens,
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
             prefix_caching=prefix_caching,
@@ -220,7 +223,8 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters and gauges."""
-        scheduler, blocks, experts = self._scheduler, self._blocks, self._instance.runner.experts
+        scheduler, blocks, host = self._scheduler, self._memory.blocks, self._memory.host
+        drafting, experts = self._drafting, self._instance.runner.experts
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -229,16 +233,13 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             host_hits=scheduler.host_hits,
-            **({} if self._host is None else self._host.stats()),
-            blocks=blocks.count - 1 - self._prefixes.blocks,
+            **({} if host is None else host.stats()),
+            blocks=self._memory.usable,
             blocks_used=blocks.used,
             blocks_idle=blocks.idle,
             cache_bytes=self._instance.cache.nbytes,
-            drafted=self._drafting.drafted,
-            accepted=self._drafting.accepted,
-            experts_exchanged=experts.exchanged,
-            expert_choices=experts.choices,
-            host_expert_choices=experts.host_choices,
+            **({} if drafting is None else {"drafted": drafting.drafted, "accepted": drafting.accepted}),
+            **({} if experts is None else experts.stats()),
             planning=self._planning,
             launching=self._launching,
         )
@@ -260,7 +261,7 @@ class Engine:
                 f"a request needs {length:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
                 "max_model_len"
             )
-        prefix, prefix_length = self._prefixes.of(sequence.adapter)
+        prefix, prefix_length = self._memory.prefixes.of(sequence.adapter)
         sequence.scheduler_state = SchedulerState(
             list(sequence.prompt),
             length,
@@ -306,16 +307,17 @@ class Engine:
         if not ahead and self._launched:
             return self._read()
         started = time.perf_counter()
-        plan = self._drafting.plan(self._scheduler, ahead=ahead)
+        drafting = self._drafting
+        plan = self._scheduler.plan() if drafting is None else drafting.plan(self._scheduler, ahead=ahead)
         planned = time.perf_counter()
         self._planning += planned - started
         if plan:
             self._steps += 1
-            drafts, propose = self._drafting.drafts(plan, ahead=ahead)
+            drafts, propose = (None, 0) if drafting is None else drafting.drafts(plan, ahead=ahead)
             for chunk in plan.chunks:
                 self._assign_slot(chunk.sequence)
-            if self._host is not None:
-                self._host.begin_step([*plan.decoding, *(chunk.sequence for chunk in plan.chunks)])
+            if self._memory.host is not None:
+                self._memory.host.begin_step([*plan.decoding, *(chunk.sequence for chunk in plan.chunks)])
             sampled = self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose)
             self._launched.append(LaunchedStep(sampled, drafts, plan, planned))
             self._launching += time.perf_counter() - planned
@@ -345,7 +347,7 @@ class Engine:
             rows: capture graphs for up to so many sequences; by default for a single one.
             lengths: expected lengths of long sequences, in tokens.
         """
-        if not is_gpu(self.device):
+        if not self._instance.on_gpu:
             return
         end = self.model.config.prompt_end or 0
         for length in (*_WARM_PROMPTS, self._most_tokens):
@@ -355,12 +357,13 @@ class Engine:
             self.step()
         for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
             self._instance.step.capture(rows or 1, longest)
-        self._instance.runner.experts.restart()
-        self._uncommit(self._blocks.forget())
+        if self._instance.runner.experts is not None:
+            self._instance.runner.experts.restart()
+        self._uncommit(self._memory.blocks.forget())
 
     def shrink(self) -> None:
         """Empty the prefix cache, except for main memory, and return the cache memory that no sequence needs."""
-        self._uncommit(self._blocks.forget(keep=True))
+        self._uncommit(self._memory.blocks.forget(keep=True))
 
     def sleep(self) -> None:
         """Return the memory of weights and cache; of the prefix cache, main memory stays. Does nothing while asleep.
@@ -373,7 +376,7 @@ class Engine:
             raise UsageError(
                 f"{len(self._scheduler)} requests are under way: let them end, or abort them, before sleep"
             )
-        self._blocks.forget(keep=True)
+        self._memory.blocks.forget(keep=True)
         self._uncommit(0)
         offloadable.sleep()
 
@@ -384,8 +387,7 @@ class Engine:
             DeviceError: other programs use the memory; `wake` can be called again.
         """
         self._require_offloadable().wake()
-        if self._blocks.committed <= self._prefixes.blocks:
-            self._begin_cache("end what else uses it")
+        self._memory.begin(self.dtype, "end what else uses it")
 
     def replica(self, model: Decoder, *, offloadable: OffloadableModel | None = None) -> "Engine":
         """A new engine of the same size for a copy of the model, to move to. See `warpbus.engine.moving`.
@@ -401,13 +403,13 @@ class Engine:
             UsageError: the prefixes differ, whose blocks are reserved at the start.
             CheckpointError: a LoRA does not fit the model; nothing has changed.
         """
-        if [each for each in adapters if isinstance(each, Prefix)] != self._prefixes.all:
+        if [each for each in adapters if isinstance(each, Prefix)] != self._memory.prefixes.all:
             raise UsageError("a P-Tuning prefix can be loaded, or left out, at the start of the engine only")
         pieces = self.drain()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph may still run whose LoRAs are dropped
         self._instance.step.use_selection(readapt(self.model, adapters))
-        self._blocks.forget()  # an adapter may have got the name of another
+        self._memory.blocks.forget()  # an adapter may have got the name of another
         self.adapters, self._loras = {adapter.name: adapter for adapter in adapters}, lora_numbers(adapters)
         self._make_replica.keywords["adapters"] = adapters
         for sequence in self._scheduler:
@@ -438,7 +440,7 @@ class Engine:
 
     def filled_blocks(self) -> dict[int, bytes]:
         """The full blocks, whose content does not change as long as they have the same key, with these keys."""
-        filled = self._blocks.keyed()
+        filled = self._memory.blocks.keyed()
         for sequence in self._scheduler.running:
             state = sequence.scheduler_state
             filled.update(zip(state.own_blocks[: state.published], state.keys, strict=False))
@@ -454,16 +456,7 @@ class Engine:
         Raises:
             DeviceError: the replica's device has no memory for as many blocks as this cache has.
         """
-        source, target = self._instance.cache, replica._instance.cache
-        if target.commit(self._blocks.committed) < self._blocks.committed:
-            raise DeviceError(
-                f"{replica.device}: out of memory for the cache of the engine on {self.device}: end what else uses it"
-            )
-        if self._host is not None:
-            self._host.wait()
-        if blocks:
-            target.store(blocks, source.fetch(blocks))
-        return len(blocks) * source.block_bytes
+        return self._memory.copy(blocks, replica._memory)
 
     def close(self) -> None:
         """Return all memory of the cache; the engine cannot be used any more."""
@@ -476,8 +469,7 @@ class Engine:
         """
         self._instance, replica._instance = replica._instance, self._instance
         now = self._instance
-        if self._host is not None:
-            self._host.use_cache(now.cache)
+        self._memory.use_cache(now.cache, now.model.group)
         placed = [sequence for sequence in self._scheduler if sequence.runner_state.slot >= 0]
         now.step.load(
             [
@@ -486,7 +478,6 @@ class Engine:
             ]
         )
         now.runner.restart()
-        self._blocks.use_memory(partial(commit_blocks, now.cache, now.model.group), now.cache.committed)
         for sequence in placed:
             sequence.runner_state.table_length = 0
 
@@ -497,22 +488,11 @@ class Engine:
 
     def _uncommit(self, blocks: int) -> None:
         """Return the memory of all but the first blocks."""
-        if self._host is not None:
-            self._host.wait()
-        self._instance.cache.shrink(blocks)
-        self._blocks.uncommit(self._instance.cache.committed)
+        self._memory.uncommit(blocks)
         # Kernels prefetch the blocks that the tables name, those of unused slots too.
         self._instance.step.blocks.zero_()
         for sequence in self._scheduler:
             sequence.runner_state.table_length = 0
-
-    def _begin_cache(self, advice: str) -> None:
-        """Commit memory for the null block and the prefixes, and write the prefixes."""
-        first = 1 + self._prefixes.blocks
-        if self._instance.cache.commit(first) < first:
-            raise DeviceError(f"{self.device}: out of memory for a cache: {advice}")
-        self._blocks.committed = self._instance.cache.committed
-        self._prefixes.write(self._instance.cache, self.dtype)
 
     def _require_offloadable(self) -> OffloadableModel:
         if self._instance.offloadable is None:
@@ -525,9 +505,9 @@ class Engine:
     def _runs_ahead(self) -> bool:
         """A step can be launched before the tokens of the last one are read."""
         return (
-            is_gpu(self.device)
+            self._instance.on_gpu
             and not self._instance.step.host_embedding
-            and not self._drafting.needs_host(self._scheduler)
+            and not (self._drafting is not None and self._drafting.needs_host(self._scheduler))
             and self._samples_without_host()
         )
 
@@ -541,7 +521,8 @@ class Engine:
         for sequence in self._scheduler:
             sequence.rewind()
         self._scheduler.restart()
-        self._drafting.restart()
+        if self._drafting is not None:
+            self._drafting.restart()
         self._instance.runner.restart()
 
     def _assign_slot(self, sequence: Sequence) -> None:
@@ -571,7 +552,8 @@ class Engine:
             if sequence.scheduler_state.active:  # else it ended with the step before, or was aborted
                 with sequence.contain_faults():
                     kept = sequence.extend(guess, [(token, logprob) for _, token, logprob in own])
-                    self._drafting.record(len(guess), len(kept) - 1)
+                    if self._drafting is not None:
+                        self._drafting.record(len(guess), len(kept) - 1)
                     self._scheduler.append_tokens(sequence, kept)
                 if sequence.ended:
                     self.abort(sequence)

@@ -50,7 +50,8 @@ class ExpertPlacement:
     """Places the experts of a model with offloaded experts; call `step` before each step is launched.
 
     Args:
-        model: its layers count into rows of one tensor from now on, so create this before graphs are captured.
+        model: with offloaded experts. Its layers count into rows of one tensor from now on, so create this before
+            graphs are captured.
 
     Attributes:
         exchanged: how many experts were brought to the GPU so far.
@@ -61,8 +62,7 @@ class ExpertPlacement:
     def __init__(self, model: Decoder) -> None:
         self._layers = offloading_layers(model)
         sizes = [0 if layer.counts is None else len(layer.counts) for layer in self._layers]
-        device = model.final_norm.weight.device if self._layers else torch.device("cpu")
-        self._counts = torch.zeros(len(sizes), max(sizes, default=0), dtype=torch.int32, device=device)
+        self._counts = torch.zeros(len(sizes), max(sizes), dtype=torch.int32, device=model.final_norm.weight.device)
         for layer, row, size in zip(self._layers, self._counts, sizes, strict=True):
             layer.counts = row[:size]
         self._tokens = [[0.0] * size for size in sizes]
@@ -74,8 +74,6 @@ class ExpertPlacement:
 
     def step(self) -> None:
         """Read counts or exchange experts, if it is time to. Does not wait for the GPU."""
-        if not self._layers:
-            return
         self._steps += 1
         if self._due:
             now, self._due = self._due[:_AT_ONCE], self._due[_AT_ONCE:]
@@ -86,6 +84,14 @@ class ExpertPlacement:
             self._take()
         elif self._steps >= WINDOW:
             self._read()
+
+    def stats(self) -> dict[str, int]:
+        """The fields of `Stats` for it."""
+        return {
+            "experts_exchanged": self.exchanged,
+            "expert_choices": self.choices,
+            "host_expert_choices": self.host_choices,
+        }
 
     def restart(self) -> None:
         """Forget what was counted, for instance while kernels were warmed."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from warpbus.engine.sampling_params import Grammar, GrammarKind
+from warpbus.engine.structural_tags import structural_grammar
 from warpbus.errors import UsageError
 from warpbus.models.tokenizers import Tokenizer
 
@@ -245,18 +246,26 @@ def _of_lark(library: Any, text: str) -> str:
 
 
 def _of_ebnf(library: Any, text: str) -> str:
+    return _of_lark(library, _lark_of(text))
+
+
+def _of_structural_tag(library: Any, text: str) -> str:
+    return _of_lark(library, structural_grammar(_json("structural_tag", text), _lark_of))
+
+
+def _lark_of(text: str) -> str:
+    """EBNF as Lark; Lark as it is."""
     if "::=" not in text:
-        return _of_lark(library, text)
+        return text
     rules = text.count("::=")
     if rules > _MOST_RULES:
         raise UsageError(f"ebnf has {rules:,} rules: give at most {_MOST_RULES}")
     try:
-        lark = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark(text)
+        return str(importlib.import_module("llguidance.gbnf_to_lark").any_to_lark(text))
     # The library raises plain exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"ebnf cannot be used: {reason or type(error).__name__}") from None
-    return _of_lark(library, lark)
 
 
 _SOURCES: dict[GrammarKind, Callable[[Any, str], str]] = {
@@ -266,4 +275,5 @@ _SOURCES: dict[GrammarKind, Callable[[Any, str], str]] = {
     "choice": _of_choice,
     "lark": _of_lark,
     "ebnf": _of_ebnf,
+    "structural_tag": _of_structural_tag,
 }

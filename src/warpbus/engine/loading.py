@@ -15,7 +15,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine
 from warpbus.engine.forecast import forecast_plan
 from warpbus.engine.offload import OffloadableModel
-from warpbus.engine.options import ServiceOptions
+from warpbus.engine.options import ServiceOptions, parse_latency
 from warpbus.engine.plan import (
     PLANNED_GRAPHS,
     PLANNED_ROWS,
@@ -28,7 +28,6 @@ from warpbus.engine.plan import (
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.step import MIXED_ROWS
-from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model

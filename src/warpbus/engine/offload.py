@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.cuda import capture
-from warpbus.cuda.address_space import PIECE, rounded_up
-from warpbus.cuda.vmm import Arena
+from warpbus.cuda.vmm import PIECE, Arena, rounded_up
 from warpbus.errors import DeviceError, UsageError
 
 ALIGNMENT = 256
@@ -38,11 +37,6 @@ class Transfer:
     nbytes: int
     copying: float
     seconds: float
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Of everything, not of the copy alone."""
-        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 The command line reads them, and therefore this module imports nothing that loads torch.
 """
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,11 +13,12 @@ from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.speculation import Speculation
-from warpbus.engine.step_budget import parse_latency
 from warpbus.errors import UsageError
 
 GenerationConfig = Literal["auto", "none"]
 """Whether the model's `generation_config.json` gives the defaults of sampling parameters."""
+
+_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -177,3 +180,16 @@ class ReplicaOptions:
     def most(self) -> int:
         """The most engines."""
         return self.max_replicas or self.count
+
+
+def parse_latency(value: str | float) -> float:
+    """Seconds from "50ms", "0.05s" or a number of seconds.
+
+    Raises:
+        UsageError: anything else, or a value that is not positive and finite.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(m?s|)\s*", str(value))
+    seconds = float(found[1]) * _TIME_UNITS[found[2]] if found and not isinstance(value, bool) else 0.0
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"inter_token_latency is {value!r}: give a time such as 50ms or 0.05s")
+    return seconds

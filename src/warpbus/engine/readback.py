@@ -26,7 +26,8 @@ class Readback:
         self._tensors = list(tensors)
         self._wait: Callable[[], Tensor] | None = None
         device = tensors[0].device
-        remote = remote_backend(device)
+        if device.type == "cpu":
+            return
         if device.type == "cuda":
             joined = self._joined()
             host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
@@ -34,7 +35,9 @@ class Readback:
             arrived = torch.cuda.Event()
             arrived.record()
             self._wait = partial(_after, arrived, host)
-        elif remote is not None:
+            return
+        remote = remote_backend(device)
+        if remote is not None:
             self._wait = remote.fetch(self._joined())
 
     def read(self) -> list[Tensor]:

@@ -32,11 +32,9 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scaling import QueueScaling
 from warpbus.engine.sequence import TextPiece
 from warpbus.engine.service import Service
-from warpbus.engine.service_model import ServiceModel
+from warpbus.engine.service_model import ModelService, ServiceModel
 from warpbus.errors import EngineDiedError, QueueFullError, UsageError, WarpbusError
-from warpbus.formats import Checkpoint
-from warpbus.formats.hub import find_model
-from warpbus.models import Progress, check_loadable
+from warpbus.models import Progress
 
 # The state of a set is the first of these that one of its replicas has.
 _STATES: tuple[State, ...] = ("ready", "unresponsive", "asleep", "restarting", "closing", "closed", "failed")
@@ -51,7 +49,7 @@ _SECONDS_TO_DRAIN = 3600.0
 _log = logging.getLogger("warpbus.engine")
 
 
-class ReplicaSet:
+class ReplicaSet(ModelService):
     """The replicas of a model, with the interface of a `Service`.
 
     A request goes to the replica that `PrefixRouter` ranks first, among those that are ready. If that replica dies
@@ -61,19 +59,13 @@ class ReplicaSet:
 
     Attributes:
         replicas: the services, by their numbers.
-        model, options, config, tokenizer, template, stop_ids, generation_defaults, max_model_len: as of `Service`;
-            the length is the shortest of all replicas.
     """
 
     def __init__(
         self, served: ServiceModel, options: ServiceOptions, replicas: ReplicaOptions, load: LoadEngine
     ) -> None:
         """See `start`."""
-        self.model = served.directory
-        self.options = options
-        self.config, self.tokenizer, self.template = served.config, served.tokenizer, served.template
-        self.stop_ids, self.generation_defaults = served.stop_ids, served.generation_defaults
-        self.max_model_len = served.max_model_len
+        super().__init__(served, options)
         self.replicas: dict[int, Service] = {}
         self._served = served
         self._load = load
@@ -111,9 +103,7 @@ class ReplicaSet:
         options, replicas = options or ServiceOptions(), replicas or ReplicaOptions()
         check_replicas(options, replicas)
         devices = replica_devices(options, replicas.count)
-        check = partial(check_loadable, processes=options.tensor_parallel)
-        checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
-        found = cls(ServiceModel.read(checkpoint, options), options, replicas, load)
+        found = cls(await ServiceModel.find(model, options), options, replicas, load)
         total = _TotalProgress(progress, replicas.count)
         starting = [
             asyncio.ensure_future(found._start(number, options, own, partial(total.report, number)))
@@ -239,13 +229,12 @@ class ReplicaSet:
         progress: Progress | None = None,
     ) -> Service:
         """Start a replica."""
-        return await Service.start(
-            self.model,
+        return await Service.start_on(
+            devices,
+            self._served,
             options,
             progress=progress,
             load=self._load,
-            served=self._served,
-            devices=devices,
             threads=self._threads,
             label=f"replica {number}: ",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from warpbus.engine.attention import PrefillAttention
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.expert_placement import ExpertPlacement
+from warpbus.engine.expert_placement import ExpertPlacement, offloading_layers
 from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
@@ -103,7 +103,7 @@ class Runner:
         mtp: the layer of multi-token prediction computes each step, too.
 
     Attributes:
-        experts: places the experts that do not all fit on the GPU.
+        experts: places the experts that do not all fit on the GPU; None if all do.
 
     Raises (all methods):
         DeviceError: the device's memory is full.
@@ -116,7 +116,7 @@ class Runner:
         self._step = step
         self._device = step.last.device
         vocabulary = model.config.vocab_size
-        self.experts = ExpertPlacement(model)
+        self.experts = ExpertPlacement(model) if offloading_layers(model) else None
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Sequence] | None = []
         self._computed: list[ComputedRows] = []  # by the step that is launched
@@ -143,7 +143,8 @@ class Runner:
                 knows the last tokens (`drafts`).
         """
         with self._computing(len(decoding) + len(chunks)):
-            self.experts.step()
+            if self.experts is not None:
+                self.experts.step()
             self._update_tables([*decoding, *(chunk.sequence for chunk in chunks)])
             self._copy_prefix_tails(chunks)
             if self._outdated and drafts is None:
@@ -316,7 +317,7 @@ class Runner:
         if hidden is not None:
             results.append(draft(self._step, hidden, tokens, sequences, drafts, propose))
         readback = Readback(results)
-        if not propose:  # nothing waits for it
+        if self._computed and not propose:  # nothing waits for it
             predict(self._computed, tokens)
         self._computed.clear()
         prompts = tuple(self._prompts)

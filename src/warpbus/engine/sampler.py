@@ -122,7 +122,8 @@ class Sampler:
 
     def saw(self, tokens: Tensor) -> None:
         """Count chosen tokens `[batch]` for the penalties, before they are appended to their sequences."""
-        self._penalties.saw(tokens)
+        if self._penalized:
+            self._penalties.saw(tokens)
 
     def logprobs(self) -> Logprobs | None:
         """The logprobs of the last sampled tokens, for the rows that ask for them; None if no row does.

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from warpbus.errors import UsageError
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "ebnf", "structural_tag"]
 
 MOST_LOGPROBS = 20
 """The most alternatives per sampled token, as in OpenAI's API."""
@@ -29,8 +29,9 @@ class Grammar:
 
     Attributes:
         kind: "json_schema" (JSON that a schema describes), "json_object" (any JSON object), "regex" (a regular
-            expression that the whole answer matches), "choice" (one of the texts of a JSON list), "lark", or "ebnf"
-            (rules with `::=`, of which `root` is the first, as in llama.cpp; text without them is "lark").
+            expression that the whole answer matches), "choice" (one of the texts of a JSON list), "lark", "ebnf"
+            (rules with `::=`, of which `root` is the first, as in llama.cpp; text without them is "lark"), or
+            "structural_tag" (free text, tags and grammars, by the JSON of XGrammar and vLLM).
         text: the schema, expression, list or grammar; empty for "json_object".
 
     Raises:

@@ -7,19 +7,17 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import abc, deque
+from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from warpbus.cuda.devices import resolve_device
-from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
 from warpbus.engine.health import Health, State
@@ -40,9 +38,10 @@ from warpbus.engine.messages import (
 )
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.pending import PendingRequests
 from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.service_model import ServiceModel
+from warpbus.engine.service_model import ModelService, ServiceModel
 from warpbus.engine.stats import Stats
 from warpbus.engine.supervisor import (
     EngineDied,
@@ -54,11 +53,7 @@ from warpbus.engine.supervisor import (
     SupervisorEvent,
 )
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
-from warpbus.formats import Checkpoint
-from warpbus.formats.hub import find_model
-from warpbus.models import ModelConfig, Progress, check_loadable
-from warpbus.models.templates import Template
-from warpbus.models.tokenizers import Tokenizer
+from warpbus.models import Progress
 
 _log = logging.getLogger("warpbus.engine")
 
@@ -66,65 +61,37 @@ _log = logging.getLogger("warpbus.engine")
 _SECONDS_TO_STOP = 10.0
 # How long its processes may take to end after SIGKILL.
 _SECONDS_TO_KILL = 10.0
-# How many end times of requests are kept to estimate the speed of the queue.
-_END_TIMES_KEPT = 256
-# The Retry-After without an estimate, and the largest one, in seconds.
+# The Retry-After without an estimate, in seconds.
 _RETRY_AFTER = 5.0
-_LONGEST_RETRY_AFTER = 120.0
 
 
-class Service:
+class Service(ModelService):
     """A model that answers many requests at once, in processes of its own.
 
     If the processes die, their requests end with `EngineDiedError` and the processes are restarted, with increasing
     delays; after several deaths in a row the service gives up, see `health`. Processes that make no progress for
     `options.watchdog_timeout` seconds are killed and restarted. Processes that die while asleep are restarted by
     `wake`. They end with this process, however it ends.
-
-    Attributes:
-        model: the model directory.
-        options: `ServiceOptions`.
-        config: the model's `ModelConfig`.
-        tokenizer, template: how text and conversations become tokens.
-        stop_ids: generation ends at any of these tokens.
-        generation_defaults: see `read_generation_defaults`; empty if `options.generation_config` is "none".
-        max_model_len: the longest prompt with its answer, in tokens.
     """
 
-    model: Path
-    options: ServiceOptions
-    config: ModelConfig
-    tokenizer: Tokenizer
-    template: Template
-    stop_ids: frozenset[int]
-    generation_defaults: dict[str, float]
-    max_model_len: int
-
-    def __init__(self, served: ServiceModel, options: ServiceOptions, progress: Progress | None, label: str) -> None:
+    def __init__(
+        self, served: ServiceModel, options: ServiceOptions, progress: Progress | None, load: LoadEngine, label: str
+    ) -> None:
         """See `start`."""
-        self.model = served.directory
-        self.options = options
-        self.config, self.tokenizer, self.template = served.config, served.tokenizer, served.template
-        self.stop_ids, self.generation_defaults = served.stop_ids, served.generation_defaults
-        self.max_model_len = served.max_model_len
+        super().__init__(served, options)
         self._label = label
         self._progress = progress
-        self._load: LoadEngine = load_engine
+        self._load = load
         self._state: State = "restarting"
         self._reason = "the engine is being started"
         self._stall = ""
         self._restarts = -1
-        self._numbers = count()
-        self._inboxes: dict[int, Inbox] = {}
-        self._queries: dict[int, asyncio.Future[Any]] = {}
-        self._end_times: deque[float] = deque(maxlen=_END_TIMES_KEPT)
+        self._pending = PendingRequests()
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._supervisor: EngineSupervisor | None = None
         self._next_start: asyncio.Future[None] = self._loop.create_future()  # done if nothing waits for it
         self._ended = asyncio.Event()
-        self._nothing_pending = asyncio.Event()
-        self._nothing_pending.set()
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -135,10 +102,6 @@ class Service:
         *,
         progress: Progress | None = None,
         load: LoadEngine = load_engine,
-        served: ServiceModel | None = None,
-        devices: abc.Sequence[torch.device] | None = None,
-        threads: int | None = None,
-        label: str = "",
     ) -> Self:
         """Start the processes and wait until the model is loaded and warm.
 
@@ -148,11 +111,6 @@ class Service:
             options: of the engine and the service.
             progress: called in the event loop while the weights are read; see `warpbus.models.Progress`.
             load: creates the engine, in each of its processes; a module-level function.
-            served: the model, if it has been read already.
-            devices: of the processes, instead of those that the options name.
-            threads: CPU threads per process, unless `OMP_NUM_THREADS` says otherwise; by default all cores are shared
-                among the processes.
-            label: precedes what is logged.
 
         Raises:
             UsageError: an option is out of range or not known, or the model does not fit the memory.
@@ -161,13 +119,30 @@ class Service:
             WarpbusError: the engine did not start for another reason.
         """
         options = options or ServiceOptions()
-        if devices is None:
-            devices = devices_of(options)
-        if served is None:
-            check = partial(check_loadable, processes=options.tensor_parallel)
-            served = ServiceModel.read(Checkpoint(await asyncio.to_thread(find_model, model, check=check)), options)
-        service = cls(served, options, progress, label)
-        service._load = load
+        devices = devices_of(options)
+        served = await ServiceModel.find(model, options)
+        return await cls.start_on(devices, served, options, progress=progress, load=load)
+
+    @classmethod
+    async def start_on(
+        cls,
+        devices: abc.Sequence[torch.device],
+        served: ServiceModel,
+        options: ServiceOptions,
+        *,
+        progress: Progress | None = None,
+        load: LoadEngine = load_engine,
+        threads: int | None = None,
+        label: str = "",
+    ) -> Self:
+        """As `start`, with one process on each of some devices, for a model that has been read already.
+
+        Args:
+            threads: CPU threads per process, unless `OMP_NUM_THREADS` says otherwise; by default all cores are shared
+                among the processes.
+            label: precedes what is logged.
+        """
+        service = cls(served, options, progress, load, label)
         service._supervisor = EngineSupervisor(
             service._arguments(),
             devices=devices,
@@ -215,8 +190,8 @@ class Service:
             raise UnavailableError("the model is asleep: wake it first")
         outbox = self._reachable()
         most = self.options.max_num_seqs + self.options.max_queue
-        if len(self._inboxes) >= most:
-            seconds = self._seconds_of_queue()
+        if len(self._pending) >= most:
+            seconds = self._pending.seconds_of_queue(self.options.max_num_seqs, _RETRY_AFTER)
             raise QueueFullError(
                 f"{most:,} requests run or wait already: try again in {seconds:.0f} s", retry_after=seconds
             )
@@ -224,10 +199,8 @@ class Service:
         if params.seed is None and self.options.tensor_parallel > 1:
             # The processes draw the same random numbers only from the same seed.
             params = replace(params, seed=secrets.randbits(63))
-        number = next(self._numbers)
         inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)), adapter, len(prompt) - expected_cached)
-        self._inboxes[number] = inbox
-        self._nothing_pending.clear()
+        number = self._pending.add(inbox)
         outbox.put(Add(number, prompt, params, adapter, cache_salt))
         return Answer(inbox, partial(self._on_answer_closed, number))
 
@@ -248,12 +221,12 @@ class Service:
     @property
     def pending(self) -> int:
         """The number of requests that run or wait."""
-        return len(self._inboxes)
+        return len(self._pending)
 
     @property
     def pending_tokens(self) -> int:
         """Tokens computed for these requests: of their prompts, unless they are cached, and of their answers so far."""
-        return sum(inbox.prompt_tokens + inbox.times.output_tokens for inbox in self._inboxes.values())
+        return self._pending.tokens
 
     @property
     def alive(self) -> bool:
@@ -341,9 +314,9 @@ class Service:
             return
         self._state, self._reason = "closing", "the service is being closed"
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._nothing_pending.wait(), drain)
+            await self._pending.wait_for_requests(drain)
         message = f"the service was closed, and this request not done within {drain:g} s: send it again"
-        self._fail_all(partial(UnavailableError, message))
+        self._pending.fail_all(partial(UnavailableError, message))
         assert self._supervisor is not None
         self._supervisor.stop()
         try:
@@ -381,14 +354,6 @@ class Service:
             raise UnavailableError(f"{self._reason}: it takes no more requests")
         return self._outbox
 
-    def _seconds_of_queue(self) -> float:
-        """How many seconds until the waiting requests have started, estimated from the end times of recent requests."""
-        waiting = max(1, len(self._inboxes) - self.options.max_num_seqs)
-        passed = time.monotonic() - self._end_times[0] if self._end_times else 0.0
-        if passed <= 0.0:
-            return _RETRY_AFTER
-        return min(_LONGEST_RETRY_AFTER, max(1.0, waiting * passed / len(self._end_times)))
-
     async def _ask(self, query: Query) -> Any:
         return await self._answer_to(partial(Ask, query=query))
 
@@ -399,21 +364,15 @@ class Service:
             question: makes the command from its number.
         """
         outbox = self._reachable()
-        number = next(self._numbers)
-        reply = self._queries[number] = self._loop.create_future()
-        outbox.put(question(number))
-        try:
-            return await reply
-        finally:
-            self._queries.pop(number, None)
+        return await self._pending.reply(lambda number: outbox.put(question(number)))
 
     async def _sleep(self) -> None:
         async with self._one_at_a_time:
             if self._state == "asleep":
                 return
             outbox = self._reachable()
-            if self._inboxes:
-                raise UsageError(f"sleep: {len(self._inboxes)} requests run or wait: try again when they have ended")
+            if self._pending:
+                raise UsageError(f"sleep: {len(self._pending)} requests run or wait: try again when they have ended")
             assert self._supervisor is not None
             self._supervisor.hold_restarts()
             self._state, self._reason = "asleep", "the model is asleep"
@@ -474,7 +433,7 @@ class Service:
             if self._state == "asleep":
                 raise UsageError("the model sleeps: wake it first")
             self._reachable()
-            if drop is not None and any(inbox.adapter == drop for inbox in self._inboxes.values()):
+            if drop is not None and self._pending.uses(drop):
                 raise UsageError(f"requests use the adapter {drop!r}: try again when they have ended")
             before = self.options
             kept = tuple(each for each in before.adapters if each[0] != drop)
@@ -492,30 +451,22 @@ class Service:
 
     def _on_answer_closed(self, number: int) -> None:
         """Abort a request whose `Answer` was closed or dropped; called from any thread, the garbage collector's too."""
-        if number in self._inboxes and not self._loop.is_closed():
+        if number in self._pending and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._abort_request, number)
 
     def _abort_request(self, number: int) -> None:
-        if self._drop(number) is not None and self._outbox is not None:
+        if self._pending.drop(number) is not None and self._outbox is not None:
             self._outbox.put(Abort(number))
-
-    def _drop(self, number: int) -> Inbox | None:
-        inbox = self._inboxes.pop(number, None)
-        if not self._inboxes:
-            self._nothing_pending.set()
-        return inbox
 
     def _on_events(self, when: float, reports: abc.Sequence[SupervisorEvent]) -> None:
         for report in reports:
             match report:
                 case StepResults():
-                    self._deliver(when, report)
+                    self._pending.deliver(when, report)
                 case RequestFailed():
-                    inbox = self._drop(report.number)
-                    if inbox is not None:
-                        inbox.fail(report.failure.error("the engine"))
+                    self._pending.fail(report)
                 case Reply():
-                    self._answer(report)
+                    self._pending.take_reply(report)
                 case Loading():
                     if self._progress is not None:
                         self._progress(report.done, report.total)
@@ -530,25 +481,6 @@ class Service:
                     if not self._next_start.done():
                         self._next_start.set_exception(UnavailableError(f"{self._reason}: the engine was not started"))
 
-    def _deliver(self, when: float, step: StepResults) -> None:
-        for number, piece in step.pieces:
-            inbox = self._inboxes.get(number)
-            if inbox is None:  # its answer was closed
-                continue
-            inbox.put(piece, when)
-            if piece.finish_reason is not None:
-                self._end_times.append(when)
-                self._drop(number)
-
-    def _answer(self, reply: Reply) -> None:
-        future = self._queries.get(reply.number)
-        if future is None or future.done():
-            return
-        if isinstance(reply.answer, JobFailure):
-            future.set_exception(reply.answer.error("the engine"))
-        else:
-            future.set_result(reply.answer)
-
     def _on_engine_up(self, up: EngineUp) -> None:
         self._outbox, self.max_model_len = up.outbox, up.max_model_len
         if self._restarts < 0 and up.plan is not None:
@@ -558,7 +490,7 @@ class Service:
         if self._state == "restarting":
             self._state, self._reason = "ready", ""
         elif self._state == "asleep":  # it was restarted before `hold_restarts` had an effect
-            up.outbox.put(Ask(next(self._numbers), "sleep"))
+            up.outbox.put(Ask(self._pending.next_number(), "sleep"))
         if not self._next_start.done():
             self._next_start.set_result(None)
 
@@ -579,14 +511,4 @@ class Service:
         if self._state not in ("closing", "closed"):
             after: State = "asleep" if self._state == "asleep" else "restarting"
             self._state, self._reason = after if death.again else "failed", message
-        self._fail_all(partial(EngineDiedError, message, retry_after=retry_after))
-
-    def _fail_all(self, error: Callable[[], UnavailableError]) -> None:
-        """Fail all pending requests and queries, each with an exception of its own."""
-        for number in list(self._inboxes):
-            inbox = self._drop(number)
-            if inbox is not None:
-                inbox.fail(error())
-        for future in self._queries.values():
-            if not future.done():
-                future.set_exception(error())
+        self._pending.fail_all(partial(EngineDiedError, message, retry_after=retry_after))

@@ -1,6 +1,8 @@
 """What a service knows of its model without weights; several services of one model share it."""
 
+import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -8,7 +10,8 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.engine.speculation import Speculation
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
-from warpbus.models import ModelConfig, read_config
+from warpbus.formats.hub import find_model
+from warpbus.models import ModelConfig, check_loadable, read_config
 from warpbus.models.generation_defaults import read_generation_defaults
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
@@ -36,6 +39,17 @@ class ServiceModel:
     max_model_len: int
 
     @classmethod
+    async def find(cls, model: str | Path, options: ServiceOptions) -> Self:
+        """Read them from a model directory, or from a model on a hub, which is downloaded unless it is on the disk.
+
+        Raises:
+            UsageError: `options.max_model_len` is beyond the model's context, or the model cannot be sharded.
+            CheckpointError: a file is missing, damaged or not understood, or a hub does not give it.
+        """
+        check = partial(check_loadable, processes=options.tensor_parallel)
+        return cls.read(Checkpoint(await asyncio.to_thread(find_model, model, check=check)), options)
+
+    @classmethod
     def read(cls, checkpoint: Checkpoint, options: ServiceOptions) -> Self:
         """Read them from the files of a checkpoint.
 
@@ -61,3 +75,21 @@ class ServiceModel:
             else read_generation_defaults(checkpoint.directory),
             max_model_len=longest,
         )
+
+
+class ModelService:
+    """What a `Service` and a `ReplicaSet` tell of their model.
+
+    Attributes:
+        model: the model directory.
+        options: of each engine; their adapters are those that requests can name now.
+        config, tokenizer, template, stop_ids, generation_defaults: as of `ServiceModel`.
+        max_model_len: the longest prompt with its answer, in tokens; of several engines the shortest.
+    """
+
+    def __init__(self, served: ServiceModel, options: ServiceOptions) -> None:
+        self.model = served.directory
+        self.options = options
+        self.config, self.tokenizer, self.template = served.config, served.tokenizer, served.template
+        self.stop_ids, self.generation_defaults = served.stop_ids, served.generation_defaults
+        self.max_model_len = served.max_model_len

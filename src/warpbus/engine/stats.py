@@ -36,8 +36,8 @@ class Stats:
     blocks_used: int
     blocks_idle: int
     cache_bytes: int
-    drafted: int
-    accepted: int
+    drafted: int = 0
+    accepted: int = 0
     host_hits: int = 0
     host_bytes: int = 0
     host_stored_bytes: int = 0

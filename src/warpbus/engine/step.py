@@ -8,7 +8,7 @@ requests, sampling or text; `runner` chooses the rows.
 
 from collections import abc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -323,7 +323,9 @@ class StepExecutor:
     def with_adapters(self, slots: abc.Sequence[int]) -> AbstractContextManager[None]:
         """For model calls in the block, with rows of these slots: each row uses the adapter of its sequence."""
         numbers = [self._assigned[slot] for slot in slots]
-        return self._selection.rows(to_device(numbers, torch.int64, self.last.device) if any(numbers) else None)
+        if not any(numbers):
+            return nullcontext()
+        return self._selection.rows(to_device(numbers, torch.int64, self.last.device))
 
     def capture(self, rows: int, longest: int) -> None:
         """Capture graphs ahead of use: for up to `rows` sequences of `longest` tokens, and for mixed steps."""
@@ -416,7 +418,7 @@ class StepExecutor:
             row_positions = self.positioning.row_positions(positions, slots, blocks, slot_mapping)
             context = PositionedAttention(model.config, row_positions, self._cache, blocks, limit)
         x = self._embedded[:rows] if self.host_embedding else model.embed(tokens[:, None])
-        with self._selection.rows(self.adapters.index_select(0, slots) if adapted else None):
+        with self._selection.rows(self.adapters.index_select(0, slots)) if adapted else nullcontext():
             hidden = model.transform(x, None, context)[:, 0]
         if len(self._mtp.hidden):
             self._mtp.hidden[:rows].copy_(model.final_norm(hidden))

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, pack, packed_shapes
 from warpbus.kernels.ops.rounding import round_to_nearest
-from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor, Scheme
 
 _ELEMENTS = 2**22  # per chunk: packing needs about ten bytes per element

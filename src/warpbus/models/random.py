@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import MoE, QuantizedLinear, Router
-from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.parallel import Part
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme, packed_words

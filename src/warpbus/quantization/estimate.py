@@ -22,8 +22,8 @@ from warpbus.formats.growing import WAITING
 from warpbus.models import MoESpec
 from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
 from warpbus.quantization.algorithms.awq import TRIALS
-from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
+from warpbus.quantization.algorithms.linear_algebra import PRODUCTS
 from warpbus.quantization.methods import EXPERT_SQUARES, SOLVE_ROWS, solved_at_once
 from warpbus.quantization.preflight import Matrix, Plan
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS
@@ -254,7 +254,7 @@ def device_rates(device: torch.device, stored: torch.dtype) -> dict[torch.dtype,
 
 
 def _solve_dtype(device: torch.device) -> torch.dtype:
-    """What factors and solves are computed in, see `algorithms.precision`."""
+    """What factors and solves are computed in, see `algorithms.linear_algebra`."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

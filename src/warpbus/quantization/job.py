@@ -27,22 +27,20 @@ from warpbus.dist import Group
 from warpbus.dist.outcome import Send
 from warpbus.errors import CheckpointError, DeviceError, StorageError, WarpbusError
 from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
-from warpbus.kernels.ops.arguments import ELEMENTS
+from warpbus.kernels.ops.arguments import ELEMENTS, gpu_has_kernels
 from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer
-from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization.algorithms import rtn
+from warpbus.quantization.algorithms.weights import relative, squared_loss
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import QuantizationEstimate, device_rates, estimate
 from warpbus.quantization.layerwise import LayerQuantization
-from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
-from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import HeadResult, LayerResult, Report, peak_memory, versions
-from warpbus.quantization.sources import Sources, check_finite
+from warpbus.quantization.sources import Reading, Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch

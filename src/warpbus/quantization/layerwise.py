@@ -24,8 +24,8 @@ from warpbus.models import DecoderLayer
 from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
 from warpbus.quantization.algorithms.factored import stacked
+from warpbus.quantization.algorithms.weights import relative
 from warpbus.quantization.folding import divide_preceding, fold_shared
-from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed

@@ -12,15 +12,13 @@ from warpbus.dist import SHARES, Group
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK
 from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms import awq, cholesky, rtn, smoothing
-from warpbus.quantization.algorithms.aim import aim
+from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
 from warpbus.quantization.algorithms.descent import SPAN
-from warpbus.quantization.algorithms.factored import FactoredStack, factored, stacked
+from warpbus.quantization.algorithms.factored import FactoredStack, aim, factored, stacked
 from warpbus.quantization.algorithms.gptq import call_for, gptq_matrices, gptq_rows
-from warpbus.quantization.algorithms.grid import check_weight
+from warpbus.quantization.algorithms.weights import check_weight, squared_loss
 from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
-from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
 
@@ -129,7 +127,7 @@ class Gptq(Method):
         for scheme in {matrix.scheme for matrix in matrices}:
             solve_small(scheme, dtype, scale_dtype, group.device)
         for columns in {matrix.columns for matrix in matrices}:
-            self._run.prepare(cholesky.call_for(columns, group.device))
+            self._run.prepare(linear_algebra.call_for(columns, group.device))
         for matrix in matrices:
             shape = (self.at_once(matrix), parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
             self._run.prepare(call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device))

@@ -10,7 +10,7 @@ from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
-from warpbus.models import ModelConfig, MoESpec, read_config, tensor_map
+from warpbus.models import ModelConfig, MoESpec, TensorMap, read_config, tensor_map
 from warpbus.models.families import BY_NAME
 from warpbus.qtensor import Scheme, Schemes
 
@@ -79,6 +79,7 @@ class Plan:
     Attributes:
         checkpoint: the source; if it is stored in FP8, dequantized.
         config: of its decoder.
+        tensors: of each parameter of the decoder, the names of the tensors that make it.
         schemes: what its matrices are quantized to.
         layout: the format in which they are written.
         matrices: what is quantized of the layers, in the order of the computation.
@@ -95,6 +96,7 @@ class Plan:
 
     checkpoint: Checkpoint
     config: ModelConfig
+    tensors: TensorMap
     schemes: Schemes
     layout: WritableLayout
     matrices: tuple[Matrix, ...]
@@ -158,8 +160,8 @@ def prepare(
             )
     config = read_config(checkpoint, mtp="stored")
     schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
-    chosen = layout_named(layout)
-    matrices = tuple(_matrices(checkpoint, config, schemes))
+    chosen, tensors = layout_named(layout), tensor_map(config)
+    matrices = tuple(_matrices(checkpoint, config, tensors, schemes))
     for matrix in matrices:
         for source, rows in zip(matrix.sources, matrix.rows, strict=True):
             matrix.scheme.groups(matrix.columns, source)
@@ -168,7 +170,7 @@ def prepare(
                 # Any group may get a zero point 0: not even one could be seen before all the work is done.
                 chosen.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
     rounded_head = None if head is None else _head(checkpoint, config, head, chosen)
-    kept, ends = _not_quantized(checkpoint, config, matrices)
+    kept, ends = _not_quantized(checkpoint, config, tensors, matrices)
     if rounded_head is not None:
         ends = tuple(name for name in ends if name != rounded_head.name)
     scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
@@ -189,6 +191,7 @@ def prepare(
     return Plan(
         checkpoint=checkpoint,
         config=config,
+        tensors=tensors,
         schemes=schemes,
         layout=chosen,
         matrices=matrices,
@@ -259,20 +262,19 @@ def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:
 
 
 def _not_quantized(
-    checkpoint: Checkpoint, config: ModelConfig, matrices: Sequence[Matrix]
+    checkpoint: Checkpoint, config: ModelConfig, tensors: TensorMap, matrices: Sequence[Matrix]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The names of the tensors that are not quantized: those of each layer, and those outside of the layers."""
     quantized = {source for matrix in matrices for source in matrix.sources}
     kept: list[list[str]] = [[] for _ in config.all_layers]
-    for parameter, names in tensor_map(config).items():
+    for parameter, names in tensors.items():
         if parameter.startswith("layers."):
             kept[int(parameter.split(".")[1])] += [name for name in names if name not in quantized]
     within = quantized.union(*kept)
     return tuple(map(tuple, kept)), tuple(name for name in checkpoint.names() if name not in within)
 
 
-def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> list[Matrix]:
-    tensors = tensor_map(config)
+def _matrices(checkpoint: Checkpoint, config: ModelConfig, tensors: TensorMap, schemes: Schemes) -> list[Matrix]:
     found = []
     for index, spec in config.matrices:
         expected = spec.shape

@@ -1,28 +1,89 @@
-"""Hashes of the tensors that a run reads: a run that resumes notices weights that have changed since.
+"""What a run reads of a checkpoint: layers ahead of their turn, and hashes of all tensors.
 
-Sizes and times of files do not tell: tools that copy files keep them, and `touch` changes them alone. So each part that
-is finished records the hashes of the tensors it was made from, and one hash of all that it depends on besides: the
-embedding and the layers before it.
+A run that resumes notices weights that have changed. Sizes and times of files do not tell: tools that copy files keep
+them, and `touch` changes them alone. So each part that is finished records the hashes of the tensors it was made from,
+and one hash of all that it depends on besides: the embedding and the layers before it.
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
+from warpbus.cuda.devices import default_dtype
+from warpbus.cuda.staging import PinnedStaging
 from warpbus.errors import NumericError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
-from warpbus.models import tensor_map
+from warpbus.models import DecoderLayer, load_layer
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.written import kept_end_parts, layer_part
 
 _THREADS = 8
 _DIGEST_BYTES = 16
+
+
+class Reading:
+    """What is read of a checkpoint by a thread of its own, beside everything else.
+
+    The embedding and the first layer are read at once, and while one layer is worked on, the next one.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._dtype = default_dtype(device, plan.dtype)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(1, "reading")
+        self._table: Future[Tensor] | None = self._pool.submit(self._read_table)
+        self._layer: Future[DecoderLayer] | None = self._pool.submit(self._read_layer, 0)
+
+    def table(self) -> Tensor:
+        """The embedding, once: it is not kept."""
+        assert self._table is not None
+        table, self._table = self._table.result(), None
+        self._hand_over(table)
+        return table
+
+    def layers(self) -> Iterator[DecoderLayer]:
+        """All layers, once."""
+        count = len(self._plan.config.all_layers)
+        with self._pool:
+            for index in range(count):
+                assert self._layer is not None
+                layer, self._layer = self._layer.result(), None
+                for tensor in layer.parameters():
+                    self._hand_over(tensor)
+                if index + 1 < count:
+                    self._layer = self._pool.submit(self._read_layer, index + 1)
+                yield layer
+
+    def _read_table(self) -> Tensor:
+        table = self._plan.checkpoint.tensor(self._plan.tensors["embedding.weight"][0])
+        if self._stream is None:
+            return table
+        with torch.cuda.stream(self._stream):
+            copied = torch.empty_like(table, device=self._device)
+            PinnedStaging(self._device).put(copied, table)
+        self._stream.synchronize()
+        return copied
+
+    def _read_layer(self, index: int) -> DecoderLayer:
+        plan = self._plan
+        with torch.cuda.stream(self._stream):
+            layer = load_layer(plan.checkpoint, plan.config, index, device=self._device, dtype=self._dtype)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return layer
+
+    def _hand_over(self, tensor: Tensor) -> None:
+        """Memory that the thread's stream uses is not to be given to the current one before."""
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 @dataclass(frozen=True)
@@ -42,7 +103,7 @@ class Sources:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._embedding = tensor_map(plan.config)["embedding.weight"]
+        self._embedding = plan.tensors["embedding.weight"]
         self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hashing")
         self._hashes: dict[str, Future[str]] = {}
 

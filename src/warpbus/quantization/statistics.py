@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpbus.dist import Group, TreeSum
 from warpbus.errors import NumericError
-from warpbus.quantization.algorithms.precision import add_product
+from warpbus.quantization.algorithms.linear_algebra import add_product
 
 # Columns of a panel. Of a symmetric product only the panels' parts on and below the diagonal are computed, added up and
 # exchanged, which for inputs of 4096 columns is 5/8 of the whole.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.dist import Group
-from warpbus.models import DecoderLayer, load_layer, tensor_map
+from warpbus.models import DecoderLayer, load_layer
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.preflight import Plan
@@ -22,7 +22,7 @@ def layers(
 
     Neither the layer nor what the states have may be changed; they are moved on when the next layer is asked for.
     """
-    table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
+    table = plan.checkpoint.tensor(plan.tensors["embedding.weight"][0])
     group = Group(0, 1, device)
     tokens = BATCH_TOKENS[device.type]
     states = [embed(each, tokens, table, plan.config, group, dtype, drift=False) for each in data]

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from warpbus.formats import FinishedParts
-from warpbus.models import tensor_map
 from warpbus.models.loading import part_rows
 from warpbus.models.row_order import in_file_order
 from warpbus.qtensor import QTensor
@@ -53,7 +52,7 @@ def kept_parameters(plan: Plan, index: int) -> Iterator[tuple[str, tuple[str, ..
     """The parameters of a layer that are not quantized, and the names of the tensors that make each of them."""
     prefix = f"layers.{index}."
     kept = set(plan.kept[index])
-    for parameter, names in tensor_map(plan.config).items():
+    for parameter, names in plan.tensors.items():
         if parameter.startswith(prefix) and kept.issuperset(names):
             yield parameter.removeprefix(prefix), tuple(names)
 

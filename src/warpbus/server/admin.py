@@ -116,24 +116,35 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     not_ready: dict[int | str, dict[str, Any]] = {503: {"model": HealthAnswer, "description": "a model is not ready"}}
 
-    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
-    @app.get("/health", **documented(HealthAnswer, also=not_ready))
-    async def health() -> Response:
-        """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why.
-
-        A model with several replicas answers as long as one of them does.
-        """
+    def answered(fine: Collection[str]) -> Response:
+        """The states of all models: 200 if all of them are among these, otherwise 503 and why."""
         states = {model.state for model in models.bases()}
         several = {model.name: _replica_states(model) for model in models.bases() if len(model.replicas) > 1}
-        also = {"replicas": several} if several else {}
-        if states == {"ready"}:
-            return JSONResponse({"status": "ready", **also})
-        body = {"status": ", ".join(sorted(states - {"ready"})), **also}
+        body: dict[str, Any] = {"status": ", ".join(sorted(states - {"ready"})) or "ready"}
+        if several:
+            body["replicas"] = several
+        if states <= set(fine):
+            return JSONResponse(body)
         reasons = [f"{model.name}: {model.reason}" for model in models.bases() if model.reason]
         if reasons:
             body["reason"] = "; ".join(reasons)
         comes_back = all(model.retry_after for model in models.bases())
         return JSONResponse(body, 503, headers={"retry-after": str(RETRY_SECONDS)} if comes_back else {})
+
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    @app.get("/health", **documented(HealthAnswer, also=not_ready))
+    async def health() -> Response:
+        """Whether the server and its engines work: 200, also for models that sleep, or 503 while one starts, restarts
+        or stands still, and why.
+
+        A model with several replicas works as long as one of them does.
+        """
+        return answered(("ready", "asleep"))
+
+    @app.get("/ready", **documented(HealthAnswer, also=not_ready))
+    async def ready() -> Response:
+        """Whether all models answer requests: as /health, but 503 while a model sleeps."""
+        return answered(("ready",))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:

@@ -93,6 +93,7 @@ class ChatChoice(BaseModel):
     message: MessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
     token_ids: list[int] | None
 
 
@@ -103,6 +104,7 @@ class ChunkChoice(BaseModel):
     delta: MessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
 
@@ -113,8 +115,10 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: TokenUsage
+    service_tier: None
     prompt_logprobs: list[dict[str, RankedToken] | None] | None
     prompt_token_ids: list[int] | None
 
@@ -126,6 +130,7 @@ class ChatCompletionChunk(BaseModel):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: TokenUsage | None = None
     prompt_token_ids: list[int] | None = None
@@ -147,6 +152,7 @@ class TextChoice(BaseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = None
     prompt_logprobs: list[dict[str, RankedToken] | None] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -159,6 +165,7 @@ class TextCompletion(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[TextChoice]
     usage: TokenUsage | None = None
 

@@ -105,7 +105,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         """Continue texts."""
         model = named_model(models, body, request, options)
         service = model.awake()
-        salt = cache_salt(request.scope)
+        salt = cache_salt(request.scope, body.cache_salt)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
@@ -169,7 +169,7 @@ async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) ->
 
 def _is_open(path: str) -> bool:
     """Needs no key: whether the server is up, and the chat page's files, which hold no secret."""
-    return path in ("/", "/health", "/ping") or path.startswith("/page/")
+    return path in ("/", "/health", "/ready", "/ping") or path.startswith("/page/")
 
 
 def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

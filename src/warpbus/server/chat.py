@@ -32,6 +32,7 @@ class ChatForm(ChunkForm):
         self._untold: list[list[int]] = [[] for _ in chat.readers]  # token ids that no chunk has told
         self._readers = chat.readers
         self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._stop_tokens = body.stop_token_ids
         self._echo = body.messages[-1].text if body.echo and body.continue_final_message else ""
 
     @property
@@ -60,9 +61,10 @@ class ChatForm(ChunkForm):
             found.append(self._choice(index, shown, logprobs=logprobs))
         if calls:
             numbered = [{"index": at, **_call(call)} for at, call in enumerate(calls, reader.calls - len(calls))]
-            found.append(self._choice(index, {"tool_calls": numbered}))
+            found.append(self._choice(index, {"tool_calls": numbered, "reasoning_content": None}))
         if reader.finish_reason is not None:
-            found.append(self._choice(index, {}, finish=reader.finish_reason))
+            last = self._choice(index, {"reasoning_content": None}, finish=reader.finish_reason)
+            found.append({**last, "stop_reason": self._stop_reason(piece, self._stop_tokens)})
         return found
 
     def opening(self, usage: Usage) -> list[Json]:
@@ -75,6 +77,7 @@ class ChatForm(ChunkForm):
         found = next((piece.prompt_logprobs for piece in answers[0] if piece.prompt_logprobs is not None), None)
         return {
             **super().whole(answers, usage),
+            "service_tier": None,
             "prompt_logprobs": prompt_scores(self._tokenizer, found, self._prompt_logprobs),
             "prompt_token_ids": self._prompt,
         }
@@ -100,6 +103,7 @@ class ChatForm(ChunkForm):
             "message": message,
             "logprobs": self._content(pieces),
             "finish_reason": reader.finish_reason,
+            "stop_reason": self._stop_reason(pieces[-1], self._stop_tokens),
             "token_ids": None if self._prompt is None else [token for piece in pieces for token in piece.token_ids],
         }
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import abc
 from enum import Enum, auto
 
+import warpbus
 from warpbus.engine import TextPiece
 from warpbus.server.failures import body_of
 from warpbus.server.request_error import RequestError
@@ -43,6 +44,7 @@ class ChunkForm(ABC):
 
     def __init__(self, kind: str, model: str, objects: tuple[str, str], style: UsageStyle) -> None:
         self._head = {"id": new_id(kind), "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = f"warpbus-{warpbus.__version__}"
         self._object, self._chunk = objects
         self._style = style
 
@@ -86,6 +88,18 @@ class ChunkForm(ABC):
         """See `Form.whole`."""
         choices = [self.choice(index, pieces) for index, pieces in enumerate(answers)]
         return {**self._head, "object": self._object, "choices": choices, "usage": self._counted(usage)}
+
+    def _stop_reason(self, piece: TextPiece, tokens: abc.Sequence[int] | None) -> str | int | None:
+        """What ended an answer, as vLLM names it: a stop string, or one of these tokens; None for the model's own.
+
+        Args:
+            piece: the last one.
+            tokens: the `stop_token_ids` of the request.
+        """
+        if piece.finish_reason != "stop" or piece.stop_string is not None:
+            return piece.stop_string
+        last = piece.token_ids[-1] if piece.token_ids else None
+        return last if last in (tokens or ()) else None
 
     def _every(self, usage: Usage) -> Json | None:
         return self._counted(usage) if self._style is UsageStyle.EVERY else None

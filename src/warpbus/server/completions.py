@@ -77,6 +77,7 @@ class TextForm(ChunkForm):
             found.append({**self._part(index, self._echoes[index]), "logprobs": scores})
         if piece.text or piece.logprobs or piece.finish_reason is not None or self._body.return_token_ids:
             choice = self._part(index, piece.text, piece.finish_reason)
+            choice["stop_reason"] = self._stop_reason(piece, self._body.stop_token_ids)
             if self._scores is not None:
                 choice["logprobs"] = self._scores[index].json(_entries([piece]))
             if self._body.return_token_ids:
@@ -92,6 +93,7 @@ class TextForm(ChunkForm):
         """See `ChunkForm.choice`."""
         text = self._echoes[index] + "".join(piece.text for piece in pieces)
         choice = self._part(index, text, pieces[-1].finish_reason)
+        choice["stop_reason"] = self._stop_reason(pieces[-1], self._body.stop_token_ids)
         before = next((piece for piece in pieces if piece.prompt_logprobs is not None), None)
         if self._scores is not None:
             echoed = self._prompt_entries(index, before) if before is not None and self._body.echo else []

@@ -168,7 +168,7 @@ async def prepare_chat(
         grammar=grammar,
         thinking=thinking,
     )
-    salt = cache_salt(request.scope)
+    salt = cache_salt(request.scope, body.cache_salt)
     continues = bool(body.continue_final_message)
     return PreparedChat(
         model,

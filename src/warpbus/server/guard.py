@@ -72,7 +72,7 @@ class AccessLog:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
             # Monitoring requests every few seconds would hide the others.
-            level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+            level = logging.DEBUG if scope["path"] in ("/health", "/ready", "/metrics") else logging.INFO
             fields = _fields(scope, name, status, record)
             _access.log(level, "%s", _line(fields), extra={FIELDS: fields})
 
@@ -292,10 +292,14 @@ class _SendInTime:
         self._timer = self._loop.call_at(due, self._check)
 
 
-def cache_salt(scope: Scope) -> bytes:
-    """The salt that separates the prefix cache of one API key from the others; empty if all keys share it."""
+def cache_salt(scope: Scope, given: str | None = None) -> bytes:
+    """The salt that separates the prefix cache of one API key from the others; empty if all keys share it.
+
+    Args:
+        given: a request's own salt, which separates it from requests with another one or none.
+    """
     salt: bytes = scope["state"].get(_SALT, b"")
-    return salt
+    return salt if given is None else salt + hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
 
 
 def _digest(key: str) -> bytes:

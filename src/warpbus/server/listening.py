@@ -118,17 +118,13 @@ async def _serve(
     server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()
 
-    def handle_signals() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
-
-    handle_signals()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
 
     async def load() -> None:
         for one in wanted:
             own = replace(service, adapters=one.adapters)
             models.find(one.name).loaded(await start_service(one.directory, own, replicas, progress=progress(one.name)))
-        handle_signals()  # Ray has replaced the handlers by ones that print a stack first
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())

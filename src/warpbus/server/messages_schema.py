@@ -94,6 +94,7 @@ class AnthropicTool(Body):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = Field(None, description="not used")
 
     @property
     def hosted(self) -> bool:

@@ -19,7 +19,8 @@ class ServerOptions:
 
     Attributes:
         host, port: the address to listen on; port 0 takes a free one.
-        api_keys: every route except for GET /health and the chat page's files requires one of them; empty: no key.
+        api_keys: every route except for GET /health, /ready and the chat page's files requires one of them; empty: no
+            key.
         share_prefixes: requests with different API keys share the prefix cache.
         ssl_certfile, ssl_keyfile: PEM files, for TLS.
         insecure: allow other hosts to connect without a key or without TLS.

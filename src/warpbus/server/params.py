@@ -52,7 +52,8 @@ def room(prompt: list[int], context: int) -> int:
     """The most tokens of an answer. ContextLengthError if the prompt leaves no room."""
     if len(prompt) >= context:
         raise ContextLengthError(
-            f"the prompt has {len(prompt):,} tokens, the context holds {context:,} with the answer: shorten it"
+            f"the prompt has {len(prompt):,} tokens and is longer than the model's context length, {context:,} "
+            "with the answer: shorten it"
         )
     return context - len(prompt)
 
@@ -90,8 +91,8 @@ def sampling_params(
     if wanted is not None and wanted > space:
         raise RequestError(
             400,
-            f"max_tokens is {wanted:,}: the prompt leaves {space:,} tokens of the model's context; give at most those, "
-            "or leave it out",
+            f"max_tokens or max_completion_tokens is too large: {wanted:,}, but the prompt leaves {space:,} tokens of "
+            "the model's context; give at most those, or leave it out",
             param="max_tokens",
         )
     most = min(space, limit or space) if wanted is None else wanted
@@ -144,19 +145,27 @@ def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
     found: list[tuple[str, Grammar]] = []
     form = body.response_format
     if form is not None and form.type == "json_object":
-        found.append(("response_format", Grammar("json_object")))
+        schema = form.schema_
+        found.append(("response_format", Grammar("json_object") if schema is None else _schema(schema)))
     elif form is not None and form.json_schema is not None:
         schema = form.json_schema.schema_
         found.append(("response_format", Grammar("json_object") if schema is None else _schema(schema)))
-    if body.guided_json is not None:
-        found.append(("guided_json", _schema(body.guided_json)))
-    if body.guided_regex is not None:
-        found.append(("guided_regex", Grammar("regex", body.guided_regex)))
+    elif form is not None and form.type == "structural_tag":
+        parts = form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
+        found.append(("response_format", _tag(parts)))
+    for name in ("guided_json", "json_schema"):
+        if (given := getattr(body, name)) is not None:
+            found.append((name, _schema(given)))
+    for name in ("guided_regex", "regex"):
+        if (text := getattr(body, name)) is not None:
+            found.append((name, Grammar("regex", text)))
     if body.guided_choice is not None:
         found.append(("guided_choice", _choice(body.guided_choice)))
-    for name in ("guided_grammar", "ebnf"):
+    for name in ("guided_grammar", "ebnf", "grammar"):
         if (text := getattr(body, name)) is not None:
             found.append((name, Grammar("ebnf", text)))
+    if body.structural_tag is not None:
+        found.append(("structural_tag", _tag(body.structural_tag)))
     outputs = body.structured_outputs
     if outputs is not None:
         if outputs.json_ is not None:
@@ -169,6 +178,8 @@ def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
             found.append(("structured_outputs", _choice(outputs.choice)))
         if outputs.grammar is not None:
             found.append(("structured_outputs", Grammar("ebnf", outputs.grammar)))
+        if outputs.structural_tag is not None:
+            found.append(("structured_outputs", _tag(outputs.structural_tag)))
     if not found:
         return None
     if len(found) > 1:
@@ -188,7 +199,15 @@ def check_size(name: str, text: str, options: ServerOptions) -> None:
 
 
 def _schema(schema: dict[str, Any] | str) -> Grammar:
-    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+    return Grammar("json_schema", _json(schema))
+
+
+def _tag(tag: dict[str, Any] | str) -> Grammar:
+    return Grammar("structural_tag", _json(tag))
+
+
+def _json(value: dict[str, Any] | str) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _choice(texts: list[str]) -> Grammar:

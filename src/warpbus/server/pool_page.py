@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.middleware import Middleware
 
 import warpbus
@@ -21,9 +21,10 @@ from warpbus.errors import WarpbusError
 from warpbus.server import failures
 from warpbus.server.guard import AccessLog, Guard
 from warpbus.server.listening import address, bind, make_server
-from warpbus.server.metrics import Metrics
+from warpbus.server.metrics import CONTENT_TYPE, Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
+from warpbus.server.pool_metrics import pool_metrics
 from warpbus.server.request_error import RequestError
 
 Status = Callable[[], Awaitable[dict[str, Any]]]
@@ -115,7 +116,7 @@ class Pool:
 
 
 def create_pool_app(status: Status, options: ServerOptions, history: History | None = None) -> FastAPI:
-    """The application: the page, `GET /api/status` and `GET /api/history`.
+    """The application: the page, `GET /api/status`, `GET /api/history` and `GET /metrics` for Prometheus.
 
     Args:
         status: asks the pool; WarpbusError where it does not answer.
@@ -153,6 +154,10 @@ def create_pool_app(status: Status, options: ServerOptions, history: History | N
     @app.get("/api/history")
     async def pool_history() -> JSONResponse:
         return JSONResponse(pool.history.as_json(), headers=_PLAIN)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(pool_metrics(await pool.status()), media_type=CONTENT_TYPE, headers=_PLAIN)
 
     app.include_router(page_router("pool_page", SHARED))
     return app

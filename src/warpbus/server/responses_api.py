@@ -90,7 +90,8 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         """Answer a conversation, in the form of OpenAI's Responses API."""
         model = named_model(models, body, request, options)
         owner = cache_salt(request.scope)
-        before = [] if body.previous_response_id is None else _kept(stored, body.previous_response_id, owner).messages
+        previous = body.previous_response_id
+        before = [] if previous is None else _kept(stored, previous, owner, missing=400).messages
         tools = leave_out_tools(
             body.tools or (), lambda tool: tool.type if tool.hosted else None, request, strict=options.strict
         )
@@ -117,11 +118,12 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         return {"id": name, "object": "response", "deleted": True}
 
 
-def _kept(stored: StoredResponses, name: str, owner: bytes) -> StoredResponse:
+def _kept(stored: StoredResponses, name: str, owner: bytes, *, missing: int = 404) -> StoredResponse:
+    """A response that is kept; otherwise RequestError with the status `missing`."""
     found = stored.get(name, owner)
     if found is None:
         raise RequestError(
-            404,
+            missing,
             f"the response {name[:200]!r} is not kept, or no longer: send the whole conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",

@@ -31,13 +31,9 @@ _UNSUPPORTED = frozenset(
         "chat_template",
         "function_call",
         "functions",
-        "grammar",
-        "json_schema",
         "length_penalty",
         "logits_processors",
         "prompt_embeds",
-        "regex",
-        "structural_tag",
         "use_beam_search",
     )
 )
@@ -177,22 +173,31 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     """The schema of a `response_format`."""
 
-    name: str
+    name: str | None = Field(None, description="not used")
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(Body):
-    """What an answer has to be."""
+    """What an answer has to be. A structural tag has a `format`, or `structures` and `triggers`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="of a json_object, as llama.cpp has it")
+    format: dict[str, Any] | None = Field(None, description="of a structural tag, as XGrammar has it")
+    structures: list[dict[str, Any]] | None = Field(None, description="of a structural tag: begin, schema and end")
+    triggers: list[str] | None = Field(None, description="of a structural tag: the texts that begin a structure")
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema goes with the type json_schema, and only with it")
+        if self.type != "json_object" and self.schema_ is not None:
+            raise ValueError("schema goes with the type json_object; a json_schema holds its own")
+        parts = (self.format, self.structures, self.triggers)
+        if self.type != "structural_tag" and parts != (None, None, None):
+            raise ValueError("format, structures and triggers go with the type structural_tag, and only with it")
         return self
 
 
@@ -204,6 +209,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = Field(None, description="EBNF, or Lark")
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class NamesModel(Body):
@@ -232,6 +238,9 @@ class Generating(NamesModel):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=2**31, description="keep so many tokens of the prompt's end; -1: as many as the context holds"
     )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=512, description="only requests with the same one share cached prefixes"
+    )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower values are answered first")
     ignore_eos: bool | None = None
     seed: int | None = Field(None, ge=-_BIGGEST - 1, le=_BIGGEST)
@@ -244,6 +253,10 @@ class Generating(NamesModel):
     guided_choice: Choices | None = None
     guided_grammar: str | None = Field(None, description="EBNF, or Lark")
     ebnf: str | None = Field(None, description="the same, as SGLang has it")
+    grammar: str | None = Field(None, description="the same, as llama.cpp has it")
+    regex: str | None = Field(None, description="guided_regex, as SGLang has it")
+    json_schema: dict[str, Any] | str | None = Field(None, description="guided_json, as SGLang and llama.cpp have it")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="free text, tags and grammars")
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="of the prompt's tokens, as vLLM has them")
     return_token_ids: bool | None = Field(None, description="the token ids of prompt and answer, as vLLM has them")

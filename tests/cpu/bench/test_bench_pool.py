@@ -13,7 +13,7 @@ from warpbus.bench.pool import PARTS, pool_benchmark
 from warpbus.bench.pool_client import _echoed, operator_calls
 from warpbus.bench.pool_plot import pool_figure
 from warpbus.bench.pool_processes import ClientLocation, do, echo
-from warpbus.bench.pool_tenants import _products
+from warpbus.bench.pool_tenants import _products, _products_until
 from warpbus.bench.pool_training import SMALL_GPT, Gpt, GptShape, Training
 from warpbus.errors import DeviceError, UsageError
 
@@ -61,7 +61,21 @@ def asked(monkeypatch):
         found.append((job, place.address, arguments))
         return ANSWERS[job]
 
-    for name, fake in (("daemon", daemon), ("link", link), ("echo", echo), ("do", do)):
+    class Clients:
+        """The second one swaps the first one out; together both are slower than one alone."""
+
+        def ask(self, *which):
+            return [{"seconds": 0.25, "copy": 0.125} for _ in which]
+
+        def measure(self, *which):
+            return [40.0, 50.0] if len(which) == 2 else [100.0]
+
+    @contextmanager
+    def clients(*_, **__):
+        yield Clients()
+
+    fakes = {"daemon": daemon, "link": link, "echo": echo, "do": do, "connected": clients, "tenants": clients}
+    for name, fake in (*fakes.items(), ("gpu_memory", lambda place: 10**9)):
         monkeypatch.setattr(pool, name, fake)
     monkeypatch.setattr(pool, "why_no_links", lambda: None)
     return found
@@ -153,6 +167,17 @@ def test_a_tenant_multiplies_in_the_middle_of_its_time():
     assert done
 
 
+def test_a_tenant_that_waits_is_not_credited_for_what_comes_late():
+    now = [0.0]
+
+    def multiply():
+        now[0] += 1.0 if now[0] != 3.0 else 100.0  # it waits for its turn for longer than it is measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warpbus.bench.pool_tenants.time.perf_counter", lambda: now[0])
+        assert _products_until(multiply, 10.0) == 3 * 8 / 10
+
+
 def test_links_have_their_rate_as_limit(asked):
     records, notes = records_of("links", gigabits=(10.0,))
     limits = {record.case["of"]: record.floor for record in records}
@@ -173,6 +198,16 @@ def test_pauses_are_beside_the_whole_move(asked):
     assert {record.case["of"] for record in records} == {"pause", "client's longest wait"}
     assert all(record.peer.value == pytest.approx(2000) for record in records)
     assert all(arguments["targets"] == ["far/0", "near/0"] for _, _, arguments in asked)
+
+
+def test_a_stay_in_host_memory_is_beside_its_copy_and_turns_beside_one_alone(asked):
+    records, _ = records_of("swapping")
+    first = [record for record in records if record.case["of"] == "first operator after host memory"]
+    assert {record.unit for record in first} == {"ms"}
+    assert [record.ours for record in first] == pytest.approx([250] * len(first))
+    assert [record.peer.value for record in first] == pytest.approx([125, 250] * (len(first) // 2))
+    [turns] = [record for record in records if record.case["of"] == "two leases that take turns"]
+    assert (turns.unit, turns.ours, turns.peer.value) == ("% of one alone", pytest.approx(90), pytest.approx(100))
 
 
 @pytest.mark.parametrize("wrong", [{"parts": ("operator",)}, {"shape": "gpt-5"}])

@@ -9,7 +9,7 @@ import torch
 from warpbus.bench import cases, quantized, timing
 from warpbus.bench.cases import Run, geometric_means, run
 from warpbus.bench.peers import Humming, Tinygemm
-from warpbus.bench.quantized import W8A8, WNA16, random_weight
+from warpbus.bench.quantized import W8A8, WNA8, WNA16, random_weight
 from warpbus.bench.timing import TimingEffort
 from warpbus.errors import SchemeError, UsageError
 from warpbus.kernels.ops.packed import unpack
@@ -201,3 +201,23 @@ def test_w8a8_quantizes_on_the_way_and_its_peers_do_not(small, monkeypatch):
 def test_what_w8a8_cannot_be_asked_for():
     with pytest.raises(UsageError, match="--variant int4: there is no such variant: choose among fp8, int8"):
         W8A8.cases(settings(variants=("int4",)))
+
+
+def test_prompts_with_activations_in_fp8_beside_16_bits(small):
+    assert len(WNA8.cases(settings(quick=False))) == 2 * 4
+    for prepare, (layer, (n, k, _)) in zip(WNA8.cases(settings(sizes=(512,))), SMALL.items(), strict=True):
+        case = prepare()
+        assert (case.parameters["shape"], case.parameters["variant"]) == (layer, "w4a16-g128")
+        assert case.work == 2 * 512 * n * k
+        assert [rival.name for rival in case.rivals] == ["cuBLAS", "wna16"]
+        inputs = case.make()
+        product, dense, exact = (call(*inputs).float() for call in (case.ours, *(each.call for each in case.rivals)))
+        assert (exact - dense).norm() < 0.01 * dense.norm()
+        assert 0.01 < (product - dense).norm() / dense.norm() < 0.05
+
+
+def test_what_wna8_cannot_be_asked_for():
+    with pytest.raises(UsageError, match="wna8 has no kernel for w8a16: give up to 4 bits"):
+        WNA8.cases(settings(variants=("w8a16",)))
+    with pytest.raises(UsageError, match="wna8 multiplies 512 rows and more, not 16"):
+        WNA8.cases(settings(sizes=(16, 512)))

@@ -71,7 +71,7 @@ def test_a_later_run_replaces_the_records(tmp_path):
     assert [record.case["n"] for record in read(tmp_path / "matmul-cpu.json")] == [9]
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention", "decode"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "wna8", "w8a8", "attention", "decode"])
 def test_without_a_gpu_one_line_says_so(name, tmp_path):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU"):
         invoke(name, "--quick", "--output", tmp_path)

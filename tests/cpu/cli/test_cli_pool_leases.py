@@ -16,6 +16,7 @@ from warpbus.cli.pool_leases import pool_table
 from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import PoolGpu
+from warpbus.pool.broker.status import HostResidency, LeaseResidency
 from warpbus.pool.quota import Quota
 
 GB = 10**9
@@ -111,3 +112,22 @@ def test_the_table_shows_all_that_the_pool_has():
     assert re.search(rf"{first.id[:8]}\s+ann\s+mill/0\s+30.0 GB of 60.0 GB\s+0.50\s+placed\s+2 min", shown)
     assert re.search(r"eve\s+70.0 GB\s+0.25\s+2 min\s+\S+", shown)
     assert "2 min ago" in shown
+
+
+def test_the_table_shows_which_leases_of_an_oversubscribed_gpu_are_in_host_memory():
+    broker = Broker()
+    broker.join("mill", [PoolGpu("mill/0", "mill", 0, "H200", 100 * GB, (), 1.5)], 0.0)
+    first = broker.request("ann", Quota(60 * GB, 0.5), now=10.0)
+    second = broker.request("bob", Quota(90 * GB, 0.5), now=20.0)
+    resident = LeaseResidency("resident", 1.0, 0, None, "", 0, 0.0, None)
+    out = LeaseResidency("swapped out", 2.0, 40 * GB, 7.5, "room on mill/0", 1, 1.25, None)
+    broker.resident("mill", HostResidency({first.id: resident, second.id: out}, 200 * GB))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(pool_table(broker.status(150.0)))
+    shown = console.export_text()
+    assert "150.0 GB of 150.0 GB" in shown
+    assert "oversubscribed: 60.0 GB of 100.0 GB resident, 40.0 GB in host memory" in shown
+    assert re.search(rf"{first.id[:8]}\s+ann\s+mill/0\s+60.0 GB\s+0.50\s+placed", shown)
+    assert re.search(
+        rf"{second.id[:8]}\s+bob\s+mill/0\s+90.0 GB\s+0.50\s+swapped out, waits 7 s for room on mill/0", shown
+    )

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from warpbus.cuda import host_compiler
-from warpbus.cuda.cpp_compiler import find_compiler
+from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.host_compiler import VARIANTS, load_library, own_variant
 from warpbus.errors import DeviceError
 from warpbus.kernels.units import CSRC

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.cuda import programs
-from warpbus.cuda.cpp_compiler import find_compiler
+from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import explain
 from warpbus.errors import DataError, DeviceError, UsageError
 

@@ -13,8 +13,8 @@ from warpbus.cuda.devices import default_dtype, free_memory, resolve_device
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.vmm import Arena
 from warpbus.errors import DeviceError, UsageError
+from warpbus.kernels.ops.arguments import gpu_has_kernels, has_kernels
 from warpbus.kernels.ops.attention import has_kernel
-from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
 
 HERE = torch.device("meta")
 

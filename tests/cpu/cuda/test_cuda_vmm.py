@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpbus.cuda.address_space import PIECE, DeviceSpace
-from warpbus.cuda.vmm import Arena, mapped_bytes
+from warpbus.cuda.vmm import PIECE, Arena, DeviceSpace, mapped_bytes
 from warpbus.errors import DeviceError, UsageError
 
 CPU = torch.device("cpu")

@@ -3,13 +3,14 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
 import ray
 import torch
 
-from warpbus.dist import Group, Send, TreeSum, cluster
+from warpbus.dist import Group, Send, TreeSum, cluster, ray_cluster
 from warpbus.dist.cluster import launch_on_cluster
 from warpbus.errors import DeviceError, NumericError, UsageError
 
@@ -102,3 +103,23 @@ def test_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"a cluster needs Ray: pip install 'warpbus\[cluster\]'"):
         launch_on_cluster(end, ("",), processes=2, address="auto", gpus=False, receive=print)
+
+
+def test_a_connection_keeps_the_handler_of_sigterm(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The core of Ray puts one of its own beneath Python's, also in a thread, which prints a stack first."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    try:
+        thread = threading.Thread(target=ray_cluster.connect, args=(ray, address))
+        thread.start()
+        thread.join()
+        assert ray.is_initialized()
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 90
+        while not got and time.monotonic() < end:
+            time.sleep(0.01)
+        assert got == [signal.SIGTERM]
+        assert "SIGTERM" not in capfd.readouterr().err
+    finally:
+        ray_cluster.disconnect(ray)
+        signal.signal(signal.SIGTERM, before)

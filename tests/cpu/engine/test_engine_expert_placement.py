@@ -84,10 +84,10 @@ def test_restart_forgets_what_was_counted():
 
 
 def test_a_model_without_offloaded_experts_has_nothing_to_place():
-    placement = ExpertPlacement(model_of(config_of(4)))
-    for _ in range(2 * expert_placement.WINDOW):
-        placement.step()
-    assert placement.exchanged == 0
+    engine = Engine(model_of(config_of(4)))
+    assert len(engine.decode([[1, 2, 3]], 4)[0]) == 4
+    assert engine._instance.runner.experts is None
+    assert engine.stats().experts_exchanged == 0
 
 
 def test_the_engine_takes_a_step_of_it(monkeypatch: pytest.MonkeyPatch):

@@ -77,7 +77,7 @@ def test_many_requests_at_once_with_preemptions(model, loads_per_step):
         model, max_model_len=8 * BLOCK, max_num_seqs=6, cache_tokens=14 * BLOCK, max_num_batched_tokens=64,
         host_bytes=PLENTY,
     )  # fmt: skip
-    engine._host.blocks._loads_per_step = loads_per_step
+    engine._memory.host.blocks._loads_per_step = loads_per_step
     requests = [request(each, tokens=50, params=greedy) for each in prompts]
     finish(engine, requests)
     assert [each.token_ids for each in requests] == expected
@@ -90,7 +90,7 @@ def test_a_prompt_waits_for_its_blocks_only_while_others_go_on(model):
     long = prompt(1, 8 * BLOCK + 1)
     ask(engine, long)
     ask(engine, prompt(2, 9 * BLOCK))  # evicts it
-    engine._host.blocks._loads_per_step = 2
+    engine._memory.host.blocks._loads_per_step = 2
     running, waiting = request(prompt(3, 5), tokens=30), request(long, tokens=5)
     engine.add(running)
     engine.step()
@@ -174,12 +174,12 @@ def test_a_request_that_fails_leaves_nothing_in_main_memory(model, monkeypatch):
     engine._scheduler.waiting.remove(bad)
     bad.scheduler_state.status = "new"
     finish(engine, [ask_other])  # evicts the blocks of the first one
-    assert all(key in engine._host.blocks for key in keys)
+    assert all(key in engine._memory.host.blocks for key in keys)
     engine.add(bad)
     engine.step()
     bad.fail(NumericError("NaN: give another adapter"))
     engine.abort(bad)
-    assert not any(key in engine._host.blocks for key in keys)
+    assert not any(key in engine._memory.host.blocks for key in keys)
 
 
 def test_an_error_in_a_step_empties_it(model, monkeypatch):
@@ -309,7 +309,7 @@ def test_chunks_of_memory(monkeypatch):
     monkeypatch.setattr(host_cache, "_CHUNK", 3 * 2**14)
     model = random_model(LATENT, None, "cpu", torch.float32)
     engine = Engine(model, max_model_len=6 * BLOCK, cache_tokens=6 * BLOCK, host_bytes=PLENTY)
-    assert len(engine._host._memory) > 3
+    assert len(engine._memory.host._memory) > 3
     asked = [prompt(seed, 5 * BLOCK) for seed in range(6)]
     expected = [Engine(model).decode([each], 4)[0] for each in asked]
     for _ in range(2):

@@ -91,7 +91,6 @@ def test_asleep_it_has_no_memory_and_awake_it_is_as_before(model):
         assert offloadable.asleep
         assert went.nbytes == offloadable.nbytes
         assert went.seconds >= went.copying > 0
-        assert went.bytes_per_second > 0
         assert arena.mapped == 0
         assert all((tensor == 0).all() for tensor in model.parameters())
         assert offloadable.sleep() == Transfer(0, 0.0, 0.0)

@@ -274,7 +274,7 @@ def test_what_no_prefix_needs_is_as_without_them(model):
     assert Prefixes([], SMALL).of(None) == ((), 0)
     engine = Engine(model)
     assert engine._instance.step.positioning is None
-    assert engine._blocks.available == engine._blocks.count - 1
+    assert engine._memory.blocks.available == engine._memory.blocks.count - 1
 
 
 def test_a_prefix_of_another_model_is_refused(model):

@@ -9,10 +9,9 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.runner import Runner
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Scheduler
-from warpbus.engine.sequence_state import RunnerState, SchedulerState
+from warpbus.engine.scheduler import Scheduler, StepBudget
+from warpbus.engine.sequence import RunnerState, SchedulerState
 from warpbus.engine.step import StepExecutor
-from warpbus.engine.step_budget import StepBudget
 from warpbus.models import random_model
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}

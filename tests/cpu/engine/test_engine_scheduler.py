@@ -14,10 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Scheduler
-from warpbus.engine.sequence import Sequence
-from warpbus.engine.sequence_state import SchedulerState
-from warpbus.engine.step_budget import StepBudget
+from warpbus.engine.scheduler import Scheduler, StepBudget
+from warpbus.engine.sequence import SchedulerState, Sequence
 
 LONGEST = 5 * BLOCK
 BASES = [[(at * at + base) % 5 for at in range(LONGEST)] for base in (0, 1)]  # what prompts begin with

@@ -151,16 +151,6 @@ def test_stop_token_ids_end_the_text_and_are_not_shown():
     assert (state.text, state.finish_reason) == ("a\0", "stop")
 
 
-def test_below_its_least_tokens():
-    state = sequence(min_tokens=2)
-    found = []
-    for char in "abc":
-        found.append(state.below_minimum)
-        state.append(ord(char))
-    assert found == [True, True, False]
-    assert not sequence().below_minimum
-
-
 def test_pieces_add_up():
     state = sequence(limit=8, stop=("END",))
     state.cached_tokens = 32

@@ -71,7 +71,7 @@ def test_an_engine_that_stands_still_is_reported_and_started_again(how: str) -> 
         assert stood.reason.startswith(f"process {rank} on cpu has {what} for ")
         assert service.alive  # others are taken, and wait
         with pytest.raises(
-            EngineDiedError, match=rf"^the engine died: process {rank} on cpu has {what} for 1\d s, and"
+            EngineDiedError, match=rf"^the engine died: process {rank} on cpu has {what} for \d\d s, and"
         ):
             async for _ in waiting:
                 pass

@@ -5,8 +5,8 @@ import torch
 from engine_models import SMALL
 
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.options import ServiceOptions
-from warpbus.engine.step_budget import StepBudget, parse_latency
+from warpbus.engine.options import ServiceOptions, parse_latency
+from warpbus.engine.scheduler import StepBudget
 from warpbus.errors import UsageError
 from warpbus.models import random_model
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from warpbus.kernels.ops import arguments
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.wna16_frozen import dequantize_columns
-from warpbus.models.layers import QuantizedLinear, RMSNorm, frozen, fusion, project
+from warpbus.models.layers import QuantizedLinear, RMSNorm, frozen, project
 from warpbus.qtensor import QTensor, Scheme
 
 SCHEMES = ["w4a16-g32", "w4a16-g64-asym", "w8a16", "w3a16-g32", "w8a8-int8", "w8a8-fp8"]
@@ -137,4 +138,4 @@ def test_compiled_it_is_the_same(scheme: str) -> None:
 
 def test_the_compiler_takes_the_age_of_a_gpu_for_a_constant() -> None:
     marked = torch.compiler.assume_constant_result(lambda: None)
-    assert vars(fusion._is_young_enough) == vars(marked)  # which is set without loading the compiler
+    assert vars(arguments._is_young_enough) == vars(marked)  # which is set without loading the compiler

@@ -76,13 +76,6 @@ def test_only_experts_on_both_sides_change_places(offloaded, wrong):
         experts.exchange(*wrong)
 
 
-def test_bytes_of_an_expert():
-    (experts,) = experts_of(model_of(config_of(3, layers=1), offloaded=1))
-    codes = (2 * 32 * 64 + 64 * 64) // 2  # the columns of down are padded to 64
-    scales = 2 * (64 * 2 + 64 * 2)
-    assert experts.expert_bytes == codes + scales
-
-
 def test_experts_that_differ_cannot_be_offloaded():
     config = config_of(3, shared=False)
     assert not model_of(config, schemes=[Scheme.parse("w8a16-g32")]).layers[-1].mlp.stacked

@@ -32,8 +32,11 @@ SETUP = {
     "environment": {},
     "migration_token": None,
     "saved": None,
+    "priority": 0,
+    "movable": True,
     "content": None,
     "sandbox": True,
+    "swapped_out": False,
 }
 
 

@@ -28,7 +28,7 @@ def test_status_is_json_and_has_its_schema():
     jsonschema.validate(seen_by(status, "ann"), SCHEMA)
     for part in ("gpus", "leases", "queue", "events"):
         assert set(SCHEMA["properties"][part]["items"]["properties"]) == set(status[part][0])
-    assert set(status) == {"version", "now", "gpus", "leases", "queue", "events"}
+    assert set(status) == {"version", "now", "gpus", "leases", "queue", "events", "host_memory"}
     assert status["gpus"] == [
         {
             "name": "a/0",
@@ -39,6 +39,10 @@ def test_status_is_json_and_has_its_schema():
             "used": 60 * GB,
             "free": 20 * GB,
             "share_used": 0.25,
+            "oversubscribe": 1.0,
+            "promised": 80 * GB,
+            "resident": None,
+            "swapped": None,
             "state": "open",
             "leases": [placed.id],
             "utilization": 0.75,
@@ -58,6 +62,7 @@ def test_status_is_json_and_has_its_schema():
         "since": 1.5,
         "idle": 6.5,
         "reason": placed.reason,
+        "residency": None,
     }
     why = "needs 30.00 GB and 50% of the GPU; most is free on a/0 with 20.00 GB and share 0.75; a/0 is kept for it"
     assert status["leases"][1]["reason"] == f"waits: {why}"

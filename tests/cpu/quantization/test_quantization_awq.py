@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from warpbus.errors import SchemeError
+from warpbus.kernels.reference import grid
 from warpbus.qtensor import Scheme
-from warpbus.quantization.algorithms import awq, grid, rtn
-from warpbus.quantization.loss import squared_loss
+from warpbus.quantization.algorithms import awq, rtn
+from warpbus.quantization.algorithms.weights import squared_loss
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(600, 128, generator=GENERATOR) @ (

@@ -17,8 +17,8 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import gptq_rows
+from warpbus.quantization.algorithms.weights import squared_loss
 from warpbus.quantization.layerwise import LayerQuantization
-from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.methods import METHODS, Solved
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import ALONE, Statistics

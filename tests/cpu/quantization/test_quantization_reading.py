@@ -11,7 +11,7 @@ from warpbus.formats import Checkpoint
 from warpbus.models import load_layer, tensor_map
 from warpbus.qtensor import Scheme
 from warpbus.quantization.preflight import Plan, prepare
-from warpbus.quantization.reading import Reading
+from warpbus.quantization.sources import Reading
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -51,7 +51,7 @@ def test_what_cannot_be_read_is_told_when_its_turn_comes(plan: Plan, monkeypatch
     def broken(*arguments: object, **options: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("warpbus.quantization.reading.load_layer", broken)
+    monkeypatch.setattr("warpbus.quantization.sources.load_layer", broken)
     reading = Reading(plan, CPU)
     assert len(reading.table()) == plan.config.vocab_size
     with pytest.raises(OSError, match="the disk is gone"):

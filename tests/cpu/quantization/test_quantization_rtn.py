@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from warpbus.errors import NumericError, SchemeError
+from warpbus.kernels.reference import grid as grids
 from warpbus.qtensor import Scheme
-from warpbus.quantization.algorithms import grid as grids
 from warpbus.quantization.algorithms import rtn
 
 SCHEMES = [

@@ -70,9 +70,13 @@ def test_sleeping_models_do_not_answer(http, served):
     response = http.post("/v1/completions", json={"model": "parrot", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "asleep")
     assert response.headers["retry-after"] == "5"
-    assert http.get("/health").json() == {"status": "asleep"}
+    # The process works, and need not be restarted; but requests had better go elsewhere.
+    working, ready = http.get("/health"), http.get("/ready")
+    assert (working.status_code, ready.status_code, ready.headers["retry-after"]) == (200, 503, "5")
+    assert working.json() == ready.json() == {"status": "asleep"}
     assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert http.post("/wake_up").json() == {"is_sleeping": False}
+    assert http.get("/ready").json() == {"status": "ready"}
     assert http.post("/v1/completions", json={"model": "parrot", "prompt": "a"}).status_code == 200
 
 

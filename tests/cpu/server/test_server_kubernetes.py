@@ -74,10 +74,10 @@ def test_ports(manifests, container, started):
 
 def test_probes_ask_a_route_that_needs_no_key(container):
     paths = create_app(Models(), ServerOptions()).openapi()["paths"]
-    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for name, path in (("startupProbe", "/health"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")):
         probe = container[name]
-        assert probe["httpGet"] == {"path": "/health", "port": container["ports"][0]["name"]}
-        assert "security" not in paths["/health"]["get"] or not paths["/health"]["get"]["security"]
+        assert probe["httpGet"] == {"path": path, "port": container["ports"][0]["name"]}
+        assert not paths[path]["get"].get("security")
         assert probe["timeoutSeconds"] <= probe["periodSeconds"]
     seconds = {name: container[name]["periodSeconds"] * container[name]["failureThreshold"] for name in container
                if name.endswith("Probe")}  # fmt: skip

@@ -82,7 +82,7 @@ def test_it_says_where_a_key_is_needed():
     assert {} not in locked["security"]
     assert {name for each in locked["security"] for name in each} == set(locked["components"]["securitySchemes"])
     open_paths = {path for path, item in locked["paths"].items() for each in item.values() if "security" in each}
-    assert open_paths == {"/health"}
+    assert open_paths == {"/health", "/ready"}
 
 
 def strict(name):

@@ -26,7 +26,15 @@ def error_of(response, status):
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
-        ({"structural_tag": {}}, None, "structural_tag is not supported"),
+        ({"structural_tag": ""}, None, "give a text for structural_tag"),
+        ({"response_format": {"type": "text", "format": {}}}, "response_format", "structural_tag, and only with it"),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format",
+            "schema goes with the type json_object",
+        ),
+        ({"json_schema": {}, "structural_tag": {}}, "structural_tag", "one grammar only"),
+        ({"cache_salt": ""}, "cache_salt", "cache_salt"),
         ({"guided_grammar": ""}, None, "give a text for ebnf"),
         ({"guided_grammar": 'root ::= "a"', "ebnf": 'root ::= "a"'}, "ebnf", "one grammar only"),
         ({"modalities": ["text", "audio"]}, "modalities", "text"),
@@ -58,7 +66,7 @@ def error_of(response, status):
         ({"stop": ["a"] * 10_000}, "stop", "stop: List should have at most 16 items"),
         ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice", "tool_choice.function.name: "),
         ({"max_tokens": 5000}, "max_tokens", "the prompt leaves 2,0"),
-        ({"max_completion_tokens": 5000}, "max_tokens", "max_tokens is 5,000"),
+        ({"max_completion_tokens": 5000}, "max_tokens", "max_completion_tokens is too large: 5,000"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
         ({"logit_bias": {"³": 1}}, "logit_bias", "no token id"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias"),

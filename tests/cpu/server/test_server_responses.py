@@ -183,7 +183,7 @@ def test_responses_are_kept_and_forgotten(client, served):
     for name in (kept.id, unkept.id, "resp_none"):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(name)
-        with pytest.raises(openai.NotFoundError) as caught:
+        with pytest.raises(openai.BadRequestError) as caught:  # as OpenAI answers
             ask(client, previous_response_id=name)
         assert caught.value.code == "previous_response_not_found"
 

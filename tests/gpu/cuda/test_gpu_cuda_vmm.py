@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from warpbus.cuda import driver
-from warpbus.cuda.address_space import PIECE, rounded_up
 from warpbus.cuda.dlpack import bytes_at
 from warpbus.cuda.virtual_memory import VirtualMemory
-from warpbus.cuda.vmm import Arena, mapped_bytes
+from warpbus.cuda.vmm import PIECE, Arena, mapped_bytes, rounded_up
 from warpbus.errors import DeviceError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

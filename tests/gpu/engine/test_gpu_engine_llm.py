@@ -56,8 +56,9 @@ def test_verses_are_what_the_cpu_prefers(poet):
         assert (scores.amax(-1) - chosen).max() < 0.1
 
 
-def test_a_stream_may_be_left_and_two_may_run_at_once(poet):
-    llm = LLM(poet, device="cuda", dtype="float16")
+def test_a_stream_may_be_left_and_two_may_run_at_once():
+    """In float32: under another load the last bits of logits differ, which in 16 bits may decide between two tokens."""
+    llm = LLM(model_path(), device="cuda", dtype="float32")
     params = SamplingParams(seed=5, top_p=0.8, max_tokens=30)
     prompt = prompts_of(llm)[0]
     expected = llm.generate(prompt, params)[0].text

@@ -5,9 +5,9 @@ import torch
 
 from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
-from warpbus.quantization.algorithms import cholesky
-from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
+from warpbus.quantization.algorithms import linear_algebra
 from warpbus.quantization.algorithms.factored import factored
+from warpbus.quantization.algorithms.linear_algebra import BLOCK, unit_factor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -31,7 +31,7 @@ def moments(columns, seed=0):
 @pytest.mark.parametrize("columns", [1, 5, 128, 384, 512, 513, 700, 2048, 2049, 4096, 6848, 13696])
 def test_by_blocks(columns):
     matrix = moments(columns, seed=columns)
-    upper, pivots, inverses, failed = cholesky._by_blocks(matrix)
+    upper, pivots, inverses, failed = linear_algebra._by_blocks(matrix)
     assert int(failed) == 0
     exact = torch.linalg.cholesky(matrix.double().flip(0, 1)).flip(0, 1)
     roots = exact.diagonal().clone()
@@ -51,13 +51,13 @@ def test_the_same_bits_each_time_and_in_a_graph():
     first = unit_factor(matrix)
     for found in (unit_factor(matrix), *(unit_factor(matrix, run=run) for _ in range(3))):
         assert all(map(torch.equal, first, found))
-    run.prepare(cholesky.call_for(700, torch.device("cuda")))
+    run.prepare(linear_algebra.call_for(700, torch.device("cuda")))
     assert all(map(torch.equal, unit_factor(moments(700)), unit_factor(moments(700), run=run)))
 
 
 def test_where_the_products_are_too_rough_the_library_decides(monkeypatch):
     matrix = moments(300)
-    monkeypatch.setattr(cholesky, "_by_blocks", lambda matrix: (*[matrix] * 3, torch.ones(1, dtype=torch.int32)))
+    monkeypatch.setattr(linear_algebra, "_by_blocks", lambda matrix: (*[matrix] * 3, torch.ones(1, dtype=torch.int32)))
     upper, pivots, _ = unit_factor(matrix)
     product = upper.double() * pivots.double() @ upper.double().T
     assert (product - matrix).abs().max() < 1e-5 * matrix.abs().max()

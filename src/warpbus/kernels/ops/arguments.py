@@ -1,5 +1,6 @@
-"""What the operators ask of their arguments, and how their kernels cover them with blocks."""
+"""What the operators ask of their arguments, where kernels support them, and how these cover them with blocks."""
 
+import functools
 from math import prod
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
+from warpbus.cuda.remote import remote_backend
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.units import unit
 
@@ -16,6 +18,7 @@ HALVES = (torch.float16, torch.bfloat16)
 ACTIVATIONS = {"none": 0, "sigmoid": 1, "relu": 2, "gelu": 3, "silu": 4}  # as in csrc/common/numeric.cuh
 
 _KINDS = {1: "a vector", 2: "a matrix", 3: "a volume"}
+_OLDEST = (8, 0)  # compute capability that the kernels are written for
 _BLOCKS_OF_A_MULTIPROCESSOR = 8  # of 256 threads: as many as one can hold
 
 
@@ -30,6 +33,34 @@ def per_dtype(
     """
     parameters = Parameters(signature)
     return {dtype: unit(source, needs=needs, ELEMENT=ELEMENTS[dtype]).kernel(name, parameters) for dtype in dtypes}
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels support these activations: 16 bits, on a supported GPU, and gradients are disabled."""
+    return x.dtype in HALVES and not torch.is_grad_enabled() and gpu_has_kernels(x.device)
+
+
+def gpu_has_kernels(device: torch.device) -> bool:
+    """Whether a device is a GPU that the kernels support, or a pool device backed by one."""
+    if device.type == "cuda":
+        return _is_young_enough(device)
+    backend = remote_backend(device)
+    capability = None if backend is None else backend.capability()
+    return capability is not None and capability >= _OLDEST
+
+
+def _is_young_enough(device: torch.device) -> bool:
+    return _capability(device) >= _OLDEST
+
+
+# The effect of `torch.compiler.assume_constant_result`, without which the compiler warns about the cache. Calling it
+# would import the compiler and sympy, which takes nearly as long as torch itself, also for users who do not compile.
+_is_young_enough._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def check_alike(operator: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS), **tensors: Tensor) -> None:

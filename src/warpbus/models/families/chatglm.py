@@ -9,8 +9,7 @@ from typing import Any
 
 from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families.family import Family, TensorMap, expand
-from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
-from warpbus.models.families.unsupported import refuse_unsupported
+from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields, refuse_unsupported
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {

@@ -1,8 +1,15 @@
-"""Reading the values of a config.json, each checked, so that a damaged one is refused by name and not by a crash."""
+"""Reading the values of a config.json, each checked, so that a damaged one is refused by name and not by a crash.
+
+Keys that change what a model computes and that no family here computes are refused, never ignored. They come from
+relatives of the families: the same `model_type` with a cap on the logits, a factor on the embedding, a window of
+attention. A value that changes nothing is accepted.
+"""
 
 import math
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from warpbus.errors import CheckpointError
 
@@ -10,6 +17,29 @@ MAX_SIZE = 2**20
 MAX_LAYERS = 4096
 MAX_VOCABULARY = 2**22
 MAX_CONTEXT = 2**27
+
+_WINDOW = 4096
+"""Tokens of a window whose size the file does not give, as in transformers."""
+
+_ONLY: Mapping[str, tuple[object, str]] = {
+    "attn_logit_softcapping": (None, "attention scores are not capped"),
+    "final_logit_softcapping": (None, "logits are not capped"),
+    "clip_qkv": (None, "queries, keys and values are not clipped"),
+    "attention_chunk_size": (None, "all tokens attend to all before them"),
+    "logit_scale": (1, "logits are not scaled"),
+    "logits_scaling": (1, "logits are not scaled"),
+    "attention_multiplier": (None, "attention scores are scaled by 1 / sqrt(head_dim)"),
+    "embedding_multiplier": (1, "embeddings are not scaled"),
+    "residual_multiplier": (1, "residuals are not scaled"),
+    "scale_emb": (1, "embeddings are not scaled"),
+    "scale_depth": (None, "residuals are not scaled"),
+    "mlp_bias": (False, "gated MLPs have no biases here"),
+    "parallel_attn": (False, "the MLP follows attention"),
+    "use_parallel_residual": (False, "the MLP follows attention"),
+    "qk_layernorm": (False, "queries and keys of this family are not normed"),
+    "is_causal": (True, "attention is causal"),
+    "use_bidirectional_attention": (False, "attention is causal"),
+}
 
 
 class Fields:
@@ -81,3 +111,59 @@ class Fields:
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
             raise self.wrong(key, "a token id, or a list of them")
         return tuple(dict.fromkeys(ids))
+
+
+def refuse_unsupported(fields: Fields, *, norms_queries: bool = False) -> None:
+    """Check the keys of this file, for whatever family.
+
+    Args:
+        fields: of the file.
+        norms_queries: queries and keys are normed as the file says.
+
+    Raises:
+        CheckpointError: names the key, its value and the only one that is supported.
+    """
+    for key, (only, why) in _ONLY.items():
+        fields.insist(key, only, why)
+    if not norms_queries:
+        fields.insist("use_qk_norm", False, "queries and keys of this family are not normed")
+    for key in ("dtype", "torch_dtype"):
+        _check_dtype(fields, key)
+
+
+def refuse_windows(fields: Fields, first: int | None = None) -> None:
+    """Refuse a sliding window that some layer uses and that is shorter than the context.
+
+    Args:
+        fields: of a file with the keys of Hugging Face's own models.
+        first: in a family whose windows `use_sliding_window` turns on, the first layer that has one where the file
+            names none; `None` in families without that flag.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    kinds = fields.values.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        raise fields.wrong("layer_types", "full_attention for every layer")
+    if not fields.flag("use_sliding_window", default=first is None and ("sliding_window" in fields or bool(kinds))):
+        return
+    if "sliding_window" in fields.values and "sliding_window" not in fields:
+        return  # null, which is no window; a missing key is not
+    window = fields.size("sliding_window", MAX_CONTEXT, default=_WINDOW)
+    from_layer = fields.number("max_window_layers", 0, MAX_LAYERS, default=first or 0)
+    used = "sliding_attention" in kinds if kinds else from_layer < fields.size("num_hidden_layers", MAX_LAYERS)
+    if used and window < fields.size("max_position_embeddings", MAX_CONTEXT):
+        raise CheckpointError(
+            f"{fields.name}: sliding_window: windows of {window} tokens are not supported: "
+            f"set max_position_embeddings to at most {window}, within which the window changes nothing"
+        )
+
+
+def _check_dtype(fields: Fields, key: str) -> None:
+    """The name of a floating dtype, or "auto"."""
+    if key not in fields:
+        return
+    name: Any = fields.values[key]
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if name != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise fields.wrong(key, "a floating dtype, such as bfloat16")

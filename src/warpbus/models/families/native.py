@@ -7,9 +7,15 @@ from typing import Any
 from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.families.family import TensorMap, expand
-from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.families.fields import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    Fields,
+    refuse_unsupported,
+    refuse_windows,
+)
 from warpbus.models.families.moe import LayerMLP
-from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 

@@ -34,12 +34,12 @@ class Selection:
         return self._numbers is not None
 
     @contextmanager
-    def rows(self, numbers: Tensor | None) -> Iterator[None]:
+    def rows(self, numbers: Tensor) -> Iterator[None]:
         """Set the adapters of the rows for calls of the model inside the block.
 
         Args:
             numbers: int64 `[rows]`: the adapter of each row of the activations, counted from 1 in the order of
-                `source`; 0 for none. None if no row has an adapter: the model is computed as without adapters.
+                `source`; 0 for none.
         """
         self._numbers = numbers
         try:

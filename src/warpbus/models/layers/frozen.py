@@ -12,14 +12,13 @@ from torch import Tensor
 
 from warpbus.kernels.operators import autocast
 from warpbus.kernels.ops import wna16_linear
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear
 from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.w8a8 import w8a8_linear
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES, times_packed, wna16_frozen
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
-from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor
 
 Form = QTensor | PackedWeight | CpuCodes | CpuWeight

@@ -14,7 +14,7 @@ from warpbus.errors import UsageError
 from warpbus.kernels import ops
 from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.activation import gelu, swiglu
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels, has_kernels
 from warpbus.kernels.ops.cpu import pack_for_cpu
 from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates
 from warpbus.kernels.ops.gemv import gemv
@@ -22,7 +22,6 @@ from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
 from warpbus.kernels.ops.w8a8 import check_device
 from warpbus.models.layers.adapted import Adapted
 from warpbus.models.layers.frozen import Form, frozen_linear, quantized_linear
-from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
 from warpbus.models.layers.norm import LayerNorm, Norm
 from warpbus.models.layers.parallel import Parallel
 from warpbus.qtensor import QTensor

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.errors import UsageError
+from warpbus.kernels.ops.arguments import has_kernels
 from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import PackedWeight
@@ -18,7 +19,6 @@ from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
 from warpbus.models.layers.cpu_experts import CpuStackedExperts
-from warpbus.models.layers.fusion import has_kernels
 from warpbus.models.layers.linear import QuantizedLinear
 from warpbus.models.layers.mlp import MLP
 from warpbus.models.layers.norm import LayerNorm, Norm

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from warpbus.kernels.ops.arguments import has_kernels
 from warpbus.kernels.ops.norm import layer_norm, rms_norm
 from warpbus.models.layer_spec import NormSpec
-from warpbus.models.layers.fusion import has_kernels
 
 
 class RMSNorm(nn.Module):

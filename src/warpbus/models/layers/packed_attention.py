@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from warpbus.kernels.operators import autocast
-from warpbus.kernels.ops.arguments import HALVES
-from warpbus.models.layers.fusion import gpu_has_kernels
+from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 
 _LARGEST_HEAD = 256
 

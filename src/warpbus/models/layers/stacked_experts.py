@@ -60,11 +60,6 @@ class StackedExperts(nn.Module):
         """How many experts are offloaded."""
         return self._stacked["gate_up"].count - self.resident
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the matrices of an expert."""
-        return sum(stacked.expert(0).nbytes for stacked in self._stacked.values())
-
     def matrices(self, name: str) -> PackedExperts:
         """The matrices "gate_up" or "down" of all experts, slot by slot."""
         stacked = self._stacked[name]

@@ -7,6 +7,8 @@ from warpbus.errors import UsageError
 from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
 from warpbus.pool.broker.ledger import TOLERANCE, Ledger
 
+MOST_OVERSUBSCRIBED = 16.0
+
 
 def checked_gpus(host: str, gpus: Iterable[PoolGpu]) -> dict[str, PoolGpu]:
     """The GPUs that a host offers, by name.
@@ -25,6 +27,8 @@ def checked_gpus(host: str, gpus: Iterable[PoolGpu]) -> dict[str, PoolGpu]:
             raise UsageError(f"host {host} offers GPU {gpu.name} of {gpu.host}: expected {host}/{gpu.index}")
         if gpu.memory <= 0:
             raise UsageError(f"{gpu.name} offers {gpu.memory} bytes: offer more than none, or leave it out")
+        if not 1 <= gpu.oversubscribe <= MOST_OVERSUBSCRIBED:
+            raise UsageError(f"{gpu.name} is oversubscribed {gpu.oversubscribe}: give 1 to {MOST_OVERSUBSCRIBED:g}")
         if unknown := set(gpu.links) - set(offered):
             raise UsageError(f"{gpu.name} has links to {', '.join(sorted(unknown))}: expected GPUs of the same host")
     return offered

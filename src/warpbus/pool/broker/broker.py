@@ -64,6 +64,7 @@ class Broker:
         self._ledger = Ledger()
         self._loaded = float("-inf")
         self._measured: dict[str, status.GpuUsage] = {}
+        self._residency: dict[str, status.HostResidency] = {}
 
     # Hosts
 
@@ -81,10 +82,10 @@ class Broker:
         offered = checked_gpus(host, gpus)
         before = self._ledger.hosts.get(host)
         for name, room in self._ledger.rooms().items():
-            if name in offered and room.gpu.memory - room.memory > offered[name].memory:
+            if name in offered and room.gpu.promised - room.memory > offered[name].promised:
                 raise UsageError(
-                    f"{name} joins with {gigabytes(offered[name].memory)}, but its leases have "
-                    f"{gigabytes(room.gpu.memory - room.memory)}: free its memory, or let the host leave first"
+                    f"{name} joins with {gigabytes(offered[name].promised)}, but its leases have "
+                    f"{gigabytes(room.gpu.promised - room.memory)}: free its memory, or let the host leave first"
                 )
         gone = [] if before is None else [name for name in before.gpus if name not in offered]
         lost = self._lose(gone, f"{host} joined without this GPU", now)
@@ -136,6 +137,15 @@ class Broker:
         if self._ledger.gpu(gpu) is None:
             raise no_place(self._ledger, "GPU", gpu)
         self._measured[gpu] = status.GpuUsage(utilization, memory)
+
+    def resident(self, host: str, found: status.HostResidency) -> None:
+        """Record for `status` which leases of a host are in GPU memory, and which in host memory.
+
+        Raises:
+            UsageError: there is no such host.
+        """
+        self._host(host)
+        self._residency[host] = found
 
     def drain(self, host: str, now: float) -> list[LeaseMove]:
         """Close a host for new leases.
@@ -391,7 +401,7 @@ class Broker:
 
     def status(self, now: float) -> dict[str, Any]:
         """The pool as JSON; its schema is in `warpbus.pool.broker.status`."""
-        return status.report(self._ledger, self._aging, self._measured, now)
+        return status.report(self._ledger, self._aging, self._measured, self._residency, now)
 
     def dump(self) -> dict[str, Any]:
         """The state that has to survive a restart, as JSON."""
@@ -409,7 +419,7 @@ class Broker:
         """
         self._ledger = ledger_file.load(state)
         self._loaded = float("-inf") if now is None else now
-        self._measured = {}
+        self._measured, self._residency = {}, {}
 
     # Changes
 
@@ -447,6 +457,7 @@ class Broker:
                 self._ledger.end_move(lease, False, why, now)
         for name in gone:
             self._measured.pop(name, None)
+            self._residency.pop(name.partition("/")[0], None)  # the host reports those that it still has
         return lost
 
     # Checks

@@ -19,6 +19,8 @@ class PoolGpu:
         model: as the driver calls it.
         memory: bytes that leases may have of it.
         links: names of the GPUs of its host that it reaches over NVLink.
+        oversubscribe: how many times its memory and its compute are promised to leases. Above 1 its host swaps leases
+            that have nothing to do out to host memory.
     """
 
     name: str
@@ -27,6 +29,12 @@ class PoolGpu:
     model: str
     memory: int
     links: tuple[str, ...] = ()
+    oversubscribe: float = 1.0
+
+    @property
+    def promised(self) -> int:
+        """The most bytes of all its leases together."""
+        return int(self.memory * self.oversubscribe)
 
 
 @dataclass(frozen=True)

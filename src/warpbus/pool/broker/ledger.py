@@ -44,7 +44,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class Room:
-    """What is free of a GPU: bytes, and share of its compute."""
+    """What may still be promised of a GPU: bytes, and share of its compute."""
 
     gpu: PoolGpu
     memory: int
@@ -52,7 +52,7 @@ class Room:
 
     def holds(self, quota: Quota) -> bool:
         """Whether a lease of `quota` fits."""
-        return quota.memory <= self.memory and quota.share <= self.share + TOLERANCE
+        return quota.memory <= min(self.memory, self.gpu.memory) and quota.share <= self.share + TOLERANCE
 
     def without(self, quota: Quota) -> "Room":
         """What is left when a lease of `quota` is put there."""
@@ -93,7 +93,7 @@ class Ledger:
 
     def rooms(self) -> dict[str, Room]:
         """What is free of each GPU that has not left, by name. A lease that moves takes room on both sides."""
-        rooms = {gpu.name: Room(gpu, gpu.memory, 1.0) for gpu in self.gpus()}
+        rooms = {gpu.name: Room(gpu, gpu.promised, gpu.oversubscribe) for gpu in self.gpus()}
         for lease in self.leases.values():
             for name in (lease.gpu, lease.target):
                 if name is not None:

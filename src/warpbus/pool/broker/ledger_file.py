@@ -20,7 +20,7 @@ _TEXT, _NUMBER, _WHOLE, _FLAG, _LIST = (str,), (int, float), (int,), (bool,), (l
 
 _TOP: _Kinds = {"version": _WHOLE, "changes": _WHOLE, "hosts": _LIST, "leases": _LIST, "events": _LIST}
 _HOST: _Kinds = {"name": _TEXT, "gpus": _LIST, "seen": _NUMBER, "draining": _FLAG, "lost": _FLAG}
-_GPU: _Kinds = {"index": _WHOLE, "model": _TEXT, "memory": _WHOLE, "links": _LIST}
+_GPU: _Kinds = {"index": _WHOLE, "model": _TEXT, "memory": _WHOLE, "links": _LIST, "oversubscribe": _NUMBER}
 _LEASE: _Kinds = {
     "id": _TEXT,
     "tenant": _TEXT,
@@ -92,7 +92,13 @@ def load(state: object) -> Ledger:
 
 def _dump_host(host: HostEntry) -> dict[str, Any]:
     gpus = [
-        {"index": gpu.index, "model": gpu.model, "memory": gpu.memory, "links": list(gpu.links)}
+        {
+            "index": gpu.index,
+            "model": gpu.model,
+            "memory": gpu.memory,
+            "links": list(gpu.links),
+            "oversubscribe": gpu.oversubscribe,
+        }
         for gpu in host.gpus.values()
     ]
     return {"name": host.name, "gpus": gpus, "seen": host.seen, "draining": host.draining, "lost": host.lost}
@@ -108,7 +114,7 @@ def _host(record: object, where: str) -> HostEntry:
     name, gpus = found["name"], []
     for index, each in enumerate(found["gpus"]):
         place = f"{where}, gpus[{index}]"
-        gpu = _fields(each, _GPU, place)
+        gpu = _fields({"oversubscribe": 1.0, **each} if isinstance(each, dict) else each, _GPU, place)
         if not all(isinstance(link, str) for link in gpu["links"]):
             raise _wrong(f"{place}, links", "has something that is no string", "names of GPUs")
         gpu["links"] = tuple(gpu["links"])

@@ -6,6 +6,8 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
      "now": float,
      "gpus": [{"name": "host/0", "host": str, "index": int, "model": str, "memory": int,
                "used": int, "free": int, "share_used": float,    what leases have of it, reservations of moves included
+               "oversubscribe": float, "promised": int,          bytes that leases may have together: used + free
+               "resident": int | null, "swapped": int | null,    bytes of quotas in its memory; bytes in host memory
                "state": "open" | "draining" | "lost",
                "leases": [id, ...],                              on it, moving from it or to it
                "utilization": float | null,                      measured: part of the time that it computes, 0 to 1
@@ -15,7 +17,14 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
                  "state": "queued" | "placed" | "moving" | "suspended",
                  "since": float,                                 when it came into this state
                  "idle": float,                                  for how long its client was not heard of
-                 "reason": str}],                                why it is where it is, or what it waits for
+                 "reason": str,                                  why it is where it is, or what it waits for
+                 "residency": null |                             null where the GPU is not oversubscribed
+                     {"state": "resident" | "swapping out" | "swapped out" | "swapping in",
+                      "since": float, "bytes": int,              in host memory
+                      "waits": float | null, "why": str,         for room; why it is out, or what it waits for
+                      "swaps": int, "swap_seconds": float,       to host memory and back, and what all of that took
+                      "last_wait": float | null}}],              of its client: from its work to the lease's return
+ "host_memory": [{"host": str, "swapped": int, "limit": int}],   of hosts that oversubscribe: used for swapped leases
      "queue": [{"id", "tenant", "memory", "share",               the next one first
                 "priority": int,                                 with what waiting has added
                 "waited": float, "why": str}],
@@ -34,7 +43,7 @@ by `warpbus.pool.broker.leases.Event`.
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.ledger import Ledger
@@ -42,8 +51,11 @@ from warpbus.pool.broker.placement import outlook
 
 VERSION = 1
 
+ResidencyState = Literal["resident", "swapping out", "swapped out", "swapping in"]
+
 _LEASE = re.compile(r"[0-9a-f]{32}")
 _OTHER = "(other)"  # no tenant can have this name
+_HIDDEN = ("memory_used", "residency")
 
 
 @dataclass(frozen=True)
@@ -54,14 +66,47 @@ class GpuUsage:
     memory: int | None = None
 
 
-def report(ledger: Ledger, aging: float, measured: Mapping[str, GpuUsage], now: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class LeaseResidency:
+    """Where the memory of a lease is, as its host reports it; the attributes are those of the schema above."""
+
+    state: ResidencyState
+    since: float
+    bytes: int
+    waits: float | None
+    why: str
+    swaps: int
+    swap_seconds: float
+    last_wait: float | None
+
+
+@dataclass(frozen=True)
+class HostResidency:
+    """The leases of a host whose GPUs are oversubscribed, by id, and the bytes of host memory for those swapped out."""
+
+    leases: Mapping[str, LeaseResidency]
+    limit: int
+
+
+def report(
+    ledger: Ledger,
+    aging: float,
+    measured: Mapping[str, GpuUsage],
+    residency: Mapping[str, HostResidency],
+    now: float,
+) -> dict[str, Any]:
     """The pool at a time, as JSON of the schema above."""
+    where = {id: found for host in residency.values() for id, found in host.leases.items()}
     waiting = _why(ledger, aging)
     return {
         "version": VERSION,
         "now": now,
-        "gpus": _gpus(ledger, measured),
-        "leases": [_lease(lease, waiting.get(lease.id), now) for lease in ledger.leases.values()],
+        "gpus": _gpus(ledger, measured, where),
+        "leases": [_lease(lease, waiting.get(lease.id), where.get(lease.id), now) for lease in ledger.leases.values()],
+        "host_memory": [
+            {"host": host, "swapped": sum(each.bytes for each in found.leases.values()), "limit": found.limit}
+            for host, found in residency.items()
+        ],
         "queue": [
             {
                 "id": lease.id,
@@ -83,14 +128,18 @@ def _why(ledger: Ledger, aging: float) -> dict[str, str]:
     return queue.why | {each.lease.id: f"has room on {each.gpu} and is placed next" for each in queue.placed}
 
 
-def _gpus(ledger: Ledger, measured: Mapping[str, GpuUsage]) -> list[dict[str, Any]]:
+def _gpus(
+    ledger: Ledger, measured: Mapping[str, GpuUsage], where: Mapping[str, LeaseResidency]
+) -> list[dict[str, Any]]:
     rooms = ledger.rooms()
     listed = []
     for host in ledger.hosts.values():
         state = "lost" if host.lost else "draining" if host.draining else "open"
         for gpu in sorted(host.gpus.values(), key=lambda gpu: gpu.index):
             room, found = rooms.get(gpu.name), measured.get(gpu.name, GpuUsage())
-            used = 0 if room is None else gpu.memory - room.memory
+            used = 0 if room is None else gpu.promised - room.memory
+            there = [(lease, where[lease.id]) for lease in ledger.on([gpu.name]) if lease.id in where]
+            known = gpu.oversubscribe > 1
             listed.append(
                 {
                     "name": gpu.name,
@@ -100,7 +149,13 @@ def _gpus(ledger: Ledger, measured: Mapping[str, GpuUsage]) -> list[dict[str, An
                     "memory": gpu.memory,
                     "used": used,
                     "free": 0 if room is None else room.memory,
-                    "share_used": 0.0 if room is None else round(1.0 - room.share, 6),
+                    "share_used": 0.0 if room is None else round(gpu.oversubscribe - room.share, 6),
+                    "oversubscribe": gpu.oversubscribe,
+                    "promised": gpu.promised,
+                    "resident": sum(lease.quota.memory for lease, at in there if at.state != "swapped out")
+                    if known
+                    else None,
+                    "swapped": sum(at.bytes for _, at in there) if known else None,
                     "state": state,
                     "leases": [lease.id for lease in ledger.on([gpu.name])],
                     "utilization": found.utilization,
@@ -110,7 +165,7 @@ def _gpus(ledger: Ledger, measured: Mapping[str, GpuUsage]) -> list[dict[str, An
     return listed
 
 
-def _lease(lease: Lease, waiting: str | None, now: float) -> dict[str, Any]:
+def _lease(lease: Lease, waiting: str | None, where: LeaseResidency | None, now: float) -> dict[str, Any]:
     return {
         "id": lease.id,
         "tenant": lease.tenant,
@@ -124,6 +179,7 @@ def _lease(lease: Lease, waiting: str | None, now: float) -> dict[str, Any]:
         "since": lease.since,
         "idle": max(0.0, now - lease.seen),
         "reason": lease.reason if waiting is None else f"waits: {waiting}",
+        "residency": None if where is None else asdict(where),
     }
 
 
@@ -143,7 +199,7 @@ def seen_by(whole: Mapping[str, Any], tenant: str) -> dict[str, Any]:
         "leases": [
             {**lease, "reason": known(lease["reason"])}
             if lease["id"] in own
-            else {**lease, "id": names[lease["id"]], "tenant": _OTHER, "memory_used": None, "reason": ""}
+            else {**lease, "id": names[lease["id"]], "tenant": _OTHER, "reason": "", **dict.fromkeys(_HIDDEN)}
             for lease in whole["leases"]
         ],
         "queue": [

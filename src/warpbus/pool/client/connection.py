@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, StateError
+from warpbus.pool.client.swap_history import SwapHistory
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.failures import CallFailure, sent_error
@@ -85,6 +86,9 @@ class Connection:
         lease: the id of the lease, 16 bytes.
         key: the secret of the lease.
         patience: seconds for which a lost connection is retried.
+
+    Attributes:
+        swaps: when the lease was in host memory, as far as it is known here.
     """
 
     def __init__(self, where: Address, lease: bytes, key: bytes, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -101,6 +105,7 @@ class Connection:
         self._failures: deque[CallFailure] = deque()
         self._abandoned: str | None = None
         self.reconnections = 0
+        self.swaps = SwapHistory(lease.hex())
         self._channel, self.welcome = self._open(where, claim=False)
 
     def send(self, payload: bytearray) -> None:
@@ -236,6 +241,8 @@ class Connection:
             self._moving = _moving(frame)
             if self._moving.final:
                 raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
+        elif frame.kind is Kind.SWAP:
+            self.swaps.heard(frame)
         elif frame.kind is Kind.BYE:
             raise ConnectionLostError("the pool has ended the connection")
         else:

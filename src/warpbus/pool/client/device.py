@@ -50,7 +50,7 @@ def register() -> torch.device:
     _register_transfers(libraries["aten"])
     sparse.register(libraries["aten"])
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
-        if _runs_remotely(overload) and overload.name().partition("::")[2] not in COMPOSITES:
+        if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
             kernel = knowing_marks(Operator(overload, transfers.upload))
             kernel = ADAPTED[overload.name()](kernel) if overload.name() in ADAPTED else kernel

@@ -21,6 +21,7 @@ from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
 from warpbus.pool.client.session import FORKED, Session, SessionStatistics, refuse_second, use
+from warpbus.pool.client.swap_history import SwapHistory
 from warpbus.pool.protocol import address as addresses
 from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.quota import Quota
@@ -129,6 +130,12 @@ class Gpu:
     def reconnections(self) -> int:
         """The number of reconnections, including those of migrations."""
         return self._connection.reconnections
+
+    @property
+    def swaps(self) -> SwapHistory:
+        """When the lease was in host memory and how long it took to come back, as far as this process has heard. Each
+        return is logged as a warning of the logger `warpbus.pool`."""
+        return self._connection.swaps
 
     @property
     def statistics(self) -> SessionStatistics:

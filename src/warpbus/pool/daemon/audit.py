@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 Happening = Literal[
     "started", "ended", "connection", "refused", "lease", "release", "reclaimed", "lost", "migration", "received",
-    "suspended", "resumed", "drain", "undrain", "checkpoint",
+    "suspended", "resumed", "drain", "undrain", "checkpoint", "swapped out", "swapped in", "swap failed",
 ]  # fmt: skip
 Detail = str | int | float | bool | None
 

@@ -16,9 +16,10 @@ from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.status import seen_by
 from warpbus.pool.broker.store import BrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.host import Order, new_key
+from warpbus.pool.daemon.host import new_key
 from warpbus.pool.daemon.lease_moves import LeaseMover
 from warpbus.pool.daemon.rates import RateLimit
+from warpbus.pool.daemon.tenancies import Order
 from warpbus.pool.daemon.tokens import Role, Tenant
 from warpbus.pool.protocol.control_channel import Tell
 from warpbus.pool.protocol.messages import Request
@@ -170,7 +171,10 @@ class ControlHandler:
         lease = await self._store.request(tenant, quota, **arguments)
         try:
             gpu = await self._place(lease, tell)
-            order = Order(lease.id, new_key(), tenant, gpu, quota.memory, quota.share)
+            memory, share = quota.memory, quota.share
+            order = Order(
+                lease.id, new_key(), tenant, gpu, memory, share, priority=lease.priority, movable=lease.movable
+            )
             answer = await self._start(order)
         except BaseException as error:
             await self._give_up(lease.id, "it was not started")

@@ -397,10 +397,12 @@ class Daemon:
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
         host = arguments["host"]
-        measured, gpus, address, leases, news = read_report(arguments)
+        measured, gpus, address, leases, news, residency = read_report(arguments)
         end = self._own.join(host, gpus, address, arguments["life"], {lease for lease, _, _ in leases})
         for gpu, part, used in measured:
             await self._own.measured(gpu, utilization=part, memory=used)
+        if residency is not None:
+            await self._own.resident(host, residency)
         for lease, connected, memory in leases:
             if connected and lease not in end:
                 await self._handler.seen(lease, memory)
@@ -443,6 +445,8 @@ class Daemon:
                 await self._handler.seen(lease, tenancy.memory)
         for name, part, memory in self._measured():
             await self._store.measured(name, utilization=part, memory=memory)
+        if (residency := self.host.swaps.report()) is not None:
+            await self._store.resident(self._options.name, residency)
         await self._handler.tick()
 
     def _measured(self) -> list[list[Any]]:

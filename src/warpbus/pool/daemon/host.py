@@ -15,9 +15,9 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from warpbus.cuda.jit import cache_directory
 from warpbus.errors import (
@@ -34,15 +34,16 @@ from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.checkpoint_files import CheckpointFiles, send_files
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
-from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
+from warpbus.pool.daemon.swaps import Swapper
+from warpbus.pool.daemon.tenancies import EndedLease, Order, Tenancy
+from warpbus.pool.daemon.tenant_processes import Spares
 from warpbus.pool.daemon.tls_relay import relay
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
 from warpbus.pool.protocol.control_channel import Tell
 from warpbus.pool.protocol.failures import sent_error
-from warpbus.pool.protocol.messages import Request, checked
-from warpbus.pool.protocol.operations import DAEMON
+from warpbus.pool.protocol.messages import Request
 from warpbus.pool.protocol.preamble import Proof
 from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.wire import decode, encode
@@ -57,42 +58,6 @@ _MOST_REMEMBERED = 10_000
 _SECONDS_OF_SILENCE = 120.0
 
 
-@dataclass(frozen=True)
-class Order:
-    """A lease that a machine is to have.
-
-    Attributes:
-        lease: its id.
-        key: the secret that its client shows.
-        tenant: whose it is.
-        gpu: one of this machine's.
-        memory, share: its quota.
-        migration_token: if it moves here, what the machine that it comes from shows.
-        saved: it was suspended here, and goes on.
-    """
-
-    lease: str
-    key: bytes = field(repr=False)
-    tenant: str
-    gpu: str
-    memory: int
-    share: float
-    migration_token: bytes | None = field(default=None, repr=False)
-    saved: bool = False
-
-    @classmethod
-    def read(cls, arguments: Any) -> Self:
-        """From `asdict`. Raises UsageError if it is malformed."""
-        order = cls(**checked("receive", arguments, DAEMON).arguments)
-        return replace(order, share=float(order.share))
-
-
-def check_lease_id(lease: str) -> None:
-    """Raises UsageError if it cannot be the id of a lease."""
-    if len(lease) != 32 or set(lease) - set("0123456789abcdef"):
-        raise UsageError(f"lease is {lease!r:.100}: give 32 hexadecimal digits")
-
-
 class Reports(Protocol):
     """Who is told what happened to leases on this machine."""
 
@@ -101,38 +66,6 @@ class Reports(Protocol):
 
     def arrived(self, lease: str) -> None:
         """A lease that was to move here lives here from now on."""
-
-
-@dataclass
-class Tenancy:
-    """A lease on this machine, and its process.
-
-    Attributes:
-        ready: done when clients may come, or failed.
-        clients: how many are connected.
-        memory: bytes that it uses, as it says.
-        work: what it says of a move or of saving, while there is one.
-        ending: why it is being ended; its process's end is no surprise then.
-    """
-
-    order: Order
-    process: TenantProcess
-    ready: asyncio.Future[None]
-    clients: int = 0
-    memory: int | None = None
-    work: asyncio.Queue[Request | None] | None = None
-    ending: str | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(frozen=True)
-class EndedLease:
-    """What became of a lease that was here: it is at `address` now, or ended, and `why`."""
-
-    when: float
-    key: bytes
-    why: str = ""
-    address: str | None = None
 
 
 class LocalHost:
@@ -150,6 +83,7 @@ class LocalHost:
 
     Attributes:
         tenancies: the leases that run here, by id.
+        swaps: which of them are in host memory.
     """
 
     def __init__(
@@ -172,6 +106,8 @@ class LocalHost:
             cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
         self._program = program
         self._spares = Spares(options.spare, program, processes, self._confinement)
+        limit = gpus.swap_limit
+        self.swaps = Swapper(gpus.gpus, limit, options.swap_time_slice, audit, self._swap, self._say)
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._spares.fill()
@@ -198,11 +134,14 @@ class LocalHost:
         tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
         self._spawn(self._listen(tenancy))
         try:
+            resident = await self.swaps.admit(tenancy, now_needed=order.saved or order.migration_token is not None)
             if order.saved:
                 os.link(self._saved(order.lease) / "state", process.directory / "state")
-            await process.tell("setup", self._setup(order, gpu.model, process.directory))
+            setup = self._setup(order, gpu.model, process.directory)
+            await process.tell("setup", {**setup, "swapped_out": not resident})
             async with asyncio.timeout(_SECONDS_TO_START):
                 await asyncio.shield(tenancy.ready)
+            self.swaps.started(tenancy)
         except (OSError, WarpbusError, asyncio.CancelledError) as error:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
@@ -257,9 +196,10 @@ class LocalHost:
             "lease_id": arrival_id(migration_token),
         }
         where = read_address(to)
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
-        with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
-            done = await self._work(tenancy, "migrate", arguments, "moved", tell, sock.fileno())
+        async with self.swaps.resident(tenancy, tell):
+            deadline = time.monotonic() + HANDSHAKE_SECONDS
+            with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
+                done = await self._work(tenancy, "migrate", arguments, "moved", tell, sock.fileno())
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, EndedLease(time.monotonic(), tenancy.order.key, address=to))
         ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
@@ -287,7 +227,8 @@ class LocalHost:
             raise StorageError(f"{place}: cannot be written ({error}): make room there") from None
         written = tenancy.process.directory / "state"
         try:
-            done = await self._work(tenancy, "suspend", {"path": str(written)}, "suspended", tell)
+            async with self.swaps.resident(tenancy, tell):
+                done = await self._work(tenancy, "suspend", {"path": str(written)}, "suspended", tell)
             await asyncio.to_thread(_move_durably, written, place / "state")
         except BaseException:
             await self.forget(lease)
@@ -310,6 +251,10 @@ class LocalHost:
             CheckpointError, StorageError: its files cannot be read.
         """
         tenancy = self._living(lease)
+        async with self.swaps.resident(tenancy):
+            return await self._offer(tenancy, checkpoint)
+
+    async def _offer(self, tenancy: Tenancy, checkpoint: str) -> dict[str, Any]:
         mine, other = process_messages.pair()
         with mine, other, self._checkpoints.opened(checkpoint) as files:
             sending = asyncio.create_task(asyncio.to_thread(send_files, mine, files))
@@ -319,7 +264,8 @@ class LocalHost:
             finally:
                 other.close()  # ends the sending
                 await asyncio.wait([sending])  # else it could send descriptors that are others by then
-        self._audit.note("checkpoint", tenant=tenancy.order.tenant, lease=lease, why=checkpoint)
+        order = tenancy.order
+        self._audit.note("checkpoint", tenant=order.tenant, lease=order.lease, why=checkpoint)
         return found
 
     async def forget(self, lease: str) -> None:
@@ -385,6 +331,7 @@ class LocalHost:
     async def close(self) -> None:
         """End all processes."""
         why = f"the daemon of {self.name} has ended"
+        await self.swaps.close()
         living = [*self.tenancies.values(), *self._arriving.values()]
         await asyncio.gather(*(self._end(tenancy, why) for tenancy in living), self._spares.close())
 
@@ -451,6 +398,7 @@ class LocalHost:
             del self.tenancies[lease]
             if lease not in self._gone:
                 self._remember(lease, EndedLease(time.monotonic(), tenancy.order.key, why))
+        self.swaps.leave(tenancy)
         tenancy.ended.set()
         self._spawn(self._tell_neighbours(tenancy.order.gpu))
         if tenancy.ending is None:
@@ -474,6 +422,11 @@ class LocalHost:
             tenancy.ready.set_exception(sent_error(facts))
         elif event == "clients":
             tenancy.clients, tenancy.memory = facts["connected"], facts["memory"]
+            before, tenancy.dealt = tenancy.dealt, facts.get("work", 0)
+            connected, worked = tenancy.clients > 0, tenancy.dealt != before
+            self.swaps.heard(tenancy, connected=connected, memory=tenancy.memory, worked=worked)
+        elif event == "wanted":
+            self.swaps.wanted(tenancy)
         elif event == "arrived" and self._arriving.get(lease) is tenancy:
             self.tenancies[lease] = self._arriving.pop(lease)
             self._gone.pop(lease, None)
@@ -484,6 +437,12 @@ class LocalHost:
             self._reports.lost(lease, facts["message"], arriving=True)
         elif tenancy.work is not None:
             tenancy.work.put_nowait(said)
+
+    async def _swap(self, tenancy: Tenancy, operation: str, arguments: dict[str, Any], end: str) -> dict[str, Any]:
+        return await self._work(tenancy, operation, arguments, end, lambda _: None)
+
+    async def _say(self, tenancy: Tenancy, operation: str, arguments: dict[str, Any]) -> None:
+        await tenancy.process.tell(operation, arguments)
 
     def _living(self, lease: str) -> Tenancy:
         tenancy = self.tenancies.get(lease)

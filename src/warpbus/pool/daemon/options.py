@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from warpbus.errors import UsageError
+from warpbus.pool.broker.admission import MOST_OVERSUBSCRIBED
 from warpbus.pool.protocol.address import DEFAULT_PORT, Address, is_loopback
 from warpbus.pool.protocol.sockets import server_context
 
@@ -44,6 +45,10 @@ class PoolOptions:
         sandbox: tenants' processes are confined, see `warpbus.pool.tenant.sandbox`.
         sharing: how a GPU is shared: "mps", "slices" of time, or "auto": MPS where there is one.
         cpu_memory: what leases may have where there is no GPU, such as 8GB or 50%.
+        oversubscribe: how many times each GPU's memory and compute are promised to leases. Above 1, leases that have
+            nothing to do, or a lower priority, are moved to host memory when others need the GPU.
+        swap_memory: host memory for these leases, such as 64GB, or a part of what is free, such as 50%.
+        swap_time_slice: seconds that a lease that computes stays before one of the same priority takes its room.
         gpu_memory_reserve: of each GPU, not for leases: contexts and workspaces of their processes go there.
         max_connections: open at the same time.
         max_unfinished: of these, how many may not have said yet who they are. Beyond, the oldest is closed.
@@ -79,6 +84,9 @@ class PoolOptions:
     sharing: Sharing = "auto"
     cpu_memory: str = "50%"
     gpu_memory_reserve: str = "10%"
+    oversubscribe: float = 1.0
+    swap_memory: str = "50%"
+    swap_time_slice: float = 5.0
     max_connections: int = 1024
     max_unfinished: int = 256
     max_unfinished_of_address: int = 32
@@ -99,7 +107,9 @@ class PoolOptions:
             raise UsageError(f"--port is {self.port}: give at most 65535")
         if not 0 < self.max_lease_rate < 1e9:
             raise UsageError(f"--max-lease-rate is {self.max_lease_rate}: give leases a minute, more than 0")
-        for name in ("grace", "handshake_timeout", "idle_timeout"):
+        if not 1 <= self.oversubscribe <= MOST_OVERSUBSCRIBED:
+            raise UsageError(f"--oversubscribe is {self.oversubscribe}: give 1 to {MOST_OVERSUBSCRIBED:g}")
+        for name in ("grace", "handshake_timeout", "idle_timeout", "swap_time_slice"):
             if not 0 < getattr(self, name) < 1e9:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give seconds, more than 0")
         if self.sharing not in ("auto", "mps", "slices"):

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.leases import PoolGpu
+from warpbus.pool.broker.status import HostResidency, LeaseResidency
 from warpbus.pool.daemon.control_handler import Asker
-from warpbus.pool.daemon.host import LocalHost, Order, check_lease_id
+from warpbus.pool.daemon.host import LocalHost
+from warpbus.pool.daemon.tenancies import Order, check_lease_id
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.control_channel import ControlChannel, Tell
 from warpbus.pool.protocol.messages import Request, checked
-from warpbus.pool.protocol.operations import GPU
+from warpbus.pool.protocol.operations import GPU, RESIDENCY
 
 # A process may have to be started for an answer.
 _SECONDS = 240.0
@@ -182,6 +184,7 @@ class Membership:
             "leases": [[lease, each.clients > 0, each.memory] for lease, each in host.tenancies.items()],
             "news": list(news),
             "measured": measured,
+            "residency": residency_value(host.swaps.report()),
         }
         answer = await self._join(report)
         del news[: len(report["news"])]
@@ -190,13 +193,15 @@ class Membership:
 
 
 class HostReport(NamedTuple):
-    """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use."""
+    """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use; `residency`
+    is None where GPUs are not oversubscribed."""
 
     measured: list[tuple[str, float | None, int]]
     gpus: list[PoolGpu]
     address: str
     leases: list[tuple[str, bool, int | None]]
     news: list[tuple[str, Any]]
+    residency: HostResidency | None
 
 
 def read_report(arguments: Mapping[str, Any]) -> HostReport:
@@ -206,12 +211,28 @@ def read_report(arguments: Mapping[str, Any]) -> HostReport:
         leases = [(str(lease), bool(connected), memory) for lease, connected, memory in arguments["leases"]]
         news = [(str(name), facts) for name, facts in arguments["news"]]
         measured = [(str(gpu), part, int(memory)) for gpu, part, memory in arguments["measured"]]
+        residency = _read_residency(arguments["residency"])
     except (TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"join: the report is malformed ({error}): is the other machine's Warpbus older?") from None
     found = [PoolGpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in gpus]
-    return HostReport(measured, found, str(read_address(arguments["address"])), leases, news)
+    return HostReport(measured, found, str(read_address(arguments["address"])), leases, news, residency)
+
+
+def residency_value(found: HostResidency | None) -> dict[str, Any]:
+    """What a report says of where the memory of leases is."""
+    if found is None:
+        return {}
+    return {"leases": {id: asdict(each) for id, each in found.leases.items()}, "limit": found.limit}
+
+
+def _read_residency(value: Mapping[str, Any]) -> HostResidency | None:
+    if not value:
+        return None
+    arguments = checked("residency", dict(value), RESIDENCY).arguments
+    leases = {id: checked("lease", each, RESIDENCY).arguments for id, each in arguments["leases"].items()}
+    return HostResidency({str(id): LeaseResidency(**each) for id, each in leases.items()}, arguments["limit"])
 
 
 async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:

@@ -15,7 +15,7 @@ from warpbus.cuda import mps
 from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.inventory import InstalledGpu, Inventory
-from warpbus.cuda.memory_size import parse_memory
+from warpbus.cuda.memory_size import parse_memory, short_size
 from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.daemon.options import PoolOptions
@@ -32,6 +32,7 @@ class SharedGpus:
         gpus: as the broker gets them.
         device: what each of them is to the process that has it: "cuda" or "cpu".
         mps: they are shared by MPS, not by slices of time.
+        swap_limit: bytes of host memory for leases that are swapped out.
 
     Raises:
         UsageError: amounts of memory that cannot be meant, or MPS is wanted where it cannot be.
@@ -53,7 +54,24 @@ class SharedGpus:
         else:
             self.device = "cpu"
             memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
-            self.gpus = [PoolGpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
+            model = f"CPU ({cpu_model()})"
+            self.gpus = [
+                PoolGpu(f"{options.name}/0", options.name, 0, model, memory, oversubscribe=options.oversubscribe)
+            ]
+        self.swap_limit = self._swap_limit(options) if options.oversubscribe > 1 else 0
+
+    def _swap_limit(self, options: PoolOptions) -> int:
+        offered = sum(gpu.memory for gpu in self.gpus)
+        free = free_memory(torch.device("cpu")) or 0
+        left = free if self._installed else max(0, free - offered)
+        limit = parse_memory(options.swap_memory, left, what="--swap-memory")
+        least = sum(gpu.promised for gpu in self.gpus) - offered
+        if limit < least:
+            raise UsageError(
+                f"--oversubscribe {options.oversubscribe:g} promises {short_size(least)} more than there is, and "
+                f"--swap-memory {options.swap_memory} is {short_size(limit)} of host memory: promise less, or give more"
+            )
+        return limit
 
     def __enter__(self) -> Self:
         if self._installed and not self.mps:
@@ -137,4 +155,4 @@ def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) ->
         for number, other in enumerate(installed)
         if number != index and inventory.linked(gpu, other)
     )
-    return PoolGpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)
+    return PoolGpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links, options.oversubscribe)

@@ -13,7 +13,7 @@ from struct import Struct
 
 from warpbus.errors import FrameError, ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the protocol, in every HELLO; a side refuses another version."""
 
 HEADER = Struct("<IBxxxQ")
@@ -38,6 +38,7 @@ class Kind(IntEnum):
     MOVED = 10  # the lease moves to another address
     BYE = 11  # the connection ends as it was meant
     STATE = 12  # a part of a lease that moves
+    SWAP = 13  # the lease's memory went to host memory, waits there for room, or is back
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ _ORDER = {
     "share": int | float,
     "migration_token": bytes | None,
     "saved": bool,
+    "priority": int,
+    "movable": bool,
 }
 
 DAEMON = {
@@ -53,7 +55,16 @@ DAEMON = {
     # Of other daemons, to the one with the broker.
     "broker": Operation(role="admin"),
     "join": Operation(
-        {"host": str, "address": str, "life": str, "gpus": list, "leases": list, "news": list, "measured": list},
+        {
+            "host": str,
+            "address": str,
+            "life": str,
+            "gpus": list,
+            "leases": list,
+            "news": list,
+            "measured": list,
+            "residency": dict,
+        },
         role="admin",
     ),
     "forward": Operation(
@@ -77,8 +88,37 @@ NEWS = {
 }
 """What a daemon reports of its leases in "join"."""
 
-GPU = {"gpu": Operation({"name": str, "host": str, "index": int, "model": str, "memory": int, "links": list})}
+GPU = {
+    "gpu": Operation(
+        {
+            "name": str,
+            "host": str,
+            "index": int,
+            "model": str,
+            "memory": int,
+            "links": list,
+            "oversubscribe": int | float,
+        }
+    )
+}
 """A GPU that a daemon reports in "join"."""
+
+RESIDENCY = {
+    "residency": Operation({"leases": dict, "limit": int}),
+    "lease": Operation(
+        {
+            "state": str,
+            "since": int | float,
+            "bytes": int,
+            "waits": int | float | None,
+            "why": str,
+            "swaps": int,
+            "swap_seconds": int | float,
+            "last_wait": int | float | None,
+        }
+    ),
+}
+"""Where the memory of leases is that a daemon reports in "join", see `warpbus.pool.broker.status`."""
 
 TENANT = {
     # The first one.
@@ -93,12 +133,17 @@ TENANT = {
             "saved": str | None,  # the file to resume from
             "content": str | None,
             "sandbox": bool,
+            "swapped_out": bool,  # it may not execute until "swap_in"
         }
     ),
     # With a socket: a client, whose preamble and TLS are done; or a connection to the process to migrate to.
     "client": Operation(),
     "migrate": Operation({"to": str, "ca": str | None, "migration_token": bytes, "lease_id": bytes}),
     "suspend": Operation({"path": str}),
+    # To host memory, of which it may use so many bytes, and back; why it is out or waits is for the client.
+    "swap_out": Operation({"limit": int, "why": str}),
+    "swap_in": Operation(),
+    "waits": Operation({"why": str}),
     # With a socket from which the files come.
     "checkpoint": Operation({"name": str, "files": int}),
     "neighbours": Operation({"count": int}),  # other leases on its GPU, where time is shared in slices
@@ -109,11 +154,16 @@ TENANT = {
 EVENTS = {
     "ready": Operation(),  # for clients, or for the process that the lease moves from
     "arrived": Operation(),  # the lease that moved here runs here
-    "clients": Operation({"connected": int, "memory": int}, {"busy": int | float}),  # after changes, and each second
+    # After changes, at most each second. `work` grows with each batch and question.
+    "clients": Operation({"connected": int, "memory": int}, {"busy": int | float, "work": int}),
+    "wanted": Operation(),  # the client has sent work, and the lease is in host memory
     "progress": Operation({"phase": str, "done": int, "total": int}),  # of a migration or suspension
     # The lease is executed here no more.
     "moved": Operation({"seconds": int | float, "pause": int | float, "bytes": int}, {"path": str}),
     "suspended": Operation({"seconds": int | float, "bytes": int}),
+    # It is in host memory, or in GPU memory again.
+    "swapped_out": Operation({"seconds": int | float, "bytes": int}),
+    "swapped_in": Operation({"seconds": int | float, "bytes": int}),
     "offered": Operation({"tensors": int, "nbytes": int}),  # a checkpoint is open; or "failed"
     "failed": Operation({"type": str, "message": str}),  # the lease goes on as before
 }

@@ -82,7 +82,7 @@ _BACKWARD = """
     _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward
     _fused_rms_norm_backward _log_softmax_backward_data _masked_softmax_backward _pdist_backward
     _prelu_kernel_backward _segment_reduce_backward _slow_conv2d_backward _softmax_backward_data
-    _thnn_fused_gru_cell_backward _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa_backward
+    _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa_backward
     _upsample_lanczos2d_aa_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward
     _upsample_nearest_exact3d_backward _weight_norm_interface_backward adaptive_avg_pool3d_backward
     adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool2d_backward avg_pool3d_backward
@@ -127,7 +127,7 @@ _COMPUTE = """
     _int_mm _log_softmax _logcumsumexp _masked_scale _masked_softmax _native_batch_norm_legit
     _native_batch_norm_legit_functional _native_batch_norm_legit_no_training _pdist_forward _prelu_kernel
     _safe_softmax _scaled_grouped_mm _scaled_mm _scaled_mm_v2 _slow_conv2d_forward _softmax _stack
-    _standard_gamma_grad _thnn_fused_gru_cell _transform_bias_rescale_qkv _trilinear _unique _unique2
+    _standard_gamma_grad _transform_bias_rescale_qkv _trilinear _unique _unique2
     _unsafe_index _unsafe_index_put _unsafe_view _upsample_bicubic2d_aa _upsample_bilinear2d_aa
     _upsample_lanczos2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     _weight_int8pack_mm _weight_norm_interface abs acos acosh adaptive_avg_pool1d adaptive_avg_pool2d

@@ -185,6 +185,13 @@ class Executor:
         """
         self._define(number, encoded)
 
+    def clear(self) -> None:
+        """Free all that the lease holds, which was saved: storages and programs. Definitions stay prepared."""
+        self.settle()
+        self._programs.clear()
+        for handle in list(self.storages.live):
+            self.storages.free(handle)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state of another executor, whose storages have been created here already.
 
@@ -202,7 +209,9 @@ class Executor:
             for handle, dtype, shape, stride in state["results"]:
                 self.storages.memory_of(handle).result = Geometry(dtype, tuple(shape), tuple(stride))
             self._programs.restore(state["programs"])
-            self.failures.extend(CallFailure.read(failure) for failure in state["failures"])
+            failures = [CallFailure.read(failure) for failure in state["failures"]]
+            self.failures.clear()
+            self.failures.extend(failures)
             set_random_state(self.device, state["random"])
             self.executed, self.calls = int(state["executed"]), int(state["calls"])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:

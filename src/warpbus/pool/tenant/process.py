@@ -54,6 +54,7 @@ from warpbus.pool.tenant.sandbox import seal
 from warpbus.pool.tenant.staging import HostCopy
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
+from warpbus.pool.tenant.swapping import Swapping
 from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
 _UNACKNOWLEDGED = 16  # batches, at most
@@ -88,6 +89,7 @@ class TenantServer:
         self._on_gpu = executor.device.type == "cuda"
         self._acceptor = Acceptor()
         self._checkpoints = OfferedCheckpoints(executor.storages)
+        self._swapping = Swapping(self, out=setup["swapped_out"])
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: MigrationDestination | None = None
@@ -98,7 +100,8 @@ class TenantServer:
         self._time_slices: TimeSlices | None = None
         self._kept: Frame | None = None  # the client's next batch, which waits for a time slice
         self._owed = 0
-        self._told: tuple[int, int] | None = None
+        self._dealt = 0  # batches and questions
+        self._told: tuple[int, int, int] | None = None
         self._next_tick = 0.0
         self._ends: float | None = None
 
@@ -119,8 +122,12 @@ class TenantServer:
 
     def _lose(self, error: RuntimeError) -> None:
         """End the lease after a failure of the GPU, such as an illegal memory access, which makes the CUDA context
-        unusable. The client gets a moment to connect and read the reason."""
-        self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
+        unusable."""
+        self.lose(f"its GPU has failed: {str(error).partition(chr(10))[0]}")
+
+    def lose(self, why: str) -> None:
+        """End the lease. The client gets a moment to connect and read the reason."""
+        self.over = LeaseLostError(f"this lease is lost, {why}")
         self._work, self._meter = None, Meter(torch.device("cpu"))
         self._share_with(0)
         self._ends = time.monotonic() + _SECONDS_TO_HEAR
@@ -139,11 +146,18 @@ class TenantServer:
                 self._acknowledge()
                 self.channel.send(Kind.MOVED, 0, encode({"address": address, "final": final}))
 
+    def tell_client(self, facts: dict[str, Value]) -> None:
+        """Send the client a SWAP frame, if it is connected."""
+        if self.channel is not None:
+            with suppress(ConnectionLostError):  # noticed when it is read from
+                self.channel.send(Kind.SWAP, 0, encode(facts))
+
     def hang_up(self) -> None:
         """Close the client's connection. The client reconnects, and forgets an address that was not final."""
         if self.channel is not None:
             self.channel.close()
             self.channel = self._kept = None
+            self._swapping.unwant()
             self._leaving.clear()
             self._tell_clients()
 
@@ -164,6 +178,8 @@ class TenantServer:
             waiting.register(other, select.POLLIN)
         if talking and not busy and self.channel is not None:
             waiting.register(self.channel, select.POLLIN)
+        elif not talking and self.channel is not None and self._swapping.out:
+            waiting.register(self.channel, select.POLLRDHUP)  # it may wait for long, and nothing is read meanwhile
         if self._destination is not None and (source := self._destination.fileno()) is not None:
             waiting.register(source, select.POLLIN)
         if not busy and patience < 0.001:  # poll counts in milliseconds
@@ -172,6 +188,8 @@ class TenantServer:
         found = {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
         if self._end.fileno() in found and not self._obey():
             return False
+        if not talking and self._swapping.out and self.channel is not None and self.channel.fileno() in found:
+            self.hang_up()
         if self._acceptor.fileno() in found:
             while (come := self._acceptor.come()) is not None:
                 self._meet(*come)
@@ -201,6 +219,12 @@ class TenantServer:
                 self._open_checkpoint(arguments["name"], arguments["files"], sockets[0])
             case "suspend":
                 self._begin(save(self, Path(arguments["path"])))
+            case "swap_out":
+                self._begin(self._swapping.swap_out(**arguments))
+            case "swap_in":
+                self._begin(self._swapping.swap_in(), out=True)
+            case "waits":
+                self._swapping.wait(arguments["why"])
             case "neighbours":
                 self._share_with(arguments["count"])
             case "end":
@@ -228,9 +252,10 @@ class TenantServer:
             self._time_slices.close()
             self._time_slices = None
 
-    def _begin(self, work: Iterator[None]) -> None:
-        if self._work is not None or self._destination is not None or self.over or self.moved:
-            error = "the lease is being moved or suspended, or was: wait until that is done"
+    def _begin(self, work: Iterator[None], *, out: bool = False) -> None:
+        busy = self._work is not None or self._destination is not None
+        if busy or self.over or self.moved or self._swapping.out is not out:
+            error = "the lease is being moved, suspended or swapped, or was: wait until that is done"
             self.tell("failed", type="DeviceError", message=error)
         else:
             self._work = work
@@ -319,7 +344,10 @@ class TenantServer:
             frame, self._kept = self._kept or channel.receive(0.0), None
             if frame is not None and not self.over and not self.moved:
                 slices = self._time_slices
-                if frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
+                if self._swapping.out and frame.kind in (Kind.BATCH, Kind.ASK):
+                    self._swapping.want()
+                    self._kept = frame
+                elif frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
                     self._kept = frame
                 else:
                     self._deal(channel, frame)
@@ -337,6 +365,7 @@ class TenantServer:
             self.hang_up()
 
     def _deal(self, channel: Channel, frame: Frame) -> None:
+        self._dealt += 1
         if frame.kind is Kind.BATCH:
             self._meter.begin()
             try:
@@ -411,16 +440,16 @@ class TenantServer:
         self._meter.collect(behind=self._time_slices is not None)
         if self._time_slices is None:
             return _TICK
-        now, waiting = time.monotonic(), self._kept is not None
+        now, waiting = time.monotonic(), self._kept is not None and not self._swapping.out
         self._time_slices.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
         patience = self._time_slices.patience(now, waiting=waiting)
         return _TICK if patience is None else min(patience, _TICK)
 
     def _tell_clients(self) -> None:
-        now = (int(self.channel is not None), self.executor.storages.used)
+        now = (int(self.channel is not None), self._swapping.used, self._dealt)
         if now != self._told:
             self._told = now
-            self.tell("clients", connected=now[0], memory=now[1], busy=self._meter.busy)
+            self.tell("clients", connected=now[0], memory=now[1], busy=self._meter.busy, work=now[2])
 
     def _say_goodbye(self) -> None:
         """Close the client's connection after it has read the last message: closing a socket that has unread input

@@ -205,6 +205,14 @@ class Programs:
         for handle in program.gone:
             self._storages.free(handle)
 
+    def clear(self) -> None:
+        """Forget all programs, and what they made."""
+        for program in self._programs.values():
+            self._forget(program)
+        self._programs.clear()
+        self.owned.clear()
+        self.recording = self._counters = None
+
     def usage(self) -> dict[str, Value]:
         """How many there are, how many are graphs, and why others cannot be."""
         programs = self._programs.values()

@@ -1,4 +1,4 @@
-"""A lease as a file: suspended here, resumed later on the same GPU, another one or another host.
+"""A lease as a file, on disk or in main memory: suspended here, resumed later, on disk also by another process.
 
 The file is of the safetensors format: each storage is a tensor of bytes, `storage.<handle>`. The tensor `lease` is a
 CRC-32 (u32, little endian) and the header that it is of: the executor's state and the CRC-32s of the storages, encoded
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 
 from warpbus.errors import CheckpointError, DeviceError, ProtocolError, StorageError
 from warpbus.formats.files import check_space, replace_file, sync
-from warpbus.formats.safetensors_io import Entry, raw_bytes, read_header
+from warpbus.formats.safetensors_io import Entry, read_header
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant.migration_messages import MAX_STATE
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
@@ -51,14 +51,84 @@ class Suspended:
     used: int
 
 
+@dataclass(frozen=True)
+class _SuspendedLayout:
+    """A lease's file before it is written: the header of safetensors, the state, bytes of each storage, and of all."""
+
+    text: bytes
+    state: bytes
+    sizes: Mapping[int, int]
+    nbytes: int
+
+
 def suspend(executor: "Executor", path: Path) -> int:
     """Write a lease, which must not execute meanwhile, to a file; returns the file's bytes. The lease stays as it is.
 
     Raises:
         StorageError: it cannot be written; what was at `path` before is still there.
     """
-    storages = executor.storages
-    sizes = dict(storages.sizes())
+    layout = _laid_out(executor)
+    check_space(path, layout.nbytes)
+
+    def write(partial: Path) -> None:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            _write(executor, layout, file)
+
+    replace_file(path, write)
+    sync(path.parent)
+    return layout.nbytes
+
+
+def suspend_to_memory(executor: "Executor", limit: int) -> "SuspendedInMemory":
+    """The same in main memory, which takes at most `limit` bytes.
+
+    Raises:
+        StorageError: it does not fit there.
+    """
+    layout = _laid_out(executor)
+    if layout.nbytes > limit:
+        raise StorageError(
+            f"host memory is full: the lease has {layout.nbytes:,} bytes, and {max(0, limit):,} are left for it: give "
+            "warpbus pool serve more --swap-memory, or release leases"
+        )
+    descriptor = os.memfd_create("warpbus-lease", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
+            _write(executor, layout, file, checked=False)
+    except OSError as error:
+        os.close(descriptor)
+        raise StorageError(f"host memory: the lease cannot be written there ({error.strerror}): free memory") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return SuspendedInMemory(descriptor, layout.nbytes, executor.storages.used)
+
+
+class SuspendedInMemory:
+    """A lease in an anonymous file (memfd_create(2)), whose memory is freed with this process at the latest.
+
+    Attributes:
+        nbytes: of the file.
+        used: bytes of the lease's storages.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, used: int) -> None:
+        self._descriptor = descriptor
+        self.nbytes = nbytes
+        self.used = used
+
+    def resume(self, executor: "Executor") -> None:
+        """As `resume` of a file. What is here stays."""
+        resume(Path(f"/proc/self/fd/{self._descriptor}"), executor, checked=False)
+
+    def close(self) -> None:
+        """Free the memory."""
+        os.close(self._descriptor)
+
+
+def _laid_out(executor: "Executor") -> _SuspendedLayout:
+    sizes = dict(executor.storages.sizes())
     state = encode(executor.state())
     # The checksums have a fixed size: so the header's place is known before they are.
     size = len(_typed_header(executor, state, [0] * len(sizes)))
@@ -69,24 +139,27 @@ def suspend(executor: "Executor", path: Path) -> int:
         end += nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    check_space(path, 8 + len(text) + end)
+    return _SuspendedLayout(text, state, sizes, 8 + len(text) + end)
 
-    def write(partial: Path) -> None:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            checksums = []
-            for handle, nbytes in sizes.items():
-                crc = 0
-                for part in storages.stream(handle, 0, nbytes):
-                    file.write(part)
-                    crc = zlib.crc32(part, crc)
-                checksums.append(crc)
-            file.write(_typed_header(executor, state, checksums))
 
-    replace_file(path, write)
-    sync(path.parent)
-    return 8 + len(text) + end
+def _write(executor: "Executor", layout: _SuspendedLayout, file: IO[bytes], *, checked: bool = True) -> None:
+    """Write the lease, with checksums of its storages if they are to be `checked`. Raises OSError."""
+    _write_all(file, len(layout.text).to_bytes(8, "little") + layout.text)
+    checksums = []
+    for handle, nbytes in layout.sizes.items():
+        crc = 0
+        for part in executor.storages.stream(handle, 0, nbytes):
+            _write_all(file, part)
+            crc = zlib.crc32(part, crc) if checked else 0
+        checksums.append(crc)
+    _write_all(file, _typed_header(executor, layout.state, checksums))
+
+
+def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """An unbuffered file may take less than it is given."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
 
 
 def look(path: Path) -> Suspended:
@@ -99,8 +172,13 @@ def look(path: Path) -> Suspended:
     return Suspended(str(header["device"]), _number(path, header["executed"]), sum(e.nbytes for e in entries.values()))
 
 
-def resume(path: Path, executor: "Executor") -> None:
+def resume(path: Path, executor: "Executor", *, checked: bool = True) -> None:
     """Give an empty executor what was suspended. The file stays.
+
+    Args:
+        path: of the file.
+        executor: the one to fill.
+        checked: the checksums of storages are compared: the file may have been damaged.
 
     Raises:
         StorageError: there is no such file, it is damaged, or of another version; the executor is empty then.
@@ -124,7 +202,8 @@ def resume(path: Path, executor: "Executor") -> None:
         for (handle, entry), crc in zip(entries.items(), _checksums(path, header, len(entries)), strict=True):
             storages.create(handle, entry.nbytes)
             made.append(handle)
-            if _fill(staging, storages.raw(handle), entry) != crc:
+            found = _fill(staging, storages.raw(handle), entry, checked=checked)
+            if checked and found != crc:
                 raise _damaged(path, f"storage {handle} has another checksum")
         state = decode(header["state"]) if isinstance(header["state"], bytes) else None
         if not isinstance(state, dict):
@@ -139,13 +218,15 @@ def resume(path: Path, executor: "Executor") -> None:
 
 
 @torch.inference_mode()  # as the storages' tensors were made
-def _fill(staging: ByteStaging, target: torch.Tensor, entry: Entry) -> int:
-    """Fill a storage, and return the checksum of what it was filled with."""
-    data, crc = raw_bytes(entry.read()), 0
-    for start in range(0, entry.nbytes, CHUNK):
-        part = data[start : start + CHUNK]
-        crc = zlib.crc32(part, crc)
-        staging.write([(target[start : start + CHUNK], part)])
+def _fill(staging: ByteStaging, target: torch.Tensor, entry: Entry, *, checked: bool) -> int:
+    """Fill a storage, and return the checksum of what it was filled with, if that is to be `checked`."""
+    crc = start = 0
+    for chunk in entry.chunks():  # a map of the file would count as memory of this process, which has a limit
+        crc = zlib.crc32(chunk, crc) if checked else 0
+        for at in range(0, len(chunk), CHUNK):
+            part = memoryview(chunk)[at : at + CHUNK]
+            staging.write([(target[start : start + len(part)], part)])
+            start += len(part)
     return crc
 
 
@@ -171,7 +252,7 @@ def _opened(path: Path) -> tuple[Mapping[str, Value], dict[int, Entry]]:
         place = entries.pop(_HEADER, None)
         if place is None or place.nbytes > _MOST_HEADER:
             raise _damaged(path, f"it has no tensor {_HEADER!r} that is one of Warpbus")
-        data = raw_bytes(place.read())
+        data = b"".join(place.chunks())
         if len(data) < _CRC.size or _CRC.unpack_from(data)[0] != zlib.crc32(data[_CRC.size :]):
             raise _damaged(path, "its header has another checksum")
         header = decode(data[_CRC.size :])

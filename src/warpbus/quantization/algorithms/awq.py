@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from warpbus.kernels.ops.gptq import clip_search
+from warpbus.kernels.reference.grid import Grid, slices
 from warpbus.qtensor import Scheme
-from warpbus.quantization.algorithms.grid import Grid, slices
-from warpbus.quantization.algorithms.precision import narrow, product
+from warpbus.quantization.algorithms.linear_algebra import narrow, product
 
 TRIALS = 20
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK, fit_scales, round_again
 from warpbus.quantization.algorithms.factored import FactoredHessian, stacked
-from warpbus.quantization.algorithms.precision import add_product, narrow
+from warpbus.quantization.algorithms.linear_algebra import add_product, narrow
 
 SPAN = 4 * LARGEST_BLOCK
 """Columns whose changes are gathered before they are carried over to all others: fewer passes over the others."""
@@ -84,7 +84,7 @@ def carry_over(target: Tensor, rows: Sequence[Tensor], change: Tensor, *, sign: 
 
     Args:
         target: T, `[parts, in, rows]`; the parts are those of one matrix after the other, equally many of each.
-        rows: R of each matrix, `[columns, in]`, narrow: see `precision`.
+        rows: R of each matrix, `[columns, in]`, narrow: see `linear_algebra`.
         change: C, `[parts, columns, rows]`, narrow.
     """
     if target.shape[1] == 0:

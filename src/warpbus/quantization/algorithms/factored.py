@@ -1,4 +1,9 @@
-"""A Hessian made ready for rounding columns one after the other: damped, ordered, factored."""
+"""A Hessian made ready for rounding columns one after the other: damped, ordered, factored; and the matrix to round.
+
+Once the layers before it are quantized, a layer gets inputs x' in place of x. W is then not the best matrix to round:
+W* = W E[x x'^T] E[x' x'^T]^-1 comes nearer to the original outputs W x. (GPTAQ, Li et al., 2025, builds the same target
+into GPTQ's loop over the columns; computed beforehand, it leaves that loop as it is.)
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +15,11 @@ from torch import Tensor
 
 from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
-from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
-from warpbus.quantization.algorithms.precision import add_product, narrow, product, put_product
+from warpbus.quantization.algorithms.linear_algebra import BLOCK, add_product, narrow, product, put_product, unit_factor
+
+# How far to go from W to W*, which is estimated on few tokens. On glm-poet at 3 bits, 0.5 loses a tenth less perplexity
+# than 1, and a third less than 0.
+SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class FactoredHessian:
         order: int64 `[in]`: the column that comes first, second, ...
         hessian: float32 `[in, in]`, damped, in this order.
         upper: float32 `[in, in]`, U; what is below its diagonal is zero.
-        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `precision`): systems are
+        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `linear_algebra`): systems are
             solved by products alone. What the last one has beyond U means nothing.
         pivots: float32 `[in]`, D, all positive.
         damped: float32 `[in]`: what was added to the diagonal, in this order.
@@ -139,6 +147,23 @@ def factored_loss(errors: Tensor, hessian: FactoredHessian) -> Tensor:
     """tr(E^T H E) of errors `[in, rows]` in the order of the Hessian, without damping: one number of float64."""
     weighted = product(hessian.narrow_hessian, narrow(errors)).sub_(errors * hessian.damped[:, None])
     return weighted.mul_(errors).sum(0).sum(dtype=torch.float64)
+
+
+def aim(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: float = SHARE) -> Tensor:
+    """The matrix to quantize in place of another.
+
+    Args:
+        columns: float32 `[in, rows]`: rows of the matrix, transposed, in the order of `hessian`.
+        hessian: the moments E[x' x'^T] of the inputs x' that it is going to meet.
+        drift: float32 `[in, in]`, or narrow, E[(x - x') x'^T], with x the inputs in the unquantized model, in the same
+            unit and order.
+        share: 0 gives `columns`, 1 the least-squares optimum.
+
+    Returns:
+        float32 `[in, rows]`.
+    """
+    missing = product(narrow(drift).T, narrow(columns))
+    return columns.add(hessian.solve(missing), alpha=share)
 
 
 class FactoredStack:

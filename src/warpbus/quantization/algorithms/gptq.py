@@ -12,13 +12,20 @@ from torch import Tensor
 
 from warpbus.cuda.graphs import Call, Replayed, at_once
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
+from warpbus.kernels.reference.grid import fit
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN, carry_over, descend
-from warpbus.quantization.algorithms.factored import FactoredHessian, FactoredStack, factored, factored_loss, stacked
+from warpbus.quantization.algorithms.factored import (
+    FactoredHessian,
+    FactoredStack,
+    aim,
+    factored,
+    factored_loss,
+    stacked,
+)
 from warpbus.quantization.algorithms.gptq_fp4 import fp4_matrices
-from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit
-from warpbus.quantization.algorithms.precision import narrow, product
+from warpbus.quantization.algorithms.linear_algebra import narrow, product
+from warpbus.quantization.algorithms.weights import check_scales, check_weight
 
 # Sweeps of coordinate descent after the columns are rounded: on glm-poet a third one takes another 0.5 % off the error
 # on the calibration data, and nothing off the perplexity on other data.

@@ -12,9 +12,8 @@ from warpbus.kernels.reference.fp4 import fp4_scales
 from warpbus.kernels.reference.gptq import column_threads
 from warpbus.qtensor import QTensor, Scheme, pack
 from warpbus.qtensor.fp4 import fp4_codes, fp4_values
-from warpbus.quantization.algorithms.aim import aim
-from warpbus.quantization.algorithms.factored import FactoredHessian, factored_loss
-from warpbus.quantization.algorithms.precision import narrow, product
+from warpbus.quantization.algorithms.factored import FactoredHessian, aim, factored_loss
+from warpbus.quantization.algorithms.linear_algebra import narrow, product
 
 _BLOCK = 128
 """Columns whose errors reach the columns behind them in one product."""

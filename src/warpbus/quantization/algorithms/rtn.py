@@ -5,7 +5,7 @@ from torch import Tensor
 
 from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms.grid import check_scales, check_weight
+from warpbus.quantization.algorithms.weights import check_scales, check_weight
 
 
 def rtn(

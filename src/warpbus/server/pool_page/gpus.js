@@ -21,6 +21,9 @@ export function badge(parent, state, words) {
   return node;
 }
 
+/** Its memory is in the host's. */
+export const isOut = (lease) => lease.state === "placed" && (lease.residency?.state ?? "resident") !== "resident";
+
 export class GpusView {
   constructor(samples) {
     this.samples = samples;
@@ -77,23 +80,30 @@ export class GpusView {
     setAttribute(node, "aria-label", `${t("gpu")} ${gpu.name}`);
     setText(part(facts, "model"), gpu.model);
     const known = Number.isFinite(gpu.measured_memory);
+    const times = gpu.oversubscribe ?? 1;
     const values = {
       gpu: gpu.name,
       used: known ? bytes(gpu.measured_memory) : "",
       reserved: bytes(gpu.used),
       free: bytes(gpu.free),
-      memory: bytes(gpu.memory),
+      memory: bytes(promised(gpu)),
       n: percent(gpu.share_used),
+      times,
+      resident: bytes(gpu.resident ?? 0),
+      swapped: bytes(gpu.swapped ?? 0),
     };
+    const swaps = part(facts, "swaps", "p");
+    swaps.hidden = times <= 1;
+    setText(swaps, times > 1 ? t("oversubscribed", { ...values, memory: bytes(gpu.memory) }) : "");
     const [memory, compute] = facts.querySelectorAll(".row");
     say(memory, "name", t("memory"));
     say(memory, "free", t("freeOf", values));
     setAttribute(part(memory, "bar"), "aria-label", t(known ? "memoryBar" : "memoryBarUnknown", values));
-    fillBar(part(memory, "bar"), gpu, leases, (lease) => [lease.memory / gpu.memory, lease.memory_used / lease.memory]);
+    fillBar(part(memory, "bar"), gpu, leases, (lease) => [lease.memory / promised(gpu), lease.memory_used / lease.memory]);
     say(compute, "name", t("share"));
     say(compute, "free", t("shareNow", values));
     setAttribute(part(compute, "bar"), "aria-label", t("shareBar", values));
-    fillBar(part(compute, "bar"), gpu, leases, (lease) => [lease.share, 1]);
+    fillBar(part(compute, "bar"), gpu, leases, (lease) => [lease.share / times, 1]);
   }
 
   fillCharts(node, gpu, status, range) {
@@ -121,8 +131,8 @@ export class GpusView {
     memory.show({
       ...common,
       label: t("chartMemory", { gpu: gpu.name }),
-      top: gpu.memory,
-      scale: bytes(gpu.memory),
+      top: promised(gpu),
+      scale: bytes(promised(gpu)),
       line: used,
       reserved: points(0, gpu.used),
       read: (time) => this.read(gpu, time, ([reserved, measured]) => {
@@ -156,7 +166,10 @@ export class GpusView {
   }
 }
 
-/** A piece for each lease: as wide as its part of the GPU, full as far as it is used. */
+/** The bytes that leases may have together: more than the GPU has where it is oversubscribed. */
+const promised = (gpu) => gpu.promised ?? gpu.memory;
+
+/** A piece for each lease: as wide as its part of what is promised, full as far as it is used. */
 function fillBar(bar, gpu, leases, partsOf) {
   keep(bar, leases, ({ id }) => id, () => {
     const piece = make("span", "piece");
@@ -164,8 +177,9 @@ function fillBar(bar, gpu, leases, partsOf) {
     return piece;
   }, (piece, lease) => {
     const [width, used] = partsOf(lease);
+    const out = isOut(lease) ? "out" : "";
     const going = lease.state === "moving" ? (lease.target === gpu.name ? "arriving" : "leaving") : "";
-    piece.className = `piece ${colourOf(lease.tenant)} ${going}`;
+    piece.className = `piece ${colourOf(lease.tenant)} ${going} ${out}`;
     piece.style.width = `${100 * Math.min(1, width)}%`;
     piece.title = `${lease.tenant} · ${short(lease.id)}`;
     piece.firstElementChild.style.width = `${100 * (Number.isFinite(used) ? Math.min(1, used) : 0)}%`;

@@ -118,8 +118,10 @@ function showSummary() {
   const open = status.gpus.filter(({ state }) => state === "open");
   const there = status.gpus.filter(({ state }) => state !== "lost");
   const sum = (list, name) => list.reduce((total, each) => total + (each[name] ?? 0), 0);
-  const [memory, reserved, used] = ["memory", "used", "measured_memory"].map((name) => sum(there, name));
-  const share = there.length ? sum(there, "share_used") / there.length : 0;
+  const [reserved, used] = ["used", "measured_memory"].map((name) => sum(there, name));
+  const memory = there.reduce((total, gpu) => total + (gpu.promised ?? gpu.memory), 0);
+  const physical = sum(there, "memory");
+  const share = there.length ? there.reduce((total, gpu) => total + gpu.share_used / (gpu.oversubscribe ?? 1), 0) / there.length : 0;
   const moves = samples.movesOf(null);
   const longest = Math.max(...moves.map(({ pause }) => pause ?? -Infinity));
   const held = status.leases.filter(({ state }) => state !== "queued");
@@ -127,7 +129,7 @@ function showSummary() {
   const tiles = [
     ["openGpus", t("ofAll", { n: open.length, of: status.gpus.length }), ""],
     ["memoryReserved", percent(memory ? reserved / memory : 0), t("quotaOf", { used: bytes(reserved), memory: bytes(memory) })],
-    ["memoryUsed", measured ? percent(memory ? used / memory : 0) : "–", measured ? bytes(used) : t("notMeasured")],
+    ["memoryUsed", measured ? percent(physical ? used / physical : 0) : "–", measured ? bytes(used) : t("notMeasured")],
     ["computeShared", percent(share), ""],
     ["leasesHeld", number(held.length), ""],
     ["waiting", number(status.queue.length), ""],

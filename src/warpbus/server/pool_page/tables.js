@@ -2,7 +2,7 @@
 
 import { $, make } from "./dom.js";
 import { bytes, duration, figures, moment, percent, short } from "./format.js";
-import { badge } from "./gpus.js";
+import { badge, isOut } from "./gpus.js";
 import { t } from "./language.js";
 import { keep, part, say, setAttribute, setText } from "./nodes.js";
 import { colourOf } from "./tenants.js";
@@ -24,7 +24,7 @@ const KINDS = {
 };
 const TROUBLE = ["left", "not moved", "expired", "lost"]; // the server's sentence says why
 const ACTIVE = 5; // seconds without a word from a client that mean nothing
-const LEASE_STATES = ["placed", "moving", "suspended"];
+const LEASE_STATES = ["placed", "moving", "suspended", "swapping out", "swapped out", "swapping in"];
 
 /** A table whose columns are {name: of its heading's string, fill(cell, item), value(item) to sort by}. */
 class Table {
@@ -123,6 +123,8 @@ function memory(cell, { memory, memory_used: used }) {
   part(bar, "fill").style.width = `${known ? Math.min(100, (100 * used) / memory) : 0}%`;
 }
 
+const stateOf = (lease) => (isOut(lease) ? lease.residency.state : lease.state);
+
 const LEASE_COLUMNS = [
   { name: "tenant", fill: tenant, value: (lease) => lease.tenant },
   { name: "gpu", fill: gpu, value: (lease) => lease.gpu ?? "" },
@@ -131,12 +133,18 @@ const LEASE_COLUMNS = [
   { name: "priority", fill: (cell, { priority }) => setText(cell, String(priority)), value: (lease) => lease.priority },
   {
     name: "state",
-    fill: (cell, { state }) => badge(cell, state, LEASE_STATES.includes(state) ? t(state) : state),
-    value: (lease) => lease.state,
+    fill: (cell, lease) => {
+      const state = stateOf(lease);
+      badge(cell, state, LEASE_STATES.includes(state) ? t(state) : state);
+    },
+    value: stateOf,
   },
   { name: "since", fill: (cell, lease) => setText(cell, duration(lease.age)), value: (lease) => lease.age },
   { name: "idle", fill: (cell, { idle }) => setText(cell, idle < ACTIVE ? t("active") : duration(idle)), value: (lease) => lease.idle },
-  { name: "reason", fill: (cell, { reason }) => setText(cell, reason) },
+  {
+    name: "reason",
+    fill: (cell, lease) => setText(cell, isOut(lease) ? lease.residency.why || lease.reason : lease.reason),
+  },
 ];
 
 const QUEUE_COLUMNS = [

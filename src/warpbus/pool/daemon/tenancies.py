@@ -1,0 +1,93 @@
+"""What a machine knows of its leases: what they were started for, their processes, and what became of them."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from warpbus.errors import UsageError
+from warpbus.pool.daemon.residency import Residence
+from warpbus.pool.daemon.tenant_processes import TenantProcess
+from warpbus.pool.protocol.messages import Request, checked
+from warpbus.pool.protocol.operations import DAEMON
+
+
+@dataclass(frozen=True)
+class Order:
+    """A lease that a machine is to have.
+
+    Attributes:
+        lease: its id.
+        key: the secret that its client shows.
+        tenant: whose it is.
+        gpu: one of this machine's.
+        memory, share: its quota.
+        migration_token: if it moves here, what the machine that it comes from shows.
+        saved: it was suspended here, and goes on.
+        priority: of its work over that of other leases, where the GPU is oversubscribed.
+        movable: it may be swapped out there.
+    """
+
+    lease: str
+    key: bytes = field(repr=False)
+    tenant: str
+    gpu: str
+    memory: int
+    share: float
+    migration_token: bytes | None = field(default=None, repr=False)
+    saved: bool = False
+    priority: int = 0
+    movable: bool = True
+
+    @classmethod
+    def read(cls, arguments: Any) -> Self:
+        """From `asdict`. Raises UsageError if it is malformed."""
+        order = cls(**checked("receive", arguments, DAEMON).arguments)
+        return replace(order, share=float(order.share))
+
+
+def check_lease_id(lease: str) -> None:
+    """Raises UsageError if it cannot be the id of a lease."""
+    if len(lease) != 32 or set(lease) - set("0123456789abcdef"):
+        raise UsageError(f"lease is {lease!r:.100}: give 32 hexadecimal digits")
+
+
+@dataclass
+class Tenancy:
+    """A lease on this machine, and its process.
+
+    Attributes:
+        ready: done when clients may come, or failed.
+        clients: how many are connected.
+        memory: bytes that it uses, as it says.
+        work: what it says of a move or of saving, while there is one.
+        dealt: batches and questions that it has dealt with, as it says.
+        residence: where its memory is.
+        ending: why it is being ended; its process's end is no surprise then.
+    """
+
+    order: Order
+    process: TenantProcess
+    ready: asyncio.Future[None]
+    clients: int = 0
+    memory: int | None = None
+    work: asyncio.Queue[Request | None] | None = None
+    ending: str | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    dealt: int = 0
+    residence: Residence = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = self.order
+        self.residence = Residence(
+            order.lease, order.gpu, order.memory, order.share, priority=order.priority, movable=order.movable
+        )
+
+
+@dataclass(frozen=True)
+class EndedLease:
+    """What became of a lease that was here: it is at `address` now, or ended, and `why`."""
+
+    when: float
+    key: bytes
+    why: str = ""
+    address: str | None = None
