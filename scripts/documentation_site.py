@@ -36,7 +36,10 @@ PLACES = {
     "CONTRIBUTING.md": "contributing.md",
 }
 GROUPS = {
-    "Use": ("install", "quantization", "verdict", "serving", "adapters", "training", "memory", "parallel", "pool"),
+    "Use": (
+        *("install", "quantization", "verdict", "serving", "clients", "adapters", "training", "memory", "parallel"),
+        "pool",
+    ),
     "Models and formats": ("models", "moe", "mtp", "formats"),
     "Reference": ("reference", "environment", "benchmarks", "glossary", "changelog"),
     "Develop": (

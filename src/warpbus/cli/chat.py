@@ -73,7 +73,7 @@ DEMO_GREETING = """\
     dtype="of activations: auto, float32, float16 or bfloat16",
     max_model_len="the longest conversation, in tokens",
     memory="of the GPU, for all of it: 6GB, 5.5GiB, 50%; prints a plan",
-    kv_dtype="how the cache is kept: auto, int8 or fp8",
+    kv_dtype="how the cache is kept: auto, int8, fp8 or unquantized",
     fp8_activations="Hopper GPUs, weights of up to 4 bits: round activations of prompts to FP8, for speed",
 )
 def chat(

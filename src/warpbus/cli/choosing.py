@@ -147,7 +147,9 @@ class QuantizeRequest:
 
     def _data(self) -> dict[str, Any]:
         """The arguments of trials that select calibration data, format and device."""
-        return {name: getattr(self.options, name) for name in ("layout", "samples", "seqlen", "seed", "device")}
+        return {
+            name: getattr(self.options, name) for name in ("layout", "samples", "tokens", "seqlen", "seed", "device")
+        }
 
     def show(self, found: Recommendation, *, as_json: bool) -> None:
         """Print the recommendation and the command that applies it."""

@@ -110,7 +110,7 @@ def _parameter(name: str, option: FieldOption, field: Field[Any], kind: Any, lim
     """The parameter of a command that typer makes an option of."""
     least, default = option.least, field.default if option.default is ... else option.default
     if least is None and field.name in limits:
-        least = kind(limits[field.name])
+        least = next(iter(get_args(kind)), kind)(limits[field.name])  # int also of `int | None`
     choices = option.choices or (get_args(kind) if get_origin(kind) is Literal else ())
     if get_origin(kind) is tuple:
         kind, default = list[str] if get_args(kind)[0] is str else str, None

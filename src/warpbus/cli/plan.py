@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # both load torch
     scheme=...,
     max_model_len="context length in tokens; default: as long as fits",
     max_num_seqs=FieldOption("maximum number of sequences in a batch", default=1),
-    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8 or fp8", field="kv_dtype"),
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8 or unquantized", field="kv_dtype"),
     as_json=...,
 )
 def plan(

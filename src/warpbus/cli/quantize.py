@@ -43,8 +43,13 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     bits=...,
     format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", field="layout", choices=FORMATS),
     head="also quantize the head, to a scheme such as w8a16-g128; compressed-tensors only",
+    kv_cache=FieldOption(
+        "calibrate scales for an 8-bit KV cache: fp8 or int8, or fp8-head, int8-head with a scale per head",
+        choices=("fp8", "int8", "fp8-head", "int8-head"),
+    ),
     calibration=...,
-    samples="maximum number of calibration sequences",
+    samples="maximum number of calibration sequences, instead of a number of tokens",
+    tokens="number of calibration tokens; by default 262144, in at most 4096 sequences",
     seqlen="maximum tokens per sequence",
     seed="random seed for choosing sequences",
     device="auto, cpu, cuda or cuda:N",
@@ -128,13 +133,15 @@ def quantize(
 ) -> None:
     """Quantize the linear layers of MODEL and write it to OUTPUT. vLLM, SGLang and transformers can load the result.
 
-    The packaged model includes its data: warpbus quantize demo poet-w4 --evaluate demo
+    The packaged model includes its data: warpbus quantize demo poet-w4 --samples 256 --evaluate demo
     """
     from warpbus.quantization.early import start_processes
 
     options = QuantizationOptions(**given)
     if recommend and options.head is not None:
         raise UsageError("--head has no part in --recommend: leave it out, and give it with the command that quantizes")
+    if recommend and options.kv_cache is not None:
+        raise UsageError("--kv-cache has no part in --recommend: give it with the command that quantizes")
     at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
     if at_once and output and options.cluster is None and is_here(model):
         # Before anything else loads torch.

@@ -60,6 +60,7 @@ class PrefillAttention(FusedAttention):
             angles.positions,
             self._slot_mapping,
             *stored,
+            self._cache.fixed_scales[layer],
             heads=config.attention.num_heads,
             interleaved=config.rope.interleaved,
         )
@@ -193,7 +194,7 @@ class DecodeAttention(FusedAttention):
         blocks: int32 `[batch, n]`, the block table of each token's sequence, on the device.
         limit: greater than the largest position, at most n * BLOCK.
         slot_mapping: int64 `[batch]`, block * BLOCK + offset: given if several tokens may belong to one sequence; a
-            kernel of its own then stores all of them first.
+            kernel of its own then stores all of them first, as it does if the cache has fixed scales.
     """
 
     def __init__(
@@ -219,10 +220,11 @@ class DecodeAttention(FusedAttention):
         config = self._config
         stored, qkv = self._cache.layers[layer], qkv_btr[:, 0]
         heads, interleaved = config.attention.num_heads, config.rope.interleaved
-        if self._slot_mapping is not None:
-            rope_and_cache(
-                qkv, self._table, self._positions, self._slot_mapping, *stored, heads=heads, interleaved=interleaved
-            )
+        fixed = self._cache.fixed_scales[layer]
+        stores_first = self._slot_mapping is not None or fixed is not None
+        if stores_first:
+            of_cache = self._slots, *stored, fixed
+            rope_and_cache(qkv, self._table, self._positions, *of_cache, heads=heads, interleaved=interleaved)
         attended = decode_attention(
             qkv,
             self._table,
@@ -232,9 +234,9 @@ class DecodeAttention(FusedAttention):
             heads=heads,
             interleaved=interleaved,
             limit=self._limit,
-            stored=self._slot_mapping is not None,
+            stored=stores_first,
             # Positions, block tables and cached tokens are complete before the kernel starts.
-            inputs_ready=self._slot_mapping is None,
+            inputs_ready=not stores_first,
         )
         return attended.view(len(qkv_btr), 1, -1)
 
@@ -295,9 +297,8 @@ class PositionedAttention(FusedAttention):
         positions, stored = self._row_positions, self._cache.layers[layer]
         heads, interleaved = self._config.attention.num_heads, self._config.rope.interleaved
         qkv, angles = positions.angles.ordered(qkv_btr[:, 0]), positions.angles
-        q, _, _ = rope_and_cache(
-            qkv, angles.table, angles.positions, positions.slot_mapping, *stored, heads=heads, interleaved=interleaved
-        )
+        of_cache = positions.slot_mapping, *stored, self._cache.fixed_scales[layer]
+        q, _, _ = rope_and_cache(qkv, angles.table, angles.positions, *of_cache, heads=heads, interleaved=interleaved)
         queries = q.flatten(1)
         attended = decode_attention(
             torch.cat((queries, qkv[:, queries.shape[1] :]), dim=1),

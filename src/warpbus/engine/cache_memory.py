@@ -14,9 +14,9 @@ from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.host_cache import HostCache
-from warpbus.engine.kv_cache import KVCache, has_decode_kernels, stored_dtype, token_bytes
+from warpbus.engine.kv_cache import KVCache, has_decode_kernels, token_bytes, usable_dtype
 from warpbus.engine.prefixes import Prefixes
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError
 from warpbus.models import Decoder
 
 _RESERVE = 0.1  # of the free memory at the start of an engine: for activations and other programs
@@ -58,12 +58,7 @@ class CacheMemory:
         host_bytes: int | None,
     ) -> None:
         config, dtype, device = model.config, model.final_norm.weight.dtype, model.final_norm.weight.device
-        stored = stored_dtype(config, kv_dtype, dtype)
-        if stored != dtype and not has_decode_kernels(config, dtype, device):
-            raise UsageError(
-                f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {dtype} on {device}: "
-                "give auto, or float16 or bfloat16 on a GPU"
-            )
+        kv_dtype = usable_dtype(model, kv_dtype, kernels=has_decode_kernels(config, dtype, device))
         if cache_tokens is None:
             each = -(-(max_model_len or config.max_context) // BLOCK) + prefixes.extra_blocks
             blocks = _affordable_blocks(model, prefixes, kv_dtype, wanted=max_num_seqs * each)
@@ -80,7 +75,7 @@ class CacheMemory:
             )
         count = 1 + prefixes.blocks + blocks + prefixes.extra_blocks
         self.prefixes = prefixes
-        self.cache = KVCache(config, count, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        self.cache = KVCache(config, count, device=device, dtype=dtype, kv_dtype=kv_dtype, scales=model.kv_scales)
         self.host = None if host_bytes is None else HostCache(self.cache, host_bytes)
         self.blocks = BlockAllocator(
             count,

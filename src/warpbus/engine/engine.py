@@ -75,7 +75,7 @@ class Engine:
         model: in eval mode; the engine runs on the device of its norms.
         max_model_len: the most tokens of a prompt with its answer, a prefix excluded; by default the model's context.
         max_num_seqs: the most sequences that run at once; further ones wait.
-        kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU only.
+        kv_dtype: see `KV_DTYPES`. On a CPU, 8 bits take less memory, and more time.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding sequences.
         inter_token_latency: the target of the seconds between two tokens of a sequence; see `StepBudget`. Not with
             several processes.
@@ -148,6 +148,7 @@ class Engine:
             host_bytes=host_bytes,
         )
         cache = self._memory.cache
+        self.kv_kind = cache.kind
         self.max_model_len = min(self.max_model_len, self._memory.tokens)
         kernels = has_decode_kernels(config, self.dtype, device)
         step = StepExecutor(

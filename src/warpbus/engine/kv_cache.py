@@ -13,12 +13,18 @@ from warpbus.cuda.vmm import Arena
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.logits import to_device
 from warpbus.errors import DeviceError, UsageError
+from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import attention, mla
-from warpbus.models import LatentAttentionSpec, ModelConfig
+from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig
 from warpbus.models.cost import kv_cache_bytes
+from warpbus.models.kv_scales import KVScales
 
-KV_DTYPES = ("auto", "int8", "fp8")
-"""Storage types of a cache: the dtype of the activations, or 8 bits with one scale per token and head."""
+KV_DTYPES = ("auto", "int8", "fp8", "unquantized")
+"""Storage types of a cache: that of the checkpoint's scales, else the dtype of the activations; 8 bits with the
+checkpoint's scales if it has them for this type, else with one scale per token and head; the dtype of the activations.
+"""
+
+EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 _GROWTH = 128 * 2**20  # bytes committed at once: each mapping has a fixed cost, and the memory is zeroed
 
@@ -36,6 +42,7 @@ class KVCache:
         count: blocks for which addresses are reserved.
         dtype: of the activations.
         kv_dtype: one of `KV_DTYPES`.
+        scales: of the checkpoint, for this part of the model; used if they are for the storage type.
 
     Attributes:
         count: blocks for which addresses are reserved.
@@ -43,11 +50,20 @@ class KVCache:
         layers: of each layer, that of multi-token prediction included, keys and values `[count, kv_heads, BLOCK,
             head_dim]`, and for 8-bit storage their float32 scales `[count, kv_heads, BLOCK]`, else None twice. With
             multi-head latent attention the values are a view of the keys. Only committed blocks may be accessed.
+        fixed_scales: of each layer the scales that keys and values are written with, float32 `[kv_heads]` each; None if
+            each vector has its own.
         index_keys: of each layer the keys of its indexer `[count, 1, BLOCK, index_dim]`; None if it has none.
     """
 
     def __init__(
-        self, config: ModelConfig, count: int, *, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto"
+        self,
+        config: ModelConfig,
+        count: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: str = "auto",
+        scales: KVScales | None = None,
     ) -> None:
         self.count = count
         self.committed = 0
@@ -58,10 +74,15 @@ class KVCache:
             self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for layer in range(len(config.all_layers)):
-            keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, -1))
+            keys, values, *own_scales = (part.data[:, layer, which] for part in self._parts for which in (0, -1))
             values = values[..., : entry.value_dim]
-            key_scales, value_scales = scales or (None, None)
+            key_scales, value_scales = own_scales or (None, None)
             self.layers.append((keys, values, key_scales, value_scales))
+        self.fixed_scales: list[tuple[Tensor, Tensor] | None] = [None] * len(config.all_layers)
+        if scales is not None and scales.scheme.stored == stored:
+            of_layers = zip(scales.keys, scales.values, strict=False)  # that of multi-token prediction may be unused
+            moved = [(keys.to(device), values.to(device)) for keys, values in of_layers]
+            self.fixed_scales = list(moved[: len(config.all_layers)])
         dims = [layer.attention.cache_entry.index_dim for layer in config.all_layers]
         self.index_keys: list[Tensor | None] = [None] * len(dims)
         indexers = [layer for layer, dim in enumerate(dims) if dim]
@@ -74,6 +95,15 @@ class KVCache:
     def device(self) -> torch.device:
         """Where it is."""
         return self._parts[0].data.device
+
+    @property
+    def kind(self) -> str | None:
+        """How 8-bit keys and values are stored, in words; None for the dtype of the activations."""
+        names = {dtype: name for name, dtype in EIGHT_BITS.items()}
+        name = names.get(self._parts[0].data.dtype)
+        if name is None:
+            return None
+        return name if self.fixed_scales[0] is None else f"{name} with the checkpoint's scales"
 
     @property
     def nbytes(self) -> int:
@@ -160,12 +190,36 @@ def stored_dtype(config: ModelConfig, kv_dtype: str, dtype: torch.dtype) -> torc
     """
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"kv_dtype is {kv_dtype!r}: give {', '.join(KV_DTYPES)}")
-    if kv_dtype != "auto" and not can_round(config):
+    if kv_dtype in EIGHT_BITS and not can_round(config):
         raise UsageError(
             f"kv_dtype is {kv_dtype!r}: the latents of multi-head latent attention are cached in the dtype of the "
             "activations only: give auto"
         )
-    return {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_dtype]
+    return EIGHT_BITS.get(kv_dtype, dtype)
+
+
+def chosen_dtype(kv_dtype: str, scheme: KVCacheScheme | None) -> str:
+    """`kv_dtype`, or what "auto" means for a checkpoint whose KV cache has this scheme."""
+    return scheme.dtype if kv_dtype == "auto" and scheme is not None else kv_dtype
+
+
+def usable_dtype(model: Decoder, kv_dtype: str, *, kernels: bool) -> str:
+    """As `chosen_dtype`, for a model.
+
+    Args:
+        kernels: there are kernels that read the cache, see `has_decode_kernels`.
+
+    Raises:
+        UsageError: as `stored_dtype`; or 8 bits on a GPU without kernels. On a CPU PyTorch's operators do the work.
+    """
+    weight = model.final_norm.weight
+    kv_dtype = chosen_dtype(kv_dtype, None if model.kv_scales is None else model.kv_scales.scheme)
+    if stored_dtype(model.config, kv_dtype, weight.dtype) != weight.dtype and not kernels and not weight.is_cpu:
+        raise UsageError(
+            f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {weight.dtype} on "
+            f"{weight.device}: give unquantized, or float16 or bfloat16 on a GPU"
+        )
+    return kv_dtype
 
 
 def can_round(config: ModelConfig) -> bool:

@@ -100,8 +100,9 @@ class LLM:
         memory: the GPU memory of the whole process: "6GB", "5.5GiB", "50%" of the card, or bytes. The context (unless
             `max_model_len` is given), the cache, the head and the embedding are planned to fit (`plan`). None: weights
             are loaded as they are, and the cache grows as needed.
-        kv_dtype: the storage type of the KV cache: "auto" (the dtype of the activations, or what `memory` requires), or
-            8 bits, "int8" or "fp8", on a GPU.
+        kv_dtype: the storage type of the KV cache: "auto" (what the checkpoint has scales for, else the dtype of the
+            activations, or what `memory` requires); 8 bits, "int8" or "fp8", with the checkpoint's scales for this
+            type, else with one per token and head; or "unquantized", the dtype of the activations.
         fp8_activations: on a Hopper GPU, read prompts faster by rounding activations to FP8; see `ServiceOptions`.
         adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2) by the names that `generate` and `chat`
             take; see `warpbus.models.adapters.load_adapter`.
@@ -173,6 +174,8 @@ class LLM:
         numbers = str(self.dtype).removeprefix("torch.")
         if self.schemes.distinct():
             numbers = f"{self.schemes}, {numbers}"
+        if self.engine.kv_kind is not None:
+            numbers += f", KV cache {self.engine.kv_kind}"
         size = _count(self.config.num_parameters)
         return f"{self.config.family}, {size} parameters, {numbers}, {self.device}, context {self.max_model_len:,}"
 

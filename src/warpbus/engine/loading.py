@@ -1,5 +1,6 @@
 """Creates an engine from a model directory: plans its memory and loads the weights."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,6 +39,8 @@ from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
+
+_log = logging.getLogger("warpbus.engine")
 
 _CPU_HEAD = Scheme(8, 128)
 
@@ -181,6 +184,8 @@ def build_engine(
         adapters=adapters,
     )
     engine.plan = plan
+    if engine.kv_kind is not None and options.kv_dtype == "auto":
+        _log.info("KV cache: %s", engine.kv_kind)
     return engine
 
 

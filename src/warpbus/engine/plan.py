@@ -26,13 +26,15 @@ from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.expert_memory import OffloadableExperts
 from warpbus.engine.joined_spans import MOST_EXPANDED
-from warpbus.engine.kv_cache import can_round, stored_dtype, token_bytes
+from warpbus.engine.kv_cache import can_round, chosen_dtype, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters
 from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
+from warpbus.models.kv_scales import kv_cache_scheme
 from warpbus.qtensor import Scheme
 
 CONTEXT_BYTES = 745_000_000
@@ -70,6 +72,7 @@ class Stored:
         quantized: the parameters whose matrices are quantized, and their schemes.
         adapters: bytes of the LoRAs beside them.
         prefix_blocks: of the cache, which prefixes take.
+        kv_cache: what the checkpoint has scales of the KV cache for; None: it has none.
     """
 
     config: ModelConfig
@@ -77,6 +80,7 @@ class Stored:
     quantized: Mapping[str, Scheme]
     adapters: int = 0
     prefix_blocks: int = 0
+    kv_cache: KVCacheScheme | None = None
 
     @classmethod
     def of_checkpoint(
@@ -89,7 +93,8 @@ class Stored:
         prefix_blocks: int = 0,
     ) -> "Stored":
         """What a checkpoint holds, with so many bytes of LoRAs and blocks of prefixes."""
-        return cls(config, dtype, quantized_parameters(checkpoint, config), adapters, prefix_blocks)
+        quantized, kv_cache = quantized_parameters(checkpoint, config), kv_cache_scheme(checkpoint, config)
+        return cls(config, dtype, quantized, adapters, prefix_blocks, kv_cache)
 
     @property
     def kept_tokens(self) -> int:
@@ -186,7 +191,7 @@ def plan_memory(
     Args:
         max_model_len: the context, which is then not shortened; None: as long as fits, at least 2,048 tokens.
         max_num_seqs: sequences of a batch; the cache is no larger than all of them need.
-        kv_dtype: "auto" lets the plan choose.
+        kv_dtype: "auto" lets the plan choose, unless the checkpoint has scales of the KV cache.
 
     Raises:
         UsageError: it does not fit; the message says what would.
@@ -328,6 +333,7 @@ def check_host_memory(plan: MemoryPlan) -> None:
 
 def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None, bool]]:
     """The cache's dtype, the head's scheme and whether the embedding is on the CPU: what is best first."""
+    kv_dtype = chosen_dtype(kv_dtype, stored.kv_cache)
     stored_dtype(stored.config, kv_dtype, stored.dtype)
     smallest = "int8" if kv_dtype == "auto" and can_round(stored.config) else kv_dtype
     yield kv_dtype, None, False

@@ -67,14 +67,15 @@ class Prefixes:
             first = self._blocks[prefix.name].start * BLOCK
             slots = torch.arange(first, first + prefix.tokens, device=device)
             # Layer by layer: a memory plan leaves little for activations.
-            for stored, *own in zip(cache.layers, prefix.keys_lthd, prefix.values_lthd, strict=True):
+            layers = zip(cache.layers, cache.fixed_scales, prefix.keys_lthd, prefix.values_lthd, strict=True)
+            for stored, fixed, *own in layers:
                 k_thd, v_thd = (x.to(device, dtype) for x in own)
                 if not (k_thd.isfinite().all() and v_thd.isfinite().all()):
                     raise CheckpointError(
                         f"adapter {prefix.name}: its keys and values hold NaN or infinity in {dtype}: it is damaged, "
                         "or needs dtype bfloat16 or float32"
                     )
-                _store(k_thd.index_select(-1, order), v_thd, slots, stored)
+                _store(k_thd.index_select(-1, order), v_thd, slots, stored, fixed)
 
 
 def prefix_blocks(tokens: int) -> int:
@@ -83,14 +84,18 @@ def prefix_blocks(tokens: int) -> int:
 
 
 def _store(
-    k_thd: Tensor, v_thd: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    k_thd: Tensor,
+    v_thd: Tensor,
+    slots: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    fixed: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Write keys, without rotation, and values to slots of a layer's cache."""
     # The kernel also needs queries; their result is not used.
     qkv = torch.cat((k_thd, k_thd, v_thd), dim=1).flatten(1)
     nowhere = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
     table = identity_rope(1, slots.device)
-    rope_and_cache(qkv, table, nowhere, slots, *stored, heads=k_thd.shape[1], interleaved=False)
+    rope_and_cache(qkv, table, nowhere, slots, *stored, fixed, heads=k_thd.shape[1], interleaved=False)
 
 
 def _check(prefix: Prefix, config: ModelConfig) -> None:

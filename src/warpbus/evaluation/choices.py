@@ -10,9 +10,10 @@ import torch
 
 from warpbus.errors import DataError, NumericError, UsageError
 from warpbus.evaluation.batches import grouped
+from warpbus.evaluation.likelihood import as_cached
 from warpbus.models import Decoder
 from warpbus.models.documents import Document, parse_line, read_lines
-from warpbus.models.layers import BranchedAttention
+from warpbus.models.layers import BranchedAttention, CausalAttention
 from warpbus.models.templates import Message, Template
 from warpbus.models.templates.base import check_messages
 
@@ -129,9 +130,9 @@ def _likelihoods(model: Decoder, groups: Sequence[Sequence[Document]]) -> torch.
         if branched:
             positions = _padded([row.positions for row in own], 0).to(device)
             branches = _padded([row.branches for row in own], -1).to(device)
-            hidden = model.hidden(ids, positions, BranchedAttention(branches))
+            hidden = model.hidden(ids, positions, as_cached(BranchedAttention(branches), model))
         else:
-            hidden = model.hidden(ids)
+            hidden = model.hidden(ids, context=as_cached(CausalAttention(), model))
         scored = torch.tensor([(number, *each) for number, row in enumerate(own) for each in row.scored], device=device)
         number, before, expected, text = scored.view(-1, 4).unbind(1)
         log_probs = model.logits(hidden[number, before]).float().log_softmax(-1)

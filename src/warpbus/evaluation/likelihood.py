@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from warpbus.errors import DataError, NumericError
 from warpbus.evaluation.batches import batches
 from warpbus.models import Decoder
 from warpbus.models.documents import Document
+from warpbus.models.layers import CausalAttention, WholeAttention
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,24 @@ class Score:
         divergence: mean Kullback-Leibler divergence of the model from the reference, in nats per token.
         agreement: share of tokens for which model and reference have the same most likely token.
         tokens: number of predicted tokens.
+        by_position: perplexity and divergence of the predicted tokens with so many tokens before them, by a text such
+            as "512-2,047", if there are several such ranges; else None.
     """
 
     perplexity: float
     divergence: float
     agreement: float
     tokens: int
+    by_position: dict[str, list[float]] | None = None
 
+
+_Context = TypeVar("_Context", bound=WholeAttention)
 
 # Logits in memory at a time, per model: 256 MiB in float32.
 _HELD = 2**26
+
+_RANGES = (0, 512, 2048, 8192, 32768)
+"""Where ranges of positions begin; the last one has no end."""
 
 
 @torch.no_grad()
@@ -41,7 +51,8 @@ def score(
 ) -> dict[str, Score]:
     """Score models on documents; the first model is the reference of the others.
 
-    Models may be on different devices; likelihoods are computed in float32 and summed in float64.
+    A model with scales for an 8-bit KV cache attends to keys and values that are rounded so, as in decoding. Models may
+    be on different devices; likelihoods are computed in float32 and summed in float64.
 
     Args:
         models: by name, all with the same vocabulary.
@@ -53,15 +64,20 @@ def score(
         NumericError: a model's scores are NaN or infinite.
     """
     device = {name: next(model.parameters()).device for name, model in models.items()}
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
+    sums = {name: torch.zeros(len(_RANGES), 3, dtype=torch.float64) for name in models}
+    counts = torch.zeros(len(_RANGES), dtype=torch.int64)
     reference_name = next(iter(models))
     predicted_tokens = done = 0
     for picked, ids, predicted in batches(documents, device[reference_name]):
         hidden, targets = {}, ids[:, 1:][predicted[:, 1:]]
+        before = predicted[:, 1:].cpu().nonzero()[:, 1] + 1  # tokens before each target
+        ranges = torch.bucketize(before, torch.tensor(_RANGES), right=True) - 1
+        counts += torch.bincount(ranges, minlength=len(_RANGES))
         for name, model in models.items():
             # The logits of a position predict the token after it.
             chosen = predicted[:, 1:].to(device[name])
-            hidden[name] = model.hidden(ids.to(device[name]))[:, :-1][chosen]
+            states = model.hidden(ids.to(device[name]), context=as_cached(CausalAttention(), model))
+            hidden[name] = states[:, :-1][chosen]
         rows = max(1, _HELD // models[reference_name].config.vocab_size)
         for start in range(0, len(targets), rows):
             piece = slice(start, start + rows)
@@ -70,7 +86,8 @@ def score(
                 log_probs = reference
                 if name != reference_name:
                     log_probs = model.logits(hidden[name][piece]).float().log_softmax(-1)
-                sums[name] += _sums(log_probs, reference.to(device[name]), targets[piece].to(device[name])).cpu()
+                rows_of = _scores(log_probs, reference.to(device[name]), targets[piece].to(device[name]))
+                sums[name].index_add_(0, ranges[piece], rows_of.cpu())
         predicted_tokens += len(targets)
         done += len(picked)
         progress(done, len(documents))
@@ -78,7 +95,7 @@ def score(
         raise DataError("the documents have nothing to predict: expected texts, or conversations with answers")
     scores = {}
     for name, total in sums.items():
-        mean = total / predicted_tokens
+        mean = total.sum(0) / predicted_tokens
         if not mean.isfinite().all():
             raise NumericError(
                 f"{name}: its scores are NaN or infinite: the checkpoint is damaged, or its values overflow the "
@@ -86,13 +103,32 @@ def score(
             )
         perplexity, divergence, agreement = float(mean[0].exp()), float(mean[1]), float(mean[2])
         # Rounding can make a divergence of zero slightly negative.
-        scores[name] = Score(perplexity, max(0.0, divergence), agreement, predicted_tokens)
+        by_position = _by_position(total, counts.tolist())
+        scores[name] = Score(perplexity, max(0.0, divergence), agreement, predicted_tokens, by_position)
     return scores
 
 
-def _sums(log_probs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
-    """Over the rows `[tokens, vocabulary]`: negative log-likelihood, divergence from the reference, agreements."""
-    likelihood = log_probs.gather(1, targets[:, None]).sum(dtype=torch.float64)
-    divergence = (reference.exp() * (reference - log_probs)).sum(-1).sum(dtype=torch.float64)
-    agreements = (reference.argmax(-1) == log_probs.argmax(-1)).sum(dtype=torch.float64)
-    return torch.stack([-likelihood, divergence, agreements])
+def as_cached(context: _Context, model: Decoder) -> _Context:
+    """The context, with keys and values as an 8-bit KV cache has them if the model's checkpoint has scales for one."""
+    if model.kv_scales is not None:
+        context.stored = model.kv_scales.rounded
+    return context
+
+
+def _by_position(sums: Tensor, counts: Sequence[int]) -> dict[str, list[float]] | None:
+    """See `Score`, from the sums of `_scores` over each range."""
+    found = {}
+    for start, end, total, count in zip(_RANGES, (*_RANGES[1:], None), sums, counts, strict=True):
+        if count:
+            text = f"{start:,} and more" if end is None else f"{start:,}-{end - 1:,}"
+            found[text] = [float((total[0] / count).exp()), max(0.0, float(total[1] / count))]
+    return found if len(found) > 1 else None
+
+
+def _scores(log_probs: Tensor, reference: Tensor, targets: Tensor) -> Tensor:
+    """Of each row `[tokens, vocabulary]`: negative log-likelihood, divergence from the reference, whether both agree;
+    float64 `[tokens, 3]`."""
+    likelihood = -log_probs.gather(1, targets[:, None])[:, 0]
+    divergence = (reference.exp() * (reference - log_probs)).sum(-1)
+    agreements = reference.argmax(-1) == log_probs.argmax(-1)
+    return torch.stack([each.double() for each in (likelihood, divergence, agreements)], dim=1)

@@ -144,6 +144,8 @@ def _quantization(checkpoint: Checkpoint, report: Mapping[str, Any] | None) -> I
     if report.get("head"):
         rows.append(("head", report["head"]["scheme"]))
     settings = report["settings"]
+    if "kv_cache" in settings:
+        rows.append(("scales of the KV cache", settings["kv_cache"]))
     if report["calibration_tokens"]:
         source = Path(str(settings.get("calibration", ""))).name
         rows.append(("calibration", f"{source}: {report['calibration_tokens']:,} tokens"))

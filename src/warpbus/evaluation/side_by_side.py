@@ -39,6 +39,8 @@ class Evaluation:
         peak_bytes: peak memory while decoding.
         device: the name of the GPU or CPU.
         date: of the measurement, UTC, as 2026-01-31T12:00:00Z.
+        kv_cache: what the checkpoint has scales of the KV cache for, with which it was measured; None: it has none.
+        by_position: see `Score`.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Evaluation:
     peak_bytes: int | None
     device: str = ""
     date: str = ""
+    kv_cache: str | None = None
+    by_position: dict[str, list[float]] | None = None
 
 
 def evaluate(
@@ -125,6 +129,7 @@ def evaluate(
             accuracies[name] = choice_accuracy(model, template, asked)
             progress("choices", index + 1, len(loaded))
     weights = {name: _weight_bytes(model) for name, model in loaded.items()}
+    caches = {name: str(model.kv_scales.scheme) if model.kv_scales else None for name, model in loaded.items()}
     loaded.clear()
     evaluations = []
     for index, (name, path) in enumerate(models):
@@ -153,6 +158,8 @@ def evaluate(
                 peak_bytes=None if speeds is None else speeds.peak_bytes,
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
                 date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                kv_cache=caches[name],
+                by_position=result.by_position,
             )
         )
     return evaluations

@@ -106,6 +106,11 @@ class Verdict:
             ("KL divergence (nats)", "", f"{after.divergence:.4f}", ""),
             ("agrees on the token", "", f"{after.agreement:.1%}", ""),
         ]
+        for positions, (perplexity, _) in (before.by_position or {}).items():
+            changed, divergence = (after.by_position or {})[positions]
+            cells = f"{perplexity:.3f}", f"{changed:.3f}", f"{changed / perplexity - 1:+.2%}"
+            rows.append((f"perplexity, tokens {positions}", *cells))
+            rows.append((f"KL, tokens {positions}", "", f"{divergence:.4f}", ""))
         if before.accuracy is not None and after.accuracy is not None:
             gained = f"{100 * (after.accuracy - before.accuracy):+.1f} points"
             rows.append(("choices correct", f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", gained))
@@ -118,6 +123,9 @@ class Verdict:
             _bytes_row("size on disk", before.disk_bytes, after.disk_bytes),
             _bytes_row("weights in memory", before.weight_bytes, after.weight_bytes),
         ]
+        if before.kv_cache or after.kv_cache:
+            caches = before.kv_cache or "unquantized", after.kv_cache or "unquantized"
+            rows.insert(1, ("KV cache", *caches, ""))
         if before.peak_bytes and after.peak_bytes:
             rows.append(_bytes_row("peak while decoding", before.peak_bytes, after.peak_bytes))
         if before.tokens_per_second and after.tokens_per_second:

@@ -28,6 +28,7 @@ from torch import Tensor
 from warpbus.errors import CheckpointError, SchemeError, TensorError
 from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.fp4 import describe_fp4, fp4_from_tensors, fp4_to_tensors
+from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.reading import (
     matrix_shape,
     read_scales,
@@ -130,6 +131,7 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
     quantization = section(config)
     require(quantization, _WHERE, "quant_method", (_METHOD,))
     check_section(quantization)
+    read_kv_cache_scheme(config)
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise unreadable(f"{_WHERE}.config_groups", groups, "at least one group")
@@ -153,7 +155,7 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
 def check_section(quantization: dict[str, Any]) -> None:
     """Check what `quantization_config` says besides its groups. Raises CheckpointError if it is not supported."""
     require(quantization, _WHERE, "quantization_status", ("compressed", None))
-    for key in ("kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"):
+    for key in ("sparsity_config", "moe_sparsity_config", "transform_config"):
         found = quantization.get(key)
         if found and not (isinstance(found, dict) and found.get("format") == "dense"):
             raise unreadable(f"{_WHERE}.{key}", found, "absent")

@@ -25,6 +25,7 @@ from torch import Tensor
 from warpbus.errors import TensorError
 from warpbus.formats import compressed_tensors
 from warpbus.formats.checkpoint import Checkpoint, StoredTensor
+from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.reading import require, unreadable
 from warpbus.formats.safetensors_io import raw_bytes
 
@@ -81,7 +82,11 @@ def fp8_storage(config: dict[str, Any]) -> Fp8 | None:
         if (other.suffix, other.block) != (first.suffix, first.block):
             where = f"{_WHERE}.config_groups.{name}.weights.strategy"
             raise unreadable(where, groups[name]["weights"].get("strategy"), "the same as in the other groups")
-    return Fp8(first.suffix, first.block, all(each.is_scheme for each in stored.values()))
+    found = Fp8(first.suffix, first.block, all(each.is_scheme for each in stored.values()))
+    if read_kv_cache_scheme(config) is not None and not found.is_scheme:
+        where = f"{_WHERE}.kv_cache_scheme"
+        raise unreadable(where, quantization["kv_cache_scheme"], "absent from a model that is dequantized")
+    return found
 
 
 def dequantized(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Checkpoint:

@@ -13,6 +13,7 @@ from warpbus.formats.dequantizing import dequantized, dequantized_matrices
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.gguf.view import directory_of
+from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.layout import WRITABLE
 from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
 from warpbus.models.config import ModelConfig
@@ -138,6 +139,14 @@ class ConversionPlan:
         matrices = ["head", *(f"layers.{index}.{matrix.name}" for index, matrix in self.config.matrices)]
         names = [name.removesuffix(".weight") for matrix in matrices for name in tensors[f"{matrix}.weight"]]
         return [name for name in names if name not in self.schemes]
+
+
+def refuse_kv_scales(model: Path, to: str) -> None:
+    """Raises UsageError if a model has scales of its KV cache, which only the format it has can hold."""
+    if model.is_dir() and read_kv_cache_scheme(Checkpoint(model, weights=False).config) is not None:
+        raise UsageError(
+            f"{model}: has scales of a KV cache, which --to {to} has no place for: quantize the original to that format"
+        )
 
 
 def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> ConversionPlan:

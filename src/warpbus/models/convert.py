@@ -14,7 +14,7 @@ from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.safetensors_io import raw_bytes
-from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare
+from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare, refuse_kv_scales
 from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
 from warpbus.models.fp8_blocks import write_fp8_blocks
 from warpbus.models.gguf.export import TARGETS, GGUFExport, export_gguf
@@ -104,6 +104,7 @@ def convert(
         TensorError: a tensor is missing, has the wrong shape or type, or values that overflow the target's dtype.
         StorageError: the output exists, cannot be written, or differs from what was written when it is read back.
     """
+    refuse_kv_scales(Path(model), to)
     if to in TARGETS:
         if pad_ffn != "none":
             raise UsageError(f"--pad-ffn {pad_ffn}: an FFN is not widened in GGUF: drop it")

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from warpbus.dist import Group
 from warpbus.models.config import ModelConfig, RopeConfig
+from warpbus.models.kv_scales import KVScales
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec, MoESpec
 from warpbus.models.layers import (
@@ -182,12 +183,14 @@ class Decoder(nn.Module):
         config: the shape of this decoder, which may be one part of a sharded model.
         layers: those of `ModelConfig.all_layers`.
         group: the processes that share the model (`warpbus.models.parallel`); None if it is not sharded.
+        kv_scales: those that the checkpoint has for an 8-bit KV cache. A forward pass does not use them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.group: Group | None = None
+        self.kv_scales: KVScales | None = None
         self.rotary = Rotary(config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(make_layer(spec, config.rope) for spec in config.all_layers)

@@ -13,6 +13,7 @@ from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.kv_cache import scale_names
 from warpbus.formats.layout import Layout, layout_of
 from warpbus.formats.reordered import dequantized_reordered
 from warpbus.kernels.ops.packed import PackedWeight
@@ -20,6 +21,7 @@ from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
+from warpbus.models.kv_scales import attention_prefix, kv_cache_scheme, load_kv_scales
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
@@ -203,6 +205,7 @@ def load_model(
         else:
             rounded = round_onto(tied, head, device, dtype)
             model.add_module("head", QuantizedLinear(rounded, dtype=dtype, int8_activations=int8_activations))
+    model.kv_scales = load_kv_scales(checkpoint, config, None if part is None else part.kv_heads)
     if part is not None and group is not None:
         part.join(model, group)
     if torch.device(device).type == "cuda":
@@ -316,6 +319,9 @@ class _Source:
         expected = {name for parameter in self.tensors for name in self.files_names(parameter)}
         if self.config.tie_embeddings:
             expected.add(self.tied_head_name)
+        if self.layout is not None and kv_cache_scheme(self.checkpoint, self.config) is not None:
+            for index in range(len(self.config.all_layers)):
+                expected.update(scale_names(attention_prefix(self.config, index)).values())
         extras = [name for name in self.checkpoint.names() if name not in expected]
         ignores = BY_NAME[self.config.family].ignores
         extras = [

@@ -167,6 +167,11 @@ class Part:
         attention = self.whole.attention
         return self.spans(Axis("kv_heads", attention.num_kv_heads, attention.head_dim))
 
+    @property
+    def kv_heads(self) -> tuple[int, ...]:
+        """The numbers of the KV heads that this part holds, in their order."""
+        return tuple(self._kv_heads)
+
     def spans(self, axis: Axis) -> Spans:
         """The rows or columns of an axis that this part holds."""
         if axis.name == "heads":

@@ -19,6 +19,7 @@ from warpbus.dist.watchdog import check_limit
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import FinishedParts, discard_parts
 from warpbus.formats.hub import find_model
+from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.models import check_loadable
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
@@ -29,7 +30,7 @@ from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
 from warpbus.quantization.options import QuantizationOptions
-from warpbus.quantization.preflight import Plan, check_head, prepare
+from warpbus.quantization.preflight import Plan, check_head, check_kv_cache, prepare
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
@@ -63,8 +64,10 @@ def quantize(
     algorithm: str = "gptq",
     layout: str = QuantizationOptions.layout,
     head: str | Scheme | None = QuantizationOptions.head,
+    kv_cache: str | None = QuantizationOptions.kv_cache,
     calibration: str | Path | Calibration | None = None,
-    samples: int = QuantizationOptions.samples,
+    samples: int | None = QuantizationOptions.samples,
+    tokens: int | None = QuantizationOptions.tokens,
     seqlen: int = QuantizationOptions.seqlen,
     seed: int = QuantizationOptions.seed,
     device: str | torch.device = QuantizationOptions.device,
@@ -95,9 +98,14 @@ def quantize(
         layout: the format to write, see `formats.layout_named`.
         head: a scheme of 16-bit activations that the head is rounded to, "w8a16-g128" for instance; None to keep it.
             A model that uses its embedding as the head gets a head besides it. Only in compressed-tensors.
+        kv_cache: calibrate scales for an 8-bit KV cache, in the quantized model, and write them beside the layers:
+            "fp8" or "int8" with one scale for the keys of a layer and one for its values; "fp8-head" or "int8-head"
+            with one per KV head. Only in compressed-tensors, and not by rtn.
         calibration: see `read_calibration`, or sequences that are tokens already; by default the packaged
             `GENERAL_TEXTS`. rtn does not look at it.
         samples: sequences to calibrate on, at most.
+        tokens: calibrate on sequences that have so many tokens together. Without both, it is 262,144 tokens or what the
+            file has, in at most 4,096 sequences.
         seqlen: tokens of a sequence, at most; the model's context is a limit too.
         seed: of the draw of the sequences.
         device: "auto" (GPUs, else the CPU), "cpu", "cuda" (GPUs) or "cuda:N" (that one alone). The CPU computes in
@@ -136,7 +144,9 @@ def quantize(
     options = QuantizationOptions(
         layout=layout,
         head=None if head is None else str(head),
+        kv_cache=kv_cache,
         samples=samples,
+        tokens=tokens,
         seqlen=seqlen,
         device=str(device),
         gpus=gpus,
@@ -156,7 +166,8 @@ def quantize(
         crew = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
     # The other processes start while this one looks at the model.
     with crew as run:
-        plan = prepare(Path(model), Path(output), schemes, layout, head=head)
+        cached = None if kv_cache is None else KVCacheScheme.parse(kv_cache)
+        plan = prepare(Path(model), Path(output), schemes, layout, head=head, kv_cache=cached)
         if not suits(algorithm, plan.config):
             raise UsageError(
                 f"{algorithm} moves factors of a matrix' inputs into what precedes it, and the blocks of {model} "
@@ -164,7 +175,7 @@ def quantize(
             )
         data = None
         if algorithm in METHODS:
-            data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
+            data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
         state.matrices = len(plan.matrices)
         job = Job(
             model=Path(model),
@@ -174,12 +185,13 @@ def quantize(
             algorithm=algorithm,
             data=data,
             head=head,
+            kv_cache=cached,
             damping=damping,
             overwrite=overwrite,
             restart=restart,
             expected_bytes=plan.bytes_after,
             identity=_identity(plan, algorithm, data, devices[0].type, damping),
-            settings=_settings(data, calibration, samples, seqlen, seed, damping) | dict(remarks or {}),
+            settings=_settings(plan, data, calibration, seqlen, seed, damping) | dict(remarks or {}),
             model_hash=model_hash(plan.checkpoint),
             started=started,
         )
@@ -213,9 +225,12 @@ def check_arguments(
         check_head(Scheme.parse(options.head), options.layout)
         if any(each.element is not None for each in schemes.distinct()):
             raise UsageError(f"--head {options.head}: not beside layers in FP4, with which no program reads it")
-    for name in ("samples", "seqlen"):
+    if options.kv_cache is not None:
+        cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS
+        check_kv_cache(cached, schemes, options.layout, calibrated=calibrated)
+    for name in ("samples", "tokens", "seqlen"):
         value, least = getattr(options, name), options.least[name]
-        if value < least:
+        if value is not None and value < least:
             raise UsageError(f"{name} is {value}: it has to be at least {least}")
     if not options.least["damping"] <= options.damping < float("inf"):
         raise UsageError(f"damping is {options.damping}: it has to be a number from 0 up, 0.01 for instance")
@@ -350,7 +365,9 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
     return numbers
 
 
-def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
+def read_data(
+    plan: Plan, source: str | Path | Calibration, seqlen: int, seed: int, samples: int | None, tokens: int | None
+) -> Calibration:
     """What a model is calibrated on, arguments as of `quantize`.
 
     Raises:
@@ -367,7 +384,7 @@ def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen
         return source
     tokenizer = load_tokenizer(directory)
     template = find_template(directory, plan.checkpoint.config, tokenizer)
-    data = read_calibration(Path(source), tokenizer, template, samples=samples, seqlen=seqlen, seed=seed)
+    data = read_calibration(Path(source), tokenizer, template, seqlen=seqlen, seed=seed, samples=samples, tokens=tokens)
     largest = max(map(max, data.sequences))
     if largest >= size:
         raise CheckpointError(
@@ -379,7 +396,7 @@ def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen
 
 def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, damping: float) -> dict[str, object]:
     """All that decides the result of a run but the weights, whose hashes the finished parts have: see `sources`."""
-    return {
+    found: dict[str, object] = {
         "config.json": plan.checkpoint.config,
         "scheme": plan.schemes.to_json(),
         "algorithm": algorithm,
@@ -391,20 +408,22 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
         "warpbus": warpbus.__version__,
         "torch": torch.__version__,
     }
+    return found if plan.kv_cache is None else found | {"KV cache": str(plan.kv_cache)}
 
 
 def _settings(
+    plan: Plan,
     data: Calibration | None,
     calibration: str | Path | Calibration,
-    samples: int,
     seqlen: int,
     seed: int,
     damping: float,
 ) -> dict[str, Any]:
-    """What the report says of the calibration."""
+    """What the report says of the calibration; `samples` of it draws the same sequences again."""
     if data is None:
         return {}
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
     if calibration == GENERAL_TEXTS:
         given = "packaged general texts"
-    return {"calibration": given, "samples": samples, "seqlen": seqlen, "seed": seed, "damping": damping}
+    found = {"calibration": given, "samples": len(data.sequences), "seqlen": seqlen, "seed": seed, "damping": damping}
+    return found if plan.kv_cache is None else found | {"kv_cache": str(plan.kv_cache)}

@@ -27,6 +27,7 @@ from warpbus.dist import Group
 from warpbus.dist.outcome import Send
 from warpbus.errors import CheckpointError, DeviceError, StorageError, WarpbusError
 from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
+from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import ELEMENTS, gpu_has_kernels
 from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer
@@ -52,6 +53,7 @@ from warpbus.quantization.written import (
     kept_end_parts,
     kept_parameters,
     kept_tensors,
+    kv_scale_tensors,
     layer_part,
     stored_tensors,
     written_config,
@@ -79,6 +81,7 @@ class Job:
         algorithm: one of `METHODS`, or "rtn".
         data: what it is calibrated on; `None` where there is nothing to calibrate.
         head: what the head is rounded to; None to keep it.
+        kv_cache: what scales of the KV cache are calibrated for; None for none.
         damping: see `algorithms.factored`.
         overwrite: replace a model at `output`.
         restart: remove what an earlier run has finished.
@@ -96,6 +99,7 @@ class Job:
     algorithm: str
     data: Calibration | None
     head: Scheme | None
+    kv_cache: KVCacheScheme | None
     damping: float
     overwrite: bool
     restart: bool
@@ -280,6 +284,7 @@ class _QuantizationRun:
                 scale_dtype=self.plan.scale_dtype,
                 damping=self.job.damping,
                 tell=self._tell,
+                watch_kv=plan.kv_cache is not None,
             )
             if index in self.finished:
                 through.skip(partial(self._restore, index, layer))
@@ -295,6 +300,7 @@ class _QuantizationRun:
         tensors = kept_tensors(self.plan, index, done.changed)
         for linear, matrix in self.plan.layer(index).items():
             tensors |= stored_tensors(self.plan, matrix, done.quantized[linear])
+        tensors |= kv_scale_tensors(self.plan, index, done.largest_kv)
         self._commit_layer(index, tensors, done.results)
 
     def _commit_layer(self, index: int, tensors: Mapping[str, Tensor], results: Sequence[LayerResult]) -> None:
@@ -453,7 +459,7 @@ def check_gpu(device: torch.device) -> None:
 def _planned(group: Group, job: Job) -> Plan:
     """The plan as the starting process made it, if this one sees the same model."""
     try:
-        plan = prepare(job.model, job.output, job.schemes, job.layout, head=job.head)
+        plan = prepare(job.model, job.output, job.schemes, job.layout, head=job.head, kv_cache=job.kv_cache)
     except CheckpointError as error:
         raise CheckpointError(f"process {group.rank} on {socket.gethostname()}: {error}") from error
     check_model(plan.checkpoint, job.model_hash)

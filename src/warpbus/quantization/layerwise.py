@@ -21,11 +21,13 @@ from torch.nn import functional as F
 
 from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer
+from warpbus.models.layer_spec import AttentionSpec
 from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
 from warpbus.quantization.algorithms.factored import stacked
 from warpbus.quantization.algorithms.weights import relative
 from warpbus.quantization.folding import divide_preceding, fold_shared
+from warpbus.quantization.kv_range import KVRange
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
@@ -67,12 +69,15 @@ class LayerQuantization:
         scale_dtype: of their scales.
         damping: see `algorithms.factored`.
         tell: called with the result of each matrix.
+        watch_kv: find `largest_kv`.
 
     Attributes:
         matrices: what is to be quantized, by their names in the layer.
         quantized: the matrices that are done, by their names in the layer.
         changed: the parameters of the layer that were folded into and are not quantized, by their names.
         results: of the matrices that are done.
+        largest_kv: the largest magnitudes of the keys and of the values of all tokens, float32 `[kv_heads]` each, in
+            the quantized layer; None unless asked for.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class LayerQuantization:
         scale_dtype: torch.dtype = torch.float32,
         damping: float = 0.01,
         tell: Callable[[LayerResult], None] = lambda result: None,
+        watch_kv: bool = False,
     ) -> None:
         self.layer = layer
         self.group = group
@@ -98,12 +104,14 @@ class LayerQuantization:
         self.quantized: dict[str, QTensor] = {}
         self.changed: dict[str, Tensor] = {}
         self.results: list[LayerResult] = []
+        self.largest_kv: tuple[Tensor, Tensor] | None = None
         self._index = index
         self._states = states
         self._needed = needed
         self._keep = keep
         self.matrices = matrices or {}
         self._tell = tell
+        self._watch_kv = watch_kv
         self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
         self._routed: list[int] = []  # calibration tokens per expert
@@ -340,11 +348,26 @@ class LayerQuantization:
         statistics = collector.total()
         self.watch.lap("communication")
         changed = self._solve(stage, statistics, solve)
+        if self._watch_kv and sublayer == "attention":
+            # Of the layer as it is going to be: factors may have been folded into the values.
+            self.largest_kv = self._find_largest_kv(stage)
         for index, state in enumerate(self._states):
             found, kept[index] = kept[index], None  # given back as soon as it is used
             if found is None or changed:
                 found = self._entering(layer, stage, state.x, state)
             state.x = layer.leave(sublayer, state.x, found)
+
+    def _find_largest_kv(self, stage: str) -> tuple[Tensor, Tensor]:
+        """See `largest_kv`; the same whatever the number of processes."""
+        attention = self.layer.spec.attention
+        assert isinstance(attention, AttentionSpec)
+        largest = torch.zeros(2, attention.num_kv_heads, device=self.group.device)
+        for state in self._states:
+            looking = KVRange(state.tokens)
+            self.layer.enter(stage, state.x, self._index, state.positions, state.angles, looking)
+            largest = torch.maximum(largest, looking.largest)
+        keys, values = self.group.gather(largest[None]).amax(0)
+        return keys, values
 
     def _fold_before(self, stage: str, fold_norm: FoldNorm) -> None:
         """Fold into the norm before a stage, once, if several parameters read it."""

@@ -42,7 +42,8 @@ def mixed_schemes(
     *,
     calibration: str | Path | Calibration,
     layout: str = "compressed-tensors",
-    samples: int = 128,
+    samples: int | None = None,
+    tokens: int | None = None,
     seqlen: int = 2048,
     seed: int = 0,
     device: str | torch.device = "auto",
@@ -54,7 +55,7 @@ def mixed_schemes(
         model: a model directory, not quantized.
         bits: that a weight may take on average, scales included; embedding and head, which stay as they are, do not
             count.
-        calibration, samples, seqlen, seed: as `quantize` is going to be called; the pass takes fewer sequences.
+        calibration, samples, tokens, seqlen, seed: as `quantize` is going to be called; the pass takes fewer sequences.
         layout: the format to write.
         device: a single one.
         progress: called with the layers that are done, and all.
@@ -78,7 +79,7 @@ def mixed_schemes(
             f"bits is {bits}: expected from {min(sizes):.3f} to {max(sizes):.3f} bits per weight, scales included, "
             f"as {plans[0].schemes} and {plans[-1].schemes} take"
         )
-    data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
+    data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}
     last = len(plan.config.all_layers) - 1

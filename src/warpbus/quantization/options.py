@@ -11,11 +11,15 @@ class QuantizationOptions:
 
     Attributes:
         least: the lower limits of numbers.
+        default_tokens, most_sequences: what is drawn where neither `samples` nor `tokens` is given: sequences until
+            they have so many tokens, and no more than so many.
     """
 
     layout: str = "compressed-tensors"
     head: str | None = None
-    samples: int = 128
+    kv_cache: str | None = None
+    samples: int | None = None
+    tokens: int | None = None
     seqlen: int = 2048
     seed: int = 0
     device: str = "auto"
@@ -27,4 +31,6 @@ class QuantizationOptions:
     restart: bool = False
     rank_timeout: float = 300.0
 
-    least: ClassVar[Mapping[str, int]] = {"samples": 1, "seqlen": 1, "damping": 0}
+    least: ClassVar[Mapping[str, int]] = {"samples": 1, "tokens": 1, "seqlen": 1, "damping": 0}
+    default_tokens: ClassVar[int] = 262_144
+    most_sequences: ClassVar[int] = 4096

@@ -10,13 +10,15 @@ from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.models import ModelConfig, MoESpec, TensorMap, read_config, tensor_map
 from warpbus.models.families import BY_NAME
+from warpbus.models.layer_spec import AttentionSpec
 from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
 
-_HEAD_LAYOUT = "compressed-tensors"  # the only format in which a head has a scheme of its own
+_HEAD_LAYOUT = "compressed-tensors"  # the only format with quantized heads and scales of a KV cache
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -84,6 +86,7 @@ class Plan:
         layout: the format in which they are written.
         matrices: what is quantized of the layers, in the order of the computation.
         head: the head if it is quantized, else None.
+        kv_cache: what scales of the KV cache are calibrated for; None for none.
         ends: the names of the tensors outside of the layers, which stay as they are.
         kept: of each layer, the names of its tensors that are not quantized.
         companions: the files that come along.
@@ -101,6 +104,7 @@ class Plan:
     layout: WritableLayout
     matrices: tuple[Matrix, ...]
     head: Head | None
+    kv_cache: KVCacheScheme | None
     ends: tuple[str, ...]
     kept: tuple[tuple[str, ...], ...]
     companions: tuple[Path, ...]
@@ -133,6 +137,7 @@ def prepare(
     layout: str = "compressed-tensors",
     *,
     head: Scheme | None = None,
+    kv_cache: KVCacheScheme | None = None,
 ) -> Plan:
     """Look at everything that does not need the weights themselves.
 
@@ -142,13 +147,14 @@ def prepare(
         schemes: of all matrices, or of each.
         layout: the name of the format to write, see `formats.layout_named`.
         head: of the head; None to keep it.
+        kv_cache: of the KV cache; None for no scales.
 
     Raises:
         CheckpointError: if the source cannot be read or is quantized already, except to FP8.
         TensorError: if a matrix is missing, or has not the shape that config.json gives it, or no floating dtype.
         SchemeError: if the group size does not divide a matrix' columns, the format cannot hold it, or parts of one
             fused matrix have different schemes; the message names its tensor.
-        UsageError: if the output is the source.
+        UsageError: if the output is the source, or the model's KV cache cannot have such scales.
     """
     checkpoint = dequantized(Checkpoint(model))
     if output is not None and output.resolve() == model.resolve():
@@ -159,6 +165,8 @@ def prepare(
                 f"{model}: is quantized already (config.json has {key}): give the original checkpoint instead"
             )
     config = read_config(checkpoint, mtp="stored")
+    if kv_cache is not None and not isinstance(config.attention, AttentionSpec):
+        raise UsageError(f"--kv-cache {kv_cache}: {model} caches latents of all heads together: leave it out")
     schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
     chosen, tensors = layout_named(layout), tensor_map(config)
     matrices = tuple(_matrices(checkpoint, config, tensors, schemes))
@@ -196,6 +204,7 @@ def prepare(
         layout=chosen,
         matrices=matrices,
         head=rounded_head,
+        kv_cache=kv_cache,
         ends=ends,
         kept=kept,
         companions=companions,
@@ -211,6 +220,26 @@ def prepare(
             [*layers, *map(checkpoint.nbytes, ends), checkpoint.nbytes(rounded_head.source) if rounded_head else 0]
         ),
     )
+
+
+def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, layout: str, *, calibrated: bool) -> None:
+    """Refuse scales of a KV cache where they cannot be found, or not be stored.
+
+    Args:
+        scheme: of the cache.
+        schemes: of the layers.
+        layout: the name of the format to write.
+        calibrated: the algorithm looks at calibration data.
+
+    Raises:
+        UsageError: as said.
+    """
+    if not calibrated:
+        raise UsageError(f"--kv-cache {scheme}: its scales are calibrated, and rtn has no calibration data: use gptq")
+    if layout != _HEAD_LAYOUT:
+        raise UsageError(f"format {layout} holds no scales of a KV cache: use {_HEAD_LAYOUT}, or drop --kv-cache")
+    if any(each.element is not None for each in schemes.distinct()):
+        raise UsageError(f"--kv-cache {scheme}: not beside layers in FP4, with which Warpbus does not read it")
 
 
 def check_head(scheme: Scheme, layout: str) -> None:

@@ -4,6 +4,7 @@
 """
 
 import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from warpbus.models.documents import cut_text, parse_line, read_lines, read_text
 from warpbus.models.templates import Template
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.options import QuantizationOptions
 
 GENERAL_TEXTS = Path(__file__).parent / "data" / "general.jsonl"
 
@@ -20,7 +22,14 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
 def read_calibration(
-    path: Path, tokenizer: Tokenizer, template: Template | None, *, samples: int, seqlen: int, seed: int
+    path: Path,
+    tokenizer: Tokenizer,
+    template: Template | None,
+    *,
+    seqlen: int,
+    seed: int,
+    samples: int | None = None,
+    tokens: int | None = None,
 ) -> Calibration:
     """Read a file and draw sequences from it.
 
@@ -29,10 +38,13 @@ def read_calibration(
             `{"text": ...}`, or a conversation under `messages` or `conversations`.
         tokenizer, template: of the model; a model without a template takes no conversations, except those of
             `GENERAL_TEXTS`, which it gets as texts.
-        samples: how many sequences are drawn at most.
         seqlen: the longest sequence in tokens; longer lines are cut, and a conversation of ChatGLM-6B is passed over
             whose prompt alone is longer.
-        seed: of the draw. The same file, seed and numbers give the same sequences.
+        seed: of the draw. The same file, seed and numbers give the same sequences, and fewer of them are the first of
+            more.
+        samples: how many sequences are drawn at most.
+        tokens: no sequence is drawn once there are so many tokens. Without both, `QuantizationOptions.default_tokens`
+            and `most_sequences`.
 
     Raises:
         DataError: if the file is missing, is not text, holds nothing to use, or has a malformed line (named).
@@ -42,25 +54,47 @@ def read_calibration(
     if path.suffix == ".txt":
         pieces = [tuple(piece.ids) for piece in cut_text(read_text(path, tokenizer), tokenizer, seqlen, least=1)]
         random.Random(seed).shuffle(pieces)
-        return Calibration(tuple(pieces[:samples]))
+        return _drawn(pieces, samples, tokens)
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: calibration data has to be a .txt or a .jsonl: rename or convert it")
     # Every line is checked, also those that are not drawn; only those that are drawn are tokenized.
     records = [(where, _content(where, parse_line(where, line))) for where, line in read_lines(path)]
     random.Random(seed).shuffle(records)
-    sequences: list[tuple[int, ...]] = []
-    for where, content in records:
-        if len(sequences) == samples:
+    drawn = _drawn(_sequences(records, path, tokenizer, template, seqlen), samples, tokens)
+    if not drawn.sequences:
+        raise DataError(f'{path}: no usable line: expected lines such as {{"text": ...}} or {{"messages": [...]}}')
+    return drawn
+
+
+def _drawn(sequences: Iterable[tuple[int, ...]], samples: int | None, tokens: int | None) -> Calibration:
+    """The first sequences: see `read_calibration`."""
+    if samples is None and tokens is None:
+        samples, tokens = QuantizationOptions.most_sequences, QuantizationOptions.default_tokens
+    found: list[tuple[int, ...]] = []
+    total = 0
+    for sequence in sequences:
+        found.append(sequence)
+        total += len(sequence)
+        if len(found) == samples or (tokens is not None and total >= tokens):
             break
+    return Calibration(tuple(found))
+
+
+def _sequences(
+    records: Iterable[tuple[str, str | list[dict[str, str]]]],
+    path: Path,
+    tokenizer: Tokenizer,
+    template: Template | None,
+    seqlen: int,
+) -> Iterator[tuple[int, ...]]:
+    """The lines of a file as tokens, without those that cannot be used."""
+    for where, content in records:
         if template is None and path == GENERAL_TEXTS and not isinstance(content, str):
             content = "\n\n".join(message["content"] for message in content)
         ids = _encode(where, content, tokenizer, template)[:seqlen]
         # Of a model whose prompts end in special tokens, a prompt that was cut before them is no sequence it knows.
         if ids and set(tokenizer.prompt_suffix) <= set(ids):
-            sequences.append(tuple(ids))
-    if not sequences:
-        raise DataError(f'{path}: no usable line: expected lines such as {{"text": ...}} or {{"messages": [...]}}')
-    return Calibration(tuple(sequences))
+            yield tuple(ids)
 
 
 def _content(where: str, record: dict[str, Any]) -> str | list[dict[str, str]]:

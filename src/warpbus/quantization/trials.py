@@ -59,7 +59,8 @@ def try_candidates(
     scheme: Scheme | None = None,
     algorithm: str | None = None,
     layout: str = "compressed-tensors",
-    samples: int = 128,
+    samples: int | None = None,
+    tokens: int | None = None,
     seqlen: int = 2048,
     seed: int = 0,
     device: str | torch.device = "auto",
@@ -70,8 +71,8 @@ def try_candidates(
 
     Args:
         model: a model directory, not quantized.
-        calibration, samples, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on some of
-            the sequences, see `split`.
+        calibration, samples, tokens, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on
+            some of the sequences, see `split`.
         goal: one of `recommend.GOALS`.
         memory: bytes that running the model may take; `None`: any.
         running: says what that takes; without it, what the model takes on the disk.
@@ -91,7 +92,7 @@ def try_candidates(
     place = resolve_device(device)
     tried = _plans(Path(model), scheme, algorithm, layout, place)
     first = next(iter(tried.values()))
-    data = read_data(first, calibration, samples, min(seqlen, first.config.max_context), seed)
+    data = read_data(first, calibration, min(seqlen, first.config.max_context), seed, samples, tokens)
     trying = _Trying(data, place, default_dtype(place, first.dtype), damping)
     sampled = sample_layers(first.config.num_layers)
     found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}

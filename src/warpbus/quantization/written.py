@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from warpbus.formats import FinishedParts
+from warpbus.models.kv_scales import attention_prefix
 from warpbus.models.loading import part_rows
 from warpbus.models.row_order import in_file_order
 from warpbus.qtensor import QTensor
+from warpbus.quantization.kv_range import scales_of
 from warpbus.quantization.preflight import Matrix, Plan
 
 # Bytes of a part that holds tensors from outside of the layers. Embedding and head are parts of their own: what is
@@ -72,6 +74,13 @@ def kept_tensors(plan: Plan, index: int, changed: Mapping[str, Tensor]) -> dict[
     return tensors
 
 
+def kv_scale_tensors(plan: Plan, index: int, largest: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """The scales of a layer's KV cache as tensors of the checkpoint; none if none are asked for."""
+    if plan.kv_cache is None or largest is None:
+        return {}
+    return plan.kv_cache.to_tensors(attention_prefix(plan.config, index), *scales_of(plan.kv_cache, largest))
+
+
 def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Tensor]:
     """A quantized matrix as the tensors of the checkpoint.
 
@@ -97,7 +106,8 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         schemes[plan.head.name.removesuffix(".weight")] = plan.head.scheme
     distinct = {*schemes.values()}
     only = distinct.pop() if len(distinct) == 1 and plan.head is None else schemes
-    return plan.layout.quantization_config(only, plan.unquantized)
+    found = plan.layout.quantization_config(only, plan.unquantized)
+    return found if plan.kv_cache is None else found | {"kv_cache_scheme": plan.kv_cache.to_json()}
 
 
 def written_config(plan: Plan) -> dict[str, Any]:

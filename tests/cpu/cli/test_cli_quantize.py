@@ -87,7 +87,7 @@ def test_an_output_is_replaced_only_when_asked(model, tmp_path):
 
 
 def test_numbers_out_of_range_are_refused(model, tmp_path):
-    for flags in (("--samples", "0"), ("--seqlen", "0"), ("--damping", "-1")):
+    for flags in (("--samples", "0"), ("--tokens", "0"), ("--seqlen", "0"), ("--damping", "-1")):
         found = invoke(model, tmp_path / "out", *flags)
         assert found.exit_code == 2
         assert flags[0] in found.stderr

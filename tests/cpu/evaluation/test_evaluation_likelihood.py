@@ -54,6 +54,27 @@ def slowly(model: Decoder, reference: Decoder, documents: list[Document]) -> tup
     return float(torch.tensor(nll / tokens).exp()), divergence / tokens, agreements / tokens, tokens
 
 
+def test_scores_by_the_number_of_tokens_before(models: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likelihood, "_RANGES", (0, 4, 8, 30))
+    documents = random_documents(6, 12)
+    reference = models["first"]
+    found = score(models, documents)
+    for name, model in models.items():
+        by_position = found[name].by_position
+        assert by_position is not None
+        assert list(by_position) == ["0-3", "4-7", "8-29"]
+        for (start, end), (perplexity, divergence) in zip(((0, 4), (4, 8), (8, 30)), by_position.values(), strict=True):
+            cut = [
+                Document(each.ids, [answer and start <= at < end for at, answer in enumerate(each.answers)])
+                for each in documents
+            ]
+            expected = slowly(model, reference, cut)
+            assert perplexity == pytest.approx(expected[0], rel=1e-4)
+            assert divergence == pytest.approx(expected[1], rel=1e-3, abs=1e-6)
+    short = [document.cut(4) for document in documents]
+    assert score(models, short)["second"].by_position is None  # there is one range
+
+
 def test_scores_are_those_of_a_slow_computation(models: dict[str, Decoder]) -> None:
     documents = random_documents(7, 12)
     seen: list[tuple[int, int]] = []

@@ -260,3 +260,15 @@ def test_data_are_checked_before_a_long_job(tiny_model: Path, tmp_path: Path, da
         check_data(tiny_model, data=tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="expected 'messages'"):
         check_data(tiny_model, data=data, questions=data, limit=2)
+
+
+def test_the_cache_and_long_contexts_are_rows_of_their_own() -> None:
+    before = replace(BEFORE, by_position={"0-511": [21.0, 0.0], "512-2,047": [16.0, 0.0]})
+    after = replace(AFTER, kv_cache="fp8", by_position={"0-511": [21.5, 0.011], "512-2,047": [20.0, 0.02]})
+    quality, gains, _ = Verdict(before, after, DONE).sections()
+    rows = {row[0]: row[1:] for row in [*quality, *gains]}
+    assert rows["KV cache"] == ("unquantized", "fp8", "")
+    assert rows["perplexity, tokens 512-2,047"] == ("16.000", "20.000", "+25.00%")
+    assert rows["KL, tokens 512-2,047"] == ("", "0.0200", "")
+    plain = [row[0] for rows in Verdict(BEFORE, AFTER, DONE).sections() for row in rows]
+    assert not any("KV cache" in name or "tokens 0" in name for name in plain)

@@ -79,6 +79,24 @@ def test_codes_and_scales(code):
         assert (by_token(codes)[others()].float() == 7).all()
 
 
+@pytest.mark.parametrize("code", LARGEST)
+def test_fixed_scales(code):
+    """Codes are the nearest to the vector over its head's scale; what exceeds the largest code becomes it."""
+    qkv = random(5, (HEADS + 2 * KV_HEADS) * SIZE)
+    fixed = torch.tensor([0.004, 0.02]), torch.tensor([0.03, 0.001])  # heads whose codes are cut off
+    keys, values, *scales = cache(code)
+    _, k, v = rope_and_cache(
+        qkv, table(8), POSITIONS, SLOTS, keys, values, *scales, fixed, heads=HEADS, interleaved=True
+    )
+    for codes, scale, new, own in ((keys, scales[0], k, fixed[0]), (values, scales[1], v, fixed[1])):
+        assert torch.equal(by_token(scale)[SLOTS], own.expand(5, KV_HEADS))
+        ratios = (new / own[:, None]).clamp(-LARGEST[code], LARGEST[code])
+        expected = (ratios.round() if code == torch.int8 else ratios).to(code)
+        assert torch.equal(by_token(codes)[SLOTS].float(), expected.float())
+        assert (by_token(scale)[others()] == 9).all()
+    assert by_token(keys)[SLOTS, 0].float().abs().amax() == LARGEST[code]
+
+
 def test_nothing_to_rotate():
     keys, values, *_ = cache(torch.float32)
     none = (torch.empty(0, 128), table(8), POSITIONS[:0], SLOTS[:0])
@@ -117,12 +135,18 @@ def test_what_it_refuses():
     refused(r"key_scales does not go with a cache of torch\.float32: give None", **scales)
     refused(r"value_scales has shape", **codes, **(scales | {"value_scales": random(3, 2, 15)}))
     refused(r"keys is torch\.float16 with strides .* give torch\.float32", keys=keys.half())
+    fixed = torch.ones(2), torch.ones(2)
+    refused(r"fixed_scales do not go with a cache of torch\.float32: give None", fixed_scales=fixed)
+    coded = codes | {"key_scales": random(3, 2, 16), "value_scales": random(3, 2, 16)}
+    refused(r"fixed value scales has shape \[3\]", **coded, fixed_scales=(fixed[0], torch.ones(3)))
+    refused("fixed key scales is float64", **coded, fixed_scales=(fixed[0].double(), fixed[1]))
     refused("heads have 16 dimensions and table has 7 columns", table=table(8)[:, :7])
     refused("table is float16, expected float32", table=table(8).half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_registered_as_torch_wants(dtype):
-    arguments = (random(5, 128), table(8), POSITIONS, SLOTS, *cache(dtype), HEADS, False)
+    fixed = (torch.ones(2), torch.ones(2)) if dtype == torch.int8 else (None, None)
+    arguments = (random(5, 128), table(8), POSITIONS, SLOTS, *cache(dtype), *fixed, HEADS, False)
     checked = opcheck(torch.ops.warpbus.rope_and_cache.default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

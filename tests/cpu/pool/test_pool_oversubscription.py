@@ -9,7 +9,7 @@ from pool_brokers import GB, ask, why
 
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import PoolGpu
+from warpbus.pool.broker.leases import Limits, PoolGpu
 from warpbus.pool.broker.status import HostResidency, LeaseResidency, seen_by
 from warpbus.pool.daemon.remote_host import read_report, residency_value
 
@@ -95,3 +95,11 @@ def test_a_report_carries_it_between_machines() -> None:
     for wrong in ({"leases": {}}, {"leases": {"ab": {"state": 1}}, "limit": 1}, {"leases": [], "limit": 1}):
         with pytest.raises(UsageError):
             read_report({**report, "residency": wrong})
+
+
+def test_a_tenant_may_be_kept_from_preempting_others() -> None:
+    pool = Broker(limits={"ann": Limits(priority=0)})
+    pool.join("mill", [GPU], 0)
+    with pytest.raises(UsageError, match="tenant ann asks for priority 1, but may have 0 at most"):
+        ask(pool, 10, priority=1)
+    assert ask(pool, 10, priority=-1).state == ask(pool, 10, tenant="bob", priority=100).state == "placed"

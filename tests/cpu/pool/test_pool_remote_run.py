@@ -59,7 +59,8 @@ class FakeControl:
 
 
 def gpu(name: str, free: int, used: float = 0.0, state: str = "open") -> dict:
-    return {"name": name, "host": name[:-2], "free": free, "memory": 1000, "share_used": used, "state": state}
+    sizes = {"free": free, "memory": 1000, "share_used": used, "oversubscribe": 1.0}
+    return {"name": name, "host": name[:-2], "state": state, **sizes}
 
 
 @pytest.fixture
@@ -87,6 +88,15 @@ def test_by_default_all_that_is_free_of_the_emptiest_gpu(pool, tmp_path: Path, m
     assert found["PYTHONPATH"] == f"{tmp_path}:/elsewhere"
     assert found["WARPBUS_TENANT"] == "alice"
     assert not Path(found["WARPBUS_POOL_LEASES"]).parent.exists()
+
+
+def test_of_an_oversubscribed_gpu_no_more_than_it_has(pool, tmp_path: Path) -> None:
+    pool.gpus = [{**gpu("a/0", 1500, 0.5), "oversubscribe": 2.0}]
+    found = started(tmp_path)
+    assert (found["WARPBUS_POOL_MEMORY"], found["WARPBUS_POOL_SHARE"]) == ("1000", "1.0")
+    pool.gpus = [{**gpu("a/0", 300, 1.75), "oversubscribe": 2.0}]
+    found = started(tmp_path)
+    assert (found["WARPBUS_POOL_MEMORY"], found["WARPBUS_POOL_SHARE"]) == ("300", "0.25")
 
 
 def test_what_is_given(pool, tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ def test_a_failure_leaves_a_lease_where_it_was_and_is_not_repeated_at_once() -> 
     carried_out(pool, pool.plan(30.0), 30.0)
     assert pool.plan(30.0).back == [first]
     pool.failed(first, "the GPU has no room", 30.0)
-    assert (first.state, first.why, first.waiting) == ("swapped out", "the GPU has no room", 30.0)
+    assert (first.state, first.waiting) == ("swapped out", 30.0)
+    assert first.why == "another try, because the last one failed: the GPU has no room"
     assert not pool.plan(31.0).back
     assert pool.plan(36.0).back == [first]
 

@@ -1,21 +1,27 @@
 """A daemon whose GPU is oversubscribed, with real tenants' processes: who is resident, moves, faults, the status."""
 
+import asyncio
 import json
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 import torch
 from pool_daemons import entry, serving, until
 
-from warpbus.errors import LeaseLostError, UsageError
+from warpbus.errors import ConnectionLostError, LeaseLostError, UsageError
+from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.client.connection import Connection
+from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.options import PoolOptions
+from warpbus.pool.daemon.residency import Residence
 from warpbus.pool.daemon.sharing import SharedGpus
+from warpbus.pool.daemon.swaps import Swapper
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import Writer, call_prefix, layout
 from warpbus.pool.protocol.signature import Input, Same, Signature
@@ -216,8 +222,12 @@ def test_host_memory_that_is_full_is_told_and_waited_for(first, second, served, 
     limit, residency.limit = residency.limit, residency.swapped  # as if others had the rest
     try:
         first.count()
-        facts = until(lambda: (found := entry(control, first.granted)["residency"])["why"].startswith("host") and found)
-        assert "host memory is full: 8.4 MB have to be swapped out to make room on mill/0" in facts["why"]
+        facts = until(
+            lambda: (found := entry(control, first.granted)["residency"])["why"].startswith("room in host") and found
+        )
+        assert (
+            "room in host memory, which is full: 8.4 MB have to be swapped out to make room on mill/0" in facts["why"]
+        )
         assert facts["waits"] > 0
         until(lambda: first.connection.watch() or first.connection.swaps.waits_for == facts["why"])
         second.check()  # nothing happened to it
@@ -266,3 +276,38 @@ def test_more_than_host_memory_can_take_is_not_promised():
     with pytest.raises(UsageError, match=r"promises 100.0 MB more than there is, and --swap-memory 10MB is 10.0 MB"):
         SharedGpus(PoolOptions(oversubscribe=2.0, cpu_memory="100MB", swap_memory="10MB"))
     assert SharedGpus(PoolOptions(cpu_memory="100MB", swap_memory="10MB")).swap_limit == 0
+
+
+def test_a_process_that_was_given_up_on_and_went_out_after_all_comes_back():
+    done = []
+
+    async def work(tenant, operation, arguments, end):
+        done.append((operation, tenant.residence.lease))
+        if operation == "swap_out" and tenant is slow:
+            raise ConnectionLostError("it says nothing of its move for 120 s")
+        return {"seconds": 0.1, "bytes": 6}
+
+    async def say(tenant, operation, arguments):
+        pass
+
+    async def scenario():
+        gpu = PoolGpu("mill/0", "mill", 0, "H100", 10, (), 2.0)
+        swaps = Swapper([gpu], 10**9, 0.01, AuditLog(None), work, say)
+        for each in (slow, other):
+            await swaps.admit(each, now_needed=False)
+            swaps.started(each)
+        assert (slow.residence.state, other.residence.state) == ("resident", "swapped out")
+        swaps.wanted(other)
+        async with asyncio.timeout(60):
+            while ("swap_out", "slow") not in done:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            assert slow.residence.resident  # as far as is known
+            swaps.wanted(slow)  # its process says otherwise
+            while not (slow.residence.swaps and slow.residence.resident):
+                await asyncio.sleep(0.01)
+        await swaps.close()
+
+    slow, other = (SimpleNamespace(residence=Residence(name, "mill/0", 6, 0.5, used=6)) for name in ("slow", "other"))
+    asyncio.run(scenario())
+    assert done[-1] == ("swap_in", "slow")

@@ -17,9 +17,11 @@ def write(tmp_path, text, mode=0o600):
 
 
 def test_a_file_names_tenants_and_their_limits(tmp_path):
-    path = write(tmp_path, f"# who\n\n{A} ann memory=16GB share=0.5 leases=4\n{B} ops admin\n{C} page viewer\n")
+    path = write(
+        tmp_path, f"# who\n\n{A} ann memory=16GB share=0.5 leases=4 priority=-5\n{B} ops admin\n{C} page viewer\n"
+    )
     tokens = Tokens.read(path)
-    assert tokens.tenant(A) == Tenant("ann", limits=Limits(memory=16 * 10**9, share=0.5, leases=4))
+    assert tokens.tenant(A) == Tenant("ann", limits=Limits(memory=16 * 10**9, share=0.5, leases=4, priority=-5))
     assert tokens.tenant(B) == Tenant("ops", "admin")
     assert tokens.tenant(C) == Tenant("page", "viewer")
     assert [tokens.tenant(token).admin for token in (A, B, C)] == [False, True, False]
@@ -47,6 +49,7 @@ def test_without_tokens_everybody_is_local():
         (f"{A} ann share=-1", "'share=-1' is not understood"),
         (f"{A} ann share=nan", "'share=nan' is not understood"),
         (f"{A} ann leases=0", "'leases=0' is not understood"),
+        (f"{A} ann priority=101", "'priority=101' is not understood"),
         (f"{A} ann\n{A} bob", "line 2: an earlier line has the same token"),
         (f"{A} ann leases=1\n{B} ann leases=2", "line 2: ann has other limits"),
     ],

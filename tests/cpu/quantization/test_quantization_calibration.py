@@ -37,8 +37,8 @@ class Turns:
         return ids, [True] * len(ids)
 
 
-def read(path, *, template=None, samples=100, seqlen=100, seed=0):
-    found = read_calibration(path, Letters(), template or Turns(), samples=samples, seqlen=seqlen, seed=seed)
+def read(path, *, template=None, seqlen=100, seed=0, **numbers):
+    found = read_calibration(path, Letters(), template or Turns(), seqlen=seqlen, seed=seed, **numbers)
     return [Letters().decode(ids) for ids in found.sequences]
 
 
@@ -98,6 +98,29 @@ def test_the_seed_draws(tmp_path):
     assert len(set(first)) == 20
     assert first == read(path, samples=20)
     assert first != read(path, samples=20, seed=1)
+
+
+def test_a_number_of_tokens_is_drawn(tmp_path):
+    texts = [f"{index:03}" * (1 + index % 3) for index in range(100)]  # of 3, 6 and 9 tokens
+    path = write(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    drawn = read(path, tokens=60)
+    lengths = [len(text) for text in drawn]
+    assert sum(lengths[:-1]) < 60 <= sum(lengths)
+    assert drawn == read(path, samples=len(drawn))  # the report has this number, and it gives the same
+    assert drawn == read(path, samples=100)[: len(drawn)]
+    assert read(path, tokens=60, samples=3) == drawn[:3]
+    assert len(read(path, tokens=10**6)) == 100
+    (tmp_path / "a.txt").write_text("abcdefghij" * 10, encoding="utf-8")
+    assert len(read(tmp_path / "a.txt", seqlen=4, tokens=9)) == 3
+
+
+def test_without_a_number_long_texts_give_tokens_and_short_ones_sequences(tmp_path):
+    long = write(tmp_path / "long.jsonl", *[{"text": "x" * 2048}] * 200)
+    assert len(read(long, seqlen=2048)) == 128
+    assert len(read(long, seqlen=2048, samples=150)) == 150
+    short = write(tmp_path / "short.jsonl", *[{"text": "x" * 9}] * 4200)
+    assert len(read(short)) == 4096
+    assert len(read(short, tokens=10**6)) == 4200
 
 
 def test_empty_texts_are_passed_over(tmp_path):

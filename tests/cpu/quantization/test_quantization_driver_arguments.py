@@ -60,6 +60,7 @@ def refused(kind: type[WarpbusError], tmp_path: Path, model: Path, match: str, *
         (UsageError, {"algorithm": "smoothquant"}, r"smoothquant cannot quantize to w8a16: choose from gptq, awq, rtn"),
         (SchemeError, {"layout": "awq"}, r"model\.layers\.0\.self_attn\.q_proj\.weight.*4"),
         (UsageError, {"samples": 0}, r"samples is 0: it has to be at least 1"),
+        (UsageError, {"tokens": 0}, r"tokens is 0: it has to be at least 1"),
         (UsageError, {"seqlen": -3}, r"seqlen is -3: it has to be at least 1"),
         (UsageError, {"damping": -1.0}, r"damping is -1"),
         (UsageError, {"damping": float("nan")}, r"damping is nan"),

@@ -19,7 +19,10 @@ from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import StepExecutor
 from warpbus.errors import NumericError
+from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import workspace
+from warpbus.models.kv_scales import KVScales
+from warpbus.models.layers import CausalAttention
 from warpbus.qtensor import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -76,6 +79,38 @@ def test_caches_of_8_bits(model, kv_dtype, tolerance, speculation):
     engine = Engine(model, kv_dtype=kv_dtype, max_num_batched_tokens=64, speculation=speculation)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 30), strict=True):
         assert_best(model, prompt, answer, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("int8", 0.2), ("fp8", 0.7)])
+@pytest.mark.parametrize("speculation", [0, 3])
+def test_scales_of_the_checkpoint(dtype, tolerance, speculation):
+    """By default; single tokens, drafts and prompts are stored with them, in graphs too."""
+    model = model_of()
+    layers, largest = len(model.layers), {"int8": 127, "fp8": 448}[dtype]
+    found = [[torch.zeros(model.config.attention.num_kv_heads) for _ in range(layers)] for _ in range(2)]
+
+    def look(layer, *both):
+        for of_layers, x in zip(found, both, strict=True):
+            of_layers[layer] = torch.maximum(of_layers[layer], x.abs().amax((0, 1, 3)).float().cpu())
+        return both
+
+    context = CausalAttention()
+    context.stored = look
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            model.hidden(torch.tensor([prompt], device=GPU), context=context)
+    scales = [tuple(each / largest for each in of_layers) for of_layers in found]
+    model.kv_scales = KVScales(KVCacheScheme(dtype, per_head=True), *scales)
+    engine = Engine(model, max_num_batched_tokens=64, speculation=speculation)
+    assert engine.kv_kind == f"{dtype} with the checkpoint's scales"
+    for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 30), strict=True):
+        assert_best(model, prompt, answer, tolerance)
+    cache = engine._instance.cache
+    for layer, stored in enumerate(cache.layers):
+        for written, own in zip(stored[2:], cache.fixed_scales[layer], strict=True):
+            by_head = written[: cache.committed].transpose(0, 1).flatten(1)  # [kv_heads, tokens]
+            assert ((by_head == 0) | (by_head == own[:, None])).all()
+            assert (by_head != 0).any()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 17, 33])

@@ -120,6 +120,27 @@ def test_codes_and_scales(case, code, dtype):
             assert (by_token(codes)[others] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("case", CASES)
+def test_fixed_scales(case, code, dtype):
+    tokens, heads, kv_heads, size, rotary, interleaved, block = case
+    qkv, angles = random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype), table(rotary, 3 * tokens)
+    count = tokens // block + 2
+    fixed = tuple(torch.rand(kv_heads, device="cuda") * 0.02 + 0.005 for _ in range(2))  # some codes are cut off
+    keys, values, *scales = cache(code, count, kv_heads, block, size, 0)
+    positions, slots, others = places(tokens, count, block)
+    _, k, v = rope_and_cache(
+        qkv, angles, positions, slots, keys, values, *scales, fixed, heads=heads, interleaved=interleaved
+    )
+    for codes, scale, new, own in zip((keys, values), scales, (k, v), fixed, strict=True):
+        assert torch.equal(by_token(scale)[slots], own.expand(tokens, kv_heads))
+        expected, _ = quantize(new.cpu(), code, own.cpu())
+        assert torch.equal(by_token(codes)[slots].cpu(), expected.float())
+        assert (by_token(scale)[others] == 9).all()
+        assert (by_token(codes)[others] == 7).all()
+
+
 def test_every_e4m3_and_what_lies_between():
     every = torch.arange(127, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn).float()
     between = (every[1:] + every[:-1]) / 2

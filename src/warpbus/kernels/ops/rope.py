@@ -15,7 +15,8 @@ _KERNEL = per_dtype(
     "step/rope_and_cache.cu",
     "rope_and_cache",
     "const ELEMENT* qkv, const float* table, const int* positions, const long long* slots, ELEMENT* q, "
-    "ELEMENT* k, void* keys, void* values, float* key_scales, float* value_scales, long long key_block_stride, "
+    "ELEMENT* k, void* keys, void* values, float* key_scales, float* value_scales, const float* fixed_key_scales, "
+    "const float* fixed_value_scales, long long key_block_stride, "
     "long long key_head_stride, long long key_token_stride, long long value_block_stride, "
     "long long value_head_stride, long long value_token_stride, long long key_scale_block_stride, "
     "long long key_scale_head_stride, long long value_scale_block_stride, long long value_scale_head_stride, "
@@ -37,6 +38,7 @@ def rope_and_cache(
     values: Tensor,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    fixed_scales: tuple[Tensor, Tensor] | None = None,
     *,
     heads: int,
     interleaved: bool,
@@ -56,6 +58,8 @@ def rope_and_cache(
             two from 16 to 256; any strides, the last one 1. Written in place.
         key_scales, value_scales: for int8 and float8_e4m3fn, float32 `[blocks, kv_heads, B]`, the last stride 1:
             written with the largest magnitude of each head's vector / 127 or / 448. A vector of zeros gets 0.
+        fixed_scales: for int8 and float8_e4m3fn, the positive scales of keys and of values, float32 `[kv_heads]` each,
+            contiguous: written in place of those. What exceeds the largest code becomes it.
         heads: of the queries.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
 
@@ -66,8 +70,9 @@ def rope_and_cache(
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
     """
-    kv_heads = _check(qkv, table, positions, slots, keys, values, key_scales, value_scales, heads)
-    q, k = _rope_and_cache(qkv, table, positions, slots, keys, values, key_scales, value_scales, heads, interleaved)
+    kv_heads = _check(qkv, table, positions, slots, keys, values, key_scales, value_scales, fixed_scales, heads)
+    of_cache = keys, values, key_scales, value_scales, *(fixed_scales or (None, None))
+    q, k = _rope_and_cache(qkv, table, positions, slots, *of_cache, heads, interleaved)
     v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))[:, heads + kv_heads :]
     return q, k, v
 
@@ -81,6 +86,7 @@ def _check(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    fixed_scales: tuple[Tensor, Tensor] | None,
     heads: int,
 ) -> int:
     """The arguments fit each other; gives the number of heads of the keys."""
@@ -99,6 +105,14 @@ def _check(
         check_shape(name, {of: (tokens,)}, f"one for each of the {tokens} tokens of qkv", **{of: indices})
     check_indices(name, qkv.device, torch.int32, positions=positions)
     check_indices(name, qkv.device, torch.int64, slots=slots)
+    if fixed_scales is not None:
+        if key_scales is None:
+            raise TensorError(f"{name}: fixed_scales do not go with a cache of {keys.dtype}: give None")
+        for of, fixed in zip(("fixed key scales", "fixed value scales"), fixed_scales, strict=True):
+            check_shape(name, {of: (kv_heads,)}, "one for each KV head", **{of: fixed})
+            check_alike(name, (torch.float32,), **{of: fixed})
+            if fixed.device != qkv.device or not fixed.is_contiguous():
+                raise TensorError(f"{name}: {of} are on {fixed.device}: give contiguous ones on {qkv.device}")
     rotary = table.shape[1]
     if rotary > size or rotary % 2:
         raise TensorError(
@@ -117,16 +131,22 @@ def _launch(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    fixed_key_scales: Tensor | None,
+    fixed_value_scales: Tensor | None,
     heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
     _, kv_heads, block, size = keys.shape
     if size > _LARGEST_HEAD or not runs_on(architecture(qkv.device), "sm_80"):
         return reference.rope_and_cache(
-            qkv, table, positions, slots, keys, values, key_scales, value_scales, heads, interleaved
+            *(qkv, table, positions, slots, keys, values, key_scales, value_scales),
+            *(fixed_key_scales, fixed_value_scales, heads, interleaved),
         )
     qkv, table, positions, slots = qkv.contiguous(), table.contiguous(), positions.contiguous(), slots.contiguous()
-    q, k = _fake(qkv, table, positions, slots, keys, values, key_scales, value_scales, heads, interleaved)
+    q, k = _fake(
+        *(qkv, table, positions, slots, keys, values, key_scales, value_scales),
+        *(fixed_key_scales, fixed_value_scales, heads, interleaved),
+    )
     if qkv.numel() == 0:
         return q, k
     rotary = table.shape[1]
@@ -157,6 +177,8 @@ def _launch(
         values=values,
         key_scales=key_scales,
         value_scales=value_scales,
+        fixed_key_scales=fixed_key_scales,
+        fixed_value_scales=fixed_value_scales,
         key_block_stride=keys.stride(0),
         key_head_stride=keys.stride(1),
         key_token_stride=keys.stride(2),
@@ -190,6 +212,8 @@ def _fake(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    fixed_key_scales: Tensor | None,
+    fixed_value_scales: Tensor | None,
     heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -199,7 +223,8 @@ def _fake(
 
 _rope_and_cache = operator(
     "rope_and_cache(Tensor qkv, Tensor table, Tensor positions, Tensor slots, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved) -> (Tensor, Tensor)",
+    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor? fixed_key_scales, "
+    "Tensor? fixed_value_scales, int heads, bool interleaved) -> (Tensor, Tensor)",
     cuda=_launch,
     reference=reference.rope_and_cache,
     fake=_fake,

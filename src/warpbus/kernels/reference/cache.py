@@ -6,20 +6,27 @@ from torch import Tensor
 from warpbus.kernels.reference.grid import LARGEST, nearest_values
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of `x` `[..., head_dim]` in int8 or float8_e4m3fn, and float32 scales `[...]`: absmax / 127 or / 448."""
+def quantize(x: Tensor, dtype: torch.dtype, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of `x` `[..., head_dim]` in int8 or float8_e4m3fn, and float32 scales `[...]`: absmax / 127 or / 448.
+
+    With `fixed`, float32 `[kv_heads]` for the last but one dimension of `x`, these are the scales, and what exceeds the
+    largest code becomes it.
+    """
     wide = x.float()
-    scales = wide.abs().amax(-1) / LARGEST[dtype]
+    scales = wide.abs().amax(-1) / LARGEST[dtype] if fixed is None else fixed.expand(x.shape[:-1])
     ratios = (wide / scales[..., None]).masked_fill(scales[..., None] == 0, 0.0)
     return nearest_values(ratios, dtype), scales
 
 
-def write(new: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> None:
-    """Write a vector of each head `[t, kv_heads, d]` to each of `slots` `[t]`, as codes where there are scales."""
+def write(new: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None, fixed: Tensor | None = None) -> None:
+    """Write a vector of each head `[t, kv_heads, d]` to each of `slots` `[t]`, as codes where there are scales.
+
+    `fixed`: see `quantize`.
+    """
     size = cache.shape[2]
     blocks, offsets = slots // size, slots % size
     if scales is not None:
-        new, scales[blocks, :, offsets] = quantize(new, cache.dtype)
+        new, scales[blocks, :, offsets] = quantize(new, cache.dtype, fixed)
     _plain(cache)[blocks, :, offsets] = _plain(new)
 
 

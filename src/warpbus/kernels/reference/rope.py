@@ -30,6 +30,8 @@ def rope_and_cache(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    fixed_key_scales: Tensor | None,
+    fixed_value_scales: Tensor | None,
     heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -38,6 +40,6 @@ def rope_and_cache(
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
     angles = table.index_select(0, positions)
     q, k = (rotate(x, angles, interleaved) for x in (q, k))
-    write(k, slots, keys, key_scales)
-    write(v, slots, values, value_scales)
+    write(k, slots, keys, key_scales, fixed_key_scales)
+    write(v, slots, values, value_scales, fixed_value_scales)
     return q, k

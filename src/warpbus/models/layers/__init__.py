@@ -7,6 +7,7 @@ from warpbus.models.layers.attention import (
     BranchedAttention,
     CausalAttention,
     FusedAttention,
+    WholeAttention,
 )
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
@@ -35,6 +36,7 @@ __all__ = [
     "Router",
     "Routing",
     "Selection",
+    "WholeAttention",
     "coordinates",
     "make_norm",
     "project",

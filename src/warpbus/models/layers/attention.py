@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -19,6 +20,10 @@ from warpbus.models.layers.rope import rotate
 
 if TYPE_CHECKING:
     from warpbus.models.layers.latent_attention import LatentAttention
+
+
+Stored = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From a layer's index and its keys and values `[batch, tokens, kv_heads, head_dim]`, to keys and values."""
 
 
 class AttentionContext(Protocol):
@@ -81,6 +86,9 @@ class FusedAttention(ABC):
 class WholeAttention(ABC):
     """A context of whole sequences, which may attend to selected tokens only (see `IndexerSpec`)."""
 
+    stored: "Stored | None" = None
+    """Gives keys and values of a layer as a KV cache would; None: as they are."""
+
     _selected_btt: Tensor | None = None  # by the last layer with an indexer
 
     @abstractmethod
@@ -127,7 +135,8 @@ class CausalAttention(WholeAttention):
         self._extents: Extents | None = None
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del layer
+        if self.stored is not None:
+            k_bthd, v_bthd = self.stored(layer, k_bthd, v_bthd)
         # The variable-length kernel takes keys and values of one size.
         extents = self.extents(q_bthd) if q_bthd.shape[-1] == v_bthd.shape[-1] else None
         if extents is not None:
@@ -195,7 +204,8 @@ class BranchedAttention(WholeAttention):
         self._mask: Tensor | None = None
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del layer
+        if self.stored is not None:
+            k_bthd, v_bthd = self.stored(layer, k_bthd, v_bthd)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.visible(positions_bt)[:, None])
 
     def visible(self, positions_bt: Tensor) -> Tensor:

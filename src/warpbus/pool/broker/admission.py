@@ -75,6 +75,10 @@ def check_limits(ledger: Ledger, lease: Lease, limits: Mapping[str, Limits]) -> 
         UsageError: it would have more than its limits (or those of "*") allow; what is left of them is told.
     """
     own = limits.get(lease.tenant) or limits.get("*") or Limits()
+    if own.priority is not None and lease.priority > own.priority:
+        raise UsageError(
+            f"tenant {lease.tenant} asks for priority {lease.priority}, but may have {own.priority} at most: ask for it"
+        )
     living = [each for each in ledger.leases.values() if each.tenant == lease.tenant and each.id != lease.id]
     counted = [each.quota for each in living if each.state != "suspended"]
     memory = sum(quota.memory for quota in counted)

@@ -5,6 +5,9 @@ from typing import Literal
 
 from warpbus.pool.quota import Quota
 
+HIGHEST_PRIORITY = 100
+"""Priorities go from minus this to this: what waiting adds has to make up for them within reasonable time."""
+
 State = Literal["queued", "placed", "moving", "suspended", "released", "expired"]
 
 
@@ -85,11 +88,13 @@ class Limits:
         memory: bytes of all its leases that wait, are placed or move.
         share: of compute, added up over the same leases; above 1 for more than one GPU.
         leases: how many, those that are suspended included.
+        priority: of each of its leases: where a GPU is oversubscribed, work of a higher one preempts that of others.
     """
 
     memory: int | None = None
     share: float | None = None
     leases: int | None = None
+    priority: int | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ IDLE_SECONDS = 2.0
 
 SLICE_OF_SWAPS = 4.0
 
-FULL = "host memory is full"
+FULL = "room in host memory, which is full"
 """How the reason begins why a lease has to wait for more than other leases."""
 
 _SECONDS_AFTER_FAILURE = 5.0
@@ -222,7 +222,7 @@ class Residency:
         out = lease.state == "swapping in"
         lease.state, lease.since, lease.tried = "swapped out" if out else "resident", now, now
         if out:
-            lease.why = why
+            lease.why = f"another try, because the last one failed: {why}"
 
     def _on(self, gpu: str) -> Iterator[Residence]:
         return (each for each in self.leases if each.gpu == gpu)

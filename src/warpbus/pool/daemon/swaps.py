@@ -119,7 +119,10 @@ class Swapper:
 
     def wanted(self, tenant: ResidentTenant) -> None:
         """A lease that is not resident has work."""
-        self._residency.want(tenant.residence, time.monotonic())
+        residence, now = tenant.residence, time.monotonic()
+        if residence.resident:  # its process was given up on while it went out, and did so after all
+            self._residency.swapped_out(residence, residence.why, residence.used, 0.0, now)
+        self._residency.want(residence, now)
         self._changed.set()
 
     def heard(self, tenant: ResidentTenant, *, connected: bool, memory: int, worked: bool) -> None:
@@ -220,7 +223,9 @@ class Swapper:
             self._spawn(self._swap_in(residence))
 
     async def _swap_out(self, residence: Residence, why: str) -> None:
-        tenant = self._tenants[residence]
+        tenant = self._tenants.get(residence)
+        if tenant is None:
+            return  # it has left
         limit = self._residency.limit - self._residency.swapped + residence.used
         try:
             done = await self._work(tenant, "swap_out", {"limit": limit, "why": why}, "swapped_out")

@@ -11,12 +11,12 @@ from typing import Literal, Self, get_args
 
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.errors import UsageError
-from warpbus.pool.broker.leases import Limits
+from warpbus.pool.broker.leases import HIGHEST_PRIORITY, Limits
 
 _LEAST_LENGTH = 16
 _MOST_LINES = 10_000
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
-_FORM = "give: token tenant [admin|viewer] [memory=16GB] [share=0.5] [leases=4]"
+_FORM = "give: token tenant [admin|viewer] [memory=16GB] [share=0.5] [leases=4] [priority=0]"
 
 Role = Literal["tenant", "admin", "viewer"]
 """What a token allows: to use the tenant's own leases; everything, with every lease; or to see everything."""
@@ -144,7 +144,7 @@ def _tenant(words: list[str], where: str) -> Tenant:
     if not _NAME.fullmatch(name):
         raise UsageError(f"{where}: the tenant is missing or not a name: {_FORM}")
     role: Role = "tenant"
-    memory, share, leases = None, None, None
+    memory, share, leases, priority = None, None, None, None
     for option in options:
         key, equals, value = option.partition("=")
         try:
@@ -156,11 +156,13 @@ def _tenant(words: list[str], where: str) -> Tenant:
                 share = float(value)
             elif key == "leases" and equals and int(value) > 0:
                 leases = int(value)
+            elif key == "priority" and equals and abs(int(value)) <= HIGHEST_PRIORITY:
+                priority = int(value)
             else:
                 raise ValueError
         except ValueError:
             raise UsageError(f"{where}: {option!r} is not understood: {_FORM}") from None
-    return Tenant(name, role, Limits(memory=memory, share=share, leases=leases))
+    return Tenant(name, role, Limits(memory=memory, share=share, leases=leases, priority=priority))
 
 
 def _digest(token: str) -> bytes:

@@ -113,10 +113,11 @@ def _quota(gpus: Sequence[dict[str, Any]], memory: str | None, share: float | No
         raise UnavailableError(f"the pool has no open GPU{where}: see warpbus pool status")
     best = max(fitting, key=lambda each: (each["free"], -each["share_used"]))
     if memory is None:
-        if best["free"] <= 0 or best["share_used"] >= 1:
+        left = round(best["oversubscribe"] - best["share_used"], 6)
+        if best["free"] <= 0 or left <= 0:
             raise UnavailableError("no GPU of the pool is free: give --memory and --share, and the program waits")
-        share = round(1.0 - best["share_used"], 6) if share is None else share
-        return Quota(best["free"], share)
+        # An oversubscribed GPU has more free than one lease may have.
+        return Quota(min(best["free"], best["memory"]), min(1.0, left) if share is None else share)
     return Quota.parse(memory, 1.0 if share is None else share, card=best["memory"])
 
 

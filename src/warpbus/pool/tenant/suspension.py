@@ -9,7 +9,7 @@ computed.
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -80,8 +80,13 @@ def suspend(executor: "Executor", path: Path) -> int:
     return layout.nbytes
 
 
-def suspend_to_memory(executor: "Executor", limit: int) -> "SuspendedInMemory":
+def suspend_to_memory(executor: "Executor", limit: int, step: Callable[[], None] = lambda: None) -> "SuspendedInMemory":
     """The same in main memory, which takes at most `limit` bytes.
+
+    Args:
+        executor: of the lease.
+        limit: in bytes.
+        step: called after each storage.
 
     Raises:
         StorageError: it does not fit there.
@@ -95,7 +100,7 @@ def suspend_to_memory(executor: "Executor", limit: int) -> "SuspendedInMemory":
     descriptor = os.memfd_create("warpbus-lease", os.MFD_CLOEXEC)
     try:
         with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
-            _write(executor, layout, file, checked=False)
+            _write(executor, layout, file, checked=False, step=step)
     except OSError as error:
         os.close(descriptor)
         raise StorageError(f"host memory: the lease cannot be written there ({error.strerror}): free memory") from None
@@ -118,9 +123,9 @@ class SuspendedInMemory:
         self.nbytes = nbytes
         self.used = used
 
-    def resume(self, executor: "Executor") -> None:
+    def resume(self, executor: "Executor", step: Callable[[], None] = lambda: None) -> None:
         """As `resume` of a file. What is here stays."""
-        resume(Path(f"/proc/self/fd/{self._descriptor}"), executor, checked=False)
+        resume(Path(f"/proc/self/fd/{self._descriptor}"), executor, checked=False, step=step)
 
     def close(self) -> None:
         """Free the memory."""
@@ -142,7 +147,14 @@ def _laid_out(executor: "Executor") -> _SuspendedLayout:
     return _SuspendedLayout(text, state, sizes, 8 + len(text) + end)
 
 
-def _write(executor: "Executor", layout: _SuspendedLayout, file: IO[bytes], *, checked: bool = True) -> None:
+def _write(
+    executor: "Executor",
+    layout: _SuspendedLayout,
+    file: IO[bytes],
+    *,
+    checked: bool = True,
+    step: Callable[[], None] = lambda: None,
+) -> None:
     """Write the lease, with checksums of its storages if they are to be `checked`. Raises OSError."""
     _write_all(file, len(layout.text).to_bytes(8, "little") + layout.text)
     checksums = []
@@ -152,6 +164,7 @@ def _write(executor: "Executor", layout: _SuspendedLayout, file: IO[bytes], *, c
             _write_all(file, part)
             crc = zlib.crc32(part, crc) if checked else 0
         checksums.append(crc)
+        step()
     _write_all(file, _typed_header(executor, layout.state, checksums))
 
 
@@ -172,13 +185,14 @@ def look(path: Path) -> Suspended:
     return Suspended(str(header["device"]), _number(path, header["executed"]), sum(e.nbytes for e in entries.values()))
 
 
-def resume(path: Path, executor: "Executor", *, checked: bool = True) -> None:
+def resume(path: Path, executor: "Executor", *, checked: bool = True, step: Callable[[], None] = lambda: None) -> None:
     """Give an empty executor what was suspended. The file stays.
 
     Args:
         path: of the file.
         executor: the one to fill.
         checked: the checksums of storages are compared: the file may have been damaged.
+        step: called after each storage.
 
     Raises:
         StorageError: there is no such file, it is damaged, or of another version; the executor is empty then.
@@ -205,6 +219,7 @@ def resume(path: Path, executor: "Executor", *, checked: bool = True) -> None:
             found = _fill(staging, storages.raw(handle), entry, checked=checked)
             if checked and found != crc:
                 raise _damaged(path, f"storage {handle} has another checksum")
+            step()
         state = decode(header["state"]) if isinstance(header["state"], bytes) else None
         if not isinstance(state, dict):
             raise _damaged(path, "it has no state")

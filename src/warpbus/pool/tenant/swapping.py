@@ -17,6 +17,8 @@ from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.suspension import SuspendedInMemory, suspend_to_memory
 
+_TELL_EVERY = 1.0
+
 
 class SwappableTenant(Protocol):
     """The process (`warpbus.pool.tenant.process.TenantServer`)."""
@@ -53,6 +55,7 @@ class Swapping:
         self._saved: SuspendedInMemory | None = None
         self._out_since = time.perf_counter()
         self._wanted: float | None = None
+        self._told = float("-inf")
 
     @property
     def used(self) -> int:
@@ -82,12 +85,12 @@ class Swapping:
             why: for the client.
         """
         tenant, began = self._tenant, time.perf_counter()
-        tenant.tell("progress", phase="swapping out", done=0, total=tenant.executor.storages.used)
+        self._tell("swapping out")
         yield
         tenant.step_aside()
         try:
             tenant.executor.storages.synchronize()
-            self._saved = suspend_to_memory(tenant.executor, limit)
+            self._saved = suspend_to_memory(tenant.executor, limit, lambda: self._tell("swapping out"))
         except WarpbusError as error:
             tenant.tell("failed", **error_value(error))
             return
@@ -104,7 +107,7 @@ class Swapping:
         yield
         if saved is not None:
             try:
-                saved.resume(tenant.executor)
+                saved.resume(tenant.executor, lambda: self._tell("swapping in"))
             except StorageError as error:
                 tenant.lose(str(error))
                 return
@@ -120,6 +123,13 @@ class Swapping:
         waited = 0.0 if self._wanted is None else now - self._wanted
         away, self._wanted = began - self._out_since, None
         tenant.tell_client({"state": "in", "seconds": seconds, "bytes": nbytes, "waited": waited, "away": away})
+
+    def _tell(self, phase: str) -> None:
+        """Tell the daemon at intervals that the swap goes on: it waits only so long."""
+        now = time.perf_counter()
+        if now - self._told >= _TELL_EVERY:
+            self._told = now
+            self._tenant.tell("progress", phase=phase, done=0, total=self.used)
 
     def _free(self) -> None:
         """Free the device's memory."""

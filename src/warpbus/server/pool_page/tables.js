@@ -123,6 +123,12 @@ function memory(cell, { memory, memory_used: used }) {
   part(bar, "fill").style.width = `${known ? Math.min(100, (100 * used) / memory) : 0}%`;
 }
 
+function reasonOf(lease) {
+  if (!isOut(lease) || !lease.residency.why) return lease.reason;
+  const { waits, why } = lease.residency;
+  return Number.isFinite(waits) ? t("waitsFor", { why }) : why;
+}
+
 const stateOf = (lease) => (isOut(lease) ? lease.residency.state : lease.state);
 
 const LEASE_COLUMNS = [
@@ -141,10 +147,7 @@ const LEASE_COLUMNS = [
   },
   { name: "since", fill: (cell, lease) => setText(cell, duration(lease.age)), value: (lease) => lease.age },
   { name: "idle", fill: (cell, { idle }) => setText(cell, idle < ACTIVE ? t("active") : duration(idle)), value: (lease) => lease.idle },
-  {
-    name: "reason",
-    fill: (cell, lease) => setText(cell, isOut(lease) ? lease.residency.why || lease.reason : lease.reason),
-  },
+  { name: "reason", fill: (cell, lease) => setText(cell, reasonOf(lease)) },
 ];
 
 const QUEUE_COLUMNS = [

@@ -13,6 +13,7 @@
 // `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3. The scale is the largest magnitude of the token's head vector / 127 or / 448;
 // the code is the vector over the scale, rounded to nearest even. A vector of zeros has scale 0 and codes 0, and one
 // with NaN the scale NaN.
+//   fixed_key_scales, fixed_value_scales    float [kv_heads], positive, or null: the scales to take in place of those
 // Launch: one block a token. `lanes` (a power of two, at most 32) threads share a head, 8 elements each, and a block
 // takes kBlock / lanes heads at a time. `vectorised`: size and rotary / 2 are multiples of 8, all is aligned to 16
 // bytes (codes to 8).
@@ -79,7 +80,8 @@ __device__ __forceinline__ Chunk<ELEMENT> partners(const ELEMENT* head, const Ch
 // Quantize a head's vector, spread over `lanes` threads, and write codes and scale. Threads that do not store come
 // along to the shuffles.
 __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_row, int chunk, int size, int lanes,
-                                            int code, bool vectorised, bool stores, const Chunk<ELEMENT>& value) {
+                                            int code, bool vectorised, bool stores, const float* fixed,
+                                            const Chunk<ELEMENT>& value) {
     // Magnitudes are ordered as their bits are, and NaN stands above all.
     unsigned int largest = 0;
 #pragma unroll
@@ -88,7 +90,7 @@ __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_
         largest = max(largest, __shfl_xor_sync(0xffffffff, largest, offset));
     }
     if (!stores) return;
-    const float scale = __uint_as_float(largest) / largest_code(code);
+    const float scale = fixed == nullptr ? __uint_as_float(largest) / largest_code(code) : *fixed;
     Codes codes = {};
     if (scale != 0.0f) {
 #pragma unroll
@@ -114,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, 4)
     rope_and_cache(const ELEMENT* qkv, const float* table, const int* positions,
                    const long long* slots, ELEMENT* __restrict__ q, ELEMENT* __restrict__ k, void* __restrict__ keys,
                    void* __restrict__ values, float* __restrict__ key_scales, float* __restrict__ value_scales,
+                   const float* fixed_key_scales, const float* fixed_value_scales,
                    long long key_block_stride, long long key_head_stride, long long key_token_stride,
                    long long value_block_stride, long long value_head_stride, long long value_token_stride,
                    long long key_scale_block_stride, long long key_scale_head_stride,
@@ -169,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(kBlock, 4)
         } else {
             float* scale = is_value ? value_scales + block * value_scale_block_stride + kv_head * value_scale_head_stride
                                     : key_scales + block * key_scale_block_stride + kv_head * key_scale_head_stride;
+            const float* fixed = is_value ? fixed_value_scales : fixed_key_scales;
             store_codes(static_cast<unsigned char*>(cache) + at, scale + inside, chunk, size, lanes, code, vectorised,
-                        caches, value);
+                        caches, fixed == nullptr ? nullptr : fixed + kv_head, value);
         }
     }
 }
