@@ -72,6 +72,7 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     allow_origin=FieldOption("allowed CORS origin", field="allow_origins"),
     allowed_host=FieldOption("additional host name accepted on loopback", field="allowed_hosts"),
     generation_config="auto: the model's generation_config.json gives default sampling parameters; none: it does not",
+    root_path=FieldOption("prefix of all paths behind a proxy, such as /llm", metavar="PATH"),
     strict="refuse requests with unknown fields, which are otherwise ignored with a warning",
     max_tokens="maximum max_tokens of a request",
     max_n="maximum n of a request",

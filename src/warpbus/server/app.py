@@ -26,6 +26,7 @@ from warpbus.server.params import answers_of, for_answer, grammar_of, room, samp
 from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
+from warpbus.server.root_path import RootPath
 from warpbus.server.schema import ChatRequest, CompletionRequest
 from warpbus.server.tracing import Traces
 
@@ -48,6 +49,8 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
     options = options or ServerOptions()
     metrics = Metrics()
     middleware = [Middleware(AccessLog, metrics=metrics)]
+    if options.root_path:
+        middleware.insert(0, Middleware(RootPath, prefix=options.root_path))
     if tracer is not None:
         middleware.append(Middleware(Traces, tracer=tracer))
     if options.allow_origins:
@@ -68,6 +71,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
         lifespan=_closing(models),
         docs_url=None,
         redoc_url=None,
+        servers=[{"url": options.root_path}] if options.root_path else None,
         responses=openapi.ERRORS,
     )
     failures.install(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class ServerOptions:
         adapter_dirs: directories below which POST /v1/load_lora_adapter may load adapters; empty: nowhere.
         log_format: "text", or "json" for one JSON object per line.
         otlp_endpoint: the URL of an OpenTelemetry collector for traces (OTLP over HTTP); None: there are no traces.
+        root_path: a prefix such as "/llm" that a proxy leaves in the paths of requests; others are served, too.
         strict: refuse requests with unknown fields; otherwise they are ignored with a warning.
 
     Raises:
@@ -67,6 +69,7 @@ class ServerOptions:
     adapter_dirs: tuple[str, ...] = ()
     log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str | None = None
+    root_path: str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,8 @@ class ServerOptions:
         for origin in self.allow_origins:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
                 raise UsageError(f"--allow-origin {origin}: give an origin such as https://example.com, or *")
+        if self.root_path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
+            raise UsageError(f"--root-path {self.root_path}: give a path such as /llm, without a slash at its end")
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}: give text or json")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):

@@ -59,7 +59,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
     ("pool dashboard", ServerOptions): {
         *("port", "api_keys", "share_prefixes", "allow_origins", "max_body_bytes", "max_n", "max_tokens"),
         *("max_schema_bytes", "max_connections", "request_timeout", "body_timeout", "heartbeat", "shutdown_timeout"),
-        *("strict", "max_stored_responses", "adapter_dirs", "log_format", "otlp_endpoint"),
+        *("strict", "max_stored_responses", "adapter_dirs", "log_format", "otlp_endpoint", "root_path"),
     },
     ("bench quantize", QuantizeBenchOptions): set(),
     ("bench serving", ServingBenchOptions): set(),

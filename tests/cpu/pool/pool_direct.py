@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from warpbus.pool.client.device import let_gradients_flow, register
-from warpbus.pool.client.session import Session, use
+from warpbus.pool.client.session import Session, leave, use
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
@@ -21,7 +21,7 @@ class Direct:
         self.sent = 0
         self._random = torch.default_generator.get_state()
 
-    def send(self, payload: bytearray) -> None:
+    def send(self, payload: bytearray, *, more: bool = False) -> None:
         self.sent += 1
         with self._own_generator():
             failures = self.executor.execute(self.sent, memoryview(bytes(payload)))
@@ -49,6 +49,9 @@ class Direct:
         except PoisonedError as error:
             raise error.failure.exception() from None
         assert filled == len(into)
+
+    def read_little(self, handle: int, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.ask_for(handle, offset, nbytes))
 
     def ask_for(self, handle: int, offset: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
@@ -86,7 +89,7 @@ def connected(
     session = Session(connection, memory, device, capability)  # type: ignore[arg-type]
     use(session)
     try:
-        let_gradients_flow()
+        let_gradients_flow(session.device)
         yield session, connection.executor
     finally:
-        use(None)
+        leave(session)

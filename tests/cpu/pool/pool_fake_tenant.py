@@ -12,7 +12,7 @@ import time
 import types
 from pathlib import Path
 
-REFUSES_TO_MOVE, DIES_BEFORE, DIES_AFTER, NEVER_READY = 1, 2, 3, 4
+REFUSES_TO_MOVE, DIES_BEFORE, DIES_AFTER, NEVER_READY, DIES_EARLY = 1, 2, 3, 4, 5
 
 
 class _Torch(types.ModuleType):
@@ -38,7 +38,7 @@ def main(descriptor: int) -> None:
     from warpbus.pool.protocol.address import address
     from warpbus.pool.protocol.channel import Channel, begin, context_for
     from warpbus.pool.protocol.frames import Kind
-    from warpbus.pool.protocol.operations import TENANT
+    from warpbus.pool.protocol.operations import COPYING_REST, TENANT
     from warpbus.pool.protocol.sockets import Tls
     from warpbus.pool.protocol.wire import decode, encode
 
@@ -82,12 +82,15 @@ def main(descriptor: int) -> None:
         if wrong == REFUSES_TO_MOVE:
             process_messages.send(end, "failed", {"type": "DeviceError", "message": "it does not want to"})
             return
+        if wrong == DIES_EARLY:
+            os.kill(os.getpid(), signal.SIGKILL)
         to, tls = address(order["to"]), order["ca"] and Tls(Path(order["ca"]))
         channel = begin(
             sock, to, order["lease_id"], order["migration_token"], context_for(to, tls), time.monotonic() + 90
         )
         channel.send(Kind.HELLO, 0, encode({"migration_token": order["migration_token"]}))
         assert channel.receive(90).kind is Kind.STATE
+        process_messages.send(end, "progress", {"phase": COPYING_REST, "done": 2, "total": 2})
         if wrong == DIES_BEFORE:
             os.kill(os.getpid(), signal.SIGKILL)
         channel.send(Kind.STATE, 1, b"commit")

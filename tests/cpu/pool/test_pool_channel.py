@@ -159,12 +159,28 @@ def test_frames_come_as_they_were_sent(ends):
     assert ends.client.receive(0) is None
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.lists(st.binary(max_size=200)))))
-def test_any_frames(frames):
+def test_frames_are_sent_with_the_one_that_follows():
     left, right = pair()
-    for kind, number, parts in frames:
-        left.send(kind, number, *parts)
+    large = os.urandom(100_000)
+    left.send(Kind.BATCH, 1, b"one", more=True)
+    left.send(Kind.BATCH, 2, large, b"", more=True)
+    assert right.receive(0.02) is None
+    assert not right.pending()
+    left.send(Kind.READ, 3, b"three")
+    found = [right.receive(90) for _ in range(3)]
+    expected = [(Kind.BATCH, 1, b"one"), (Kind.BATCH, 2, large), (Kind.READ, 3, b"three")]
+    assert [(frame.kind, frame.number, bytes(frame.payload)) for frame in found] == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.lists(st.binary(max_size=200)))),
+    st.booleans(),
+)
+def test_any_frames(frames, together):
+    left, right = pair()
+    for index, (kind, number, parts) in enumerate(frames, 1):
+        left.send(kind, number, *parts, more=together and index < len(frames))
     for kind, number, parts in frames:
         frame = right.receive(90)
         assert (frame.kind, frame.number, bytes(frame.payload)) == (kind, number, b"".join(parts))
@@ -264,7 +280,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_is_lost(monkeypatch):
         (HEADER.pack(MAX_FRAME + 1, Kind.ASK, 0), f"announced a frame of {MAX_FRAME + 1} bytes: at most {MAX_FRAME}"),
         (HEADER.pack(2**32 - 1, Kind.DATA, 0), "announced a frame of 4294967295 bytes"),
         (HEADER.pack(0, 0, 0), "unknown kind 0"),
-        (HEADER.pack(0, 13, 0), "unknown kind 13"),
+        (HEADER.pack(0, 15, 0), "unknown kind 15"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "unknown kind 47"),
     ],
 )

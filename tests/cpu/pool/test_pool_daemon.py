@@ -452,6 +452,16 @@ def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, contro
         assert say_hello(where, granted)[1] is Kind.REFUSED
 
 
+def test_a_source_that_dies_while_it_copies_ahead_is_not_waited_for(served, peers, control):
+    served.run(_patience(served.daemon, 60.0))
+    granted = lease(control, fake.DIES_EARLY, on="mill")
+    with pytest.raises(LeaseLostError, match="died while it moved"):
+        control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=45)
+    assert entry(control, granted) is None
+    for where in (served.address, peers.address):
+        assert say_hello(where, granted)[1] is Kind.REFUSED
+
+
 async def _patience(daemon: Daemon, seconds: float) -> None:
     daemon._handler._moving._claim = seconds
 

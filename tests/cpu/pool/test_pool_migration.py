@@ -350,12 +350,10 @@ def test_work_that_writes_everything_is_not_copied_ahead_for_ever() -> None:
         here.storages.create(handle, size)
     source, _, thread = pair(here, there)
     source.begin()
-    calls = 0
     while not (progress := source.copy_ahead(2 * size)).stop_reason:
         for handle in here.storages.sizes():
             here.storages.write(handle, 0, b"a step")
-        calls += 1
-    assert calls <= 3
+    assert progress.rounds <= 3
     assert "written as fast" in progress.stop_reason
     report = source.finish()
     thread.join()

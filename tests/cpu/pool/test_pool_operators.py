@@ -18,7 +18,6 @@ from pool_operator_database import DTYPES, REMOTE, check, documented_refusals, e
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-import warpbus
 from warpbus.pool.client.program import recorded
 from warpbus.pool.client.session import current
 
@@ -136,7 +135,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     "FlexAttention is only supported on": lambda: flex_attention(*[_ones(1, 1, 2, 4)] * 3),
     "getPinnedMemoryAllocator": lambda: torch.ones(2, pin_memory=True),
     "a tensor that it writes another size": lambda: torch.add(_ones(2), 1, out=_ones(3)),
-    "this process has a remote GPU already": lambda: warpbus.pool.connect("warpbus://localhost:7700", memory="1MB"),
+    "Expected all tensors to be on the same device": lambda: _ones(2) + torch.ones(2),
     "No backend type associated with device type warpbus": _distributed,
     "cannot draw on a remote GPU": lambda: torch.randn(2, device=REMOTE, generator=torch.Generator()),
     "was sent to another process": _to_another_process,

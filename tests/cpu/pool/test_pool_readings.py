@@ -14,7 +14,7 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.pool.client import connection as connections
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import register
-from warpbus.pool.client.session import Session, use
+from warpbus.pool.client.session import Session, leave, use
 from warpbus.pool.client.transfers import fetch
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import Channel
@@ -35,7 +35,7 @@ def session() -> Iterator[Session]:
         try:
             yield session
         finally:
-            use(None)
+            leave(session)
             connection.close()
 
 

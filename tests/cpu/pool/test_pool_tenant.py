@@ -10,7 +10,7 @@ import torch
 from pool_tenants import SETUP, Daemon, acknowledged, ask, ended, started, write
 
 from warpbus.pool.protocol import process_messages
-from warpbus.pool.protocol.frames import PROTOCOL, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, READ, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
 from warpbus.pool.protocol.signature import Input, New, Signature
@@ -69,6 +69,34 @@ def test_a_session(daemon):
     while daemon.hear("clients").arguments["connected"]:
         pass
     channel.close()
+
+
+def test_bytes_are_read_by_a_question_of_24_bytes(daemon):
+    channel, welcome = daemon.client()
+    start = decode(welcome.payload)["executed"]
+
+    def fill(writer):
+        writer.new(600, 16)
+        writer.write(600, 0, bytes(range(16)))
+
+    channel.send(Kind.BATCH, start + 1, write(fill), more=True)
+    channel.send(Kind.READ, 78, READ.pack(600, 4, 8))
+    frames = [channel.receive(90) for _ in range(2)]
+    assert [(frame.kind, frame.number) for frame in frames] == [(Kind.ACK, start + 1), (Kind.DATA, 78)]
+    assert bytes(frames[1].payload) == bytes(range(4, 12))
+    for wrong in ((600, 12, 8), (600, 2**64 - 1, 8), (600, 0, 2**64 - 1), (2**64 - 1, 0, 4)):
+        channel.send(Kind.READ, 79, READ.pack(*wrong))
+        frame = channel.receive(90)
+        assert (frame.kind, frame.number, decode(frame.payload)["type"]) == (Kind.ERROR, 79, "ProtocolError")
+    channel.send(Kind.READ, 80, bytes(READ.size - 1))
+    frame = channel.receive(90)
+    assert frame.kind is Kind.ERROR
+    assert "a READ frame of 23 bytes: expected 24" in decode(frame.payload)["message"]
+    assert ended(channel)
+    again, _ = daemon.client(acknowledged=start + 1)
+    again.send(Kind.BATCH, start + 2, write(lambda writer: writer.free([600])))
+    acknowledged(again, start + 2)
+    again.close()
 
 
 def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):

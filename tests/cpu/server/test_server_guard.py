@@ -87,6 +87,22 @@ def test_health_and_the_page_need_no_key(http):
     assert http.get("/page/../v1/models").status_code in (401, 404)
 
 
+def test_below_the_path_of_a_proxy_all_is_as_without_it():
+    models = Models()
+    models.add("parrot", FakeService())
+    with Running(models, ServerOptions(api_keys=KEYS, root_path="/llm")) as running, running.http() as http:
+        for prefix in ("", "/llm"):
+            assert http.get(f"{prefix}/health").status_code == 200
+            assert "<title>" in http.get(f"{prefix}/").text
+            assert http.get(f"{prefix}/v1/models").status_code == 401
+            answer = http.post(f"{prefix}/v1/chat/completions", json=CHAT, headers=key(KEYS[0]))
+            assert answer.json()["choices"][0]["message"]["content"]
+        assert http.get("/llm").status_code == 200
+        assert http.get("/llmx/health").status_code == 401
+        assert http.get("/llm/llm/v1/models", headers=key(KEYS[0])).status_code == 404
+        assert http.get("/llm/openapi.json", headers=key(KEYS[0])).json()["servers"] == [{"url": "/llm"}]
+
+
 def salts_of(keys, asking, **options):
     """What the engine is asked with by requests that have these keys, one after the other."""
     models, service = Models(), FakeService()
@@ -197,6 +213,8 @@ def test_the_log_tells_of_requests_but_not_what_they_say(http, caplog):
         ({"allow_origins": ("friend.example",)}, "--allow-origin"),
         ({"allow_origins": ("https://friend.example/",)}, "--allow-origin"),
         ({"allow_origins": ("*",)}, "--api-key"),
+        ({"root_path": "llm"}, "--root-path"),
+        ({"root_path": "/llm/"}, "--root-path"),
         ({"port": 70000}, "--port"),
         ({"max_n": 0}, "--max-n"),
         ({"request_timeout": 0.0}, "--request-timeout"),

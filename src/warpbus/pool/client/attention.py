@@ -6,6 +6,7 @@ kind of call. The kernels and their derivatives are ordinary operators from ther
 
 from enum import IntEnum
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ class _Backend(IntEnum):
     CUDNN = 3
 
 
-_choices: dict[Any, int] = {}
-_chosen_for: Session | None = None
+_choices: WeakKeyDictionary[Session, dict[Any, int]] = WeakKeyDictionary()
 
 
 def scaled_dot_product_attention(
@@ -95,19 +95,16 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any) -> int:
-    global _chosen_for, _choices
-    session = current()
-    if _chosen_for is not session:
-        _chosen_for, _choices = session, {}
+    choices = _choices.setdefault(current(), {})
     dropout_p, is_causal, scale, enable_gqa = options
     parts = (query, key, value, mask)
     needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
     asked = (*((t.dtype, t.shape, t.stride()) for t in parts if t is not None), mask is None, needs, *options)
-    if asked not in _choices:
+    if asked not in choices:
         with torch.no_grad():
-            _choices[asked] = int(
+            choices[asked] = int(
                 _aten._fused_sdp_choice(
                     query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
             )
-    return _choices[asked]
+    return choices[asked]

@@ -21,7 +21,7 @@ from warpbus.pool.client.swap_history import SwapHistory
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.failures import CallFailure, sent_error
-from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, READ, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 
 PATIENCE_SECONDS = 30.0
@@ -55,9 +55,9 @@ class PendingRead:
     The connection holds a weak reference: a read that nobody references is dropped.
     """
 
-    def __init__(self, number: int, question: list[Value], nbytes: int) -> None:
+    def __init__(self, number: int, payload: bytes, nbytes: int) -> None:
         self.number = number
-        self.payload = encode(question)
+        self.payload = payload
         self.data = bytearray(nbytes)
         self.filled = 0
         self.failure: CallFailure | None = None
@@ -108,13 +108,16 @@ class Connection:
         self.swaps = SwapHistory(lease.hex())
         self._channel, self.welcome = self._open(where, claim=False)
 
-    def send(self, payload: bytearray) -> None:
-        """Send a batch. Raises the error of a call in an earlier batch, if one failed."""
+    def send(self, payload: bytearray, *, more: bool = False) -> None:
+        """Send a batch; with `more` together with the question that follows.
+
+        Raises the error of a call in an earlier batch, if one failed.
+        """
         self._sent += 1
         self._kept.append((self._sent, payload))
         self._kept_bytes += len(payload)
         try:
-            self._channel.send(Kind.BATCH, self._sent, payload)
+            self._channel.send(Kind.BATCH, self._sent, payload, more=more and self._kept_bytes <= _KEPT_BYTES)
             if self._sent % _LOOKED_EVERY == 0:
                 self._look()
             while self._kept_bytes > _KEPT_BYTES:
@@ -125,7 +128,7 @@ class Connection:
 
     def ask(self, question: list[Value]) -> Value:
         """Ask a question and return its answer, once everything sent before has been executed."""
-        return self._answered(question, lambda frame: (True, decode(frame.payload)), lambda: None)
+        return self._answered(Kind.ASK, encode(question), lambda frame: (True, decode(frame.payload)), lambda: None)
 
     def read(self, handle: int, offset: int, into: memoryview) -> None:
         """Fill `into` with bytes of a storage."""
@@ -143,15 +146,23 @@ class Connection:
             nonlocal filled
             filled = 0
 
-        self._answered(["read", handle, offset, len(into)], take, restart)
+        self._answered(Kind.READ, READ.pack(handle, offset, len(into)), take, restart)
+
+    def read_little(self, handle: int, offset: int, nbytes: int) -> memoryview:
+        """As many bytes of a storage as one frame has, `MAX_DATA` at most."""
+        question = READ.pack(handle, offset, nbytes)
+        data: memoryview = self._answered(Kind.READ, question, lambda frame: (True, frame.payload), lambda: None)
+        if len(data) != nbytes:
+            raise FrameError(f"the pool sent {len(data)} bytes: {nbytes} were asked for")
+        return data
 
     def ask_for(self, handle: int, offset: int, nbytes: int) -> PendingRead:
         """Request bytes of a storage, as they are after everything sent before; `wait_for` returns them."""
         self._question += 1
-        reading = PendingRead(self._question, ["read", handle, offset, nbytes], nbytes)
+        reading = PendingRead(self._question, READ.pack(handle, offset, nbytes), nbytes)
         self._readings[reading.number] = reading
         try:
-            self._channel.send(Kind.ASK, reading.number, reading.payload)
+            self._channel.send(Kind.READ, reading.number, reading.payload)
         except ConnectionLostError as lost:
             self._reconnect(lost)
         return reading
@@ -194,16 +205,17 @@ class Connection:
 
     def _answered(
         self,
-        question: list[Value],
+        kind: Kind,
+        payload: bytes,
         take: Callable[[Frame], tuple[bool, Any]],
         restart: Callable[[], None],
     ) -> Any:
         self._question += 1
-        number, payload = self._question, encode(question)
+        number = self._question
         while True:
             try:
                 restart()
-                self._channel.send(Kind.ASK, number, payload)
+                self._channel.send(kind, number, payload)
                 while True:
                     frame = self._channel.receive()
                     if frame is None or frame.kind not in _ANSWERS or frame.number != number:
@@ -331,7 +343,7 @@ class Connection:
         for number, reading in sorted(self._readings.items()):
             if not reading.arrived:
                 reading.filled = 0
-                self._channel.send(Kind.ASK, number, reading.payload)
+                self._channel.send(Kind.READ, number, reading.payload)
 
 
 def _moving(frame: Frame) -> _Moving:

@@ -1,10 +1,12 @@
-"""The device `warpbus:0`: PyTorch's hook for backends that are not compiled into it, filled with Python kernels.
+"""The devices `warpbus:0`, `warpbus:1` and so on: PyTorch's hook for backends that are not compiled into it, filled
+with Python kernels.
 
-There is one such device in a process, with the index 0, whatever GPU stands behind it: a program does not learn which
-one that is, and so does not notice when it becomes another.
+Each leased GPU is one such device, whatever GPU stands behind it: a program does not learn which one that is, and so
+does not notice when it becomes another.
 """
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.generators import Generator, knowing_generators
 from warpbus.pool.client.marks import knowing_marks
 from warpbus.pool.client.remote_device import RemoteDevice
+from warpbus.pool.client.selection import choosing
 from warpbus.pool.client.storage_methods import replace_storage_methods
 from warpbus.pool.client.tensors import META, NAME
 from warpbus.pool.protocol.inference import gives_tensors
@@ -28,6 +31,9 @@ from warpbus.pool.protocol.operators import ATEN, overloads, warpbus_operators
 _KEY = "PrivateUse1"
 _VIEWS = ("_reshape_alias", "as_strided", "unfold", "view", "view_as_complex", "view_as_real")
 """All others are made of these, in PyTorch itself."""
+
+_CHOOSING = frozenset({"copy_", "_to_copy", "_has_compatible_shallow_copy_type"})
+"""Their tensors may be on several devices."""
 
 _SPECIAL = frozenset({"aten::copy_", "aten::_to_copy", "aten::empty.memory_format", "aten::empty_strided"})
 
@@ -40,8 +46,8 @@ class _WarpbusDeviceGuard(_acc.DeviceGuard):
 
 
 @functools.cache
-def register() -> torch.device:
-    """Make the device known to PyTorch, once in a process."""
+def register() -> None:
+    """Make the device type known to PyTorch, once in a process."""
     backend_registration._setup_privateuseone_for_python_backend(
         NAME, backend_module=DeviceModule(), device_guard=_WarpbusDeviceGuard()
     )
@@ -53,13 +59,14 @@ def register() -> torch.device:
         if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
             kernel = knowing_marks(Operator(overload, transfers.upload))
-            kernel = ADAPTED[overload.name()](kernel) if overload.name() in ADAPTED else kernel
+            if overload.name() in ADAPTED:
+                kernel = choosing(overload.name(), ADAPTED[overload.name()](kernel))
             libraries[namespace].impl(name, knowing_generators(overload, kernel), _KEY)
     libraries["aten"].impl("pin_memory", transfers.pin_memory, "CPU")
     composites = {"scaled_dot_product_attention": attention.scaled_dot_product_attention, **COMPOSITES}
     for name, composite in composites.items():
         for key in (_KEY, "AutogradPrivateUse1"):
-            libraries["aten"].impl(name, composite, key)
+            libraries["aten"].impl(name, choosing(f"aten::{name}", composite), key)
     rest = torch.library.Library("_", "IMPL")
     refusals.register(rest)
     autocast.register(libraries["aten"], rest)
@@ -67,20 +74,36 @@ def register() -> torch.device:
     replace_storage_methods()
     torch.Generator = Generator  # type: ignore[misc]
     register_remote_backend(NAME, RemoteDevice())
-    return torch.device(NAME, 0)
+    if torch.distributed.is_available():
+        importlib.import_module("warpbus.pool.client.process_group").register_backend()
 
 
-def let_gradients_flow() -> None:
+def let_gradients_flow(device: torch.device) -> None:
     """See to it that backward passes reach the device, once it is connected.
 
-    PyTorch has a thread for each device that there was at the first backward pass of a process. If that is over, this
-    thread computes its gradients itself.
+    PyTorch has a thread for each device that there was at the first backward pass of a process, and for Python backends
+    one for the first of their devices. If that is over, or for the others, the thread that calls `backward` computes
+    the gradients itself.
     """
-    probe = torch.ones(1, device=NAME, requires_grad=True)
+    if device.index:
+        _compute_gradients_in_callers()
+        return
+    probe = torch.ones(1, device=device, requires_grad=True)
     try:
         (probe * 1).backward()
     except RuntimeError:
         torch.autograd.set_multithreading_enabled(False)
+
+
+@functools.cache
+def _compute_gradients_in_callers() -> None:
+    run = torch.autograd.graph._engine_run_backward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(*args, **kwargs)
+
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = call  # type: ignore[attr-defined]
 
 
 def _runs_remotely(overload: OpOverload) -> bool:
@@ -116,7 +139,7 @@ def _register_transfers(library: torch.library.Library) -> None:
         "set_.source_Storage": transfers.set_,
         "set_.source_Storage_storage_offset": transfers.set_,
     }.items():
-        library.impl(name, kernel, _KEY)
+        library.impl(name, kernel if name in _CHOOSING else choosing(f"aten::{name}", kernel), _KEY)
 
 
 _kept: list[Any] = []

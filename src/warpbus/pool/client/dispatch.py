@@ -1,4 +1,4 @@
-"""PyTorch's operators on `warpbus:0`: each call is encoded in a few bytes and returns tensors before it has run.
+"""PyTorch's operators on a remote GPU: each call is encoded in a few bytes and returns tensors before it has run.
 
 The hot path of the client. A call's key is everything but the tensors' handles and the numbers; under its key lies what
 was found out at the first call of its kind: the number of its definition, the layout of its bytes, its results.
@@ -17,7 +17,8 @@ from torch.nn import Parameter
 
 from warpbus.errors import StateError
 from warpbus.pool.client.calls import NUMBER_KINDS, SignatureBuilder, Wrapped, goes_along, number_positions
-from warpbus.pool.client.session import Session, current
+from warpbus.pool.client.selection import session_for
+from warpbus.pool.client.session import Session, current, selected
 from warpbus.pool.client.tensors import NAME, Remote, is_remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.inference import MEASURED, OutputSizeError, gives_tensors, infer
@@ -38,7 +39,7 @@ _storage_of, _stride_of, _offset_of = Tensor.untyped_storage, Tensor.stride, Ten
 class _PreparedCall:
     """Everything that calls with one key have in common."""
 
-    __slots__ = ("dtype", "generation", "nbytes", "outputs", "pack", "place", "shape", "single")
+    __slots__ = ("dtype", "generation", "nbytes", "new", "outputs", "pack", "place", "shape", "single")
 
     def __init__(self, session: Session, signature: Signature) -> None:
         number = session.define(signature)
@@ -48,11 +49,14 @@ class _PreparedCall:
         self.single = False
         if len(self.outputs) == 1 and isinstance(self.outputs[0], New):
             # One new tensor is what most calls give: what the hot path needs of it lies here.
-            geometry, self.nbytes = self.outputs[0].geometry, self.outputs[0].nbytes
+            self.new = self.outputs[0]
+            geometry, self.nbytes = self.new.geometry, self.new.nbytes
             self.shape, self.dtype = geometry.shape, geometry.dtype
             self.place = None if geometry.is_contiguous else geometry
             self.single = True
 
+
+_Kinds: TypeAlias = dict[Any, _PreparedCall]
 
 _Call: TypeAlias = tuple[list[Any], list[Tensor], list[int], list[Any]]
 """One call, split into its key and the values that the key leaves out: tensors, their handles, numbers."""
@@ -74,8 +78,7 @@ class Operator:
         self._upload = upload
         self._is_number = number_positions(overload)
         self._positions = tuple(self._is_number.values())
-        self._kinds: dict[Any, _PreparedCall] = {}
-        self._session: Session | None = None
+        self._prepared: tuple[Session | None, _Kinds] = (None, {})
         self._returns = [str(result.type) for result in overload._schema.returns]
         self._single = self._returns == ["Tensor"]
         self._list = self._returns == ["List[Tensor]"]
@@ -83,9 +86,16 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = current()
+        if session.beside:
+            chosen = session_for(self.overload.name(), args, kwargs)
+            if chosen is not session:
+                with selected(chosen):
+                    return self(*args, **kwargs)
         with session.lock:
-            if self._session is not session:
-                self._session, self._kinds = session, {}
+            owner, kinds = self._prepared
+            if owner is not session:
+                kinds = session.kinds.setdefault(self, {})
+                self._prepared = session, kinds
             key: list[Any] = []
             tensors: list[Tensor] = []
             handles: list[int] = []
@@ -109,22 +119,25 @@ class Operator:
                 key.append(name)
                 self._take(call, value, self._is_number[name])
             whole = tuple(key)
-            kind = self._kinds.get(whole)
+            kind = kinds.get(whole)
             if kind is None or kind.generation != session.generation:
                 try:
-                    kind = self._learn(session, whole, args, kwargs)
+                    kind = self._learn(session, kinds, whole, args, kwargs)
                 except OutputSizeError as error:
                     _resize_empty(tensors, error)
                     return self(*args, **kwargs)
                 if kind is None:
-                    return self._ask(session, call, whole, args, kwargs)
+                    return self._ask(session, kinds, call, whole, args, kwargs)
             if kind.single:
                 remote = session.remote(kind.nbytes)
-                result = _create(kind.shape, kind.dtype)
-                storage: Any = result.untyped_storage()
-                storage.remote = remote
-                if kind.place is not None:
-                    set_geometry(result, storage, kind.place)
+                if session.index:
+                    result = new_tensor(kind.new, remote)
+                else:
+                    result = _create(kind.shape, kind.dtype)
+                    storage: Any = result.untyped_storage()
+                    storage.remote = remote
+                    if kind.place is not None:
+                        set_geometry(result, storage, kind.place)
                 session.call(kind.pack(*handles, *numbers, remote.handle))
                 return result if self._single else self._shaped([result])
             results: list[Tensor | int | None] = []
@@ -199,10 +212,10 @@ class Operator:
         else:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {self.overload.name()} "
-                f"got one on {value.device} and one on {NAME}:0"
+                f"got one on {value.device} and one on {current().device}"
             )
 
-    def _learn(self, session: Session, key: Any, args: Any, kwargs: Any) -> _PreparedCall | None:
+    def _learn(self, session: Session, kinds: _Kinds, key: Any, args: Any, kwargs: Any) -> _PreparedCall | None:
         """Infer the results of a new kind of call with meta tensors; None if their shapes depend on values."""
         if self._measured:
             return None
@@ -214,14 +227,14 @@ class Operator:
             outputs = None if self._returns else ()
         if outputs is None:
             return None
-        kind = self._kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
+        kind = kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
         return kind
 
-    def _ask(self, session: Session, call: _Call, key: Any, args: Any, kwargs: Any) -> Any:
+    def _ask(self, session: Session, kinds: _Kinds, call: _Call, key: Any, args: Any, kwargs: Any) -> Any:
         """A call whose result shapes depend on values: one round trip."""
-        kind = self._kinds.get((key, "asked"))
+        kind = kinds.get((key, "asked"))
         if kind is None or kind.generation != session.generation:
-            kind = self._kinds[key, "asked"] = _PreparedCall(session, self._signature(args, kwargs))
+            kind = kinds[key, "asked"] = _PreparedCall(session, self._signature(args, kwargs))
         _, tensors, handles, numbers = call
         remotes = [Remote(0, session.freed) for _ in self._returns]
         session.call(kind.pack(*handles, *numbers, *(remote.handle for remote in remotes)))
@@ -230,7 +243,7 @@ class Operator:
             return answer[0]
         outputs = [_described(item) for item in answer]
         if self._measured:
-            self._kinds[key] = _PreparedCall(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
+            kinds[key] = _PreparedCall(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
         results: list[Tensor | int | None] = []
         for output, remote in zip(outputs, remotes, strict=True):
             if isinstance(output, New):

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from warpbus.errors import DeviceError
-from warpbus.pool.client.session import current
+from warpbus.pool.client.selection import session_for
+from warpbus.pool.client.session import current, session_at
 from warpbus.pool.client.tensors import NAME
 
 Kernel = Callable[..., Any]
@@ -32,24 +33,25 @@ class RemoteGenerator(torch._C.Generator):
     number by which they find this object.
     """
 
-    def __new__(cls) -> "RemoteGenerator":
+    def __new__(cls, index: int | None = None) -> "RemoteGenerator":
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
-    def __init__(self) -> None:
+    def __init__(self, index: int | None = None) -> None:
+        self._index = session_at(index).index
         number = secrets.randbits(63)
         super().manual_seed(number)
         _generators[number] = self
-        self._state = current().random_state()
+        self._state = session_at(self._index).random_state()
         self.manual_seed(_DEFAULT_SEED)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device(NAME, 0)
+        return torch.device(NAME, self._index)
 
     def manual_seed(self, seed: int) -> "RemoteGenerator":
         """Begin again with a seed."""
         with self.in_use():
-            current().seed(seed % (1 << 64))
+            session_at(self._index).seed(seed % (1 << 64))
         self._seed = seed
         return self
 
@@ -73,7 +75,7 @@ class RemoteGenerator(torch._C.Generator):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """The remote GPU draws from this generator in the block."""
-        session = current()
+        session = session_at(self._index)
         with session.lock:
             of_device = session.random_state()
             session.set_random_state(self._state)
@@ -101,7 +103,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
 
     def __new__(cls, device: Any = None) -> Any:
         if device is not None and torch.device(device).type == NAME:
-            return RemoteGenerator()
+            return RemoteGenerator(torch.device(device).index)
         return torch._C.Generator(device)
 
 
@@ -122,6 +124,9 @@ def knowing_generators(overload: OpOverload, kernel: Kernel) -> Kernel:
                 f"{overload.name()}: a generator on {generator.device} cannot draw on a remote GPU: "
                 "make it by torch.Generator(device=gpu.device)"
             )
+        session = current()
+        if session.beside and session_for(overload.name(), args, kwargs).index != found._index:
+            raise DeviceError(f"{overload.name()}: a generator on {found.device} draws on this device only")
         with found.in_use():
             if position < len(args):
                 return kernel(*args[:position], None, *args[position + 1 :], **kwargs)

@@ -15,15 +15,18 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from warpbus.errors import LeaseLostError, StateError, WarpbusError
+from warpbus.errors import LeaseLostError, WarpbusError
+from warpbus.pool.client import links
 from warpbus.pool.client.checkpoints import load
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
+from warpbus.pool.client.group_member import GroupMember
 from warpbus.pool.client.program import Program, recorded
-from warpbus.pool.client.session import FORKED, Session, SessionStatistics, refuse_second, use
+from warpbus.pool.client.session import FORKED, Session, SessionStatistics, leave, use
 from warpbus.pool.client.swap_history import SwapHistory
 from warpbus.pool.protocol import address as addresses
 from warpbus.pool.protocol.control_channel import ControlChannel
+from warpbus.pool.protocol.preamble import link_key
 from warpbus.pool.quota import Quota
 
 TOKEN = "WARPBUS_POOL_TOKEN"
@@ -39,7 +42,7 @@ def connect(
     token: str | None = None,
     queued: Callable[[int, str], None] | None = None,
 ) -> "Gpu":
-    """Lease a share of a GPU, and make it the device `warpbus:0` of this process.
+    """Lease a share of a GPU, and make it a device of this process: `warpbus:0`, the next one `warpbus:1` and so on.
 
     Args:
         where: a pool's address: "warpbus://localhost:7700", "warpbuss://host:7700" (TLS) or "warpbus+unix:///path".
@@ -54,10 +57,8 @@ def connect(
         UsageError: an argument is wrong, or no GPU of the pool could ever give that much.
         ConnectionLostError: no pool answers at the address.
         TokenError, AuthorizationError: the pool does not accept the token, or its certificate is not trusted.
-        StateError: this process has a remote GPU already.
         DeviceError: the process of the lease did not start.
     """
-    refuse_second()
     quota = Quota.parse(memory, share)
     register()  # takes seconds at first: a lease that is granted waits for its client only so long
     control = ControlChannel(addresses.address(where), token or os.environ.get(TOKEN))
@@ -91,21 +92,17 @@ class Gpu:
         self._control = control
         self.lease: str = grant["lease"]
         self.quota = quota
-        self.device = register()
         other = grant.get("address")  # of another machine, which knows nothing of the files of this one
         where = replace(addresses.address(other), ca=control.to.ca) if other else control.to
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
         self._closed = False
         welcome = self._connection.welcome
-        self.session = Session(self._connection, quota.memory, welcome.device, welcome.capability)
-        try:
-            use(self.session)
-        except StateError:
-            self._connection.close()
-            self._release()
-            raise
+        member = GroupMember(control.ask, self.lease, link_key(grant["key"]))
+        self.session = Session(self._connection, quota.memory, welcome.device, welcome.capability, member=member)
+        use(self.session)
+        self.device = self.session.device
         _gpus.add(self)
-        let_gradients_flow()
+        let_gradients_flow(self.device)
 
     @property
     def name(self) -> str:
@@ -158,8 +155,10 @@ class Gpu:
 
         Raises:
             LeaseLostError: the lease ended while it moved.
+            StateError: the lease is in a process group: destroy that first.
             WarpbusError: the move failed, and the lease goes on where it was.
         """
+        links.close(self.session)
         self.session.flush()
         arguments = {"lease": self.lease, "to": to}
         try:
@@ -206,7 +205,8 @@ class Gpu:
         if self._closed:
             return
         self._closed = True
-        use(None)
+        links.close(self.session)
+        leave(self.session)
         self._connection.close()
         self._release()
 

@@ -1,4 +1,4 @@
-"""The device `warpbus:0` for lower layers: its capability, free memory, asynchronous reads and recording."""
+"""The remote devices for lower layers: its capability, free memory, asynchronous reads and recording."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

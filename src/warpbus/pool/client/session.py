@@ -3,14 +3,19 @@
 import gc
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from warpbus.errors import ProtocolError, StateError, UsageError
 from warpbus.pool.client.connection import Connection, PendingRead
-from warpbus.pool.client.tensors import Remote
+from warpbus.pool.client.group_member import GroupMember
+from warpbus.pool.client.tensors import NAME, FreedStorages, Remote
+from warpbus.pool.protocol.group_steps import ExchangeStep, ReduceStep
 from warpbus.pool.protocol.instructions import MAX_RANDOM_STATE, MAX_WRITE, Writer
 from warpbus.pool.protocol.signature import Signature
 from warpbus.pool.protocol.wire import Value
@@ -39,7 +44,7 @@ class SessionStatistics:
     definitions: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """One lease, as the client's kernels use it. Thread-safe, because autograd calls kernels from several threads.
 
@@ -59,7 +64,7 @@ class Session:
     peak: int = 0
     statistics: SessionStatistics = field(default_factory=SessionStatistics)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    freed: deque[tuple[int, int]] = field(default_factory=deque)
+    freed: FreedStorages = field(default_factory=FreedStorages)
     writer: Writer = field(default_factory=Writer)
     generation: int = 0
     """Incremented when definition numbers are reused: numbers of earlier generations are invalid."""
@@ -70,6 +75,22 @@ class Session:
     """Whether calls are being recorded into a program; nothing can be read meanwhile."""
     enough: int = _FIRST_BATCH
     """Instructions in the next batch: few after a wait, so that the idle tenant starts early, then more and more."""
+    beside: bool = False
+    """Whether arguments decide if a call is for this session: there are others, or its device is not `warpbus:0`."""
+    member: GroupMember | None = None
+    """How the lease gets connections to others; None where it cannot."""
+    kinds: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+    """By operator: the calls that were prepared."""
+
+    @property
+    def index(self) -> int:
+        """The index of the device, as in `warpbus:0`."""
+        return self.freed.device_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device that PyTorch knows it by."""
+        return torch.device(NAME, self.freed.device_index)
 
     def remote(self, nbytes: int) -> Remote:
         """Allocate the handle of a new storage. Its bytes count from now on; the call that produces it allocates them.
@@ -122,8 +143,11 @@ class Session:
         if self.writer.count >= self.enough or len(self.writer.buffer) >= _BATCH_BYTES:
             self.flush()
 
-    def flush(self) -> None:
-        """Send all buffered instructions. Raises the error of a call that was sent earlier, if one failed."""
+    def flush(self, *, more: bool = False) -> None:
+        """Send all buffered instructions; with `more` together with the question that follows.
+
+        Raises the error of a call that was sent earlier, if one failed.
+        """
         with self.lock:
             self._free()
             if self.writer.count:
@@ -131,7 +155,7 @@ class Session:
                 self.statistics.batches += 1
                 self.statistics.bytes_sent += len(payload)
                 self.enough = min(2 * self.enough, _BATCH_INSTRUCTIONS)
-                self.connection.send(payload)
+                self.connection.send(payload, more=more)
 
     def ask(self, question: list[Value]) -> Value:
         """Send all instructions and a question. Returns the answer, once all instructions before it are executed."""
@@ -145,6 +169,13 @@ class Session:
             self._waits()
             self.statistics.bytes_received += len(into)
             self.connection.read(remote.handle, offset, into)
+
+    def read_little(self, remote: Remote, offset: int, nbytes: int) -> memoryview:
+        """So many bytes of a storage, `MAX_DATA` at most."""
+        with self.lock:
+            self._waits()
+            self.statistics.bytes_received += nbytes
+            return self.connection.read_little(remote.handle, offset, nbytes)
 
     def ask_for(self, remote: Remote, offset: int, nbytes: int) -> PendingRead:
         """Request bytes of a storage that is not written any more, without waiting."""
@@ -181,6 +212,23 @@ class Session:
             self.writer.seed(seed)
             self.advance()
 
+    def do_step(self, step: ExchangeStep | ReduceStep) -> None:
+        """Do a step of a group of leases, after everything sent before. Does not wait. Raises the error of an earlier
+        call, if one failed, when the step has been sent.
+
+        Raises:
+            UsageError: a program is being recorded; nothing was sent.
+        """
+        with self.lock:
+            self.check_step(step)
+            self.writer.group(step.encode())
+            self.flush()  # others wait for it
+
+    def check_step(self, step: ExchangeStep | ReduceStep) -> None:
+        """Raises UsageError if a program is being recorded."""
+        if self.recording:
+            raise UsageError(f"{step.label}: a program that is recorded cannot have it: call it between programs")
+
     def random_state(self) -> bytes:
         """The state of the tenant's generator, after everything sent before: one round trip."""
         state = self.ask(["random"])
@@ -208,7 +256,7 @@ class Session:
     def _waits(self) -> None:
         if self.recording:
             raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
-        self.flush()
+        self.flush(more=True)
         self.enough = _FIRST_BATCH
         self.statistics.round_trips += 1
 
@@ -239,19 +287,83 @@ class Session:
             )
 
 
+_open: dict[int, Session] = {}
+"""The sessions of all connected GPUs, by the index of their device."""
+
 _current: Session | None = None
+"""That of the only GPU, or one of several."""
+
 _forked = False
 
 
+class _ThreadSelection(threading.local):
+    """What a thread has chosen: the current device, and within a kernel the session that it is for."""
+
+    index: int = 0
+    session: Session | None = None
+
+
+_thread = _ThreadSelection()
+
+
 def current() -> Session:
-    """The session of the connected GPU.
+    """The session that a kernel is for, or else that of the current device.
 
     Raises:
         StateError: none is connected.
     """
-    if _current is None:
+    session = _current
+    if session is None:
         raise StateError(FORKED if _forked else _NOT_CONNECTED)
-    return _current
+    return session if not session.beside else _thread.session or session_at(current_index())
+
+
+def session_at(index: int | None) -> Session:
+    """The session of the device `warpbus:index`; None stands for the current device.
+
+    Raises:
+        StateError: none is connected.
+    """
+    session = _open.get(current_index() if index is None else index)
+    if session is None:
+        if not _open:
+            raise StateError(FORKED if _forked else _NOT_CONNECTED)
+        raise StateError(f"no remote GPU is connected as {NAME}:{index}: this process has {_names()}")
+    return session
+
+
+def _names() -> str:
+    return ", ".join(f"{NAME}:{index}" for index in sorted(_open))
+
+
+def sessions() -> list[Session]:
+    """All open sessions, in the order of their devices."""
+    return [_open[index] for index in sorted(_open)]
+
+
+def current_index() -> int:
+    """The index of the current device of this thread: 0, what `set_current` set, or the first device there is."""
+    return _thread.index if _thread.index in _open or not _open else min(_open)
+
+
+def set_current(index: int) -> None:
+    """Make `warpbus:index` the current device of this thread.
+
+    Raises:
+        StateError: there is no such device.
+    """
+    session_at(index)
+    _thread.index = index
+
+
+@contextmanager
+def selected(session: Session) -> Iterator[Session]:
+    """In the block, kernels of this thread that get no tensor are for this session."""
+    before, _thread.session = _thread.session, session
+    try:
+        yield session
+    finally:
+        _thread.session = before
 
 
 def is_connected() -> bool:
@@ -264,28 +376,37 @@ def is_forked() -> bool:
     return _forked
 
 
-def refuse_second() -> None:
-    """Raises StateError if a GPU is connected."""
-    if _current is not None:
-        raise StateError("this process has a remote GPU already: close it first, or use another process for a second")
+def use(session: Session) -> None:
+    """Make a session the first free device: `warpbus:0`, `warpbus:1` and so on."""
+    global _forked
+    session.freed.device_index = next(index for index in range(len(_open) + 1) if index not in _open)
+    _open[session.index] = session
+    _forked = False
+    _choose()
 
 
-def use(session: Session | None) -> None:
-    """Make a session the current one of `warpbus:0`; None when it is closed."""
-    global _current, _forked
-    if session is not None:
-        refuse_second()
-        _forked = False
-    _current = session
+def leave(session: Session) -> None:
+    """The device of a session is no more, because it is closed. Nothing happens if it was left before."""
+    if _open.get(session.index) is session:
+        del _open[session.index]
+        _choose()
+
+
+def _choose() -> None:
+    global _current
+    for session in _open.values():
+        session.beside = len(_open) > 1 or session.index > 0
+    _current = _open[min(_open)] if _open else None
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: the session stays the parent's. The child has copies of its lock and of what it was about to
-    send, and must use neither."""
-    global _current, _forked
-    if _current is not None:
-        _current.abandon()
-        _current, _forked = None, True
+    """In a forked child: the sessions stay the parent's. The child has copies of their locks and of what they were
+    about to send, and must use neither."""
+    global _forked
+    for session in sessions():
+        session.abandon()
+        leave(session)
+        _forked = True
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

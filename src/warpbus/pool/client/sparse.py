@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.pool.client.tensors import NAME
-
 _aten = torch.ops.aten
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseMeta)
 _KEY = "SparsePrivateUse1"
@@ -47,7 +45,7 @@ def _made(indices: Tensor, values: Tensor, shape: Sequence[int], *, coalesced: b
         values,
         dtype=values.dtype,
         layout=torch.sparse_coo,
-        device=NAME,
+        device=values.device,
         is_coalesced=coalesced,
     )
 

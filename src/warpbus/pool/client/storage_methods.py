@@ -12,8 +12,10 @@ from torch.multiprocessing.reductions import reduce_storage
 
 from warpbus.errors import StateError
 from warpbus.pool.client import transfers
-from warpbus.pool.client.session import current
-from warpbus.pool.client.tensors import NAME
+from warpbus.pool.client.session import selected, session_at
+from warpbus.pool.client.tensors import NAME, new_tensor
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.signature import New
 
 
 def replace_storage_methods() -> None:
@@ -30,7 +32,7 @@ def _method(name: str, original: Any) -> Any:
         if hasattr(self, "remote"):
             return remote(self, *args, **kwargs)
         if name == "to" and torch.device(kwargs["device"]).type == NAME:
-            return _tensor(self).to(NAME).untyped_storage()
+            return _tensor(self).to(kwargs["device"]).untyped_storage()
         return original(self, *args, **kwargs)
 
     return call
@@ -42,7 +44,7 @@ def _tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return transfers.storage_bytes(current(), storage)
+    return transfers.storage_bytes(session_at(storage.device.index), storage)
 
 
 def _to(
@@ -50,12 +52,24 @@ def _to(
 ) -> torch.UntypedStorage:
     device = torch.device(device)
     if device.type == NAME:
-        return storage
+        same = device.index is None or device.index == storage.device.index
+        return storage if same else _tensor(storage).to(device).untyped_storage()
     return _to_cpu(storage).to(device=device)
 
 
 def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return _tensor(storage).clone().untyped_storage()
+
+
+def _resize(storage: Any, nbytes: int) -> torch.UntypedStorage:
+    """Give the storage other memory, with the same beginning. FSDP frees parameters by a size of 0."""
+    with selected(session_at(storage.device.index)) as session:
+        old, storage.remote = storage.remote, session.allocate(nbytes)
+        kept = min(old.nbytes, nbytes)
+        if kept:
+            before, after = (new_tensor(New(contiguous(torch.uint8, (kept,)), kept), r) for r in (old, storage.remote))
+            after.copy_(before)
+    return storage
 
 
 def _write_file(storage: torch.UntypedStorage, *args: Any) -> None:
@@ -88,6 +102,7 @@ _REMOTE_METHODS: dict[str, Any] = {
     "cpu": _to_cpu,
     "clone": _clone,
     "data_ptr": lambda storage: storage.remote.handle,
+    "resize_": _resize,
     "nbytes": lambda storage: storage.remote.nbytes,
     "to": _to,
     "_write_file": _write_file,

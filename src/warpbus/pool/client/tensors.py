@@ -1,12 +1,14 @@
-"""Tensors of the device `warpbus:0`: true sizes and strides over storages that have no memory here.
+"""Tensors of the devices `warpbus:0`, `warpbus:1`, ...: true sizes and strides over storages that have no memory here.
 
 A storage of this device carries a `Remote`, the handle under which the pool's side keeps its bytes. Views share the
 storage and cost no message; when the last of them is gone, PyTorch drops the storage, and with it the `Remote`, which
 tells the session. That is the whole accounting of lifetimes, in Python and in C++ alike.
 """
 
+import functools
 from collections import deque
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from torch._C import _acc
 
 from warpbus.cuda.remote import REMOTE
 from warpbus.errors import DeviceError
-from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.client.dlpack import blank
+from warpbus.pool.protocol.geometry import MAX_BYTES, Geometry
 from warpbus.pool.protocol.signature import New
 
 NAME = REMOTE
@@ -22,8 +25,21 @@ NAME = REMOTE
 # The kernels of the meta device compute views and set geometry without touching memory, for any device's tensors.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _set = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
+_alias = torch.ops.aten.as_strided.default.redispatch
+_restride = torch.ops.aten.as_strided_.default.redispatch
+_view_as = torch.ops.aten.view.dtype.redispatch
 _create = _acc.create_empty_tensor
 _handles = count(1).__next__
+
+
+class FreedStorages(deque[tuple[int, int]]):
+    """Handles and bytes of the storages of a session that are not needed any more.
+
+    Attributes:
+        device_index: of the session's device.
+    """
+
+    device_index: int = 0
 
 
 class Remote:
@@ -31,7 +47,7 @@ class Remote:
 
     __slots__ = ("__weakref__", "freed", "handle", "nbytes")
 
-    def __init__(self, nbytes: int, freed: "deque[tuple[int, int]]") -> None:
+    def __init__(self, nbytes: int, freed: FreedStorages) -> None:
         self.handle = _handles()
         self.nbytes = nbytes
         self.freed = freed
@@ -44,6 +60,11 @@ class Remote:
 def new_tensor(new: New, remote: Remote) -> Tensor:
     """A tensor of the device over a storage that is `remote`."""
     geometry = new.geometry
+    if remote.freed.device_index:
+        device = torch.device(NAME, remote.freed.device_index)
+        large: Any = torch._C._construct_storage_from_data_pointer(0, device, MAX_BYTES)  # as nothing resizes it
+        large.remote = remote
+        return set_geometry(_alias(META, _blank(device, geometry.dtype), (0,), (1,)), large, geometry)
     tensor = _create(geometry.shape, geometry.dtype)
     storage = tensor.untyped_storage()
     storage.remote = remote  # type: ignore[attr-defined]
@@ -52,11 +73,18 @@ def new_tensor(new: New, remote: Remote) -> Tensor:
     return tensor
 
 
+@functools.cache
+def _blank(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor [0] of a device that is not the first one: PyTorch makes them for Python backends on the first alone,
+    but takes them from other libraries (`dlpack`) for each."""
+    return _view_as(META, blank(device.index), dtype)
+
+
 _get_device = torch._C.TensorBase.device.__get__
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Whether a tensor lies on the device `warpbus:0`. Under `pool run --remote`, `tensor.device` is `cuda:0`."""
+    """Whether a tensor lies on such a device. Under `pool run --remote`, `tensor.device` is `cuda:0`."""
     return _get_device(tensor).type == NAME
 
 
@@ -78,6 +106,9 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 def set_geometry(tensor: Tensor, storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
     """Set the storage and geometry of a tensor of this device, as `Tensor.set_` does."""
+    if storage.device.index:
+        _set(META, tensor, storage, 0, (0,), (1,))
+        return _restride(META, tensor, geometry.shape, geometry.stride, geometry.offset)
     remote = storage.remote  # type: ignore[attr-defined]
     _set(META, tensor, storage, geometry.offset, geometry.shape, geometry.stride)
     storage.remote = remote  # type: ignore[attr-defined]

@@ -2,15 +2,18 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from struct import Struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpbus.errors import DeviceError
+from warpbus.pool.client import links
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.marks import behind, computed, is_marked
-from warpbus.pool.client.session import Session, current, is_connected
+from warpbus.pool.client.selection import session_of
+from warpbus.pool.client.session import Session, current, is_connected, selected, session_at
 from warpbus.pool.client.tensors import NAME, geometry_of, is_remote, new_tensor, remote_of, set_geometry
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.signature import New
@@ -23,6 +26,22 @@ _IN_VAIN = 64
 
 _SAME_DATA = frozenset({"cpu", "cuda", NAME})
 """Device types whose dense tensors PyTorch represents alike, so that a tensor can move among them in place."""
+
+_NUMBERS = {
+    dtype: Struct("<" + form)
+    for dtype, form in {
+        torch.bool: "?",
+        torch.uint8: "B",
+        torch.int8: "b",
+        torch.int16: "h",
+        torch.int32: "i",
+        torch.int64: "q",
+        torch.float16: "e",
+        torch.float32: "f",
+        torch.float64: "d",
+    }.items()
+}
+"""Numbers that Python can read from their bytes itself."""
 
 _aten = torch.ops.aten
 
@@ -43,7 +62,7 @@ def empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: torch.dt
 
 def zeros(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """`aten::_efficientzerotensor`, which forward-mode derivatives are made of: zeros in memory."""
-    return torch.zeros(size, dtype=dtype, device=NAME)
+    return torch.zeros(size, dtype=dtype, device=current().device)
 
 
 def _allocate(geometry: Geometry) -> Tensor:
@@ -52,8 +71,8 @@ def _allocate(geometry: Geometry) -> Tensor:
 
 
 def upload(source: Tensor) -> Tensor:
-    """A tensor of this device with the values, sizes and strides of one of the CPU."""
-    target = torch.empty_like(source, device=NAME)
+    """A tensor of the current session's device with the values, sizes and strides of one of the CPU."""
+    target = torch.empty_like(source, device=current().device)
     fill(target, source)
     return target
 
@@ -64,7 +83,7 @@ def fill(target: Tensor, source: Tensor) -> None:
     if ordered.stride() != target.stride() or ordered.dtype != target.dtype:
         ordered = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu").copy_(ordered)
     data = _bytes(ordered, target.numel())
-    session, remote = current(), remote_of(target)
+    session, remote = session_of(target), remote_of(target)
     offset = int(target.storage_offset()) * target.dtype.itemsize
     if len(data) < _HASHED_BYTES or session.recording or session.unknown[len(data)] >= _IN_VAIN:
         session.write(remote, offset, data)
@@ -88,7 +107,7 @@ def download(source: Tensor) -> Tensor:
     target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
     if source.numel():
         offset = int(source.storage_offset()) * source.dtype.itemsize
-        current().read(remote_of(source), offset, _bytes(target, source.numel()))
+        session_of(source).read(remote_of(source), offset, _bytes(target, source.numel()))
     return target
 
 
@@ -100,7 +119,7 @@ def fetch(source: Tensor) -> Callable[[], Tensor]:
     source = computed(source)
     if not _dense(source):
         source = source.contiguous()
-    session, elements = current(), source.numel()
+    session, elements = session_of(source), source.numel()
     offset, nbytes = int(source.storage_offset()) * source.dtype.itemsize, elements * source.dtype.itemsize
     reading = session.ask_for(remote_of(source), offset, nbytes) if elements else None
 
@@ -121,9 +140,33 @@ class Copies:
         self._convert = Operator(_aten._to_copy.default, upload)
 
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy from or to the CPU; the values are converted to the target's dtype on the CPU."""
+        """Copy from or to the CPU; the values are converted to the target's dtype on the CPU. Between two remote GPUs
+        the bytes do not pass through this process."""
+        if not current().beside:
+            return self._copied(target, source)
+        if is_remote(target) and is_remote(source) and target.get_device() != source.get_device():
+            return self._copied_across(target, source)
+        with selected(session_of(target if is_remote(target) else source)):
+            return self._copied(target, source)
+
+    def _copied_across(self, target: Tensor, source: Tensor) -> Tensor:
+        """Convert on the source's GPU, and order the elements on the target's."""
+        with selected(session_of(source)):
+            source = computed(source).to(target.dtype).expand(target.shape)
+            if not _dense(source):
+                source = source.contiguous()
+        with selected(session_of(target)):
+            if source.stride() == target.stride() and _dense(target) and not is_marked(target):
+                links.copy(source, target)
+            else:
+                found = empty_strided(source.shape, source.stride(), dtype=source.dtype)
+                links.copy(source, found)
+                self._copied(target, found)
+        return target
+
+    def _copied(self, target: Tensor, source: Tensor) -> Tensor:
         if is_remote(target) and is_marked(target):
-            self.copy_(*behind(target, source))
+            self._copied(*behind(target, source))
         elif not is_remote(source):
             values = source.to(target.dtype).expand(target.shape)
             if _dense(target):
@@ -137,9 +180,23 @@ class Copies:
         return target
 
     def to_copy(self, source: Tensor, *, device: torch.device | None = None, **options: Any) -> Tensor:
-        """Copy within the device by one remote call; between devices, convert the values here."""
+        """Copy within the device by one remote call; from and to the CPU, convert the values here."""
         options.pop("non_blocking", None)
         options.pop("pin_memory", None)
+        if not current().beside:
+            return self._to_copy(source, device, options)
+        if not is_remote(source):
+            with selected(session_at(None if device is None else device.index)):
+                return self._to_copy(source, device, options)
+        with selected(session_of(source)):
+            if device is None or device.type != NAME or device.index in (None, source.get_device()):
+                return self._to_copy(source, device, options)
+            source = self._to_copy(source, None, options) if options else source
+        with selected(session_at(device.index)):
+            like = source if _dense(source) else torch.empty_like(source, device="meta")
+            return self._copied_across(empty_strided(like.shape, like.stride(), dtype=like.dtype), source)
+
+    def _to_copy(self, source: Tensor, device: torch.device | None, options: dict[str, Any]) -> Tensor:
         if not is_remote(source):
             # Where nothing is converted, PyTorch's copy of it would only keep all threads of the CPU busy.
             kept = all(
@@ -153,7 +210,12 @@ class Copies:
 
 def item(source: Tensor) -> bool | int | float | complex:
     """`aten::_local_scalar_dense`: one round trip."""
-    return download(source).item()
+    form = _NUMBERS.get(source.dtype)
+    if form is None or is_marked(source):
+        return download(source).item()
+    offset = int(source.storage_offset()) * form.size
+    (number,) = form.unpack(current().read_little(remote_of(source), offset, form.size))
+    return number
 
 
 def equal(left: Tensor, right: Tensor) -> bool:

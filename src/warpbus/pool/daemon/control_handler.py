@@ -57,6 +57,9 @@ class HostDaemon(Protocol):
     async def call_off(self, lease: str, why: str) -> None: ...
     async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]: ...
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]: ...
+    async def open_link(
+        self, lease: str, to: str, address: str, link_key: bytes, group: bytes, rank: int
+    ) -> dict[str, Any]: ...
     async def order(self, lease: str) -> Order | None: ...
     async def forget(self, lease: str) -> None: ...
     async def offered(self) -> list[dict[str, Any]]: ...
@@ -128,6 +131,9 @@ class ControlHandler:
             return await asyncio.shield(self._spawn(self._migrate(lease, arguments["to"], asker, tell)))
         if operation == "load_checkpoint":
             return await self._offer(lease, arguments["checkpoint"])
+        if operation == "link":
+            del arguments["lease"]
+            return await self._link(lease, **arguments)
         if operation == "suspend":
             return await asyncio.shield(self._spawn(self._suspend(lease, asker, tell)))
         return await self._resume(lease, arguments["on"], asker, tell)
@@ -271,6 +277,22 @@ class ControlHandler:
         """Place the waiting leases that fit now, and wake their requests."""
         if await self._store.place():
             self._placed.set()
+
+    # Groups of leases
+
+    async def _link(self, lease: Lease, to: str, **arguments: Any) -> dict[str, Any]:
+        """Connect a lease to another one, whose owner has given its link key: that it is right, is checked by the
+        machine that has the other lease. The address comes from the broker, so that no client sends a machine of the
+        pool to another address."""
+        other = await self._store.lease(to)
+        if lease.gpu is None or other.gpu is None:
+            raise UsageError(f"leases {lease.id} and {other.id} cannot be connected: one is not on a GPU now")
+        address = (await self._store.addresses()).get(_host(other.gpu))
+        if address is None:
+            raise UnavailableError(f"host {_host(other.gpu)} is not in the pool now: wait until it joins again")
+        async with self._alone(lease.id, "connected"):
+            machine = await self._machine(_host(lease.gpu))
+            return await machine.open_link(lease.id, to, address, **arguments)
 
     # Checkpoints
 

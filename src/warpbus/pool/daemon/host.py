@@ -32,6 +32,7 @@ from warpbus.errors import (
 )
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.checkpoint_files import CheckpointFiles, send_files
+from warpbus.pool.daemon.lease_links import opened_link
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.swaps import Swapper
@@ -44,7 +45,7 @@ from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
 from warpbus.pool.protocol.control_channel import Tell
 from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.messages import Request
-from warpbus.pool.protocol.preamble import Proof
+from warpbus.pool.protocol.preamble import Proof, link_key
 from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.wire import decode, encode
 from warpbus.pool.tenant.sandbox import Confinement, missing
@@ -236,6 +237,16 @@ class LocalHost:
         await self._end(tenancy, "it is suspended: warpbus pool resume lets it go on")
         return done
 
+    async def open_link(
+        self, lease: str, to: str, address: str, link_key: bytes, group: bytes, rank: int
+    ) -> dict[str, Any]:
+        """Connect the process of a lease with that of another one, see `lease_links`. Returns {}."""
+        tenancy, other = self._living(lease), self.tenancies.get(to)
+        authority = self._options.authority
+        async with opened_link(other, to, address, link_key) as (sock, arguments):
+            arguments |= {"ca": None if authority is None else str(authority), "group": group, "rank": rank}
+            return await self._work(tenancy, "link", arguments, "linked", lambda _: None, sock.fileno())
+
     async def offered(self) -> list[dict[str, Any]]:
         """The checkpoints of this machine, see `CheckpointFiles.listed`."""
         return await asyncio.to_thread(self._checkpoints.listed)
@@ -275,13 +286,17 @@ class LocalHost:
     def asked_for(self, proof: Proof) -> Tenancy | None:
         """The tenancy that a connection wants and whose key it has; None if there is none.
 
-        It begins with the 16 bytes of the lease's id, or with an `arrival_id` if the lease comes from another process.
+        It begins with the 16 bytes of the lease's id, with an `arrival_id` if the lease comes from another process, or
+        with a `link_id` if it is from another lease.
         """
         lease = proof.lease_id.hex()
         found = [
             (each, each.order.migration_token)
             for each in self._arriving.values()
             if _is_arrival(each.order, proof.lease_id)
+        ]
+        found += [
+            (each, link_key(each.order.key)) for lease, each in self.tenancies.items() if proof.is_for_link(lease)
         ]
         # A client that lost the process that the lease moves from may claim it at the other one.
         at_lease = (self.tenancies.get(lease), self._arriving.get(lease))

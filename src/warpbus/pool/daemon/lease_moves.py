@@ -18,6 +18,7 @@ from warpbus.pool.broker.store import BrokerStore
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.host import new_key
 from warpbus.pool.protocol.control_channel import Tell
+from warpbus.pool.protocol.operations import COPYING_REST
 
 # A client that has lost the source claims its lease at the target within this time.
 _SECONDS_TO_CLAIM = 60.0
@@ -27,8 +28,14 @@ _PAUSE = 0.5
 
 @dataclass
 class _Move:
-    """The state of a running move: which of its processes died, and whether the lease runs at the target."""
+    """The state of a running move: which of its processes died, and whether the lease runs at the target.
 
+    Attributes:
+        stopping: the source has told that it copies the rest. Until then the target does not have all of the lease, and
+            no client was told of it.
+    """
+
+    stopping: bool = False
     source_died: bool = False
     target_died: bool = False
     arrived: bool = False
@@ -62,9 +69,8 @@ class LeaseMover:
         return move is not None
 
     def arrived(self, lease: str) -> None:
-        """The lease lives at the target."""
+        """The lease lives at the target, or this is late news of an earlier move: the target is asked."""
         if (move := self._moves.get(lease)) is not None:
-            move.arrived = True
             move.news.set()
 
     async def move(self, lease: Lease, to: str, tell: Tell, who: str) -> dict[str, Any]:
@@ -99,7 +105,12 @@ class LeaseMover:
             migration_token = new_key()
             here = replace(order, gpu=lease.target, migration_token=migration_token, saved=False)
             address = await (await self._machine(target)).receive(here)
-            done |= await (await self._machine(source)).send(lease.id, address, migration_token, tell)
+
+            def told(progress: dict[str, Any]) -> None:
+                move.stopping |= progress["phase"] == COPYING_REST
+                tell(progress)
+
+            done |= await (await self._machine(source)).send(lease.id, address, migration_token, told)
             await self._store.end_move(lease.id, True, copied=done["bytes"], pause=done["pause"])
         except WarpbusError as error:
             await self._failed(lease, source, target, move, error)
@@ -111,7 +122,9 @@ class LeaseMover:
 
     async def _failed(self, lease: Lease, source: str, target: str, move: _Move, error: WarpbusError) -> None:
         """Find out where the lease lives; raises `error`, or that the lease is lost, unless it is the target."""
-        if move.source_died or isinstance(error, LeaseLostError | ConnectionLostError):
+        died = move.source_died or isinstance(error, LeaseLostError)
+        # A source that died has told before that how far it was. Of one that cannot be reached nobody knows.
+        if (died and move.stopping) or isinstance(error, ConnectionLostError):
             end = time.monotonic() + self._claim
             while not (move.target_died or await self._has_arrived(lease, target, move)) and time.monotonic() < end:
                 move.news.clear()

@@ -75,6 +75,12 @@ class RemoteHost:
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]:
         return await self._ask("save", {"lease": lease}, tell)
 
+    async def open_link(
+        self, lease: str, to: str, address: str, link_key: bytes, group: bytes, rank: int
+    ) -> dict[str, Any]:
+        arguments = {"to": to, "address": address, "link_key": link_key, "group": group, "rank": rank}
+        return await self._ask("open_link", {"lease": lease, **arguments})
+
     async def order(self, lease: str) -> Order | None:
         found = (await self._ask("order", {"lease": lease}))["order"]
         return None if found is None else Order.read(found)
@@ -101,16 +107,18 @@ async def obey(host: LocalHost, request: Request, tell: Tell) -> dict[str, Any] 
     operation, arguments = request
     if operation == "offered":
         return {"checkpoints": await host.offered()}
-    if operation not in ("receive", "send", "save", "order", "end", "call_off", "forget", "offer"):
+    if operation not in ("receive", "send", "save", "order", "end", "call_off", "forget", "offer", "open_link"):
         return None
-    check_lease_id(arguments["lease"])
+    for lease in (arguments["lease"], *([arguments["to"]] if operation == "open_link" else [])):
+        check_lease_id(lease)
     if operation == "receive":
         return {"address": await host.receive(Order.read(arguments))}
     if operation == "order":
         order = await host.order(**arguments)
         return {"order": None if order is None else asdict(order)}
-    if operation == "offer":
-        return await host.offer(**arguments)
+    if operation in ("offer", "open_link"):
+        answer: dict[str, Any] = await getattr(host, operation)(**arguments)
+        return answer
     if operation in ("send", "save"):
         done: dict[str, Any] = await getattr(host, operation)(**arguments, tell=tell)
         return done

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,14 @@ from warpbus.pool.protocol.sockets import (
 )
 
 HANDSHAKE_SECONDS = 10.0
+SPIN_SECONDS = 1e-4
+"""How long a side that expects a frame looks for it before it sleeps, see `Channel.spin`."""
 STALL_SECONDS = 30.0  # without a byte in the middle of a frame
 
 _GIVEN_UP = "a frame was given up halfway, and with it the connection to"
+_IN = select.POLLIN
 _READ_AHEAD = 2**16  # small frames come several at a time
+_MOST_IN_VAIN = 6
 _JOINED = 2**14  # parts up to this are copied together: one call, or one TLS record, in place of several
 _MOST_PARTS = 1024  # of one sendmsg: IOV_MAX
 
@@ -68,6 +73,12 @@ class Channel:
         # may be lost, and nobody could understand what follows.
         self._sending = False
         self._receiving = False
+        self._held: list[_Buffer] = []  # frames that go out with the next one
+        self._held_bytes = 0
+        self._in_vain = 0  # times in a row that spinning was
+        self._skipped = 0  # waits that do not spin, yet
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         self._lost: str | None = None  # why there is nothing more to receive
         self._deaf: str | None = None  # why the other side takes nothing more
         self._ahead = memoryview(bytearray(_READ_AHEAD))
@@ -77,23 +88,36 @@ class Channel:
         self._filled = 0
         self._progress = time.monotonic()
 
-    def send(self, kind: Kind, number: int = 0, *payload: _Buffer) -> None:
+    def send(self, kind: Kind, number: int = 0, *payload: _Buffer, more: bool = False) -> None:
         """Send a frame with these buffers, one after the other, as payload; waits as long as the other side does.
+
+        With `more` another frame follows at once, and both are sent together; the buffers must not change until then.
 
         Raises:
             ConnectionLostError: the other side is gone. What it had sent before can still be received.
             ProtocolError: the payload is more than `MAX_FRAME`.
         """
-        views = [memoryview(part).cast("B") for part in payload if len(part)]
-        header = pack_header(kind, number, sum(map(len, views)))
-        parts = _joined([memoryview(header), *views])
+        nbytes = 0
+        for part in payload:
+            nbytes += part.nbytes if isinstance(part, memoryview) else len(part)
+        header = pack_header(kind, number, nbytes)
         if self._deaf is not None:
             raise ConnectionLostError(self._deaf)
         if self._sending:
             raise self._fail(f"{_GIVEN_UP} {self.peer}")
+        self._held += (header, *payload)
+        self._held_bytes += HEADER.size + nbytes
+        if more:
+            return
         self._sending = True
+        held, self._held = self._held, []
+        small, self._held_bytes = self._held_bytes <= _JOINED, 0
+        if small:
+            parts = [memoryview(b"".join(held))]
+        else:
+            parts = _joined([memoryview(each).cast("B") for each in held if len(each)])
         while parts:
-            sent = self._attempt(lambda: self._write(parts), select.POLLOUT)
+            sent = self._attempt(self._write, parts, select.POLLOUT)
             if sent < 0:
                 self._wait(-sent, math.inf)
             while sent > 0 and sent >= len(parts[0]):
@@ -102,6 +126,17 @@ class Channel:
                 parts[0] = parts[0][sent:]
         self._sending = False
 
+    def offer(self, kind: Kind, number: int = 0, *payload: _Buffer) -> bool:
+        """Send a small frame if the other side takes it without being waited for; returns whether it was sent.
+
+        Raises:
+            ConnectionLostError: as `send`.
+        """
+        if self._sending or self._lost is not None or not ready(self._sock, select.POLLOUT, 0.0):
+            return False
+        self.send(kind, number, *payload)
+        return True
+
     def receive(self, timeout: float | None = None, *, most: int = MAX_FRAME) -> Frame | None:
         """The next frame, or None if it is not complete after `timeout` seconds; what has come of it is kept.
 
@@ -109,11 +144,13 @@ class Channel:
             ConnectionLostError: the peer is gone, or stops in the middle of a frame.
             FrameError: it sends something that is no frame, or a frame with a payload of more than `most` bytes.
         """
+        if (frame := self._next(most)) is not None:
+            return frame
         deadline = None if timeout is None else time.monotonic() + timeout
-        while (frame := self._next(most)) is None:
-            if not self._fill(deadline):
-                return None
-        return frame
+        while self._fill(deadline):
+            if (frame := self._next(most)) is not None:
+                return frame
+        return None
 
     def pending(self) -> bool:
         """Whether `receive` finds something at once: a frame, bytes at the socket or within TLS, or the end."""
@@ -127,7 +164,7 @@ class Channel:
         with self._reading:
             if self._lost is not None or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
                 return True
-        return ready(self._sock, select.POLLIN, 0.0)
+        return bool(self._readable.poll(0))
 
     def fileno(self) -> int:
         """For `select`; ask `pending` before, which knows what was read already."""
@@ -151,10 +188,11 @@ class Channel:
                 return None
             self._large = None
             return Frame(kind, number, payload)
-        if self._end - self._start < HEADER.size:
+        begin = self._start + HEADER.size
+        if self._end < begin:
             return None
         nbytes, kind, number = self._header(most)
-        begin, end = self._start + HEADER.size, self._start + HEADER.size + nbytes
+        end = begin + nbytes
         if end <= self._end:
             self._start = end
             # A copy, because the next frames come to the same place.
@@ -183,9 +221,11 @@ class Channel:
         within = self._large is not None or self._end > 0
         stall = self._progress + STALL_SECONDS if within else math.inf
         until = stall if deadline is None else min(deadline, stall)
+        if deadline is None:
+            self.spin(SPIN_SECONDS)
         while True:
             self._receiving = True
-            received = self._attempt(lambda: self._sock.recv_into(target), select.POLLIN)
+            received = self._attempt(self._sock.recv_into, target, _IN)
             if received >= 0:
                 break
             self._receiving = False
@@ -203,9 +243,33 @@ class Channel:
         self._receiving = False
         return True
 
+    def spin(self, seconds: float) -> bool:
+        """Wait for bytes at the socket without sleeping, and return whether there are any.
+
+        A thread that sleeps is woken later than a frame takes over the loopback. Where this was in vain, as on a busy
+        machine, whose processors others need, or for a long computation, the next waits do without it: twice as many
+        each time, up to 63.
+        """
+        poll = self._readable.poll
+        if poll(0) or self._lost is not None or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            return True
+        if self._skipped:
+            self._skipped -= 1
+            return False
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if poll(0) or self._lost is not None:
+                self._in_vain = 0
+                return True
+        self._in_vain = min(self._in_vain + 1, _MOST_IN_VAIN)
+        self._skipped = (1 << self._in_vain) - 1
+        return False
+
     def _wait(self, event: int, seconds: float) -> bool:
         """Wait until the socket is ready, and return whether it is."""
-        if seconds > 0 and self.before_waiting is not None:
+        if seconds <= 0:
+            return False  # it was not, a moment ago
+        if self.before_waiting is not None:
             self.before_waiting()
         return ready(self._sock, event, seconds)
 
@@ -220,13 +284,15 @@ class Channel:
         return self._ahead[rest:]
 
     def _write(self, parts: list[memoryview]) -> int:
-        return self._sock.send(parts[0]) if self._tls else self._sock.sendmsg(parts[:_MOST_PARTS])
+        if self._tls or len(parts) == 1:
+            return self._sock.send(parts[0])
+        return self._sock.sendmsg(parts[:_MOST_PARTS])
 
-    def _attempt(self, call: Callable[[], int], event: int) -> int:
+    def _attempt(self, call: Callable[[Any], int], buffers: Any, event: int) -> int:
         """Bytes that the call moved, or minus the event that it needs first. ConnectionLostError if it never will."""
         try:
-            with self._reading if event == select.POLLIN else self._writing:
-                return call()
+            with self._reading if event == _IN else self._writing:
+                return call(buffers)
         except BlockingIOError:
             return -event
         except ssl.SSLWantReadError:

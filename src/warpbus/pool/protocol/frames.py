@@ -7,16 +7,18 @@ A frame is a header of 16 bytes, little endian, and its payload:
 What the number and the payload mean depends on the kind; values in payloads are `warpbus.pool.protocol.wire`'s.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
+from typing import NamedTuple
 
 from warpbus.errors import FrameError, ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the protocol, in every HELLO; a side refuses another version."""
 
 HEADER = Struct("<IBxxxQ")
+READ = Struct("<QQQ")
+"""The payload of a READ frame: the handle of a storage, its first byte that is wanted, and how many are."""
 MAX_DATA = 4 * 2**20  # bytes of a storage in one frame
 MAX_FRAME = 16 * 2**20 + 4096  # bytes of a payload
 MAX_HELLO = 4096
@@ -39,10 +41,10 @@ class Kind(IntEnum):
     BYE = 11  # the connection ends as it was meant
     STATE = 12  # a part of a lease that moves
     SWAP = 13  # the lease's memory went to host memory, waits there for room, or is back
+    READ = 14  # the question ["read", handle, offset, bytes], as `READ` packs its numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A frame that came; the payload is its own memory and stays as it is."""
 
     kind: Kind

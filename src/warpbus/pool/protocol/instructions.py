@@ -12,6 +12,7 @@
     RUN     program u32
     DROP    program u32
     RANDOM  length u32, bytes                              the state of the generator, at most 64 KiB
+    GROUP   length u32, step                               together with other leases, see `group_steps`
 
 How much a CALL carries follows from its definition. All handles are chosen by the client.
 """
@@ -28,6 +29,7 @@ MAX_WRITE = 4 << 20
 MAX_SIGNATURE = 4 << 20
 SHA256_BYTES = 32
 MAX_RANDOM_STATE = 1 << 16
+MAX_STEP = 1 << 20
 
 
 class Instruction(IntEnum):
@@ -45,6 +47,7 @@ class Instruction(IntEnum):
     RUN = 10
     DROP = 11
     RANDOM = 12
+    GROUP = 13
 
 
 Counts: TypeAlias = Callable[[int], struct.Struct]
@@ -106,6 +109,9 @@ class Writer:
     def random(self, state: bytes | memoryview) -> None:
         self._write(Instruction.RANDOM, _U32.pack(len(state)))
         self.buffer += state
+
+    def group(self, step: bytes) -> None:
+        self._write(Instruction.GROUP, _U32.pack(len(step)) + step)
 
     def record(self, program: int) -> None:
         self._write(Instruction.RECORD, _U32.pack(program))
@@ -180,10 +186,11 @@ def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: igno
             elif kind == Instruction.SEED:
                 yield (kind, *_U64.unpack_from(payload, at))
                 at += 8
-            elif kind == Instruction.RANDOM:
+            elif kind in (Instruction.RANDOM, Instruction.GROUP):
                 (length,) = _U32.unpack_from(payload, at)
                 at += _U32.size
-                yield (kind, _bytes(payload, at, length, MAX_RANDOM_STATE))
+                limit = MAX_RANDOM_STATE if kind == Instruction.RANDOM else MAX_STEP
+                yield (kind, _bytes(payload, at, length, limit))
                 at += length
             elif kind == Instruction.STOP:
                 yield (kind,)

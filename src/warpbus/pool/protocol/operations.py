@@ -8,6 +8,7 @@ str, "done": int, "total": int} for what moves leases:
                                an empty address is that of the daemon that was asked
     release, suspend           {"released": id}; {"suspended": id, "seconds", "bytes"}
     migrate                    {"moved": gpu, "seconds", "pause", "bytes"}
+    link                       {}; the lease's process is connected to that of the lease `to`, in a group
     checkpoints                {"checkpoints": [{"host", "name", "files", "nbytes"}]}, of all machines
     load_checkpoint            {"tensors": int, "nbytes": int}; the client then asks the lease's process for them
     drain, undrain             {"drained" | "undrained": host, "moves": int, "failed": {lease: why}}
@@ -18,10 +19,14 @@ str, "done": int, "total": int} for what moves leases:
     receive, order             {"address": str}; {"order": arguments of "receive" | None}
     send, save                 {"seconds", "pause", "bytes"}; {"seconds", "bytes"}
     end, call_off, forget      {}
+    open_link                  as link
     offered, offer             as checkpoints, of one machine; as load_checkpoint
 """
 
 from warpbus.pool.protocol.messages import Operation
+
+COPYING_REST = "copying the rest"
+"""The phase of a migration in which the lease executes nowhere. Before it the destination does not have all of it."""
 
 _LEASE = {"lease": str}
 _ORDER = {
@@ -48,6 +53,7 @@ DAEMON = {
     "migrate": Operation({**_LEASE, "to": str}),
     "suspend": Operation(_LEASE),
     "resume": Operation({**_LEASE, "on": str | None}),
+    "link": Operation({**_LEASE, "to": str, "link_key": bytes, "group": bytes, "rank": int}),
     "checkpoints": Operation(),
     "load_checkpoint": Operation({**_LEASE, "checkpoint": str}),
     "drain": Operation({"host": str}, role="admin"),
@@ -75,6 +81,9 @@ DAEMON = {
     "end": Operation({**_LEASE, "why": str}, role="admin"),
     "call_off": Operation({**_LEASE, "why": str}, role="admin"),
     "send": Operation({**_LEASE, "to": str, "migration_token": bytes}, role="admin"),
+    "open_link": Operation(
+        {**_LEASE, "to": str, "address": str, "link_key": bytes, "group": bytes, "rank": int}, role="admin"
+    ),
     "save": Operation(_LEASE, role="admin"),
     "order": Operation(_LEASE, role="admin"),
     "forget": Operation(_LEASE, role="admin"),
@@ -140,6 +149,17 @@ TENANT = {
     "client": Operation(),
     "migrate": Operation({"to": str, "ca": str | None, "migration_token": bytes, "lease_id": bytes}),
     "suspend": Operation({"path": str}),
+    # With a socket to the process of another lease: through its daemon at `address`, or directly where that is None.
+    "link": Operation(
+        {
+            "address": str | None,
+            "ca": str | None,
+            "link_id": bytes,
+            "link_key": bytes,
+            "group": bytes,
+            "rank": int,
+        }
+    ),
     # To host memory, of which it may use so many bytes, and back; why it is out or waits is for the client.
     "swap_out": Operation({"limit": int, "why": str}),
     "swap_in": Operation(),
@@ -161,6 +181,7 @@ EVENTS = {
     # The lease is executed here no more.
     "moved": Operation({"seconds": int | float, "pause": int | float, "bytes": int}, {"path": str}),
     "suspended": Operation({"seconds": int | float, "bytes": int}),
+    "linked": Operation(),  # with the process of another lease; or "failed"
     # It is in host memory, or in GPU memory again.
     "swapped_out": Operation({"seconds": int | float, "bytes": int}),
     "swapped_in": Operation({"seconds": int | float, "bytes": int}),

@@ -1,6 +1,6 @@
 """The first bytes of a connection, in plain text: the lease that the client wants, and a proof that it has the key.
 
-    client: MAGIC, then 16 bytes: zeros for the daemon itself, the id of a lease, or the `arrival_id` of one that moves
+    client: MAGIC, then 16 bytes: zeros for the daemon itself, a lease's id, its `link_id`, or its `arrival_id`
     server: 32 random bytes, the nonce                                    } only for a lease
     client: 32 bytes, HMAC-SHA256 of them with the lease's key (RFC 2104) }
 
@@ -35,9 +35,24 @@ class Proof:
     nonce: bytes
     mac: bytes
 
+    def is_for_link(self, lease: str) -> bool:
+        """Whether it begins with the `link_id` of a lease, whose id is given in hexadecimal digits."""
+        return hmac.compare_digest(self.lease_id, link_id(bytes.fromhex(lease)))
+
     def shows(self, key: bytes) -> bool:
         """Whether the client has this key. Takes the same time for every wrong answer."""
         return hmac.compare_digest(self.mac, mac_of(key, self.lease_id, self.nonce))
+
+
+def link_id(lease: bytes) -> bytes:
+    """What a connection from another lease's process begins with, in place of the 16 bytes of the lease's id."""
+    return hashlib.sha256(b"warpbus link" + lease).digest()[:LEASE_BYTES]
+
+
+def link_key(key: bytes) -> bytes:
+    """What another lease's client has to know to connect its lease to this one: 32 bytes that are made of the lease's
+    key, and of which the key cannot be made."""
+    return hmac.new(key, b"warpbus link key", hashlib.sha256).digest()
 
 
 def mac_of(key: bytes, lease_id: bytes, nonce: bytes) -> bytes:

@@ -101,6 +101,16 @@ def ready(sock: socket.socket, event: int, seconds: float) -> bool:
     return bool(poll.poll(None if math.isinf(seconds) else max(0, math.ceil(seconds * 1000))))
 
 
+def hung_up(sock: Any) -> bool:
+    """Whether the other side of a socket has closed it, or will send nothing more."""
+    poll = select.poll()
+    try:
+        poll.register(sock, select.POLLRDHUP)
+    except (OSError, ValueError):
+        return True
+    return bool(poll.poll(0))
+
+
 def tune(sock: socket.socket) -> None:
     """Small frames go out at once, and a peer that vanished is noticed."""
     if sock.family == socket.AF_UNIX:

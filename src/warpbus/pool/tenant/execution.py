@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError, ProtocolError
+from warpbus.errors import DeviceError, ProtocolError, StateError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.protocol.group_steps import decode_step
 from warpbus.pool.protocol.instructions import SHA256_BYTES, Instruction, parse
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
 from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
+from warpbus.pool.tenant.groups import LeaseGroups
 from warpbus.pool.tenant.programs import Programs
 from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
 from warpbus.pool.tenant.storages import Storages
@@ -51,6 +53,7 @@ class Executor:
         storages: the storages of the lease.
         failures: the latest reported failures, kept for a client that was not connected.
         calls: the number of executed calls, without those of programs.
+        groups: the groups of leases that the lease is in. They are not a part of the state.
     """
 
     def __init__(self, device: torch.device, quota: Quota, content: ContentStore | None = None) -> None:
@@ -64,6 +67,7 @@ class Executor:
         self._definitions: dict[int, Definition] = {}
         self._defined_bytes = 0
         self._programs = Programs(self.storages)
+        self.groups = LeaseGroups(self.storages)
         self._failed: list[CallFailure] = []
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
@@ -77,6 +81,7 @@ class Executor:
             Instruction.STOP: self._programs.stop,
             Instruction.RUN: self._run,
             Instruction.DROP: self._programs.drop,
+            Instruction.GROUP: self._group,
         }
 
     def execute(self, number: int, payload: memoryview) -> list[CallFailure]:
@@ -385,6 +390,18 @@ class Executor:
 
     def _random(self, state: memoryview) -> None:
         set_random_state(self.device, state)
+
+    def _group(self, payload: memoryview) -> None:
+        step = decode_step(payload)
+        try:
+            if self._programs.recording is not None:
+                raise StateError(f"{step.label}: a program that is recorded cannot have it: call it between programs")
+            self.groups.get(step.group).run(step)
+        except Exception as error:
+            failure = error.failure if isinstance(error, PoisonedError) else self._report(error, step.label)
+            self._poison(step.written, failure, new=0)
+        else:
+            self.storages.written_all(step.written)
 
     def _run(self, program: int) -> None:
         try:

@@ -46,7 +46,7 @@ from warpbus.pool.tenant import migration_messages
 from warpbus.pool.tenant.acceptor import refuse
 from warpbus.pool.tenant.arrival import Arrival
 from warpbus.pool.tenant.migration_messages import ENTRY
-from warpbus.pool.tenant.precopy import LITTLE, MOST_PIECES, Precopy
+from warpbus.pool.tenant.precopy import LEAST, LITTLE, MOST_PIECES, Precopy
 from warpbus.pool.tenant.staging import CHUNK
 from warpbus.pool.tenant.transport import (
     MemoryExporter,
@@ -66,9 +66,10 @@ ANSWER = 60.0
 SILENCE = 600.0
 """Seconds after which the destination gives up a silent source, or a client that does not claim the lease."""
 
-
 # Seconds between two batches, when there is nothing to do but to wait for the destination.
-_NAP = 0.01
+_NAP = 0.001
+
+_PIECE_SECONDS = 0.004  # that a batch waits for a piece that is copied ahead, about
 
 # Seconds: the client waits meanwhile to be told where the lease is.
 _CONFIRMATION = 2.0
@@ -188,45 +189,82 @@ class MigrationSource:
         self._clock = clock
         self._precopy = Precopy(executor.storages, little)
         self._foreseen: dict[int, bytes] = {}
-        self._awaited = 0  # answers that the destination is ready for what was defined
+        self._awaited = 0  # answers that the destination is ready for what it was told
+        self._piece = CHUNK  # bytes that are copied ahead at once
+        self._exporter: MemoryExporter | None = None
+        self._until = 0.0
         self._number = 0
         self._began = 0.0
 
     def begin(self) -> None:
-        """Ask the destination to accept the lease."""
+        """Ask the destination to accept the lease, and wait until it does."""
+        self.ask()
+        if not self.is_accepted(self._timeout):
+            self._stay()
+            raise self._silent()
+
+    def ask(self) -> None:
+        """Ask the destination to accept the lease. `is_accepted` tells when it has."""
         self._expect(SourceState.NEW)
         with self._staying():
             self._began = self._clock()
             storages = self._executor.storages
-            shared = self._shared(storages.device)
+            self._exporter = self._shared(storages.device)
             hello: dict[str, Value] = {
                 "protocol": PROTOCOL,
                 "migration_token": self._migration_token,
                 "device": storages.device.type,
                 "used": storages.used,
-                "shared": None if shared is None else this_host(),
+                "shared": None if self._exporter is None else this_host(),
             }
             self._channel.send(Kind.HELLO, 0, encode(hello))
-            frame = self._frame()
+            self._until = time.monotonic() + self._timeout
+
+    def is_accepted(self, timeout: float = 0.0) -> bool:
+        """Whether the destination has accepted the lease, or does within `timeout` seconds."""
+        self._expect(SourceState.NEW)
+        with self._staying():
+            frame = self._channel.receive(timeout)
+            if frame is None:
+                if time.monotonic() > self._until:
+                    raise self._silent()
+                return False
+            _raise_refusal(frame)
             if frame.kind is not Kind.WELCOME:
                 raise migration_messages.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
             answer = decode_dict(frame.payload)
-            self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
+            shared = self._exporter if answer.get("reads") is True else None
+            self._outgoing = Outgoing(self._executor.storages, self._say, self._hear, shared)
             self.state = SourceState.COPYING
+            return True
 
     def copy_ahead(self, budget: int | None = None) -> MigrationProgress:
         """Copy about `budget` bytes of storages that are not being written, and at least one range of a storage.
 
-        None is what keeps the next batch waiting for a few milliseconds.
+        While the destination prepares what it was told, nothing is copied: the bytes would wait there, and the next
+        batch here. None is what keeps the next batch waiting for a few milliseconds.
         """
         self._expect(SourceState.COPYING)
         with self._staying():
-            self._tell_storages()
-            self._tell_definitions()
-            precopy = self._precopy
-            self._outgoing.send(precopy.ahead(self._outgoing.budget if budget is None else budget))
-            stop_reason = precopy.stop_reason if self._is_ready(_NAP if precopy.stop_reason else 0.0) else ""
+            precopy, waited = self._precopy, self._awaited > 0
+            if self._is_ready(0.0) and not waited:
+                self._tell_storages(ask=True)
+                self._tell_definitions()
+            stop_reason = ""
+            if self._is_ready(_NAP if precopy.stop_reason else 0.0):
+                self._copy_piece(budget)
+                stop_reason = precopy.stop_reason if self._is_ready(_NAP if precopy.stop_reason else 0.0) else ""
             return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, stop_reason)
+
+    def _copy_piece(self, budget: int | None) -> None:
+        """Copy about `budget` bytes; None is what took a few milliseconds the last times."""
+        began, sent = self._clock(), self._precopy.sent
+        self._outgoing.send(self._precopy.ahead(min(self._piece, self._outgoing.budget) if budget is None else budget))
+        took, sent = self._clock() - began, self._precopy.sent - sent
+        if took > _PIECE_SECONDS:
+            self._piece = max(LEAST, self._piece // 2)
+        elif took < _PIECE_SECONDS / 2 and sent >= self._piece:
+            self._piece = min(2 * self._piece, self._outgoing.budget)
 
     def finish(self) -> MigrationReport:
         """Stop the lease, copy the rest, and commit. The state is MOVED afterwards."""
@@ -272,13 +310,20 @@ class MigrationSource:
         if self.state is not SourceState.STAYS:
             self._stay()
 
-    def _tell_storages(self) -> None:
+    def _tell_storages(self, *, ask: bool = False) -> None:
+        """Tell the destination which storages are new or gone; with `ask` let it say when it has made large ones."""
         gone = self._precopy.gone()
         for start in range(0, len(gone), MOST_PIECES):
             self._say("drop", *gone[start : start + MOST_PIECES])
         fresh = self._precopy.fresh()
         for start in range(0, len(fresh), MOST_PIECES):
             self._say("create", *(number for pair in fresh[start : start + MOST_PIECES] for number in pair))
+        if ask and sum(nbytes for _, nbytes in fresh) > CHUNK:
+            self._ask_ready()
+
+    def _ask_ready(self) -> None:
+        self._say("ready")
+        self._awaited += 1
 
     def _tell_definitions(self) -> None:
         """The destination prepares calls while the lease executes: PyTorch may take seconds to learn what they give."""
@@ -288,8 +333,7 @@ class MigrationSource:
             self._say("define", number, raw=[memoryview(found[number])])
         if fresh:
             self._foreseen.update({number: found[number] for number in fresh})
-            self._say("ready")
-            self._awaited += 1
+            self._ask_ready()
 
     def _is_ready(self, timeout: float) -> bool:
         """Whether the destination has prepared what it was told, or has within so many seconds."""
@@ -340,9 +384,12 @@ class MigrationSource:
     def _frame(self) -> Frame:
         frame = self._channel.receive(self._timeout)
         if frame is None:
-            raise PeerTimeoutError(f"the destination has not answered for {self._timeout:.0f} seconds")
+            raise self._silent()
         _raise_refusal(frame)
         return frame
+
+    def _silent(self) -> PeerTimeoutError:
+        return PeerTimeoutError(f"the destination has not answered for {self._timeout:.0f} seconds")
 
     def _expect(self, state: SourceState) -> None:
         if self.state is not state:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from warpbus.errors import DeviceError, PoolError, StateError, WarpbusError
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, begin, context_for
 from warpbus.pool.protocol.failures import error_value
+from warpbus.pool.protocol.operations import COPYING_REST
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
@@ -53,10 +55,18 @@ def migrate(
         tenant.step_aside()
         where = address(to)
         deadline = time.monotonic() + HANDSHAKE_SECONDS
-        channel = begin(sock, where, lease_id, migration_token, context_for(where, tls), deadline)
+        arguments = (sock, where, lease_id, migration_token, context_for(where, tls), deadline)
+        with ThreadPoolExecutor(1, "migration") as thread:  # the other side may be slow to answer
+            opening = thread.submit(begin, *arguments)
+            while not opening.done():
+                wait([opening], _NAP)
+                yield
+        channel = opening.result()
         channel.before_waiting = tenant.step_aside
         source = MigrationSource(tenant.executor, channel, migration_token=migration_token)
-        source.begin()
+        source.ask()
+        while not source.is_accepted(_NAP):
+            yield
         told = -_TOLD_EVERY
         content = tenant.executor.content
         while True:
@@ -69,7 +79,7 @@ def migrate(
                     break
                 time.sleep(_NAP)  # the destination may not have it
             yield
-        tenant.tell("progress", phase="copying the rest", done=progress.copied, total=progress.total)
+        tenant.tell("progress", phase=COPYING_REST, done=progress.copied, total=progress.total)
         tenant.warn_client(to, final=False)
         warned = True
         tenant.step_aside()

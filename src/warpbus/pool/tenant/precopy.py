@@ -22,6 +22,9 @@ SHRINKS = 0.8
 ROUNDS = 8
 """The most rounds."""
 
+LEAST = 2**20
+"""The bytes of a range ahead of the pause, unless fewer are left of the storage."""
+
 MOST_PIECES = 4096
 """The most ranges in one message."""
 
@@ -134,7 +137,8 @@ class Precopy:
         else:
             self.rounds += 1
             self._left, self._seen = left, versions
-            dirty = [handle for handle, nbytes in sizes.items() if self._valid(handle) < nbytes]
+            known = self._known  # of the others the destination has nothing yet
+            dirty = [handle for handle, nbytes in sizes.items() if handle in known and self._valid(handle) < nbytes]
             self._queue = deque(sorted(dirty, key=versions.__getitem__))
 
     def _valid(self, handle: int) -> int:
@@ -146,7 +150,7 @@ class Precopy:
         chunk: list[StorageRange] = []
         size = total = 0
         for handle in handles:
-            for piece in self._pieces(handle):
+            for piece in self._pieces(handle, CHUNK if budget is None else max(LEAST, min(budget, CHUNK))):
                 if chunk and (size + piece.length > CHUNK or len(chunk) == MOST_PIECES):
                     yield chunk
                     chunk, size = [], 0
@@ -161,7 +165,7 @@ class Precopy:
         if chunk:
             yield chunk
 
-    def _pieces(self, handle: int) -> Iterator[StorageRange]:
+    def _pieces(self, handle: int, most: int) -> Iterator[StorageRange]:
         nbytes, version, start = self._storages.sizes()[handle], self._storages.version(handle), self._valid(handle)
-        for offset in range(start, nbytes, CHUNK):
-            yield StorageRange(handle, version, offset, min(CHUNK, nbytes - offset))
+        for offset in range(start, nbytes, most):
+            yield StorageRange(handle, version, offset, min(most, nbytes - offset))

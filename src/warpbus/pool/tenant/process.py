@@ -33,20 +33,22 @@ from warpbus.errors import (
     WarpbusError,
 )
 from warpbus.pool.protocol import process_messages
-from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.channel import SPIN_SECONDS, Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
-from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, READ, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.group_steps import GroupPlace
 from warpbus.pool.protocol.inference import infer
 from warpbus.pool.protocol.operations import TENANT
 from warpbus.pool.protocol.signature import Input, Signature
-from warpbus.pool.protocol.sockets import Tls
+from warpbus.pool.protocol.sockets import Tls, hung_up, ready
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.acceptor import Acceptor, refuse
 from warpbus.pool.tenant.checkpoints import OfferedCheckpoints
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.links import LinkOpener, admit
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
@@ -61,6 +63,7 @@ _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
 _SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
 _LINGER = 2.0
+_AT_ONCE = 0.001  # seconds for which a client that keeps sending has the process to itself
 _SECONDS_TO_HEAR = 10.0
 
 
@@ -88,6 +91,8 @@ class TenantServer:
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
         self._acceptor = Acceptor()
+        self._links = LinkOpener(executor.groups)
+        executor.groups.attend = self._attend_in_step
         self._checkpoints = OfferedCheckpoints(executor.storages)
         self._swapping = Swapping(self, out=setup["swapped_out"])
         self._work: Iterator[None] | None = None
@@ -118,6 +123,7 @@ class TenantServer:
                 if self.over is not None:
                     raise
                 self._lose(error)
+        self.executor.groups.leave_all()
         self._say_goodbye()
 
     def _lose(self, error: RuntimeError) -> None:
@@ -128,6 +134,7 @@ class TenantServer:
     def lose(self, why: str) -> None:
         """End the lease. The client gets a moment to connect and read the reason."""
         self.over = LeaseLostError(f"this lease is lost, {why}")
+        self.executor.groups.leave_all()
         self._work, self._meter = None, Meter(torch.device("cpu"))
         self._share_with(0)
         self._ends = time.monotonic() + _SECONDS_TO_HEAR
@@ -174,7 +181,7 @@ class TenantServer:
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
-        for other in (self._end, self._acceptor):
+        for other in (self._end, self._acceptor, self._links):
             waiting.register(other, select.POLLIN)
         if talking and not busy and self.channel is not None:
             waiting.register(self.channel, select.POLLIN)
@@ -193,6 +200,9 @@ class TenantServer:
         if self._acceptor.fileno() in found:
             while (come := self._acceptor.come()) is not None:
                 self._meet(*come)
+        if self._links.fileno() in found:
+            for event, facts in self._links.finished():
+                self.tell(event, **facts)
         if self._destination is not None:
             self._receive_lease(self._destination)
         if self._work is not None and next(self._work, True):
@@ -215,6 +225,8 @@ class TenantServer:
                 ca = arguments.pop("ca")
                 tls = None if ca is None else Tls(Path(ca))
                 self._begin(migrate(self, sock=sockets[0], tls=tls, **arguments))
+            case "link" if len(sockets) == 1:
+                self._links.connect(sockets[0], **arguments)
             case "checkpoint" if len(sockets) == 1:
                 self._open_checkpoint(arguments["name"], arguments["files"], sockets[0])
             case "suspend":
@@ -257,13 +269,18 @@ class TenantServer:
         if busy or self.over or self.moved or self._swapping.out is not out:
             error = "the lease is being moved, suspended or swapped, or was: wait until that is done"
             self.tell("failed", type="DeviceError", message=error)
+        elif self.executor.groups and not out:
+            error = "the lease is in a group with other leases, which have connections to its process: it stays"
+            self.tell("failed", type="StateError", message=error)
         else:
             self._work = work
 
     def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
         """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
-        if "migration_token" in hello:
+        if "link" in hello:
+            admit(channel, hello, self.executor.groups)
+        elif "migration_token" in hello:
             if destination is None:
                 refuse(channel, StateError("no lease is to move to here"))
             else:
@@ -336,22 +353,26 @@ class TenantServer:
             self.tell("failed", type="DeviceError", message=destination.reason)
 
     def _converse(self) -> None:
-        """Handle the client's next frame."""
+        """Handle the client's frames that are here, and those that follow within a moment: to look at everything else
+        and to be woken takes longer than many a frame."""
         channel = self.channel
         if channel is None:
             return
         try:
             frame, self._kept = self._kept or channel.receive(0.0), None
-            if frame is not None and not self.over and not self.moved:
-                slices = self._time_slices
-                if self._swapping.out and frame.kind in (Kind.BATCH, Kind.ASK):
-                    self._swapping.want()
+            alone = self._work is None and self._destination is None and self._time_slices is None
+            ends = time.monotonic() + _AT_ONCE
+            while frame is not None and not self.over and not self.moved:
+                if self._has_to_wait(frame):
                     self._kept = frame
-                elif frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
-                    self._kept = frame
-                else:
-                    self._deal(channel, frame)
-            if self._owed >= _UNACKNOWLEDGED or (self._owed and (self._kept or not channel.pending())):
+                    break
+                self._deal(channel, frame)
+                if self._owed >= _UNACKNOWLEDGED:
+                    self._acknowledge()
+                if time.monotonic() >= ends or not (alone or channel.pending()):
+                    break
+                frame = self._next_frame(channel, ends) if alone else channel.receive(0.0)
+            if self._owed and (self._kept or not channel.pending()):
                 self._acknowledge()
         except ConnectionLostError:
             self.hang_up()
@@ -364,6 +385,23 @@ class TenantServer:
                 channel.send(Kind.BYE)
             self.hang_up()
 
+    def _has_to_wait(self, frame: Frame) -> bool:
+        """Whether a frame of the client waits: for the lease's memory if it is swapped out, or for a time slice."""
+        if self._swapping.out and frame.kind in (Kind.BATCH, Kind.ASK, Kind.READ):
+            self._swapping.want()
+            return True
+        slices = self._time_slices
+        return frame.kind is Kind.BATCH and slices is not None and not slices.may_execute(time.monotonic())
+
+    def _next_frame(self, channel: Channel, ends: float) -> Frame | None:
+        """The client's next frame, if it comes soon; until `ends` for answers that are on their way from the GPU."""
+        while not channel.pending():
+            if self._leaving and time.monotonic() < ends:
+                self._deliver()
+            elif not channel.spin(SPIN_SECONDS):
+                return None
+        return channel.receive(0.0)
+
     def _deal(self, channel: Channel, frame: Frame) -> None:
         self._dealt += 1
         if frame.kind is Kind.BATCH:
@@ -374,7 +412,7 @@ class TenantServer:
                 self._owed += 1
                 self._meter.end()
             self._report(failures)
-        elif frame.kind is Kind.ASK:
+        elif frame.kind in (Kind.ASK, Kind.READ):
             self._answer(channel, frame)
         elif frame.kind is Kind.BYE:
             raise ConnectionLostError("the client said goodbye")
@@ -382,15 +420,22 @@ class TenantServer:
             raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
-        question: Any = decode(frame.payload)
+        question: Any = _read_question(frame) if frame.kind is Kind.READ else decode(frame.payload)
+        self._acknowledge(more=True)
         try:
             match question:
-                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL and self._on_gpu:
-                    # The GPU goes on with what the client has sent meanwhile.
-                    self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL:
+                    if self._on_gpu:
+                        # The GPU goes on with what the client has sent meanwhile.
+                        self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                    else:
+                        channel.send(Kind.DATA, frame.number, self.executor.storages.read(handle, offset, nbytes))
                     return
                 case ["checkpoint", str(name), int(start)] if start >= 0:
                     channel.send(Kind.ANSWER, frame.number, encode(self._checkpoints.describe(name, start)))
+                    return
+                case ["join" | "leave" | "linked" as action, *values]:
+                    channel.send(Kind.ANSWER, frame.number, encode(self._change_groups(action, values)))
                     return
                 case ["load", str(name), list(wanted)]:
                     self._checkpoints.load(name, wanted)
@@ -407,6 +452,35 @@ class TenantServer:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
         except Exception as error:  # CUDA's, too: what was launched before may come to light here
             channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
+
+    def _change_groups(self, action: str, values: list[Any]) -> Value:
+        """Join or leave a group, or tell which of its ranks are connected."""
+        groups = self.executor.groups
+        if action == "join":
+            if self._work is not None:
+                raise StateError("the lease is being moved or suspended: join a group when that is done")
+            groups.join(GroupPlace.read(values))
+            return None
+        if len(values) != 1 or not isinstance(values[0], bytes):
+            raise ProtocolError(f"{action}: give the id of a group")
+        if action == "leave":
+            groups.leave(values[0])
+            return None
+        return list(groups.get(values[0]).linked)
+
+    def _attend_in_step(self) -> None:
+        """While a step of a group waits for other leases: see to the daemon and to the client's connections. A client
+        that is gone is reported, so that its lease ends after some time, and the step with it."""
+        if self.channel is not None and hung_up(self.channel):
+            self.hang_up()
+        if ready(self._end, select.POLLIN, 0.0) and not self._obey():
+            self._ends = 0.0
+            raise LeaseLostError("the lease has been ended")
+        while (come := self._acceptor.come()) is not None:
+            self._meet(*come)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK
+            self._tell_clients()
 
     def _deliver(self) -> None:
         """Send the answers whose copy from the GPU has completed."""
@@ -430,9 +504,10 @@ class TenantServer:
             if self.channel is not None:
                 self.channel.send(Kind.ERROR, 0, encode(failure.plain()))
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, *, more: bool = False) -> None:
+        """Say which batches were executed; with `more` together with the frame that is sent next."""
         if self.channel is not None and self._owed:
-            self.channel.send(Kind.ACK, self.executor.executed)
+            self.channel.send(Kind.ACK, self.executor.executed, more=more)
             self._owed = 0
 
     def _attend(self) -> float:
@@ -461,6 +536,13 @@ class TenantServer:
                     channel.send(Kind.BYE)
                 while time.monotonic() < until:
                     channel.receive(until - time.monotonic())
+
+
+def _read_question(frame: Frame) -> list[Any]:
+    """The question of a READ frame."""
+    if len(frame.payload) != READ.size:
+        raise ProtocolError(f"a READ frame of {len(frame.payload)} bytes: expected {READ.size}")
+    return ["read", *READ.unpack(frame.payload)]
 
 
 def _warm() -> None:

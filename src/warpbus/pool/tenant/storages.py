@@ -239,7 +239,7 @@ class Storages:
     def read(self, handle: int, offset: int, nbytes: int) -> memoryview:
         """Bytes of a storage: its memory itself on a CPU, a copy of it on a GPU."""
         if self.device.type != "cuda":
-            return self._slice(handle, offset, nbytes).numpy().data
+            return self.slice(handle, offset, nbytes).numpy().data
         copy = bytearray(nbytes)
         at = 0
         for part in self.stream(handle, offset, nbytes):
@@ -249,18 +249,18 @@ class Storages:
 
     def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same in pieces of 4 MiB at most, each of which holds until the next is asked for."""
-        source = self._slice(handle, offset, nbytes)
+        source = self.slice(handle, offset, nbytes)
         for _, (part,) in self._staging.read((None, [piece]) for piece in source.split(CHUNK)):
             yield part
 
     def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
         """The same of a GPU, as they are now, without waiting for them."""
-        return HostCopy(self._slice(handle, offset, nbytes))
+        return HostCopy(self.slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""
         data = memoryview(data)
-        target = self._slice(handle, offset, len(data))
+        target = self.slice(handle, offset, len(data))
         for start in range(0, len(data), CHUNK):
             self._staging.write([(target[start : start + CHUNK], data[start : start + CHUNK])])
         self.written(handle)
@@ -313,13 +313,16 @@ class Storages:
             raise ProtocolError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
         return storage
 
-    def _slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
-        whole = self.raw(handle)
-        if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
+    def slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
+        """Bytes of a storage, uint8 `[nbytes]`, over its memory. Raises ProtocolError if they are not inside."""
+        storage = self.memory_of(handle)
+        if offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
             raise ProtocolError(
-                f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside"
+                f"bytes {offset} to {offset + nbytes} of a storage of {storage.nbytes}: they must be inside"
             )
-        return whole[offset : offset + nbytes]
+        assert storage.base is not None
+        part = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return part.set_(storage.base.untyped_storage(), offset, (nbytes,), (1,))
 
     def _add(self, handle: int, storage: Storage) -> None:
         self.live[handle] = storage
