@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from drawings import machine, models, products, threads
+from drawings import machine, models, products, scaling, threads
 from drawings.svg import Drawing, Say
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +32,7 @@ DRAWINGS: tuple[Callable[[Say], Drawing], ...] = (
         products.im2col,
     ),
     *(models.gptq_sweep, models.paged_cache, models.migrating_lease),
+    *(scaling.graph_launch, scaling.card_memory, scaling.ring_all_reduce, scaling.column_row_split),
 )
 
 

@@ -44,6 +44,14 @@ _WORDS = {
         "结果正确，但对 {array} 的访问有 bank 冲突：用了 {moved} 趟，而 {least} 趟就够，是其 {ratio:.1f} 倍{line}："
         "请让一个 warp 的线程访问不同的 bank（字编号除以 32 的余数）",
     ),
+    "untouched": (
+        "the result is right, but {array} is {done}: {moved} sectors of 32 bytes that the exercise does without{line}: "
+        "keep these values in registers",
+        "结果正确，但{done}了 {array}：多搬运了 {moved} 个 32 字节扇区{line}，"
+        "这个练习要求不用它：请把这些值留在寄存器里",
+    ),
+    "written": ("written", "写"),
+    "read back": ("read", "读"),
     "read": ("read", "读"),
     "write": ("write", "写"),
     "line": (" (line {line})", "（第 {line} 行）"),
@@ -111,6 +119,7 @@ class Exercise:
         tasks: what the kernel computes, in each of `LANGUAGES`.
         words: what a solution has to contain, so that it practises the chapter's idea.
         coalesced: arrays of device memory whose accesses have to coalesce.
+        untouched: arrays of device memory that a solution does without.
         conflict_free: whether accesses to shared memory must have no bank conflicts.
     """
 
@@ -119,6 +128,7 @@ class Exercise:
     tasks: tuple[str, str]
     words: tuple[str, ...] = ()
     coalesced: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
     conflict_free: bool = False
 
     @property
@@ -161,6 +171,8 @@ class Exercise:
             words = _say("and", language).join(missing)
             return ExerciseCheck(_say("use", language, words=words), traffic=traffic)
         for each in traffic:
+            if each.array in self.untouched and not each.shared:
+                return _needless(each, runs[0].findings, traffic, language)
             wasteful = each.ratio > (1 if each.shared else _MOST_SECTORS)
             if wasteful and (self.conflict_free if each.shared else each.array in self.coalesced):
                 return self._wasteful(each, runs[0].findings, traffic, language)
@@ -170,14 +182,24 @@ class Exercise:
         self, each: Traffic, findings: tuple[Finding, ...], traffic: tuple[Traffic, ...], language: str
     ) -> ExerciseCheck:
         """The problem of accesses that move more than they need, with the line of the worst."""
-        worst = max(
-            (site for site in findings if _is_of(site, each)), key=lambda site: int(site["moved"]) - int(site["least"])
-        )
+        sites = (site for site in findings if _is_of(site, each))
+        worst = max(sites, key=lambda site: int(site["moved"]) - int(site["least"]))
         line = _say("line", language, line=worst["line"]) if "line" in worst else ""
         fields = {"array": each.array, "moved": each.moved, "least": each.least, "ratio": each.ratio, "line": line}
         verb = _say("write" if each.writes else "read", language)
         problem = _say("banks" if each.shared else "sectors", language, verb=verb, **fields)
         return ExerciseCheck(problem, _lines(worst), traffic)
+
+
+def _needless(
+    each: Traffic, findings: tuple[Finding, ...], traffic: tuple[Traffic, ...], language: str
+) -> ExerciseCheck:
+    """The problem of accesses to an array that a solution does without, with the line of one."""
+    site = next(site for site in findings if _is_of(site, each))
+    line = _say("line", language, line=site["line"]) if "line" in site else ""
+    done = _say("written" if each.writes else "read back", language)
+    problem = _say("untouched", language, array=each.array, done=done, moved=each.moved, line=line)
+    return ExerciseCheck(problem, _lines(site), traffic)
 
 
 def _read(solution: Path) -> str:
@@ -318,6 +340,96 @@ EXERCISES = (
         ("a matrix of 4-bit weights times a vector", "4 bit 权重的矩阵乘向量"),
         words=("__shfl_",),
         coalesced=("packed",),
+    ),
+    Exercise(
+        "09.1",
+        "09_1_layer_norm.cu",
+        ("LayerNorm of rows: a sum of a block, twice", "对每一行做 LayerNorm：两次块内求和"),
+        words=("__syncthreads", "block_sum("),
+        coalesced=("x", "y"),
+    ),
+    Exercise(
+        "09.2",
+        "09_2_online_softmax.cu",
+        ("the maximum and sum of softmax in one pass", "一遍扫描求 softmax 的最大值与和"),
+        words=("__shfl_",),
+        coalesced=("x",),
+    ),
+    Exercise(
+        "10.1",
+        "10_1_register_tiles.cu",
+        ("multiply matrices with 4 x 4 elements per thread", "矩阵乘法，每个线程算 4 x 4 个元素"),
+        words=("__shared__", "__syncthreads"),
+        coalesced=("a", "b", "c"),
+        conflict_free=True,
+    ),
+    Exercise(
+        "11.1",
+        "11_1_round_to_4_bits.cu",
+        ("round weights to 4 bits in groups", "把权重分组量化为 4 bit"),
+        words=("__shfl_",),
+        coalesced=("weights", "codes"),
+    ),
+    Exercise(
+        "12.1",
+        "12_1_page_table.cu",
+        ("translate addresses by a page table", "用页表翻译地址"),
+    ),
+    Exercise(
+        "13.1",
+        "13_1_im2col.cu",
+        ("the columns of a convolution, with a border of zeros", "卷积的列矩阵，四周补零"),
+        coalesced=("columns",),
+    ),
+    Exercise(
+        "14.1",
+        "14_1_merge_splits.cu",
+        ("merge the splits of decode attention", "合并解码注意力的各段"),
+        coalesced=("o", "out"),
+    ),
+    Exercise(
+        "15.1",
+        "15_1_tickets.cu",
+        ("work that stops and goes on elsewhere", "可以停下、换个地方继续的工作"),
+        words=("__shared__", "__syncthreads", "atomicAdd"),
+        coalesced=("x", "y"),
+    ),
+    Exercise(
+        "16.1",
+        "16_1_overlap.cu",
+        ("overlap copies and kernels in two streams", "用两个流让拷贝与计算重叠"),
+        words=("cudaMemcpyAsync",),
+    ),
+    Exercise(
+        "16.2",
+        "16_2_graph.cu",
+        ("capture two kernels, launch them as a graph", "捕获两个核函数，作为图启动"),
+        words=("cudaStreamBeginCapture", "cudaGraphLaunch"),
+    ),
+    Exercise(
+        "17.1",
+        "17_1_fuse.cu",
+        ("fuse three kernels that are bound by memory", "融合三个受限于显存带宽的核函数"),
+        coalesced=("x", "y"),
+        untouched=("t",),
+    ),
+    Exercise(
+        "18.1",
+        "18_1_append_to_cache.cu",
+        ("write tokens to a paged 8-bit KV cache", "把 token 写入分页的 8 bit KV 缓存"),
+        words=("__shared__", "__syncthreads"),
+        coalesced=("vectors", "codes"),
+    ),
+    Exercise(
+        "19.1",
+        "19_1_one_shot.cu",
+        ("add the parts of all ranks in one step", "一步把所有 rank 的部分结果相加"),
+        coalesced=("sum",),
+    ),
+    Exercise(
+        "19.2",
+        "19_2_shards.cu",
+        ("split columns at whole quantization groups", "按完整的量化组切分各列"),
     ),
 )
 

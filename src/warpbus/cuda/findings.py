@@ -124,6 +124,11 @@ _WORDS: dict[str, tuple[str, str]] = {
     "returned": ("has returned", "已经返回"),
     "waits": ("waits at {its_what}{its_line}", "停在 {its_what}{its_line}"),
     "not in its own mask": ("is not in its own mask", "不在自己的掩码中"),
+    "default_stream": (
+        "kernel {kernel} is launched into the default stream while another stream captures a graph, which ends the "
+        "capture: name the capturing stream in <<<...>>>",
+        "捕获图的过程中，核函数 {kernel} 启动到了默认流，捕获因此失败：请在 <<<...>>> 里写明正在捕获的流",
+    ),
     "endless": (
         "{at}: it does not end{line}: look for a loop whose condition never changes",
         "{at}：没有结束{line}：请检查循环条件是否会变化",

@@ -214,7 +214,10 @@ def translate(text: str) -> str:
             raise DataError(f"line {line}: expected a launch such as kernel<<<grid, block>>>(arguments)")
         closed = _closing(plain, opened, line)
         name = text[kernel.start() : start].strip()
-        call = f'warpbus::Launch("{name}", {text[start + 3 : middle]})([&] {{ {name}{text[opened : closed + 1]}; }})'
+        # A launch into a stream happens later, so it takes its arguments by value.
+        taken = "=" if _commas(plain[start + 3 : middle]) == 3 else "&"
+        launch = f'warpbus::Launch("{name}", {text[start + 3 : middle]})'
+        call = f"{launch}([{taken}] {{ {name}{text[opened : closed + 1]}; }})"
         edits.append((kernel.start(), closed + 1, call))
         start = plain.find("<<<", closed)
     for begin, end, new in sorted(edits, reverse=True):
@@ -228,6 +231,15 @@ def _shared(element: str, name: str, extents: str) -> str:
     return (
         f'static warpbus::Shared<warpbus::Type<{array}>> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
     )
+
+
+def _commas(text: str) -> int:
+    """How many commas are outside of all brackets."""
+    depth = found = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        found += letter == "," and depth == 0
+    return found
 
 
 def _closing(text: str, opened: int, line: int) -> int:

@@ -61,6 +61,45 @@ def changed(text: str, old: str, new: str) -> str:
                 "im2col and product: all match the CPU",
             ],
         ),
+        (
+            "streams",
+            [
+                "one stream: all match the CPU",
+                "three streams: all match the CPU",
+                "an event between two streams: all match the CPU",
+                "a graph of 20 kernels: all match the CPU",
+            ],
+        ),
+        (
+            "roofline",
+            [
+                "1 multiply-add             8.0 bytes,    2.0 operations per element, 0.25 operations per byte",
+                "16 multiply-adds           8.0 bytes,   32.0 operations per element, 4 operations per byte",
+                "256 multiply-adds          8.0 bytes,  512.0 operations per element, 64 operations per byte",
+                "three kernels             24.0 bytes,    3.0 operations per element, 0.125 operations per byte",
+                "fused                      8.0 bytes,    3.0 operations per element, 0.375 operations per byte",
+                "all match the CPU",
+            ],
+        ),
+        (
+            "paged_cache",
+            ["40 tokens in 3 of 8 blocks, 132 bytes per vector instead of 256: all within half a step"],
+        ),
+        (
+            "all_reduce",
+            [
+                "one shot: all match the CPU, the same bits on every rank",
+                "ring: all match the CPU, the same bits on every rank",
+            ],
+        ),
+        (
+            "tensor_parallel",
+            [
+                "rank 0: rows 0 to 6911 of the first matrix, the same columns of the second, 54 groups",
+                "rank 1: rows 6912 to 13695 of the first matrix, the same columns of the second, 53 groups",
+                "the sum of both: all match the CPU",
+            ],
+        ),
         ("register_tiles", ["n = 150, 2 x 2 blocks, 8 x 8 elements per thread: all match the CPU"]),
         (
             "int4_gemv",
@@ -135,6 +174,83 @@ def test_a_write_into_the_padding_is_found(run) -> None:
     )
     assert found.mistake is not None
     assert explain(found.mistake).startswith("kernel k wrote x[5], but x has 5 elements of 1 bytes: compare")
+
+
+STREAMS = (
+    START + "__global__ void set(int *x, int value) { *x = value; }\n"
+    "__global__ void twice(int *x) { *x *= 2; }\n"
+    "int main() {\n"
+    "    int *x, *y; cudaStream_t a, b; cudaEvent_t done; cudaGraph_t graph; cudaGraphExec_t exec; size_t nodes;\n"
+    "    cudaMalloc(&x, 4); cudaMallocHost(&y, 4); *y = 7;\n"
+    "    cudaStreamCreate(&a); cudaStreamCreate(&b); cudaEventCreate(&done);\n"
+)
+
+
+def statements(run, text: str, order: str = "forward") -> str:
+    found = run(STREAMS + text + '\n    printf("%d", *y); return 0; }\n', order=order)
+    assert (found.code, found.errors, found.mistake) == (0, "", None)
+    return found.output
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        # Read before the stream is done; after it; a copy to pageable memory waits.
+        ("set<<<1, 1, 0, a>>>(x, 1); cudaMemcpyAsync(y, x, 4, cudaMemcpyDeviceToHost, a);", "7"),
+        (
+            "set<<<1, 1, 0, a>>>(x, 1); cudaMemcpyAsync(y, x, 4, cudaMemcpyDeviceToHost, a); cudaStreamSynchronize(a);",
+            "1",
+        ),
+        ("int z = 7; set<<<1, 1, 0, a>>>(x, 1); cudaMemcpyAsync(&z, x, 4, cudaMemcpyDeviceToHost, a); *y = z;", "1"),
+        # The driver takes the bytes of pageable memory before it returns, and reads pinned memory later.
+        (
+            "int z = 3; cudaMemcpyAsync(x, &z, 4, cudaMemcpyHostToDevice, a); z = 4; cudaStreamSynchronize(a);"
+            "cudaMemcpy(y, x, 4, cudaMemcpyDeviceToHost);",
+            "3",
+        ),
+        (
+            "cudaMemcpyAsync(x, y, 4, cudaMemcpyHostToDevice, a); *y = 4; cudaStreamSynchronize(a);"
+            "*y = 0; cudaMemcpy(y, x, 4, cudaMemcpyDeviceToHost);",
+            "4",
+        ),
+        # The second stream waits for an event of the first.
+        (
+            "set<<<1, 1, 0, a>>>(x, 1); cudaEventRecord(done, a); cudaStreamWaitEvent(b, done, 0);"
+            "twice<<<1, 1, 0, b>>>(x); cudaStreamSynchronize(b); cudaMemcpy(y, x, 4, cudaMemcpyDeviceToHost);",
+            "2",
+        ),
+        # A graph with a second stream that is joined: captured once, launched twice.
+        (
+            "set<<<1, 1>>>(x, 1); cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal); twice<<<1, 1, 0, a>>>(x);"
+            "cudaEventRecord(done, a); cudaStreamWaitEvent(b, done); twice<<<1, 1, 0, b>>>(x);"
+            "cudaEventRecord(done, b); cudaStreamWaitEvent(a, done); cudaStreamEndCapture(a, &graph);"
+            "cudaGraphGetNodes(graph, nullptr, &nodes); cudaGraphInstantiate(&exec, graph, 0);"
+            "cudaGraphLaunch(exec, a); cudaGraphLaunch(exec, a); cudaStreamSynchronize(a);"
+            "cudaMemcpy(y, x, 4, cudaMemcpyDeviceToHost); *y += 100 * nodes;",
+            "216",
+        ),
+        # Work that the first stream does not wait for, and a call that a capture does not allow.
+        (
+            "cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal); cudaEventRecord(done, a);"
+            "cudaStreamWaitEvent(b, done); twice<<<1, 1, 0, b>>>(x); *y = cudaStreamEndCapture(a, &graph);",
+            "904",
+        ),
+        (
+            "cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal); *y = cudaDeviceSynchronize();"
+            "*y = *y * 1000 + cudaStreamEndCapture(a, &graph);",
+            "900901",
+        ),
+    ],
+)
+def test_streams_events_and_graphs(run, text: str, printed: str, order: str) -> None:
+    assert statements(run, text, order) == printed
+
+
+def test_a_stream_that_forgets_an_event_depends_on_the_order(run) -> None:
+    text = "set<<<1, 1>>>(x, 5); set<<<1, 1, 0, a>>>(x, 1); twice<<<1, 1, 0, b>>>(x); cudaDeviceSynchronize();"
+    text += "cudaMemcpy(y, x, 4, cudaMemcpyDeviceToHost);"
+    assert statements(run, text) != statements(run, text, "reverse")
 
 
 def test_statuses_of_the_runtime(run) -> None:

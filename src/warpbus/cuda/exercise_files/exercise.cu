@@ -68,11 +68,24 @@ template <class T> struct Output {
     size_t size() const { return rows * (columns ? columns : 1); }
 };
 
-// Whether the elements of `device` are what `expected(index)` returns; if not, the first that is not is written down.
+// Pinned host memory that a program writes: at first each byte is 0xA5.
+template <class T> struct Pinned {
+    size_t count;
+    T *host = nullptr;
+    explicit Pinned(size_t count) : count(count) {
+        cudaMallocHost(&host, count * sizeof(T));
+        memset(host, 0xA5, count * sizeof(T));
+    }
+    Pinned(const Pinned &) = delete;
+    ~Pinned() { cudaFreeHost(host); }
+    operator T *() const { return host; }
+    std::vector<T> now() const { return std::vector<T>(host, host + count); }
+};
+
+// Whether the elements are what `expected(index)` returns; if not, the first that is not is written down.
 template <class T, class F>
-bool same(const std::string &size, const char *name, T *device, size_t count, size_t columns, double tolerance, F expected) {
-    std::vector<T> found(count);
-    cudaMemcpy(found.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost);
+bool same(const std::string &size, const char *name, const std::vector<T> &found, size_t columns, double tolerance, F expected) {
+    const size_t count = found.size();
     size_t wrong = 0, first = 0;
     for (size_t i = 0; i < count; ++i)
         if (!(std::fabs(static_cast<double>(found[i]) - expected(i)) <= tolerance * (1 + std::fabs(expected(i))))) {
@@ -89,6 +102,12 @@ bool same(const std::string &size, const char *name, T *device, size_t count, si
                   field("wrong", std::to_string(wrong)) + field("count", std::to_string(count)) +
                   field("unwritten", memcmp(&untouched, &found[first], sizeof untouched) ? "false" : "true"));
     return false;
+}
+template <class T, class F>
+bool same(const std::string &size, const char *name, T *device, size_t count, size_t columns, double tolerance, F expected) {
+    std::vector<T> found(count);
+    cudaMemcpy(found.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost);
+    return same(size, name, found, columns, tolerance, expected);
 }
 template <class T, class F> bool same(const std::string &size, const Output<T> &found, double tolerance, F expected) {
     return same(size, found.name, found.device, found.size(), found.columns, tolerance, expected);

@@ -10,12 +10,15 @@
 //   index beyond the end, and host code that dereferences a device pointer, end the program with an explanation.
 // - Limits, statuses and messages are those of a GPU: more than 1024 threads in a block is an invalid configuration.
 //
-// Not here: textures, cooperative groups, half precision, tensor cores, streams that overlap.
+// - Streams are queues that run when the program waits for them, see `streams.h`.
+//
+// Not here: textures, cooperative groups, half precision, tensor cores, more than one device.
 #pragma once
 
 #include <chrono>
 #include <cmath>
 
+#include "streams.h"
 #include "threads.h"
 
 #define __global__
@@ -50,6 +53,11 @@ enum cudaError_t {
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInvalidMemcpyDirection = 21,
     cudaErrorInvalidDevice = 101,
+    cudaErrorNotReady = 600,
+    cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorStreamCaptureInvalidated = 901,
+    cudaErrorStreamCaptureUnjoined = 904,
+    cudaErrorStreamCaptureImplicit = 906,
 };
 using cudaError = cudaError_t;
 enum cudaMemcpyKind {
@@ -59,9 +67,21 @@ enum cudaMemcpyKind {
     cudaMemcpyDeviceToDevice = 3,
     cudaMemcpyDefault = 4,
 };
-using cudaStream_t = struct warpbus_stream *;
-struct warpbus_event { std::chrono::steady_clock::time_point at; };
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal = 0,
+    cudaStreamCaptureModeThreadLocal = 1,
+    cudaStreamCaptureModeRelaxed = 2,
+};
+constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
+constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
+constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
+using cudaStream_t = warpbus_stream *;
 using cudaEvent_t = warpbus_event *;
+using cudaGraph_t = warpbus_graph *;
+using cudaGraphExec_t = struct warpbus_graph_exec *;
+using cudaGraphNode_t = struct warpbus_graph_node *;
+using cudaHostFn_t = void (*)(void *);
+struct warpbus_graph_exec { std::vector<std::function<void()>> nodes; };
 
 struct cudaDeviceProp {
     char name[256];
@@ -84,8 +104,9 @@ struct Launch {
     const char *name;
     dim3 grid, block;
     size_t shared;
-    Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t = nullptr)
-        : name(name), grid(grid), block(block), shared(shared) {}
+    cudaStream_t stream;
+    Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
+        : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
     void operator()(const std::function<void()> &call) const {
         const uint64_t threads = uint64_t{block.x} * block.y * block.z;
@@ -95,7 +116,16 @@ struct Launch {
             remember(cudaErrorInvalidConfiguration);
             return;
         }
-        run_kernel(name, grid, block, shared, call);
+        if (!stream && capturing) stop("default_stream", field("kernel", name));
+        if (!stream) {
+            run_streams(false);
+            run_kernel(name, grid, block, shared, call);
+            return;
+        }
+        // A launch with a stream captures its arguments by value, see `translate`.
+        enqueue(stream, [launch = *this, call] {
+            run_kernel(launch.name, launch.grid, launch.block, launch.shared, call);
+        });
     }
 };
 
@@ -199,6 +229,11 @@ inline const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
         case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+        case cudaErrorNotReady: return "cudaErrorNotReady";
+        case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+        case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
+        case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
+        case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
     }
     return "cudaErrorUnknown";
 }
@@ -210,6 +245,11 @@ inline const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorInvalidConfiguration: return "invalid configuration argument";
         case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
+        case cudaErrorNotReady: return "device not ready";
+        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
+        case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
     }
     return "unknown error";
 }
@@ -224,44 +264,95 @@ template <class T> cudaError_t cudaMallocManaged(T **pointer, size_t size, unsig
 }
 // With the text of the argument, an allocation has the name of its pointer.
 #define cudaMalloc(pointer, size) warpbus::allocate_named(#pointer, pointer, size, false)
-template <class T> cudaError_t cudaMallocHost(T **pointer, size_t size) {
+template <class T> cudaError_t cudaHostAlloc(T **pointer, size_t size, unsigned) {
     *pointer = static_cast<T *>(malloc(size));
-    return *pointer ? cudaSuccess : warpbus::remember(cudaErrorMemoryAllocation);
+    if (!*pointer) return warpbus::remember(cudaErrorMemoryAllocation);
+    warpbus::pinned[reinterpret_cast<char *>(*pointer)] = size;
+    return cudaSuccess;
 }
-inline cudaError_t cudaFreeHost(void *pointer) { free(pointer); return cudaSuccess; }
+template <class T> cudaError_t cudaMallocHost(T **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
+inline cudaError_t cudaFreeHost(void *pointer) {
+    warpbus::run_streams(true);
+    warpbus::pinned.erase(static_cast<char *>(pointer));
+    free(pointer);
+    return cudaSuccess;
+}
 inline cudaError_t cudaFree(void *pointer) {
+    warpbus::run_streams(true);
     return !pointer || warpbus::release(pointer) ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
 }
-inline cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
+
+namespace warpbus {
+
+inline void copy(void *to, const void *from, size_t size) {
+    expose(true);
+    memcpy(to, from, size);
+    check_host_write(to, size);
+    expose(false);
+}
+
+inline bool copies(const void *to, const void *from, size_t size, cudaMemcpyKind kind) {
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
-    if (kind != cudaMemcpyDefault && (!warpbus::is_of(to, size, to_device) || !warpbus::is_of(from, size, from_device)))
-        return warpbus::remember(cudaErrorInvalidValue);
-    warpbus::expose(true);
-    memcpy(to, from, size);
-    warpbus::check_host_write(to, size);
-    warpbus::expose(false);
+    return kind == cudaMemcpyDefault || (is_of(to, size, to_device) && is_of(from, size, from_device));
+}
+
+}  // namespace warpbus
+
+inline cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
+    if (!warpbus::copies(to, from, size, kind)) return warpbus::remember(cudaErrorInvalidValue);
+    if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureImplicit);
+    warpbus::run_streams(false);
+    warpbus::copy(to, from, size);
     return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t = nullptr) {
-    return cudaMemcpy(to, from, size, kind);
+// From pageable memory the driver takes the bytes before it returns, to pageable memory it waits for the copy.
+inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
+    if (!warpbus::copies(to, from, size, kind)) return warpbus::remember(cudaErrorInvalidValue);
+    if (!stream) return cudaMemcpy(to, from, size, kind);
+    if (!stream->graph && kind == cudaMemcpyHostToDevice && !warpbus::is_pinned(from, size)) {
+        const char *begin = static_cast<const char *>(from);
+        const std::vector<char> taken(begin, begin + size);
+        warpbus::enqueue(stream, [=] { warpbus::copy(to, taken.data(), taken.size()); });
+        return cudaSuccess;
+    }
+    warpbus::enqueue(stream, [=] { warpbus::copy(to, from, size); });
+    if (!stream->graph && kind == cudaMemcpyDeviceToHost && !warpbus::is_pinned(to, size))
+        warpbus::run_until(stream);
+    return cudaSuccess;
 }
-inline cudaError_t cudaMemset(void *at, int value, size_t size) {
+inline cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream = nullptr) {
+    return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
+}
+inline cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size) {
+    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+}
+inline cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream = nullptr) {
     if (!warpbus::is_of(at, size, true)) return warpbus::remember(cudaErrorInvalidValue);
-    warpbus::expose(true);
-    memset(at, value, size);
-    warpbus::check_host_write(at, size);
-    warpbus::expose(false);
+    if (!stream && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureImplicit);
+    warpbus::enqueue(stream, [=] {
+        warpbus::expose(true);
+        memset(at, value, size);
+        warpbus::check_host_write(at, size);
+        warpbus::expose(false);
+    });
     return cudaSuccess;
 }
+inline cudaError_t cudaMemset(void *at, int value, size_t size) { return cudaMemsetAsync(at, value, size); }
 template <class T> cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t size) {
     if (size > sizeof symbol) return warpbus::remember(cudaErrorInvalidValue);
     memcpy(&symbol, from, size);
     return cudaSuccess;
 }
 
-inline cudaError_t cudaDeviceSynchronize() { return warpbus::last; }
+inline cudaError_t cudaDeviceSynchronize() {
+    if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    warpbus::run_streams(true);
+    return warpbus::last;
+}
 inline cudaError_t cudaDeviceReset() { return cudaSuccess; }
+inline cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
+inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return warpbus::remember(cudaErrorInvalidDevice); }
 inline cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int device) { return device ? warpbus::remember(cudaErrorInvalidDevice) : cudaSuccess; }
 inline cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
@@ -283,17 +374,102 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->multiProcessorCount = 1;
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreate(cudaStream_t *stream) { *stream = nullptr; return cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return warpbus::last; }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaEventCreate(cudaEvent_t *event) { *event = new warpbus_event; return cudaSuccess; }
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) { delete event; return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t = nullptr) {
-    event->at = std::chrono::steady_clock::now();
+
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    *stream = new warpbus_stream;
+    (*stream)->blocking = !(flags & cudaStreamNonBlocking);
+    warpbus::streams.push_back(*stream);
     return cudaSuccess;
 }
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (stream ? stream->graph != nullptr : warpbus::capturing != nullptr) {
+        warpbus::breaks_capture();
+        return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    }
+    if (!stream) warpbus::run_streams(false);
+    if (stream) warpbus::run_until(stream);
+    return warpbus::last;
+}
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return stream && warpbus::step(stream) ? cudaErrorNotReady : cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    const cudaError_t status = cudaStreamSynchronize(stream);  // an event may still name it, so it is kept
+    std::erase(warpbus::streams, stream);
+    return status;
+}
+inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    warpbus::enqueue(stream, [=] { function(data); });
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { *event = new warpbus_event; return cudaSuccess; }
+inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }  // an operation may still set it, so it is kept
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
+    warpbus::record(event, stream);
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
+    warpbus::wait_for_event(stream, event);
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (event->graph && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    if (event->stream) warpbus::run_until(event->stream, event, event->recorded);
+    return warpbus::last;
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (event->done == event->recorded) return cudaSuccess;
+    warpbus::step(event->stream);
+    return cudaErrorNotReady;
+}
 inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
+    if (!from->recorded || !to->recorded) return warpbus::remember(cudaErrorInvalidValue);
+    if (from->done < from->recorded || to->done < to->recorded) return warpbus::remember(cudaErrorNotReady);
     *milliseconds = std::chrono::duration<float, std::milli>(to->at - from->at).count();
     return cudaSuccess;
 }
+
+// A graph's operations run in the order in which they were captured, which the dependencies of the graph allow.
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    if (!stream || warpbus::capturing) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    stream->graph = warpbus::capturing = new warpbus_graph;
+    stream->graph->origin = stream;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    warpbus_graph *found = warpbus::capturing;
+    *graph = nullptr;
+    if (!found || found->origin != stream) return warpbus::remember(cudaErrorInvalidValue);
+    bool unjoined = false;
+    for (warpbus_stream *each : warpbus::streams)
+        if (each->graph == found) {
+            unjoined = unjoined || (each != stream && each->joined < each->captured);
+            each->graph = nullptr;
+            each->captured = each->joined = 0;
+        }
+    warpbus::capturing = nullptr;
+    if (found->invalid) return warpbus::remember(cudaErrorStreamCaptureInvalidated);
+    if (unjoined) return warpbus::remember(cudaErrorStreamCaptureUnjoined);
+    *graph = found;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count) {
+    *count = graph->nodes.size();
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0) {
+    *exec = nullptr;
+    if (!graph) return warpbus::remember(cudaErrorInvalidValue);
+    *exec = new warpbus_graph_exec{graph->nodes};
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    if (!exec) return warpbus::remember(cudaErrorInvalidValue);
+    for (const auto &node : exec->nodes) warpbus::enqueue(stream, node);
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { delete exec; return cudaSuccess; }
+inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }  // an event may still name it, so it is kept
