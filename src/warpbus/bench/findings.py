@@ -71,7 +71,7 @@ def rungs(records: Sequence[Record]) -> str:
         values = f"{number(found[0].ours)} ({found[0].case['rung']}) to {number(best.ours)} {best.unit}"
         sentences.append(
             f"{names[str(operator)]}: from {values} ({best.case['rung']}), "
-            f"{number(best.ratio)} times the speed of {best.peer.name}"
+            f"{number(best.ratio)} times the speed of {best.peer.name} beside it"
         )
     return "\n".join(sentences)
 
