@@ -6,6 +6,7 @@ no paper, for pages that have one picture for light and one for dark.
 """
 
 import math
+import re
 import textwrap
 import zlib
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,7 @@ _INKS = (
 )
 _DARK, _PALE = "#111318", "#E4E7EE"
 _DPI = 130
+_PIECES = re.compile(r" *[!-~]+|.")  # words of letters and digits, which lines do not cut, and single characters
 _TITLE_SIZE, _FOOTER_SIZE = 12.5, 8
 _COLUMNS_PER_INCH = {_TITLE_SIZE: 9.8, 10: 12.5, _FOOTER_SIZE: 15.0}  # of a line of text, by its size
 _TIMES = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
@@ -181,11 +183,12 @@ def wrapped(text: str, inches: float, size: float) -> str:
     if cell_len(text) == len(text):
         return textwrap.fill(text, room)
     lines, line = [], ""
-    for character in text:
-        if cell_len(line + character) > room and character not in "，。；：、）":
-            lines.append(line)
+    for piece in _PIECES.findall(text):
+        if cell_len(line + piece.rstrip()) > room and piece not in "，。；：、）":
+            lines.append(line.rstrip())
             line = ""
-        line += character
+            piece = piece.lstrip()
+        line += piece
     return "\n".join([*lines, line])
 
 

@@ -73,6 +73,14 @@ def test_chinese_lines_are_cut_where_they_are_too_long() -> None:
     assert not any(line.startswith("，") for line in lines)
 
 
+def test_lines_of_chinese_cut_no_words():
+    text = "矩阵乘法：为同时测得的 cuBLAS 的 1.02 倍，" * 6
+    lines = theme.wrapped(text, 3, 12.5).split("\n")
+    assert len(lines) > 3
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert sum(line.count("cuBLAS") for line in lines) == sum(line.count("1.02") for line in lines) == 6
+
+
 def test_unknown_contenders_keep_a_colour_of_their_own() -> None:
     assert theme.color_of("a new library") == theme.color_of("A new library")
     assert theme.color_of("warpbus, float16") == theme.UNQUANTIZED != theme.color_of("Warpbus")
