@@ -31,7 +31,7 @@ IN_WHEEL = (
     "warpbus/cuda/on_cpu/cuda_runtime.h",
     "warpbus/server/page/index.html",
     "warpbus/server/pool_page/index.html",
-    "warpbus/evaluation/page.html",
+    "warpbus/figures/page.html",
     "warpbus/demo/glm-poet/model.safetensors",
     "warpbus/demo/data/calibration.jsonl",
     "warpbus/quantization/data/general.jsonl",

@@ -17,6 +17,7 @@ import warpbus
 from warpbus.bench.options import RunOptions
 from warpbus.bench.records import Parameter, Peer, Record, now, ratio
 from warpbus.bench.timing import FULL, QUICK, Call, Inputs, Timing, TimingEffort, measure
+from warpbus.cuda.cpu import cpu_model
 from warpbus.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -159,14 +160,18 @@ class Plot:
         x_label: what that axis counts.
         panels: parameters of which each combination of values gets a picture of its own.
         stacked: the parameter whose values are the pieces of one bar, all but `WHOLE`.
+        relative: bars are relative to ours: for differences of a few percent over a wide range.
         figure: draws all of it in a way of its own.
+        finding: the sentences above the picture, a line each; by default the speed against each peer.
     """
 
     x: str | None
     x_label: str = ""
     panels: tuple[str, ...] = ()
     stacked: str = ""
+    relative: bool = False
     figure: "Callable[[Sequence[Record]], Figure] | None" = None
+    finding: "Callable[[Sequence[Record]], str] | None" = None
 
 
 @dataclass(frozen=True)
@@ -288,6 +293,7 @@ def geometric_means(benchmark: Benchmark, records: Sequence[Record]) -> dict[str
 def versions() -> dict[str, str]:
     """Of everything that has a part in a measurement and is installed."""
     found = {"warpbus": warpbus.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    found["processor"] = cpu_model()
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     for name, distributions in (

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cpu_rival, torch_rival
 from warpbus.bench.ceilings import copy_bandwidth
+from warpbus.bench.findings import gpu_against_cpu
 from warpbus.bench.timing import Inputs, Timing, measure
 from warpbus.kernels.ops.elementwise import VECTOR_ADD_VARIANTS, vector_add
 
@@ -78,6 +79,6 @@ VECTOR_ADD = Benchmark(
     name="vector-add",
     title="Vector addition, float32",
     cases=_cases,
-    plot=Plot(x="n", x_label="elements", panels=("transfers",)),
+    plot=Plot(x="n", x_label="elements", panels=("transfers",), finding=gpu_against_cpu),
     takes=("variants",),
 )

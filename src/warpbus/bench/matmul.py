@@ -10,6 +10,7 @@ from torch import Tensor
 from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cpu_rival, cublas_rival, cublas_vector_rival
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
+from warpbus.bench.findings import gpu_against_cpu, rungs
 from warpbus.bench.timing import Inputs, Timing, measure
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
@@ -146,15 +147,15 @@ def _square(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, T
 
 MATMUL = Benchmark(
     name="matmul",
-    title="Square matrix product, CPU against GPU",
+    title="Square matrix product by size",
     cases=_matmul_cases,
-    plot=Plot(x="n", x_label="rows and columns", panels=("transfers",)),
+    plot=Plot(x="n", x_label="rows and columns", panels=("transfers",), finding=gpu_against_cpu),
     takes=("variants",),
 )
 LADDER = Benchmark(
     name="ladder",
-    title="Every rung of the ladder",
+    title="Every rung of the ladder, compared with cuBLAS",
     cases=_ladder_cases,
-    plot=Plot(x=None, panels=("operator", "n")),
+    plot=Plot(x=None, panels=("operator", "n"), finding=rungs),
     needs_gpu=True,
 )

@@ -12,6 +12,7 @@ from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.data import dtype_name
 from warpbus.bench.decode import step_bytes
 from warpbus.bench.decoders import decode_once
+from warpbus.bench.findings import scaling
 from warpbus.bench.options import ParallelBenchOptions
 from warpbus.bench.serving import SMALL, SMALL_SHAPE
 from warpbus.dist import SHARES, Group, Send, launch
@@ -31,7 +32,7 @@ def parallel_benchmark(work: ParallelBenchOptions, progress: Progress = lambda w
         "parallel",
         "One sequence with a model of random weights that several GPUs share",
         lambda run: _cases(run, work, progress),
-        Plot(x=None),
+        Plot(x=None, finding=scaling),
         takes=(),
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.options import PoolBenchOptions
-from warpbus.bench.pool_plot import WAIT, pool_figure
+from warpbus.bench.pool_plot import WAIT, pool_figure, pool_finding
 from warpbus.bench.pool_processes import (
     ClientLocation,
     connected,
@@ -123,7 +123,7 @@ def pool_benchmark(work: PoolBenchOptions, progress: Progress = lambda what, don
         "pool",
         "A GPU that is reached over a pool, beside this machine's own",
         lambda run: _cases(run, work, progress),
-        Plot(x=None, figure=pool_figure),
+        Plot(x=None, figure=pool_figure, finding=pool_finding),
         takes=(),
     )
 

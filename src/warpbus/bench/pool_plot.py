@@ -1,4 +1,4 @@
-"""The picture of `pool`: what is slower over a pool, by how much, and how long moves stop a client."""
+"""The picture of `pool`: what is slower over a pool, by how much, and how long migrations stop a client."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -6,10 +6,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from warpbus.bench.records import Record
+from warpbus.bench.report import number
+from warpbus.figures.theme import LIMIT, SERIES, UNQUANTIZED, WARPBUS, color_of, log_axis, paper, said
 
-_OURS, _PEER, _LIMIT = "#0072B2", "#009E73", "#7f7f7f"
-_CLIENTS = {"writes 4 KB": "#0072B2", "writes all": "#D55E00"}
+_CLIENTS = {"writes 4 KB": SERIES[0], "writes all": SERIES[1]}
 
+_NEAR = "loopback"
 WAIT = "client's longest wait"
 """What a row is of that has the longest time for which a moving lease let its client wait."""
 
@@ -26,37 +28,55 @@ def pool_figure(records: Sequence[Record]) -> Figure:
     shown = [(draw, each) for draw, each in panels if each]
     columns = max(1, 2 if len(shown) == 4 else min(3, len(shown)))
     rows = max(1, -(-len(shown) // columns))
-    drawn = Figure(figsize=(1.0 + 5.6 * columns, 0.6 + 4.2 * rows), layout="constrained")
+    drawn = paper(1.0 + 5.4 * columns, 4.0 * rows)
     axes = drawn.subplots(rows, columns, squeeze=False).ravel()
     for spare in axes[len(shown) :]:
         spare.remove()
     for axis, (draw, each) in zip(axes, shown, strict=False):
         draw(axis, each)
-        axis.grid(alpha=0.3)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        axis.grid()
     return drawn
+
+
+def pool_finding(records: Sequence[Record]) -> str:
+    """How long steps take over the pool, and how long a migration lets its client wait."""
+    sentences = []
+    for of, name in (("training step", "A training step"), ("decode step", "A decode step")):
+        ratios = [1 / record.ratio for record in records if record.case["of"] == of and record.case["link"] == _NEAR]
+        if ratios:
+            sentences.append(f"{name} takes {number(min(ratios))} times as long over the pool")
+    waits = [record.ours for record in records if record.case["of"] == WAIT]
+    if waits:
+        sentences.append(f"A migration lets its client wait for at most {number(max(waits))} ms")
+    return "\n".join(sentences) or "The pool compared with this machine"
 
 
 def _operators(axis: Axes, records: Sequence[Record]) -> None:
     """The client's time, and that of torch on this machine beside it."""
     ours = {str(record.case["operator"]): record.ours for record in records}
     local = {str(each.case["operator"]): each.peer.value for each in records if each.peer.name != "the target"}
-    _pairs(axis, list(ours), list(ours.values()), [local[name] for name in ours], ("over the pool", "torch here"))
+    _pairs(
+        axis,
+        list(ours),
+        list(ours.values()),
+        [local[name] for name in ours],
+        ("over the pool", "torch here"),
+        color_of("torch"),
+    )
     for target in {record.peer.value for record in records if record.peer.name == "the target"}:
-        axis.axvline(target, ls=":", color=_LIMIT, label="target")
-    axis.set_xlabel("us of the client, less is better")
+        axis.axvline(target, ls=":", color=LIMIT, label=said("target"))
+    axis.set_xlabel(said("CPU time of the client (µs), less is better"))
     _legend(axis)
 
 
 def _slower(axis: Axes, records: Sequence[Record]) -> None:
     """How many times as long a step takes over each link."""
     names = ["\n".join([f"{record.case['of']}, {record.case['link']}", *_how(record)]) for record in records]
-    axis.barh(range(len(records)), [1 / record.ratio for record in records], 0.6, color=_OURS)
-    axis.axvline(1.0, color=_PEER, lw=1.5)
-    axis.set_yticks(range(len(records)), names)
+    axis.barh(range(len(records)), [1 / record.ratio for record in records], 0.6, color=WARPBUS)
+    axis.axvline(1.0, color=UNQUANTIZED, lw=1.5)
+    axis.set_yticks(range(len(records)), [said(name) for name in names])
     axis.invert_yaxis()
-    axis.set_xlabel("times as long as on this machine's own, less is better")
+    axis.set_xlabel(said("time relative to this machine's own device, less is better"))
 
 
 def _how(record: Record) -> Iterator[str]:
@@ -70,18 +90,24 @@ def _how(record: Record) -> Iterator[str]:
 def _transfers(axis: Axes, records: Sequence[Record]) -> None:
     names = [f"{record.case['of']}, {record.case['link']}" for record in records]
     others = [record.peer.value for record in records]
-    _pairs(axis, names, [record.ours for record in records], others, ("over the pool", "the network alone"))
-    axis.set_xscale("log")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel("GB/s, more is better")
+    _pairs(
+        axis,
+        names,
+        [record.ours for record in records],
+        others,
+        ("over the pool", "the network alone"),
+        color_of("network"),
+    )
+    log_axis(axis, "x")
+    axis.set_xlabel(said("bandwidth (GB/s), more is better"))
     _legend(axis)
 
 
 def _shares(axis: Axes, records: Sequence[Record]) -> None:
     names = [f"share {record.case['granted']}, {record.case['sharing']}" for record in records]
     granted = [record.peer.value for record in records]
-    _pairs(axis, names, [record.ours for record in records], granted, ("got", "granted"))
-    axis.set_xlabel("% of what both tenants get")
+    _pairs(axis, names, [record.ours for record in records], granted, ("got", "granted"), UNQUANTIZED)
+    axis.set_xlabel(said("share of what both tenants get (%)"))
     _legend(axis)
 
 
@@ -91,28 +117,36 @@ def _pauses(axis: Axes, records: Sequence[Record]) -> None:
             found = [record for record in records if (record.case["client"], record.case["of"]) == (client, of)]
             sizes = [float(record.case["megabytes"]) for record in found]
             axis.plot(
-                sizes, [record.ours for record in found], style, color=color, label=f"{label}, client {client}", ms=4
+                sizes,
+                [record.ours for record in found],
+                style,
+                color=color,
+                label=said(f"{label}, client {client}"),
+                ms=4,
             )
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.set_xlabel("MB of state")
-    axis.set_ylabel("ms, less is better")
+    log_axis(axis, "x", powers_of_two=True)
+    log_axis(axis, "y")
+    axis.set_xlabel(said("state (MB)"))
+    axis.set_ylabel(said("time (ms), less is better"))
     _legend(axis, columns=2)
 
 
 def _pairs(
-    axis: Axes, names: Sequence[str], ours: Sequence[float], others: Sequence[float], labels: tuple[str, str]
+    axis: Axes,
+    names: Sequence[str],
+    ours: Sequence[float],
+    others: Sequence[float],
+    labels: tuple[str, str],
+    color: str,
 ) -> None:
     """Two bars for each name."""
     places = range(len(names))
-    axis.barh([place - 0.2 for place in places], ours, 0.4, color=_OURS, label=labels[0])
-    axis.barh([place + 0.2 for place in places], others, 0.4, color=_PEER, label=labels[1])
-    axis.set_yticks(places, names)
+    axis.barh([place - 0.2 for place in places], ours, 0.4, color=WARPBUS, label=said(labels[0]))
+    axis.barh([place + 0.2 for place in places], others, 0.4, color=color, label=said(labels[1]))
+    axis.set_yticks(places, [said(name) for name in names])
     axis.invert_yaxis()
 
 
 def _legend(axis: Axes, columns: int = 3) -> None:
     # Above the panel: within it, it would lie over what is drawn.
-    axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns)
+    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns)

@@ -13,6 +13,7 @@ import torch
 import warpbus
 from warpbus.bench import compressor
 from warpbus.bench.cases import WHOLE, Benchmark, Plot, Progress, Result, Run, Task, distribution
+from warpbus.bench.findings import stages
 from warpbus.bench.options import QuantizeBenchOptions
 from warpbus.bench.quantization_floors import Floors
 from warpbus.bench.quantization_process import Timed, timed_run
@@ -37,7 +38,7 @@ def quantize_benchmark(work: QuantizeBenchOptions, progress: Progress = lambda w
         "quantize",
         f"Quantizing {work.shape} with random weights",
         lambda run: _cases(run, work, progress),
-        Plot(x=None, stacked="stage"),
+        Plot(x=None, stacked="stage", finding=stages),
         takes=(),
     )
 

@@ -11,6 +11,11 @@ from warpbus.bench.records import Parameter, Record
 
 # How a case was timed, and of how many requests a load was, is for the file.
 _FOR_THE_FILE = {"timed", "requests"}
+_ABOVE = 1.005  # what is printed as 101 %
+_EXCEEDED = (
+    "Above 100 % of the limit: the limit is a rate that was measured in this run with a large copy or product, and "
+    "small cases can stay in the cache."
+)
 
 
 def say(what: str) -> None:
@@ -52,6 +57,8 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
         Text.assemble(f"geometric mean, {group}: ", (f"{mean:.3f}x", _style(mean))) for group, mean in means.items()
     ]
     below += [Text(note, style="dim") for note in notes]
+    if any((record.share_of_floor or 0) >= _ABOVE for record in records):
+        below.append(Text(_EXCEEDED, style="dim"))
     return Group(heading, *tables, *below)
 
 

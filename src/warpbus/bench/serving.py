@@ -22,7 +22,7 @@ from warpbus.bench.serving_floors import ServingFloors
 from warpbus.bench.serving_load import Figures, Load, closed, poisson, prompt_end, quantile
 from warpbus.bench.serving_memory import cycle_rows, growth_rows, sleep_rows
 from warpbus.bench.serving_peer import transformers_figures
-from warpbus.bench.serving_plot import serving_figure
+from warpbus.bench.serving_plot import serving_figure, serving_finding
 from warpbus.bench.serving_rows import PeerFigures, closed_rows, host_rows, open_rows
 from warpbus.cuda.devices import default_dtype
 from warpbus.engine.engine import Engine
@@ -81,7 +81,7 @@ def serving_benchmark(work: ServingBenchOptions, progress: Progress = lambda wha
         "serving-http" if over_http else "serving",
         "Serving many requests over HTTP" if over_http else "Serving many requests with a model of random weights",
         lambda run: _cases(run, work, progress),
-        Plot(x=None, figure=serving_figure),
+        Plot(x=None, figure=serving_figure, finding=serving_finding),
         takes=(),
     )
 

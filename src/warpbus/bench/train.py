@@ -15,7 +15,7 @@ from warpbus.bench.ceilings import precision_rate
 from warpbus.bench.options import TrainBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.report import number, say
-from warpbus.bench.train_plot import train_figure
+from warpbus.bench.train_plot import train_figure, train_finding
 from warpbus.bench.train_process import ProcessMeasurement, TrainBenchTask, answer, job
 from warpbus.bench.train_variants import ONE_BILLION, TINY, Variant, chosen, scales, shape_named
 from warpbus.dist import SHARES, Processes
@@ -40,7 +40,7 @@ def train_benchmark(work: TrainBenchOptions, progress: Progress = lambda what, d
         "train",
         "Training a model of random weights",
         lambda run: _cases(run, work, progress),
-        Plot(x=None, figure=train_figure),
+        Plot(x=None, figure=train_figure, finding=train_finding),
         takes=("variants",),
     )
 
@@ -196,7 +196,7 @@ class _VariantResults:
         rows = [
             self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit),
             self._row("time", "GPU-s/M tokens" if self.of.run.on_gpu else "s/M tokens", self._seconds, ours, plain),
-            self._row("memory", "GB", lambda found, count: [(found[0].memory or 0) / 1e9], ours, plain),
+            self._row("memory", "GB", lambda found, count: [found[0].memory / 1e9], ours, plain),
             self._row("energy", "J/1000 tokens", self._joules, ours, plain),
             self._row("cost", "dollars/M tokens", self._dollars, ours, plain),
             self._row("perplexity", "perplexity", lambda found, count: [_perplexity(found)], ours, plain),

@@ -18,6 +18,7 @@ from warpbus.models import Decoder, ModelConfig, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import Scheme
+from warpbus.quantization.report import peak_memory
 from warpbus.train import TrainingSettings
 from warpbus.train.compiling import compile_layers
 from warpbus.train.fp8 import use_fp8
@@ -59,13 +60,13 @@ class ProcessMeasurement:
     Attributes:
         seconds: of each timed step.
         loss: nats a token, the mean of the last steps.
-        memory: bytes, the most that torch had allocated; None on the CPU.
+        memory: bytes, the most that torch had allocated; on the CPU, the greatest resident size of the process.
         joules: of the timed steps; None where it was not measured.
     """
 
     seconds: tuple[float, ...]
     loss: float
-    memory: int | None
+    memory: int
     joules: float | None
 
 
@@ -105,7 +106,7 @@ def job(group: Group, send: Send, task: TrainBenchTask) -> None:
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - started)
     last = losses[-max(1, math.ceil(_LEARNT_OVER * len(losses))) :]
-    memory = torch.cuda.max_memory_allocated(device) if cuda else None
+    memory = torch.cuda.max_memory_allocated(device) if cuda else peak_memory()
     send(ProcessMeasurement(tuple(seconds), sum(last) / len(last), memory, meter.total))
 
 

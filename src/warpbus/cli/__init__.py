@@ -34,9 +34,10 @@ from warpbus.cli import (
 )
 from warpbus.cli.chinese_help import run
 from warpbus.cli.help import PlainGroup
-from warpbus.cli.language import Console, translated, use_language
+from warpbus.cli.language import Console
 from warpbus.cuda.findings import language_of_locale
 from warpbus.errors import WarpbusError
+from warpbus.language import translated, use_language
 
 app = typer.Typer(
     cls=PlainGroup,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from warpbus.bench.options import (
     ParallelBenchOptions,
@@ -19,8 +18,10 @@ from warpbus.bench.options import (
     TrainBenchOptions,
 )
 from warpbus.cli.help import PlainGroup
+from warpbus.cli.language import Console
 from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.cli.progress import progress_bar
+from warpbus.cli.story import story
 from warpbus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -327,6 +328,8 @@ MODEL_BENCHMARKS = {
         """,
     ),
 }
+
+bench.command("story")(story)
 
 for _name, (_measure_it, _help) in MODEL_BENCHMARKS.items():
     bench.command(_name, help=_paragraphs(_help))(_measure_it)

@@ -18,13 +18,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from warpbus.cli.adapters import one_adapter
 from warpbus.cli.completion import complete_model
-from warpbus.cli.language import Console, translated
+from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.tables import memory_table
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import DataError, UsageError, WarpbusError
+from warpbus.language import translated
 
 if TYPE_CHECKING:
     from warpbus.engine import LLM, Chunk, Completion, MemoryPlan

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.cells import cell_len
 
-from warpbus.cli.language import translated
+from warpbus.language import translated
 
 _GAP = 2  # columns between an option and its text
 _LEAST_WIDTH = 20  # of the text of an option

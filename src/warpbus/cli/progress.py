@@ -15,7 +15,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from warpbus.cli.language import Console, translated
+from warpbus.cli.language import Console
+from warpbus.language import translated
 
 
 @contextmanager

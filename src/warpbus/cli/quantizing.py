@@ -9,10 +9,11 @@ from types import FrameType
 
 import typer
 
-from warpbus.cli.language import Console, translated
+from warpbus.cli.language import Console
 from warpbus.cli.progress import progress_bar
 from warpbus.cli.tables import estimate_table
 from warpbus.formats import FinishedParts
+from warpbus.language import translated
 from warpbus.quantization import Progress, QuantizationEstimate
 from warpbus.quantization.job import Begun
 

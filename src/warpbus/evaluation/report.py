@@ -5,18 +5,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure, SubFigure
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from warpbus.evaluation import page
-from warpbus.evaluation.pictures import paper, plain, style
+import warpbus
 from warpbus.evaluation.side_by_side import Evaluation
-from warpbus.formats.files import replace_file
-
-_ORIGINAL_COLOR = "#7b8496"  # legible on white paper and on a dark page
+from warpbus.figures import page
+from warpbus.figures.panels import Measure, draw_measures, panels_size
+from warpbus.figures.theme import UNQUANTIZED, caption, footer, paper, save, shade, style
 
 Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
 
@@ -69,79 +69,90 @@ def draw(evaluations: Sequence[Evaluation], path: Path) -> None:
         StorageError: if it cannot be written.
     """
     with style():
-        drawn = figure(evaluations)
-    replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
+        save(figure(evaluations), path)
 
 
 def figure(evaluations: Sequence[Evaluation]) -> Figure:
-    """What was lost in quality, and what was gained in size and speed, one bar a model."""
-    drawn = paper(size(evaluations))
+    """What was lost in quality, and what was gained in size and speed: a row per model, a panel per measure."""
+    drawn = paper(*size(evaluations))
     fill(drawn, evaluations)
-    return drawn
+    return caption(drawn, finding(evaluations), described(evaluations[0]), machine(evaluations[0]))
+
+
+def finding(evaluations: Sequence[Evaluation]) -> str:
+    """Of the quantized model that is closest to the original: how much smaller and faster it is, and what it loses."""
+    first, *others = evaluations
+    if not others:
+        return f"{first.name}: perplexity {first.perplexity:.2f}"
+    best = min(others, key=lambda each: each.divergence)
+    return "\n".join([f"{best.name}: {each}" for each in gains(first, best)])
+
+
+def gains(before: Evaluation, after: Evaluation) -> list[str]:
+    """A sentence: the change of the perplexity, of the size and of the speed."""
+    change = f"{before.perplexity:.2f} → {after.perplexity:.2f} ({after.perplexity / before.perplexity - 1:+.2%})"
+    smaller = f"{before.disk_bytes / after.disk_bytes:.2f}"
+    if before.tokens_per_second and after.tokens_per_second:
+        faster = f"{after.tokens_per_second / before.tokens_per_second:.2f}"
+        return [f"perplexity {change}, {smaller} times smaller, {faster} times as fast"]
+    return [f"perplexity {change}, {smaller} times smaller"]
+
+
+def described(first: Evaluation) -> str:
+    """What the models were measured on."""
+    return f"measured on {first.tokens:,} predicted tokens"
+
+
+def machine(first: Evaluation) -> str:
+    """The footer of a picture."""
+    return footer(first.device, first.date, [f"warpbus {warpbus.__version__}", f"torch {torch.__version__}"])
 
 
 def size(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
     """Width and height that `fill` wants, in inches."""
-    rows = -(-len(_panels(evaluations)) // 2)
-    return 10, 0.9 + rows * (0.9 + 0.34 * len(evaluations))
+    return panels_size(len(_measures(evaluations)), len(evaluations))
 
 
 def fill(target: Figure | SubFigure, evaluations: Sequence[Evaluation]) -> None:
     """Draw `figure` into what may be a part of another."""
-    panels = _panels(evaluations)
-    axes = target.subplots(-(-len(panels) // 2), 2, squeeze=False)
-    names = [plain(evaluation.name) for evaluation in evaluations]
-    colors = [_ORIGINAL_COLOR] + [f"C{index}" for index in range(len(names) - 1)]
-    for axis, (title, values, form) in zip(axes.flat, panels, strict=False):
-        bars = axis.barh(names, values, color=colors, height=0.65)
-        axis.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.invert_yaxis()
-        axis.margins(x=0.18)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=9)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.axis("off")
+    colors = [UNQUANTIZED, *(shade(index) for index in range(len(evaluations) - 1))]
+    draw_measures(target, [evaluation.name for evaluation in evaluations], colors, _measures(evaluations))
 
 
-def _panels(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[float], str]]:
-    """Title, values and format of each."""
-    panels: list[tuple[str, list[float], str]] = [("perplexity", [e.perplexity for e in evaluations], "{:.2f}")]
+def _measures(evaluations: Sequence[Evaluation]) -> list[Measure]:
+    measures = [Measure("perplexity", [e.perplexity for e in evaluations], "{:.2f}", dots=True)]
     if len(evaluations) > 1:
-        panels.append(("divergence from the first (nats a token)", [e.divergence for e in evaluations], "{:.4f}"))
+        measures.append(Measure("KL from the first (nats)", [e.divergence for e in evaluations], "{:.4f}"))
     if all(e.accuracy is not None for e in evaluations):
-        panels.append(("right choices (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
-    panels.append(("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:.1f}"))
+        correct = [100 * (e.accuracy or 0.0) for e in evaluations]
+        measures.append(Measure("choices correct (%)", correct, "{:.1f}"))
+    measures.append(Measure("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:,.1f}"))
     if all(e.tokens_per_second is not None for e in evaluations):
-        panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
-    return panels
+        measures.append(Measure("decoding (tokens/s)", [e.tokens_per_second for e in evaluations], "{:,.0f}"))
+    return measures
 
 
 def terms(tokens: int) -> list[tuple[str, str]]:
-    """What the words of quality mean, in English and Chinese, where `tokens` tokens were predicted."""
+    """The meaning of the names of measures, where `tokens` tokens were predicted."""
     return [
         (
-            "perplexity 困惑度",
-            "How many tokens the model hesitates between, on average over "
-            f"{tokens:,} predicted tokens. Lower is better. 越低越好。",
+            "perplexity",
+            "exp of the mean loss per token: the number of tokens among which the model hesitates on average. "
+            f"Lower is better; {tokens:,} tokens were predicted.",
         ),
-        ("change 变化", "Of the perplexity against the first model. 相对第一个模型。"),
+        ("change", "Change of the perplexity, relative to the first model."),
+        ("KL", "Kullback-Leibler divergence of the model's predictions from those of the first, in nats per token."),
+        ("agrees", "Share of tokens for which both models find the same token most likely."),
+        ("choices", "Share of multiple-choice questions that are answered correctly."),
         (
-            "KL",
-            "Kullback-Leibler divergence of the model's predictions from the first model's, in nats a token. "
-            "与第一个模型的预测之差。",
-        ),
-        ("agrees 一致", "Share of tokens for which both models find the same token likeliest. 首选词相同的比例。"),
-        ("choices 选择题", "Share of multiple-choice questions answered rightly. 选择题正确率。"),
-        (
-            "memory, peak 内存",
-            "Weights alone; and the process (on a GPU: the allocations) at most while decoding. 权重；解码时的峰值。",
+            "memory, peak",
+            "Weights alone; and the most that the process (on a GPU: its allocations) takes while decoding.",
         ),
     ]
 
 
 def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
-    """Write one self-contained HTML page: table, picture, what the columns mean.
+    """Write one self-contained HTML page: table, picture, the meaning of the columns; in English and Chinese.
 
     Raises:
         StorageError: if it cannot be written.
@@ -151,9 +162,10 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> Non
     page.write_page(
         path,
         title=title,
+        lead=finding(evaluations).split("\n"),
         tables=[page.PageTable([heading for heading, _ in columns], [rows], reference=True)],
         pictures=[
-            page.Picture("One bar a model for perplexity, divergence, size and speed", lambda: figure(evaluations))
+            page.Picture("A row per model: perplexity, KL divergence, size and speed", lambda: figure(evaluations))
         ],
         terms=terms(evaluations[0].tokens),
         command="warpbus eval",

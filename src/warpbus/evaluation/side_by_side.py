@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import default_dtype
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
@@ -35,6 +37,8 @@ class Evaluation:
         weight_bytes: size of the weights in memory.
         tokens_per_second: greedy decoding of one sequence.
         peak_bytes: peak memory while decoding.
+        device: the name of the GPU or CPU.
+        date: of the measurement, UTC, as 2026-01-31T12:00:00Z.
         kv_cache: what the checkpoint has scales of the KV cache for, with which it was measured; None: it has none.
         by_position: see `Score`.
     """
@@ -51,6 +55,8 @@ class Evaluation:
     weight_bytes: int
     tokens_per_second: float | None
     peak_bytes: int | None
+    device: str = ""
+    date: str = ""
     kv_cache: str | None = None
     by_position: dict[str, list[float]] | None = None
 
@@ -150,6 +156,8 @@ def evaluate(
                 weight_bytes=weights[name],
                 tokens_per_second=None if speeds is None else speeds.tokens_per_second,
                 peak_bytes=None if speeds is None else speeds.peak_bytes,
+                device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+                date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 kv_cache=caches[name],
                 by_position=result.by_position,
             )

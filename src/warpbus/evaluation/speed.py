@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from warpbus.cuda.energy import EnergyMeter
 from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import WarpbusError
 
@@ -26,11 +27,13 @@ class Speed:
         tokens_per_second: the median of several runs, without prefill.
         peak_bytes: peak GPU memory allocated, or on the CPU the peak resident memory of the process.
         device: its name.
+        joules_per_token: energy of the GPU during these runs, with the prefill; None where it was not measured.
     """
 
     tokens_per_second: float
     peak_bytes: int
     device: str
+    joules_per_token: float | None = None
 
 
 def measure_speed(model: Path, *, device: str = "auto", dtype: str = "auto", tokens: int = 32) -> Speed:
@@ -65,15 +68,17 @@ def _measure(model: str, device: str, dtype: str, tokens: int) -> Speed:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(prompt, params)
     rates = []
-    for _ in range(_RUNS):
-        completion = llm.generate(prompt, params)[0]
-        # The first token is computed by the prefill, whose time is not counted.
-        rates.append((len(completion.token_ids) - 1) / completion.decode_seconds)
+    with EnergyMeter([llm.device]) as energy:
+        for _ in range(_RUNS):
+            completion = llm.generate(prompt, params)[0]
+            # The first token is computed by the prefill, whose time is not counted.
+            rates.append((len(completion.token_ids) - 1) / completion.decode_seconds)
+    joules = None if energy.total is None else energy.total / (_RUNS * tokens)
     if llm.device.type == "cuda":
         peak, name = torch.cuda.max_memory_allocated(llm.device), torch.cuda.get_device_name(llm.device)
     else:
         peak, name = _peak_resident_bytes(), "cpu"
-    return Speed(statistics.median(rates), peak, name)
+    return Speed(statistics.median(rates), peak, name, joules)
 
 
 def _peak_resident_bytes() -> int:

@@ -14,14 +14,15 @@ from rich.text import Text
 from warpbus.errors import DeviceError, QualityError
 from warpbus.evaluation import pictures
 from warpbus.evaluation import report as evaluations
-from warpbus.evaluation.page import PageTable, Picture, write_page
 from warpbus.evaluation.side_by_side import Evaluation, evaluate
+from warpbus.figures.page import Gate, PageTable, Picture, write_page
+from warpbus.figures.theme import caption, paper, save, style
 from warpbus.formats.files import replace_file
 from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
-# Name, name in Chinese, before, after, change.
-Row = tuple[str, str, str, str, str]
+# Name, before, after, change.
+Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,9 @@ class Verdict:
         replace_file(Path(self.after.model) / REPORT_NAME, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def sentences(self) -> list[str]:
-        """The main results as sentences, in English and in Chinese."""
+        """The main results as sentences."""
         done = self.quantization
-        change = f"{self.before.perplexity:.2f} → {self.after.perplexity:.2f} ({self.increase:+.2%})"
-        smaller = self.before.disk_bytes / self.after.disk_bytes
-        english = f"{done.scheme} by {done.algorithm}: perplexity {change}, {smaller:.2f} x smaller"
-        chinese = f"{done.scheme}，{done.algorithm}：困惑度 {change}，体积缩小到 1/{smaller:.2f}"
-        if self.before.tokens_per_second and self.after.tokens_per_second:
-            faster = self.after.tokens_per_second / self.before.tokens_per_second
-            english += f", {faster:.2f} x as fast"
-            chinese += f"，速度为原来的 {faster:.2f} 倍"
-        return [english + ".", chinese + "。"]
+        return [f"{done.scheme} by {done.algorithm}: {each}." for each in evaluations.gains(self.before, self.after)]
 
     def sections(self) -> list[list[Row]]:
         """All figures as text: quality; size and speed; cost of the quantization."""
@@ -109,36 +102,36 @@ class Verdict:
         before, after = self.before, self.after
         perplexities = f"{before.perplexity:.3f}", f"{after.perplexity:.3f}"
         rows = [
-            ("perplexity", "困惑度", *perplexities, f"{self.increase:+.2%}"),
-            ("KL divergence (nats)", "KL 散度", "", f"{after.divergence:.4f}", ""),
-            ("agrees on the token", "首选词一致", "", f"{after.agreement:.1%}", ""),
+            ("perplexity", *perplexities, f"{self.increase:+.2%}"),
+            ("KL divergence (nats)", "", f"{after.divergence:.4f}", ""),
+            ("agrees on the token", "", f"{after.agreement:.1%}", ""),
         ]
         for positions, (perplexity, _) in (before.by_position or {}).items():
             changed, divergence = (after.by_position or {})[positions]
             cells = f"{perplexity:.3f}", f"{changed:.3f}", f"{changed / perplexity - 1:+.2%}"
-            rows.append((f"perplexity, tokens {positions}", f"困惑度，位置 {positions}", *cells))
-            rows.append((f"KL, tokens {positions}", f"KL 散度，位置 {positions}", "", f"{divergence:.4f}", ""))
+            rows.append((f"perplexity, tokens {positions}", *cells))
+            rows.append((f"KL, tokens {positions}", "", f"{divergence:.4f}", ""))
         if before.accuracy is not None and after.accuracy is not None:
             gained = f"{100 * (after.accuracy - before.accuracy):+.1f} points"
-            rows.append(("right choices", "选择题正确率", f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", gained))
+            rows.append(("choices correct", f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", gained))
         return rows
 
     def _gains(self) -> list[Row]:
         before, after = self.before, self.after
         rows = [
-            ("weights", "权重格式", before.scheme, after.scheme, ""),
-            _bytes_row("size on disk", "磁盘占用", before.disk_bytes, after.disk_bytes),
-            _bytes_row("weights in memory", "权重内存", before.weight_bytes, after.weight_bytes),
+            ("weights", before.scheme, after.scheme, ""),
+            _bytes_row("size on disk", before.disk_bytes, after.disk_bytes),
+            _bytes_row("weights in memory", before.weight_bytes, after.weight_bytes),
         ]
         if before.kv_cache or after.kv_cache:
             caches = before.kv_cache or "unquantized", after.kv_cache or "unquantized"
-            rows.insert(1, ("KV cache", "KV 缓存", *caches, ""))
+            rows.insert(1, ("KV cache", *caches, ""))
         if before.peak_bytes and after.peak_bytes:
-            rows.append(_bytes_row("peak while decoding", "解码峰值内存", before.peak_bytes, after.peak_bytes))
+            rows.append(_bytes_row("peak while decoding", before.peak_bytes, after.peak_bytes))
         if before.tokens_per_second and after.tokens_per_second:
             speeds = f"{before.tokens_per_second:,.0f}", f"{after.tokens_per_second:,.0f}"
             ratio = _ratio(after.tokens_per_second / before.tokens_per_second, "faster", "slower")
-            rows.append(("decoding (tokens/s)", "解码速度（词元/秒）", *speeds, ratio))
+            rows.append(("decoding (tokens/s)", *speeds, ratio))
         return rows
 
     def _effort(self) -> list[Row]:
@@ -147,18 +140,16 @@ class Verdict:
         gpu_seconds = "no GPU" if done.gpu_seconds is None else f"{done.gpu_seconds:,.1f}"
         energy = "no GPU" if done.gpu_seconds is None else done.energy_text
         rows = [
-            (f"mean error ({kind})", "平均相对误差", "", f"{done.mean_error:.2%}", ""),
-            ("largest error", "最大相对误差", "", f"{worst.error:.2%}", worst.name),
-            ("quantizing (s)", "量化用时（秒）", "", f"{done.seconds:,.1f}", done.where),
-            ("GPU-seconds", "显卡时间（秒）", "", gpu_seconds, ""),
-            ("energy of the GPUs", "显卡能耗", "", energy, ""),
+            (f"mean error ({kind})", "", f"{done.mean_error:.2%}", ""),
+            ("largest error", "", f"{worst.error:.2%}", worst.name),
+            ("quantizing (s)", "", f"{done.seconds:,.1f}", done.where),
+            ("GPU-seconds", "", gpu_seconds, ""),
+            ("energy of the GPUs", "", energy, ""),
         ]
         if done.head is not None:
-            rows.insert(
-                2, ("error of the head (weights)", "输出层权重相对误差", "", f"{done.head.error:.2%}", done.head.scheme)
-            )
+            rows.insert(2, ("error of the head (weights)", "", f"{done.head.error:.2%}", done.head.scheme))
         if done.prices:
-            rows.append(("cost, estimated", "费用（估算）", "", done.cost_text, f"at {done.prices_text}"))
+            rows.append(("cost, estimated", "", done.cost_text, f"at {done.prices_text}"))
         return rows
 
     def table(self) -> Table:
@@ -168,7 +159,7 @@ class Verdict:
         for heading in ("before", "after", "change"):
             drawn.add_column(heading, justify="right", overflow="fold")
         for section in self.sections():
-            for name, _, *cells in section:
+            for name, *cells in section:
                 drawn.add_row(name, *map(Text, cells))
             drawn.add_section()
         return drawn
@@ -176,12 +167,12 @@ class Verdict:
     def figure(self) -> Figure:
         """Before and after; below it the errors of all matrices and where the time went."""
         pair = (self.before, self.after)
-        (_, upper), (width, lower) = evaluations.size(pair), pictures.size(self.quantization)
-        drawn = pictures.paper((max(10, width), upper + lower + 0.4), self.title)
+        (upper_width, upper), (width, lower) = evaluations.size(pair), pictures.size(self.quantization)
+        drawn = paper(max(upper_width, width), upper + lower + 0.3)
         grid = drawn.add_gridspec(2, 1, height_ratios=[upper, lower])
         evaluations.fill(drawn.add_subfigure(grid[0]), pair)
         pictures.fill(drawn.add_subfigure(grid[1]), self.quantization)
-        return drawn
+        return caption(drawn, self.sentences()[0].removesuffix("."), self.title, evaluations.machine(self.after))
 
     def draw(self, path: Path) -> None:
         """Write the picture of `figure` as a PNG.
@@ -189,49 +180,50 @@ class Verdict:
         Raises:
             StorageError: if it cannot be written.
         """
-        with pictures.style():
-            drawn = self.figure()
-        replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
+        with style():
+            save(self.figure(), path)
 
     def write_page(self, path: Path) -> None:
-        """Write one self-contained HTML page: all figures, pictures, what the words mean.
+        """Write one self-contained HTML page: all figures, pictures, the meaning of the words; in English and Chinese.
 
         Raises:
             StorageError: if it cannot be written.
         """
         done = self.quantization
-        figures = [[(f"{name} {chinese}", *cells) for name, chinese, *cells in rows] for rows in self.sections()]
         tables = [
-            PageTable(["", "before 量化前", "after 量化后", "change 变化"], figures),
-            PageTable(["layer 层", *done.linears], [_errors(done)], f"{done.error_kind} 各矩阵的相对误差"),
+            PageTable(["", "before", "after", "change"], self.sections()),
+            PageTable(["layer", *done.linears], [_errors(done)], done.error_kind),
         ]
         if done.stages:
             stages = [[stage, f"{seconds:.2f}"] for stage, seconds in done.stages.items()]
-            tables.append(PageTable(["stage 阶段", "seconds 秒"], [stages], "where the time went 时间分布"))
+            tables.append(PageTable(["stage", "seconds"], [stages], "where the time went (s)"))
         write_page(
             path,
             title=self.title,
-            lead=[*self.sentences(), *self._demand()],
-            passed=self.passed,
+            lead=self.sentences(),
+            gate=self._gate(),
             tables=tables,
             pictures=[
-                Picture("Perplexity, divergence, size and speed of both models, the error of each matrix", self.figure)
+                Picture("Perplexity, KL divergence, size and speed of both models, errors of the matrices", self.figure)
             ],
             terms=[
-                *(term for term in evaluations.terms(self.before.tokens) if not term[0].startswith("change")),
+                *(term for term in evaluations.terms(self.before.tokens) if term[0] != "change"),
                 (
-                    "energy 能耗",
-                    "What the GPUs' own sensors counted while the model was quantized; the rest of the machine is not "
-                    "in it. 量化期间由 GPU 传感器测得，不含主机其余部分。",
+                    "energy of the GPUs",
+                    "Measured by the sensors of the GPUs while the model was quantized, without the rest of the "
+                    "machine.",
                 ),
             ],
             command="warpbus quantize --evaluate",
         )
 
-    def _demand(self) -> list[str]:
+    def _gate(self) -> Gate | None:
         if self.allowed is None:
-            return []
-        return [f"The perplexity may grow by {self.allowed:.2%}. 困惑度最多可上升 {self.allowed:.2%}。"]
+            return None
+        return Gate(
+            f"The perplexity may increase by at most {self.allowed:.2%}. It changed by {self.increase:+.2%}.",
+            bool(self.passed),
+        )
 
 
 def judge(
@@ -278,10 +270,10 @@ def _errors(done: Report) -> list[Sequence[str]]:
     return rows
 
 
-def _bytes_row(name: str, chinese: str, before: int, after: int) -> Row:
+def _bytes_row(name: str, before: int, after: int) -> Row:
     unit, size = ("GB", 1e9) if before >= 1e10 else ("MB", 1e6)
     texts = f"{before / size:,.1f} {unit}", f"{after / size:,.1f} {unit}"
-    return (name, chinese, *texts, _ratio(before / after, "smaller", "larger"))
+    return (name, *texts, _ratio(before / after, "smaller", "larger"))
 
 
 def _ratio(ratio: float, better: str, worse: str) -> str:

@@ -4,6 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -13,6 +14,8 @@ from warpbus.bench.plots import draw, figure
 from warpbus.bench.records import Peer, Record, ratio
 from warpbus.bench.report import number, shared_and_varying, table
 from warpbus.errors import StorageError
+from warpbus.figures.theme import WARPBUS, color_of, style
+from warpbus.language import in_language
 
 
 def record(case, ours, value, peer="cuBLAS", metric="throughput", unit="TFLOP/s", floor=700.0):
@@ -179,24 +182,27 @@ def test_bars_are_as_long_as_the_values():
     assert sorted(bar.get_width() for bar in axis.patches) == [588, 600, 600, 660]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["qkv", "o"]
     assert axis.get_xlabel() == "throughput (TFLOP/s), more is better"
-    assert {text.get_text() for text in axis.get_legend().get_texts()} == {"warpbus", "cuBLAS", "limit"}
-    assert drawn._suptitle.get_text() == "Products"
-    assert drawn._supxlabel.get_text() == "NVIDIA H100   2026-01-31   warpbus 0.1.0, torch 2.11"
+    assert {text.get_text() for text in axis.get_legend().get_texts()} == {"Warpbus", "cuBLAS", "limit"}
+    assert [text.get_text() for text in drawn.texts] == [
+        "Warpbus runs at 1.04 times the speed of cuBLAS (from 0.98 to 1.10)",
+        "Products",
+        "NVIDIA H100   2026-01-31   warpbus 0.1.0, torch 2.11",
+    ]
 
 
 def test_lines_in_a_panel_for_each_kind():
     drawn = figure(LINES, "Sums", BENCHMARKS["vector-add"].plot)
     without, moved = drawn.axes
-    assert (without.get_title(loc="left"), moved.get_title(loc="left")) == ("transfers: no", "transfers: yes")
+    assert (without.get_title(loc="left"), moved.get_title(loc="left")) == ("data on the GPU", "transfers included")
     assert without.get_xscale() == without.get_yscale() == "log"
     curves = {line.get_label(): list(line.get_ydata()) for line in without.get_lines()}
     assert curves == {
-        "warpbus": [20, 200, 2000],
+        "Warpbus": [20, 200, 2000],
         "torch": [25, 250, 2500],
         "torch, CPU (2 threads)": [n / 3 for n in (1000, 10_000, 100_000)],
         "limit": [10, 100, 1000],
     }
-    assert without.get_ylabel() == "time (us), less is better"
+    assert without.get_ylabel() == "time, less is better"
     assert without.get_xlabel() == "elements"
     assert "limit" not in {line.get_label() for line in moved.get_lines()}
 
@@ -227,7 +233,7 @@ def test_names_with_signs_of_formulas(tmp_path):
 def test_many_panels_stand_in_two_rows():
     lines = [record({"n": n, "shape": shape}, n, 2 * n, "torch", "time", "us", n) for n in (1, 2) for shape in "abcde"]
     drawn = figure(lines, "Sums", Plot("n", "elements", ("shape",)))
-    assert [axis.get_title(loc="left") for axis in drawn.axes] == [f"shape: {shape}" for shape in "abcde"]
+    assert [axis.get_title(loc="left") for axis in drawn.axes] == list("abcde")
     assert len({round(axis.get_position().y0, 3) for axis in drawn.axes}) == 2
 
 
@@ -239,8 +245,8 @@ def test_variants_with_limits_of_their_own():
     ]
     drawn = figure(lines, "Sums", Plot("n", "elements"))
     curves = {line.get_label(): list(line.get_ydata()) for line in drawn.axes[0].get_lines()}
-    assert curves["limit wide"] == [2, 4]
-    assert curves["limit narrow"] == [1, 2]
+    assert curves["limit, wide"] == [2, 4]
+    assert curves["limit, narrow"] == [1, 2]
     assert curves["torch"] == [9, 18]
 
 
@@ -255,8 +261,75 @@ def test_each_limit_has_dashes_of_its_own():
     assert len({str(line._unscaled_dash_pattern) for line in limits}) == len(limits) == 4
 
 
-@pytest.mark.parametrize(("most", "written"), [(32, "32"), (1 << 20, "$\\mathdefault{2^{20}}$")])
-def test_powers_of_two_are_written_out_as_long_as_they_are_short(most, written):
+@pytest.mark.parametrize(("most", "written"), [(32, "32"), (1 << 20, "1,048,576")])
+def test_ticks_are_numbers_and_not_powers(most, written):
     lines = [record({"n": n}, 3 * n, 9 * n, "torch", "time", "us", None) for n in (1, most)]
     (axis,) = figure(lines, "Sums", Plot("n", "elements")).axes
     assert axis.xaxis.get_major_formatter()(most) == written
+
+
+def ladder(rung, ours, peer, n=4096, operator="matmul", floor=None):
+    return record({"operator": operator, "n": n, "rung": rung, "dtype": "float16"}, ours, peer, floor=floor)
+
+
+def test_a_peer_of_all_rungs_is_drawn_once():
+    records = [ladder("naive", 4, 760, floor=660), ladder("wgmma", 700, 680, floor=660)]
+    with style():
+        drawn = figure(records, "Rungs", BENCHMARKS["ladder"].plot)
+    (axis,) = drawn.axes
+    assert [bar.get_width() for bar in axis.patches] == [4, 700, 720]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["naive", "wgmma", "cuBLAS"]
+    assert "720  (680 – 760)" in {text.get_text() for text in axis.texts}
+    assert "limit as measured, can be exceeded" in {text.get_text() for text in axis.get_legend().get_texts()}
+    assert axis.get_title(loc="left") == "matrix product, 4,096 wide"
+    title = drawn.texts[0].get_text().replace("\n", " ")
+    assert title == "Matrix product: from 4.00 (naive) to 700 TFLOP/s (wgmma), 1.03 times the speed of cuBLAS beside it"
+
+
+def test_a_limit_that_was_exceeded_has_a_note():
+    assert "above 100 %" not in shown(BARS)
+    assert "Above 100 % of the limit" in shown([record({"n": 1}, 710, 600), BARS[0]])
+
+
+def test_the_finding_on_a_gpu_says_from_where_on_it_is_faster_than_the_cpu():
+    with style():
+        drawn = figure(LINES, "Sums", BENCHMARKS["vector-add"].plot)
+    first, second = drawn.texts[0].get_text().split("\n")
+    assert first == "Data on the GPU: 16.7 times the CPU's speed at 100,000, faster from 1,000 on"
+    assert second == "Transfers included: 15.9 times the CPU's speed at 100,000, faster from 1,000 on"
+
+
+def test_bars_relative_to_ours_show_small_differences():
+    records = [
+        record({"m": m, "n": 1024}, m, 1.1 * m, peer, "time", "us", None)
+        for m in (1, 1000)
+        for peer in ("torch", "torch.compile")
+    ]
+    (axis,) = figure(records, "Layer", BENCHMARKS["linear"].plot).axes
+    assert [round(bar.get_width(), 3) for bar in axis.patches] == [1, 1.1, 1.1] * 2
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["1 row", "1,000 rows"]
+    assert {"1.1 µs", "1.1 ms"} <= {text.get_text() for text in axis.texts}
+
+
+def test_a_contender_has_one_colour_in_lines_and_bars():
+    (axis, _) = figure(LINES, "Sums", BENCHMARKS["vector-add"].plot).axes
+    colors = {line.get_label(): line.get_color() for line in axis.get_lines()}
+    assert colors["torch"] == color_of("torch")
+    assert colors["torch, CPU (2 threads)"] == color_of("torch CPU")
+    (axis,) = figure(BARS, "Products", Plot(x=None)).axes
+    bars = {each.get_label(): each.patches[0].get_facecolor() for each in axis.containers}
+    assert bars["cuBLAS"] == to_rgba(color_of("cuBLAS"))
+    assert bars["Warpbus"] == to_rgba(WARPBUS)
+    assert len({color_of(name) for name in ("Warpbus", "cuBLAS", "torch", "vLLM", "transformers", "llama.cpp")}) == 6
+
+
+def test_pictures_and_tables_in_chinese():
+    with in_language("zh"), style():
+        drawn = figure(LINES, "Vector addition, float32", BENCHMARKS["vector-add"].plot)
+    texts = [text.get_text() for text in drawn.texts]
+    if any(character >= "\u4e00" for character in texts[1]):  # there is a font that has Chinese
+        assert texts[0].startswith("数据已在 GPU 上：规模 100,000 时为 CPU 的 16.7 倍，从 1,000 起更快\n含传输：")
+        assert texts[1] == "向量加法，float32"
+        assert drawn.axes[1].get_title(loc="left") == "含传输"
+    else:
+        assert texts[1] == "Vector addition, float32"

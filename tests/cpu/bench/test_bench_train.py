@@ -68,7 +68,7 @@ def test_a_table_the_records_and_a_picture(tmp_path):
         assert text in found.stdout
     records = read(tmp_path / "train-cpu.json")
     assert (tmp_path / "train-cpu.png").is_file()
-    assert {record.metric for record in records} == {"speed", "time", "cost", "perplexity", "latency"}
+    assert {record.metric for record in records} == {"speed", "time", "memory", "cost", "perplexity", "latency"}
     speeds = [record for record in records if record.metric == "speed"]
     assert [(record.case["method"], record.peer.name) for record in speeds] == [
         ("full", "torch, full-fp32-eager"),

@@ -13,6 +13,7 @@ from warpbus.bench.timing import TimingEffort
 from warpbus.cli import app
 from warpbus.cli import bench as cli_bench
 from warpbus.errors import DeviceError, UsageError
+from warpbus.language import use_language
 
 
 @pytest.fixture(autouse=True)
@@ -114,3 +115,16 @@ def test_help_is_as_wide_as_the_terminal():
     assert len(listed) > len(BENCHMARKS)
     later = [paragraph for command in listed for paragraph in command.help.strip().split("\n\n")[1:]]
     assert [paragraph for paragraph in later if "\n" in paragraph.strip()] == []
+
+
+def test_the_table_is_chinese_under_a_chinese_locale(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    use_language("zh")
+    try:
+        found = invoke("vector-add", "--quick", "--size", 64, "--output", tmp_path)
+    finally:
+        use_language("en")
+    for expected in ("向量加法，float32，cpu", "本程序", "倍数", "这里没有 GPU", "记录："):
+        assert expected in found.stdout
+    for left in ("ours", "ratio", "There is no GPU"):
+        assert left not in found.stdout

@@ -18,10 +18,13 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import warpbus
-from warpbus.cli import app, language, main
+from warpbus import language
+from warpbus.cli import app, main
+from warpbus.cli import language as app_language
 from warpbus.cli.chinese_help import translate_command, wrapped
-from warpbus.cli.language import CATALOGUE, Catalogue, Console, read_catalogue, translated, use_language
+from warpbus.cli.language import Console
 from warpbus.cuda.findings import language_of_locale
+from warpbus.language import CATALOGUE, Catalogue, read_catalogue, translated, use_language
 
 PLACEHOLDER = re.compile(r"\{\d+\}")
 SENTENCE = re.compile(r"[A-Za-z]*[a-z]{2,} [a-z]{2,} [a-z]{2,}\b")  # three English words beside each other
@@ -107,7 +110,7 @@ def literals() -> str:
     return "\0".join(found)
 
 
-@pytest.mark.parametrize("kind", ["terminal", "progress", "error"])
+@pytest.mark.parametrize("kind", ["terminal", "progress", "error", "evaluation", "benchmarks"])
 def test_entries_follow_the_texts_of_the_package(kind: str, literals: str) -> None:
     """Every piece between placeholders is a string of the package, or consists of a few of them."""
     stale = []
@@ -219,7 +222,7 @@ def test_english_is_unchanged_and_reads_no_catalogue(tmp_path: Path, monkeypatch
 
 
 def test_every_command_prints_through_the_console_that_translates() -> None:
-    files = Path(language.__file__).parent.rglob("*.py")
+    files = Path(app_language.__file__).parent.rglob("*.py")
     plain = re.compile(r"rich\.console import.*\bConsole\b")
     found = {file.name for file in files if plain.search(file.read_text(encoding="utf-8"))}
-    assert found == {"language.py", "bench.py", "learn.py"}  # benchmarks are English, exercises have --lang
+    assert found == {"language.py", "learn.py"}  # exercises have --lang

@@ -55,12 +55,20 @@ def test_a_table_a_picture_and_a_page(timed, model, texts, write_lines, tmp_path
     data = "--evaluate", texts, "--questions", questions, "--max-perplexity-increase", "1000000%"
     found = invoke(model, tmp_path / "out", *ROUGH, *data, *files, "--price", "2")
     assert found.exit_code == 0
-    for expected in ("attention.qkv", "perplexity", "KL divergence", "right choices", "tokens/s", "not known: no GPU"):
+    for expected in (
+        "attention.qkv",
+        "perplexity",
+        "KL divergence",
+        "choices correct",
+        "tokens/s",
+        "not known: no GPU",
+    ):
         assert expected in found.stdout
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "new" / "a.html").read_text(encoding="utf-8")
     assert "<h1>tiny: w2a16, rtn</h1>" in page
-    assert "passed 通过" in page
+    assert ">met<" in page
+    assert ">达到要求<" in page
 
 
 def test_a_model_that_got_too_bad_fails_and_stays(model, texts, tmp_path):

@@ -37,7 +37,7 @@ def test_a_curve_of_one_step(tmp_path: Path) -> None:
 
 def test_a_curve_shows_every_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr("warpbus.evaluation.curve.save", lambda figure, path: drawn.append(figure))
     log = [{"step": step, "loss": 2.0, "learning_rate": 0.1, "valid_loss": 1.0 + step} for step in range(1, 6)]
     draw_curve([{"step": 0, "loss": 50.0, "learning_rate": 0.1}, *log], tmp_path / "a.png")
     low, high = drawn[0].axes[0].get_ylim()

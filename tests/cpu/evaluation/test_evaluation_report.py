@@ -86,20 +86,37 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
 
 def test_the_picture_has_a_panel_for_each_measure() -> None:
     def titles(figure: Figure) -> list[str]:
-        return [axis.get_title(loc="left") for axis in figure.axes if axis.axison]
+        return [axis.get_title(loc="left") for axis in figure.axes]
 
     everything = titles(report.figure([FIRST, SECOND]))
     assert [title.split(" (")[0] for title in everything] == [
         "perplexity",
-        "divergence from the first",
-        "right choices",
+        "KL from the first",
+        "choices correct",
         "size on disk",
         "decoding",
     ]
     fewer = [replace(each, accuracy=None, tokens_per_second=None) for each in (FIRST, SECOND)]
     assert len(titles(report.figure(fewer))) == 3
-    bars = report.figure([FIRST, SECOND]).axes[0].patches
-    assert [bar.get_width() for bar in bars] == [20.5, 21.525]
+    perplexity, *_, disk, _ = report.figure([FIRST, SECOND]).axes
+    assert [float(line.get_xdata()[0]) for line in perplexity.get_lines() if line.get_marker() == "o"] == [20.5, 21.525]
+    assert [bar.get_width() for bar in disk.patches] == [34.567, 10.0]
+
+
+def test_small_differences_of_the_perplexity_can_be_seen() -> None:
+    close = replace(SECOND, perplexity=20.6)
+    (axis, *_) = report.figure([FIRST, close]).axes
+    low, high = axis.get_xlim()
+    assert 0.1 / (high - low) > 0.4
+    assert low > 20
+
+
+def test_the_finding_and_the_machine_are_on_the_picture() -> None:
+    measured = [replace(each, device="NVIDIA H100", date="2026-01-31T12:00:00Z") for each in (FIRST, SECOND)]
+    texts = [" ".join(text.get_text().split()) for text in report.figure(measured).texts]
+    assert texts[0] == ("w4a16-g128-gptq: perplexity 20.50 → 21.52 (+5.00%), 3.46 times smaller, 1.40 times as fast")
+    assert texts[1] == "measured on 12,345 predicted tokens"
+    assert texts[2].startswith("NVIDIA H100 2026-01-31 warpbus")
 
 
 def test_one_model_alone(tmp_path: Path) -> None:
@@ -110,7 +127,7 @@ def test_one_model_alone(tmp_path: Path) -> None:
     assert "original" in text
     # There is nothing to compare it with.
     assert not any(heading in text for heading in ("change", "KL", "agrees"))
-    assert len(report.figure([FIRST]).axes[0].patches) == 1
+    assert report.figure([FIRST]).texts[0].get_text() == "original: perplexity 20.50"
 
 
 def test_the_page_stands_alone_and_escapes_names(tmp_path: Path) -> None:
@@ -120,7 +137,7 @@ def test_the_page_stands_alone_and_escapes_names(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "&lt;b&gt;poems" in page
     # Nothing is fetched from anywhere: no addresses but the picture within, and a policy that forbids them.
-    assert re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"'>]{5})""", page) == ["data:"]
+    assert re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"'>]{5})""", page) == ["data:"] * 2
     assert "http:" not in page
     assert "https:" not in page
     assert "default-src 'none'" in page

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from warpbus.cuda.cpu import cpu_model
 from warpbus.errors import CheckpointError, DataError, UsageError
 from warpbus.evaluation import Evaluation, choice_accuracy, evaluate, read_questions, score
 from warpbus.evaluation.side_by_side import checkpoint_dtype
@@ -83,6 +84,8 @@ def test_what_is_gathered_is_what_was_measured(
             weight_bytes=found[index].weight_bytes,
             tokens_per_second=100.0 * (index + 1),
             peak_bytes=1000,
+            device=cpu_model(),
+            date=found[index].date,
         )
     assert (found[0].divergence, found[0].agreement) == (0.0, 1.0)
     assert found[1].divergence > 0

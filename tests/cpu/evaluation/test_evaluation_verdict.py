@@ -83,7 +83,7 @@ def shown(verdict: Verdict, width: int = 100) -> str:
 class Page(HTMLParser):
     """Reads a page: the cells of its tables, what it refers to, and whether each element is closed in order."""
 
-    VOID = ("meta", "source", "img", "br", "link")
+    VOID = ("meta", "source", "img", "br", "link", "input")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -197,16 +197,21 @@ def test_the_page_has_the_numbers_and_fetches_nothing(tmp_path: Path) -> None:
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     page = Page(text)
     rows = {row[0]: row[1:] for row in page.rows}
-    assert rows["perplexity 困惑度"] == ["20.000", "20.500", "+2.50%"]
-    assert rows["size on disk 磁盘占用"] == ["12.5 GB", "3.9 GB", "3.20 x smaller"]
-    assert rows["energy of the GPUs 显卡能耗"] == ["", "36.00 kJ (10.00 Wh)", ""]
+    for name in ("perplexity", "困惑度"):
+        assert rows[name] == ["20.000", "20.500", "+2.50%"]
+    assert rows["size on disk"] == ["12.5 GB", "3.9 GB", "3.20 x smaller"]
+    assert rows["磁盘占用"] == ["12.5 GB", "3.9 GB", "缩小到 1/3.20"]
+    assert rows["energy of the GPUs"] == ["", "36.00 kJ (10.00 Wh)", ""]
     assert rows["0"] == ["1.00%", "2.00%", "3.00%", "4.00%"]
     assert rows["1"][3] == "4.00% · w8a16"
-    assert rows["forward"] == ["6.00"]
-    assert "failed 未通过" in text
+    assert rows["forward"] == rows["前向"] == ["6.00"]
+    assert "The perplexity may increase by at most 2.00%. It changed by +2.50%." in text
+    assert ">not met<" in text
+    assert ">未达到要求<" in text
+    assert "passed" not in text
     assert "12,345" in text
-    # One picture, for a light and for a dark page.
-    assert [link.split(",")[0] for link in page.links] == ["data:image/png;base64"] * 2
+    # A picture in each language, for a light and for a dark page.
+    assert [link.split(",")[0] for link in page.links] == ["data:image/png;base64"] * 4
     assert page.links[0] != page.links[1]
     assert "default-src 'none'" in text
     assert "http" not in text.replace("http-equiv", "")
@@ -261,7 +266,7 @@ def test_the_cache_and_long_contexts_are_rows_of_their_own() -> None:
     before = replace(BEFORE, by_position={"0-511": [21.0, 0.0], "512-2,047": [16.0, 0.0]})
     after = replace(AFTER, kv_cache="fp8", by_position={"0-511": [21.5, 0.011], "512-2,047": [20.0, 0.02]})
     quality, gains, _ = Verdict(before, after, DONE).sections()
-    rows = {row[0]: row[2:] for row in [*quality, *gains]}
+    rows = {row[0]: row[1:] for row in [*quality, *gains]}
     assert rows["KV cache"] == ("unquantized", "fp8", "")
     assert rows["perplexity, tokens 512-2,047"] == ("16.000", "20.000", "+25.00%")
     assert rows["KL, tokens 512-2,047"] == ("", "0.0200", "")

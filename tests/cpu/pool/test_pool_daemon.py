@@ -259,7 +259,7 @@ def test_a_hello_of_another_protocol_is_refused_with_the_version(served):
         channel.send(Kind.HELLO, 0, hello)
         answer = channel.receive(90)
         assert answer.kind is Kind.REFUSED
-        assert "speaks protocol 3: use the same version" in decode_dict(answer.payload)["message"]
+        assert f"speaks protocol {PROTOCOL}: use the same version" in decode_dict(answer.payload)["message"]
         channel.close()
 
 

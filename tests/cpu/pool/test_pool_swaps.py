@@ -169,7 +169,7 @@ def test_a_lease_in_host_memory_moves_to_another_gpu_and_back_to_one_whose_memor
     assert second.where == "swapped out"  # for the move
     first.check()
     second.check()
-    assert (first.where, second.where) == ("resident", "resident")
+    until(lambda: (first.where, second.where) == ("resident", "resident"))  # the daemon hears of it after the client
     assert moved(control, first, "mill/0") == "mill/0"
     first.check()
     second.check()

@@ -52,6 +52,13 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
+def read_question(frame: Frame) -> list[str | int]:
+    """The question of a READ frame."""
+    if len(frame.payload) != READ.size:
+        raise ProtocolError(f"a READ frame of {len(frame.payload)} bytes: expected {READ.size}")
+    return ["read", *READ.unpack(frame.payload)]
+
+
 def pack_header(kind: Kind, number: int, nbytes: int) -> bytes:
     """The header of a frame whose payload has `nbytes`. ProtocolError if that is more than `MAX_FRAME`."""
     if nbytes > MAX_FRAME:

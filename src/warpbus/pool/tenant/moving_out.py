@@ -25,7 +25,7 @@ _NAP = 0.001
 
 
 class MovableTenant(Protocol):
-    """The process (`warpbus.pool.tenant.process.Tenant`)."""
+    """The process (`warpbus.pool.tenant.process.TenantServer`)."""
 
     executor: Executor
     over: DeviceError | PoolError | None

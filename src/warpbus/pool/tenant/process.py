@@ -8,7 +8,6 @@ this process.
 
 import hmac
 import os
-import resource
 import select
 import socket
 import sys
@@ -35,7 +34,7 @@ from warpbus.errors import (
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import SPIN_SECONDS, Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
-from warpbus.pool.protocol.frames import PROTOCOL, READ, Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind, read_question
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.group_steps import GroupPlace
 from warpbus.pool.protocol.inference import infer
@@ -52,7 +51,7 @@ from warpbus.pool.tenant.links import LinkOpener, admit
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
-from warpbus.pool.tenant.sandbox import seal
+from warpbus.pool.tenant.sandbox import limit_memory, seal
 from warpbus.pool.tenant.staging import HostCopy
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
@@ -122,14 +121,10 @@ class TenantServer:
             except RuntimeError as error:
                 if self.over is not None:
                     raise
-                self._lose(error)
+                # Such as an illegal memory access, which makes the CUDA context unusable.
+                self.lose(f"its GPU has failed: {str(error).partition(chr(10))[0]}")
         self.executor.groups.leave_all()
         self._say_goodbye()
-
-    def _lose(self, error: RuntimeError) -> None:
-        """End the lease after a failure of the GPU, such as an illegal memory access, which makes the CUDA context
-        unusable."""
-        self.lose(f"its GPU has failed: {str(error).partition(chr(10))[0]}")
 
     def lose(self, why: str) -> None:
         """End the lease. The client gets a moment to connect and read the reason."""
@@ -420,7 +415,7 @@ class TenantServer:
             raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
-        question: Any = _read_question(frame) if frame.kind is Kind.READ else decode(frame.payload)
+        question: Any = read_question(frame) if frame.kind is Kind.READ else decode(frame.payload)
         self._acknowledge(more=True)
         try:
             match question:
@@ -538,13 +533,6 @@ class TenantServer:
                     channel.receive(until - time.monotonic())
 
 
-def _read_question(frame: Frame) -> list[Any]:
-    """The question of a READ frame."""
-    if len(frame.payload) != READ.size:
-        raise ProtocolError(f"a READ frame of {len(frame.payload)} bytes: expected {READ.size}")
-    return ["read", *READ.unpack(frame.payload)]
-
-
 def _warm() -> None:
     """Make PyTorch import its meta kernels, which takes a second or more, before a lease needs them."""
     x = contiguous(torch.float32, (2,))
@@ -586,7 +574,7 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         torch.set_num_threads(setup["threads"])
         device = torch.device(setup["device"])
         if device.type == "cpu":
-            _limit_memory(setup["memory"] + allowance(setup["memory"]))
+            limit_memory(setup["memory"] + allowance(setup["memory"]))
         else:
             _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
         content = None if setup["content"] is None else ContentStore(Path(setup["content"]), setup["memory"])
@@ -608,11 +596,3 @@ def _check_gpu(device: torch.device, wanted: str) -> None:
     found = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     if wanted.startswith("GPU-") and found != wanted:
         raise ProtocolError(f"the lease's process got {found}, and was to get {wanted}: start another")
-
-
-def _limit_memory(nbytes: int) -> None:
-    """Let the process have so many bytes more than it has: what operators use while they run is in no quota."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    now = 1024 * int(status.partition("VmData:")[2].split()[0])
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, most))

@@ -1,6 +1,7 @@
 """What keeps a tenant's process to itself, whatever code runs in it: the kernel is asked for it before a client comes.
 
     enter(confinement)    first of all, before torch is loaded and there are threads: files, TCP, signals, capabilities
+    limit_memory(nbytes)  on a CPU, before tensors are made
     seal(gpu=...)         when the device is open, before clients come: programs, processes, sockets
 
 Both are for good. What this machine's kernel cannot do is left out; `missing` says what that is, and the daemon and
@@ -11,6 +12,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import resource
 import site
 import ssl
 import sys
@@ -145,3 +147,11 @@ def _drop_capabilities() -> None:
     none = (ctypes.c_uint32 * 6)()
     if _libc.capset(ctypes.byref(_CapabilityHeader(_CAPABILITY_VERSION, 0)), ctypes.byref(none)):
         raise DeviceError(f"capabilities cannot be given up ({os.strerror(ctypes.get_errno())})")
+
+
+def limit_memory(nbytes: int) -> None:
+    """Let the process have so many bytes more than it has: what operators use while they run is in no quota."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    now = 1024 * int(status.partition("VmData:")[2].split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, most))

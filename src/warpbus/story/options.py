@@ -1,0 +1,26 @@
+"""The options of `warpbus bench story`; this module imports nothing that is slow to load."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StoryOptions:
+    """What is measured, and what it is multiplied with.
+
+    Attributes:
+        counts: numbers of GPUs; by default 1 and all.
+        samples: calibration sequences; by default 128 on a GPU and 32 on the CPU.
+        documents: that the perplexity is measured on, at most.
+        tokens: generated in each run.
+        price: dollars per hour of a GPU, with the machine around it.
+        cpu_price: dollars per hour of this machine without a GPU.
+        restart: measure parts again that an earlier run has measured.
+    """
+
+    counts: tuple[int, ...] = ()
+    samples: int | None = None
+    documents: int = 40
+    tokens: int = 32
+    price: float = 2.0
+    cpu_price: float = 0.2
+    restart: bool = False
