@@ -150,7 +150,7 @@ def test_refusals(client):
         ("mean", {"input": "a", "dimensions": 16}, "not normalized"),
         ("last", {"input": "a", "dimensions": 65}, "embeddings have 64"),
         ("mean", {"input": ["a", ""]}, "a text is empty"),
-        ("last", {"input": "a" * 2000}, "the context holds 1,024"),
+        ("last", {"input": "a" * 2000}, "longer than the model's context length, 1,024"),
         ("last", {"input": [280]}, "280"),
     ]:
         with pytest.raises(openai.BadRequestError, match=sentence):

@@ -329,7 +329,7 @@ MODEL_BENCHMARKS = {
     ),
 }
 
-bench.command("story")(story)
+bench.command("story", help=_paragraphs(story.__doc__ or ""))(story)
 
 for _name, (_measure_it, _help) in MODEL_BENCHMARKS.items():
     bench.command(_name, help=_paragraphs(_help))(_measure_it)

@@ -80,7 +80,7 @@ def test_a_table_the_records_and_a_picture(tiny, tmp_path):
     assert (agreement.case["processes"], agreement.ours, agreement.ratio, agreement.unit) == (2, 100, 1, "%")
     drawn = figure(records, "title", quantize_benchmark(WORK).plot)
     (axis,) = drawn.axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["processes 1", "processes 2"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["1 process", "2 processes"]
     ends = [
         max(bar.get_x() + bar.get_width() for bar in axis.patches if round(bar.get_y() + 0.35) == row) for row in (0, 1)
     ]
