@@ -11,6 +11,7 @@
 // One block per row, of up to kMostThreads threads: as many as keep the row in registers, kKept chunks each, so that it is
 // read once and rows of any length have the same number of bytes in flight. The part of a row beyond 16384 elements is read
 // again.
+#include "common/magnitude.cuh"
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
@@ -27,23 +28,6 @@ __device__ __forceinline__ uint4 load_last(const uint4* global) {
                  : "l"(global)
                  : "memory");
     return value;
-}
-
-// The larger of both halves, as bits: without its sign a 16-bit float has the order of an integer, NaN the largest.
-__device__ __forceinline__ unsigned int larger(unsigned int best, uint4 chunk) {
-    constexpr unsigned int kMagnitudes = 0x7fff7fff;
-    best = __vmaxu2(best, __vmaxu2(chunk.x & kMagnitudes, chunk.y & kMagnitudes));
-    return __vmaxu2(best, __vmaxu2(chunk.z & kMagnitudes, chunk.w & kMagnitudes));
-}
-
-// The maximum over the block, including the two halves of `best`.
-__device__ __forceinline__ unsigned int largest(unsigned int best) {
-    __shared__ unsigned int of_warp[kMostThreads / 32];
-    const int lane = threadIdx.x % 32;
-    best = __reduce_max_sync(0xffffffff, max(best & 0xffff, best >> 16));
-    if (lane == 0) of_warp[threadIdx.x / 32] = best;
-    __syncthreads();
-    return __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? of_warp[lane] : 0);
 }
 
 // Stores the scale of the row's largest magnitude, and returns the factor for its elements.
@@ -84,7 +68,7 @@ __device__ __forceinline__ void quantize_chunks(const uint4* row, uint2* codes, 
     const int beyond = threadIdx.x + kKept * blockDim.x;
     for (int chunk = beyond; chunk < chunks; chunk += blockDim.x) best = larger(best, row[chunk]);
 
-    const float inverse = inverse_scale(largest(best), scales);
+    const float inverse = inverse_scale(largest<kMostThreads>(best), scales);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
         const int chunk = threadIdx.x + i * blockDim.x;
@@ -98,7 +82,7 @@ __device__ __forceinline__ void quantize_elements(const unsigned short* row, uns
                                                   int k) {
     unsigned int best = 0;
     for (int i = threadIdx.x; i < k; i += blockDim.x) best = max(best, row[i] & 0x7fffu);
-    const float inverse = inverse_scale(largest(best), scales);
+    const float inverse = inverse_scale(largest<kMostThreads>(best), scales);
     for (int i = threadIdx.x; i < k; i += blockDim.x) {
         codes[i] = static_cast<unsigned char>(round_pair(row[i], inverse));
     }

@@ -12,6 +12,7 @@
 // x is contiguous, rows start at multiples of 16 bytes, and k is a multiple of 16. Rows with NaN or infinity have a scale of
 // NaN or infinity. One block per row, of up to kMostThreads threads, as many as keep the row in registers; the part of a row
 // beyond 16384 elements is read again. The sum of COLUMNS codes is that of neighbouring lanes, in a fixed order.
+#include "common/magnitude.cuh"
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
@@ -25,23 +26,6 @@ constexpr float kSmallestNormal = 1.17549435e-38f;
 struct Unit {
     uint4 low, high;
 };
-
-// The larger of both halves, as bits: without its sign a 16-bit float has the order of an integer, NaN the largest.
-__device__ __forceinline__ unsigned int larger(unsigned int best, uint4 chunk) {
-    constexpr unsigned int kMagnitudes = 0x7fff7fff;
-    best = __vmaxu2(best, __vmaxu2(chunk.x & kMagnitudes, chunk.y & kMagnitudes));
-    return __vmaxu2(best, __vmaxu2(chunk.z & kMagnitudes, chunk.w & kMagnitudes));
-}
-
-// The maximum over the block, including the two halves of `best`.
-__device__ __forceinline__ unsigned int largest(unsigned int best) {
-    __shared__ unsigned int of_warp[kMostThreads / 32];
-    const int lane = threadIdx.x % 32;
-    best = __reduce_max_sync(0xffffffff, max(best & 0xffff, best >> 16));
-    if (lane == 0) of_warp[threadIdx.x / 32] = best;
-    __syncthreads();
-    return __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? of_warp[lane] : 0);
-}
 
 __device__ __forceinline__ unsigned int round_pair(unsigned int pair, float inverse) {
     const float2 value = unpack_pair<ELEMENT>(pair);
@@ -95,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
     for (int index = beyond; index < units; index += blockDim.x) {
         best = larger(larger(best, row[2 * index]), row[2 * index + 1]);
     }
-    float scale = unpack_pair<ELEMENT>(largest(best)).x / kLargest;
+    float scale = unpack_pair<ELEMENT>(largest<kMostThreads>(best)).x / kLargest;
     if (scale < kSmallestNormal) scale = 0.0f;
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
     const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
