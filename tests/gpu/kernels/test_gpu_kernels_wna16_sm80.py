@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
+from gpu_random_weights import quantized
 from tile_errors import assert_close_everywhere
 
 from warpbus.kernels.ops import wna16_sm80
 from warpbus.kernels.ops.packed import pack
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -33,16 +34,6 @@ GLM_SHAPES = [(4608, 4096), (4096, 4096), (27392, 4096), (4096, 13696), (2304, 4
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def quantized(scheme, n, k):
-    """Random, on the GPU."""
-    scheme = Scheme.parse(scheme)
-    groups = scheme.groups(k)
-    codes = torch.randint(0, scheme.max_code + 1, (n, k), dtype=torch.uint8, device="cuda")
-    scales = torch.rand(n, groups, device="cuda") * 0.02 + 0.001
-    zeros = torch.randint(0, scheme.max_code + 1, (n, groups), dtype=torch.uint8, device="cuda")
-    return QTensor.from_codes(scheme, codes, scales, None if scheme.symmetric else zeros)
 
 
 def activations(m, k, dtype, aligned=True):

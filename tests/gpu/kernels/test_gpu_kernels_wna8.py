@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_random_weights import quantized
 from tile_errors import assert_close_everywhere
 
 from warpbus.kernels.ops import wna8
@@ -30,16 +31,6 @@ TOLERANCE = 6e-4
 @pytest.fixture(autouse=True)
 def _seeded(seed):
     """Other numbers at each run."""
-
-
-def quantized(scheme, n, k):
-    """Random, on the GPU."""
-    scheme = Scheme.parse(scheme)
-    groups = scheme.groups(k)
-    codes = torch.randint(0, scheme.max_code + 1, (n, k), dtype=torch.uint8, device="cuda")
-    scales = torch.rand(n, groups, device="cuda") * 0.02 + 0.001
-    zeros = torch.randint(0, scheme.max_code + 1, (n, groups), dtype=torch.uint8, device="cuda")
-    return QTensor.from_codes(scheme, codes, scales, None if scheme.symmetric else zeros)
 
 
 def multiply(x, weight, bias=None):
