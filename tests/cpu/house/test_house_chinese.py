@@ -11,7 +11,7 @@ CHINESE = DOCS / "zh"
 PAGES = sorted(path.name for path in CHINESE.glob("*.md"))
 
 # Chinese pages that are shorter than the English one, or arranged in another way.
-SUMMARIES = {"pool.md", "serving.md"}
+SUMMARIES = {"pool.md"}
 # The glossary defines in Chinese how other terms are translated, too.
 MORE_HEADINGS = {"glossary.md": ["## 通用术语的译法"]}
 
