@@ -24,7 +24,9 @@ BUILD = ROOT / "build"
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 # Between Chinese characters a line break of the source must not become a space.
-CHINESE_BREAK = re.compile(r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])")
+CHINESE_BREAK = re.compile(
+    r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
+)
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
 
 # Anchors as GitHub makes them, of Chinese headings too. safe_dump writes no Python objects.
