@@ -88,7 +88,7 @@ class CacheMemory:
 
     @property
     def usable(self) -> int:
-        """The most blocks of all sequences together."""
+        """The maximum number of blocks of all sequences together."""
         return self.blocks.count - 1 - self.prefixes.blocks
 
     def begin(self, dtype: torch.dtype, advice: str) -> None:

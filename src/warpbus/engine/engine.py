@@ -52,7 +52,7 @@ _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are
 
 @dataclass
 class ModelInstance:
-    """What an engine has on one device; a move to another device replaces all of it.
+    """The state of an engine on one device; a migration to another device replaces all of it.
 
     Attributes:
         on_gpu: the device computes on a GPU, of this machine or remote.
@@ -290,9 +290,9 @@ class Engine:
         If the next step needs nothing from the host, one step is launched before the previous one is read. If a step
         fails, or is interrupted, running sequences are computed again from the tokens that were read.
 
-        A sequence that fails by itself ends with this step and has an `error`; the others go on. It is a NumericError
-        if its logits hold NaN or infinity, an UnavailableError if there is no memory for its cache although nothing
-        else runs, and another WarpbusError if its grammar or its text cannot be handled.
+        A sequence that fails by itself ends with this step and has an `error`; the others continue. It is a
+        NumericError if its logits hold NaN or infinity, an UnavailableError if there is no memory for its cache
+        although nothing else runs, and another WarpbusError if its grammar or its text cannot be handled.
 
         Raises:
             DeviceError: the device's memory is full.
@@ -382,7 +382,7 @@ class Engine:
         offloadable.sleep()
 
     def wake(self) -> None:
-        """Get the memory back after `sleep`. Does nothing while awake.
+        """Allocate the memory again after `sleep`. Does nothing while awake.
 
         Raises:
             DeviceError: other programs use the memory; `wake` can be called again.

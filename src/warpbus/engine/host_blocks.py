@@ -1,4 +1,4 @@
-"""Which evicted blocks of the KV cache are kept in main memory. Knows keys and numbers, and no tensors.
+"""Selects the evicted blocks of the KV cache that are kept in main memory. Works on keys and numbers, without tensors.
 
 The block allocator stores a block here when it evicts it, and loads it when a prompt needs it again. Both only decide:
 the copies are made before the next step, all stores before all loads (`HostCache`).
@@ -65,13 +65,14 @@ class HostBlocks:
             self.stored += 1
 
     def hold(self, keys: abc.Sequence[bytes]) -> None:
-        """Replace no block of a prefix before the next copies, and its end before its beginning later on."""
+        """Protect the blocks of a prefix until the next copies; later, its end is replaced before its beginning."""
         for key in reversed(keys[: self._found(keys)]):
             self._slots.move_to_end(key)
             self._held.add(self._slots[key])
 
     def load(self, keys: abc.Sequence[bytes], blocks: abc.Sequence[int]) -> int:
-        """Load the blocks of the longest prefix of `keys` that is here to the first of `blocks`; how many they are."""
+        """Load the longest prefix of `keys` that is stored here into the first of `blocks`; returns the number of
+        blocks."""
         count = min(self._found(keys), len(blocks))
         self.hold(keys[:count])
         self._loads += [(self._slots[key], block) for key, block in zip(keys[:count], blocks[:count], strict=True)]
@@ -79,7 +80,8 @@ class HostBlocks:
         return count
 
     def steps_to_load(self, count: int) -> int:
-        """For how many steps a prompt should wait for `count` loaded blocks, while other sequences are computed."""
+        """The number of steps that a prompt should wait for `count` loaded blocks while other sequences are
+        computed."""
         return count // self._loads_per_step
 
     def drop(self, key: bytes) -> None:

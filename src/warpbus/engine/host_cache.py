@@ -1,7 +1,7 @@
 """Main memory for evicted blocks of the KV cache, and the copies to it and from it.
 
-On a GPU the memory is pinned and the copies run on a stream of their own: a step waits only for copies of the blocks
-that it uses, and for the stores, since it may overwrite the evicted blocks. On the CPU the copies are made at once.
+On a GPU the memory is pinned and the copies run on a separate stream: a step waits only for copies of the blocks that
+it uses, and for the stores, because it may overwrite the evicted blocks. On the CPU the copies are made immediately.
 """
 
 from collections import abc
@@ -37,7 +37,7 @@ class HostCache:
 
     Raises:
         UsageError: the limit is less than a block, or the cache is on a remote device.
-        DeviceError: there is not so much main memory.
+        DeviceError: there is not enough main memory.
     """
 
     def __init__(self, cache: KVCache, nbytes: int) -> None:
