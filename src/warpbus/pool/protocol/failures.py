@@ -1,4 +1,4 @@
-"""What went wrong on the pool's side, as the client gets to know it: the name of an exception, its words, and where."""
+"""A failure on the pool's side as the client gets it: the name of an exception, its message, and its operator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def sent_error(said: Mapping[str, Any]) -> WarpbusError:
 
 
 class PoisonedError(DeviceError):
-    """What is asked for was never computed.
+    """The requested value was never computed.
 
     Attributes:
         failure: of the call that should have.
