@@ -63,6 +63,7 @@ class Forecast:
         link_seconds: the part of it for offloaded experts.
         kernel_seconds: the additional time of its kernels; None if it was not measured.
         unmeasured: the reason why there is no `kernel_seconds`; empty if there is.
+        gpus: the number of GPUs that share the model; all other values are those of the GPU with the most weights.
     """
 
     card: Card
@@ -72,6 +73,7 @@ class Forecast:
     link_seconds: float
     kernel_seconds: float | None
     unmeasured: str
+    gpus: int = 1
 
     @property
     def most_prompt_tokens_per_second(self) -> float | None:
@@ -115,6 +117,7 @@ class Forecast:
         """Plain types; sizes in bytes, times in seconds."""
         return {
             "gpu": {name: getattr(self.card, name) for name in ("name", "memory", "bandwidth", "link")},
+            "gpus": self.gpus,
             "memory": self.plan.to_json(),
             "weights": [vars(row) for row in self.weights],
             "context": CONTEXT,
@@ -161,7 +164,7 @@ def forecast_plan(stored: Stored, card: Card, plan: MemoryPlan) -> Forecast:
     kernels = None
     if not unmeasured:
         kernels = sum(map(_layer_seconds, stored.config.layers))
-    return Forecast(card, plan, weights, near / card.bandwidth + link, link, kernels, unmeasured)
+    return Forecast(card, plan, weights, near / card.bandwidth + link, link, kernels, unmeasured, stored.gpus)
 
 
 def _layer_seconds(layer: LayerSpec) -> float:
@@ -202,6 +205,8 @@ def _unmeasured(stored: Stored, card: Card, plan: MemoryPlan) -> str:
     """Why the time of the kernels is not known; empty if it is."""
     if not card.measured:
         return f"no steps were timed on {card.name}"
+    if stored.gpus > 1:
+        return "steps of GPUs that share a model are not forecast: they also exchange sums"
     if plan.offloaded:
         return "steps with offloaded experts were not timed"
     if plan.embedding_on_cpu:
