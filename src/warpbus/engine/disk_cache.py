@@ -197,11 +197,12 @@ class DiskCache:
         return self.directory / name[:2] / name
 
     def _write(self, key: bytes, slot: int, settled: Callable[[], None]) -> None:
-        settled()
-        content, path = self._memory(slot), self._path(key)
+        path = self._path(key)
         temporary = path.with_suffix(".partial")
         good = False
         try:
+            settled()
+            content = self._memory(slot)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with temporary.open("wb", buffering=0) as file:
                 _write_all(file, _HEADER.pack(_MAGIC, key, len(content), _digest(content)))
@@ -223,9 +224,9 @@ class DiskCache:
             self._finished.put(DiskTransfer(key, slot, read=False, good=good))
 
     def _read(self, key: bytes, slot: int, settled: Callable[[], None]) -> None:
-        settled()
         good = False
         try:
+            settled()
             good = self._read_file(self._path(key), key, self._memory(slot))
         finally:
             self._finished.put(DiskTransfer(key, slot, read=True, good=good))

@@ -85,6 +85,7 @@ class HostBlocks:
         self._unwritten: dict[int, bytes] = {}  # by slot: keys of stored blocks that the disk may get
         self._writing: set[int] = set()  # slots
         self._fetching: dict[bytes, tuple[int, list[Fetch]]] = {}  # by key: the slot, and who waits
+        self._dropped: set[bytes] = set()  # keys that are being read and must not be used
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(slots))[::-1]
         self._loads_per_step = loads_per_step
@@ -141,6 +142,8 @@ class HostBlocks:
         for key in keys:
             if key in self._slots:
                 continue
+            if key in self._dropped:
+                break
             if key not in self._fetching:
                 slot = self._take_slot(needed) if key in self._disk else None
                 if slot is None:
@@ -157,10 +160,11 @@ class HostBlocks:
         slot, waiting = self._fetching.pop(key)
         for fetch in waiting:
             fetch.left -= 1
-        if good and waiting:
+        if good and key not in self._dropped:
             self._slots[key] = slot
         else:
             self._free.append(slot)
+        self._dropped.discard(key)
 
     def write(self) -> None:
         """Begin to write the stored blocks, whose copies are made, to the disk."""
@@ -190,10 +194,7 @@ class HostBlocks:
         if self._disk is not None:
             self._disk.drop(key)
         if key in self._fetching:
-            slot, waiting = self._fetching[key]
-            for fetch in waiting:
-                fetch.left -= 1
-            self._fetching[key] = slot, []  # its slot is free when it was read
+            self._dropped.add(key)
 
     def clear(self) -> None:
         """Forget all blocks in main memory, and the copies that are not made yet. The disk keeps its blocks."""

@@ -307,6 +307,27 @@ def test_a_request_that_fails_leaves_nothing_on_the_disk(space, engine_of):
     assert ask(engine, asked).cached_tokens == 0
 
 
+def test_a_block_that_is_dropped_while_it_is_read_is_not_used(model, space, engine_of, monkeypatch):
+    long = prompt(1, 5 * BLOCK + 1)
+    first = engine_of(space)
+    ask(first, long)
+    first.save()
+    first.close()
+    engine, may_read = engine_of(space), threading.Event()
+    read_file = DiskCache._read_file
+    monkeypatch.setattr(DiskCache, "_read_file", lambda self, *rest: may_read.wait(60) and read_file(self, *rest))
+    waiting, later = request(long, tokens=6), request(long, tokens=6)
+    engine.add(waiting)
+    engine.step()
+    engine._memory.host.blocks.drop(waiting.scheduler_state.keys[2])
+    engine.add(later)
+    engine.step()
+    may_read.set()
+    finish(engine)
+    assert waiting.cached_tokens == 2 * BLOCK
+    assert waiting.token_ids == later.token_ids == warm(model, long)[0]
+
+
 def test_sleep_and_adapters(model, space, engine_of):
     engine = engine_of(space)
     asked = prompt(1, 5 * BLOCK + 1)
