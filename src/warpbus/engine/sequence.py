@@ -33,13 +33,15 @@ _log = logging.getLogger("warpbus.engine")
 class TokenLogprob:
     """The log probability (natural logarithm) of a token, and the most likely tokens with theirs, best first.
 
-    `rank` is the place of a prompt's token among all by probability, from 1; 0 for a sampled token.
+    `rank` is the place of a prompt's token among all by probability, from 1; 0 for a sampled token. `asked` has the log
+    probabilities of `SamplingParams.logprob_tokens`, in their order.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
     rank: int = 0
+    asked: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
