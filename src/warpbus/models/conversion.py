@@ -207,7 +207,7 @@ def _opened_dequantized(checkpoint: Checkpoint, to: str) -> Checkpoint:
         return checkpoint
     if fp8_storage(checkpoint.config) is None and fp4_storage(checkpoint.config) is None:
         raise UsageError(
-            f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
+            f"{checkpoint.directory} is not quantized, so there is nothing to convert: use warpbus quantize"
         )
     if to not in PLAIN:
         raise UsageError(

@@ -95,7 +95,7 @@ class Scheme:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "
                 f"with bits from {_listed(WEIGHT_BITS)} and groups from {_listed(GROUP_SIZES)}; "
-                "or w8a8-int8, w8a8-fp8, w4a16-nvfp4 or w4a16-mxfp4"
+                "or int4 (w4a16-g128), w8a8-int8, w8a8-fp8, w4a16-nvfp4 or w4a16-mxfp4"
             )
         if match["element"]:
             return cls(4, ELEMENTS[match["element"]], element=match["element"])
