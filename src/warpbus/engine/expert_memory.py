@@ -42,7 +42,7 @@ class OffloadableExperts:
         """
         counts, each, shared = [], [], []
         for index, layer in enumerate(config.all_layers):
-            experts = layer.mlp.router.experts if isinstance(layer.mlp, MoESpec) else 0
+            experts = len(layer.mlp.numbers) if isinstance(layer.mlp, MoESpec) else 0
             names = [f"layers.{index}.{matrix.name}.weight" for matrix in layer.matrices if matrix.expert is not None]
             able = dtype in HALVES and bool(names) and _alike(config, names, quantized)
             counts.append(experts - 1 if able else 0)

@@ -62,6 +62,7 @@ class Forecast:
         link_seconds: the part of it for offloaded experts.
         kernel_seconds: what its kernels take besides; None where that was not measured.
         unmeasured: why there is no `kernel_seconds`; empty if there is.
+        gpus: that share the model; all else is of the one with most weights.
     """
 
     card: Card
@@ -71,6 +72,7 @@ class Forecast:
     link_seconds: float
     kernel_seconds: float | None
     unmeasured: str
+    gpus: int = 1
 
     @property
     def most_prompt_tokens_per_second(self) -> float | None:
@@ -113,6 +115,7 @@ class Forecast:
         """Plain types; sizes in bytes, times in seconds."""
         return {
             "gpu": {name: getattr(self.card, name) for name in ("name", "memory", "bandwidth", "link")},
+            "gpus": self.gpus,
             "memory": self.plan.to_json(),
             "weights": [vars(row) for row in self.weights],
             "context": CONTEXT,
@@ -159,7 +162,7 @@ def forecast_plan(stored: Stored, card: Card, plan: MemoryPlan) -> Forecast:
     kernels = None
     if not unmeasured:
         kernels = sum(map(_layer_seconds, stored.config.layers))
-    return Forecast(card, plan, weights, near / card.bandwidth + link, link, kernels, unmeasured)
+    return Forecast(card, plan, weights, near / card.bandwidth + link, link, kernels, unmeasured, stored.gpus)
 
 
 def _layer_seconds(layer: LayerSpec) -> float:
@@ -200,6 +203,8 @@ def _unmeasured(stored: Stored, card: Card, plan: MemoryPlan) -> str:
     """Why the time of the kernels is not known; empty if it is."""
     if not card.measured:
         return f"no steps were timed on {card.name}"
+    if stored.gpus > 1:
+        return "steps of GPUs that share a model are not forecast: they also exchange sums"
     if plan.offloaded:
         return "steps with offloaded experts were not timed"
     if plan.embedding_on_cpu:

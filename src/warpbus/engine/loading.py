@@ -155,6 +155,7 @@ def build_engine(
         head=_cpu_head(opened) if plan is None else plan.head,
         embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
+        expert_parallel=options.expert_parallel,
         mtp=opened.config.mtp is not None,
         offloaded=() if plan is None else plan.offloaded,
         int8_activations=activations_in_8_bits(),
@@ -163,7 +164,7 @@ def build_engine(
         use_fp8_activations(decoder)
     adapters = opened.adapters
     if group is not None and group.world > 1:
-        part = Part(opened.config, group.rank, group.world)
+        part = Part(opened.config, group.rank, group.world, options.expert_parallel)
         adapters = tuple(cut(adapter, part) for adapter in adapters)
     # Before the weights move to the arena: those of the adapters are offloaded with them.
     adapt(decoder, adapters)

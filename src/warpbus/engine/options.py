@@ -58,6 +58,8 @@ class ServiceOptions:
         generation_config: "auto" makes the sampling parameters of the model's `generation_config.json` the defaults of
             requests; "none" does not.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is sharded.
+        expert_parallel: with several of them, each has whole routed experts of a mixture of experts instead of a part
+            of every expert.
         cluster: "auto" or "ray://HOST:PORT": the processes run on machines of a Ray cluster, on each of which the model
             directory has the same path. None: on this machine.
 
@@ -84,6 +86,7 @@ class ServiceOptions:
     adapters: tuple[tuple[str, str], ...] = ()
     generation_config: GenerationConfig = "auto"
     tensor_parallel: int = 1
+    expert_parallel: bool = False
     cluster: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +102,11 @@ class ServiceOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise UsageError(
+                "expert_parallel shares out experts over the GPUs of tensor_parallel, which is 1: give 2 or more, or "
+                "leave it out"
+            )
         Speculation.parse(self.speculation)
         if self.inter_token_latency is not None:
             parse_latency(self.inter_token_latency)

@@ -86,18 +86,19 @@ def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     return None
 
 
-def check_loadable(config: dict[str, Any], *, processes: int = 1) -> None:
+def check_loadable(config: dict[str, Any], *, processes: int = 1, expert_parallel: bool = False) -> None:
     """Check that a model is supported, before its weights are downloaded.
 
     Args:
         config: its parsed `config.json`.
         processes: the number of processes that will share it.
+        expert_parallel: see `load_model`.
 
     Raises:
         CheckpointError: as `read_config`.
         UsageError: the model cannot be sharded over so many processes.
     """
-    Part(_parsed(config), 0, processes)
+    Part(_parsed(config), 0, processes, expert_parallel)
 
 
 def _parsed(config: dict[str, Any]) -> ModelConfig:
@@ -131,6 +132,7 @@ def load_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
+    expert_parallel: bool = False,
     mtp: bool = False,
     offloaded: Sequence[int] = (),
     int8_activations: bool = False,
@@ -156,6 +158,8 @@ def load_model(
             then has the config of this process's part, with the whole vocabulary and embedding. Hidden states and
             logits are complete and bit-identical on every process. Each process reads only its part of the file; in
             formats other than compressed-tensors it reads each matrix as a whole.
+        expert_parallel: with a group, each process has whole routed experts of its own instead of a part of each, and
+            reads only those.
         mtp: load the layer of multi-token prediction, too.
         offloaded: for each layer, how many of its experts lie in pinned memory of the host, the last ones; by default
             none. For a single process.
@@ -170,7 +174,7 @@ def load_model(
         UsageError: the model cannot be sharded over so many processes, or a scheme does not fit a matrix.
     """
     config = read_config(checkpoint, mtp="required" if mtp else "unused")
-    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
+    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world, expert_parallel)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
     if part is not None:

@@ -49,6 +49,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
             "watchdog_timeout",
             "adapters",
             "tensor_parallel",
+            "expert_parallel",
             "cluster",
         ),
     },

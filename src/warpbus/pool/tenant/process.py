@@ -49,7 +49,7 @@ from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.links import LinkOpener, admit
 from warpbus.pool.tenant.meter import Meter
-from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
+from warpbus.pool.tenant.migration_destination import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
 from warpbus.pool.tenant.sandbox import limit_memory, seal
 from warpbus.pool.tenant.staging import HostCopy
