@@ -7,7 +7,7 @@ from warpbus.kernels.ops.trellis import trellis_search
 from warpbus.kernels.reference.trellis import trellis_search as reference_search
 from warpbus.qtensor import Scheme
 from warpbus.qtensor.trellis import code_table, states_of
-from warpbus.quantization.algorithms.gptq import factored, gptq_rows
+from warpbus.quantization.algorithms.gptq import gptq
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -41,14 +41,13 @@ def test_tiles_do_not_depend_on_each_other(seed):
     assert torch.equal(trellis_search(x.repeat(1, 2)[:, 256:], 2), trellis_search(x, 2))  # any strides
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_gptq_finds_what_it_finds_on_the_cpu(bits, seed):
+@pytest.mark.parametrize("name", ["w2a16-trellis", "w3a16-trellis"])
+def test_gptq_is_as_near_as_on_the_cpu(name, seed):
     x = torch.randn(600, 128) @ torch.randn(128, 128)
-    weight, moments = torch.randn(64, 128), x.T @ x / 600
-    scheme = Scheme.parse(f"w{bits}a16-trellis")
-    both = [
-        gptq_rows(weight.to(device), moments.to(device), scheme, name="w")[0].dequantize().cpu()
-        for device in ("cpu", GPU)
-    ]
-    error = [float(((each - weight) @ x.T).norm() / (weight @ x.T).norm()) for each in both]
-    assert error[1] == pytest.approx(error[0], rel=0.02)
+    weight, moments, scheme = torch.randn(64, 128), x.T @ x, Scheme.parse(name)
+    error = []
+    for device in ("cpu", GPU):
+        found = gptq(weight.to(device), moments.to(device), scheme, scale_dtype=torch.float32)
+        change = found.dequantize(torch.float32).cpu() - weight
+        error.append(float((change @ x.T).norm() / (weight @ x.T).norm()))
+    assert error[1] == pytest.approx(error[0], rel=0.05)
