@@ -129,8 +129,8 @@ def gptq_matrices(
     """Quantize some rows of several matrices of one shape, such as the experts of a layer, column by column at once.
 
     Args:
-        weight: floating `[matrices, parts, rows, in]`, for a trellis whole tiles of rows. On the CPU a part gets the same
-            bits as by `gptq_rows`, for any other matrices.
+        weight: floating `[matrices, parts, rows, in]`, for a trellis whole tiles of rows. On the CPU a part gets the
+            same bits as by `gptq_rows`, for any other matrices.
         hessians: of the matrices, stacked: see `FactoredStack`; for a trellis of rotated inputs, as the drift.
         drift: float32 `[matrices, in, in]`.
         run: launches the loops over the columns as one graph, for many matrices of one shape.
