@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from warpbus.errors import ConnectionLostError, ProtocolError, WarpbusError
+from warpbus.errors import ConnectionLostError, DeviceError, ProtocolError, WarpbusError
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.inference import infer
