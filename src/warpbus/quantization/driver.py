@@ -219,12 +219,15 @@ def check_arguments(
         raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
     for each in schemes.distinct():
         fitting = [name for name, method in METHODS.items() if method.fits(each)]
-        if algorithm in METHODS and algorithm not in fitting:
-            raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join([*fitting, 'rtn'])}")
+        fitting += [] if each.is_trellis else ["rtn"]
+        if algorithm not in fitting:
+            raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join(fitting)}")
     if options.head is not None:
         check_head(Scheme.parse(options.head), options.layout)
         if any(each.element is not None for each in schemes.distinct()):
-            raise UsageError(f"--head {options.head}: not beside layers in FP4, with which no program reads it")
+            raise UsageError(
+                f"--head {options.head}: not beside layers in FP4 or of trellises, with which no program reads it"
+            )
     if options.kv_cache is not None:
         cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS
         check_kv_cache(cached, schemes, options.layout, calibrated=calibrated)

@@ -20,8 +20,10 @@ from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
+from warpbus.kernels.reference.trellis import SEAM
 from warpbus.models import MoESpec
 from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
+from warpbus.qtensor.trellis import STATES, STEPS
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.algorithms.linear_algebra import PRODUCTS
@@ -43,9 +45,10 @@ _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 # a CPU runs of gptq and awq on glm-poet are, by the time that they had a core: everything but the products took as long
 # as these, so that the products alone stay below the time of a quiet machine even where a busy one halves their rate.
 _SLOWDOWN = {
-    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0},
-    "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0},
+    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 4.0},
+    "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0, "search": 8.0},
 }
+_SEARCH_FLOP = 7 * STATES / 2 * (1 + 2 * SEAM / STEPS)  # a weight: of each state and pair of weights, in both passes
 _MATRIX_SECONDS = 0.03  # that a matrix takes besides, for the thousands of small steps of its factors and its solve
 _START_SECONDS = 6.0  # starting the processes and loading libraries, and giving the model its name at the end
 
@@ -288,7 +291,7 @@ def _seconds(
     if not tokens:
         return {}
     compared = (DRIFT in needed) * (0.5 if tokens > COMPARED_TOKENS else 1.0)
-    flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
+    flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve", "search"), 0.0)
     for matrix in plan.matrices:
         rows, columns = sum(matrix.rows), matrix.columns
         layer = plan.config.all_layers[matrix.layer]
@@ -308,8 +311,9 @@ def _seconds(
             flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
             flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
+            flop["search"] += matrix.scheme.is_trellis * _SEARCH_FLOP * rows * columns * most
         elif algorithm == "awq":
             flop["solve"] += 2 * rows * columns**2 * TRIALS * most
     forward, solve = rates[default_dtype(device, plan.dtype)], rates[_solve_dtype(device)]
-    speed = {"forward": forward, "moments": forward, "factors": solve, "solve": solve}
+    speed = {"forward": forward, "moments": forward, "factors": solve, "solve": solve, "search": solve}
     return {name: value / speed[name] for name, value in flop.items() if value}

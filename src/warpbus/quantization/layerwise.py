@@ -189,14 +189,22 @@ class LayerQuantization:
         assert isinstance(module, nn.Linear)
         return module.weight.data
 
-    def parts(self, weight: Tensor) -> Tensor:
-        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`; the last part is padded with zeros."""
-        own, height = self.group.shares(), -(-len(weight) // SHARES)
+    def parts(self, weight: Tensor, multiple: int = 1) -> Tensor:
+        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`; the last part is padded with zeros.
+
+        Args:
+            multiple: the rows of a part are a multiple of it.
+        """
+        own, height = self.group.shares(), -(-len(weight) // (SHARES * multiple)) * multiple
         rows = weight[own.start * height : own.stop * height]
         return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
 
     def by_rows(
-        self, weights: Sequence[Tensor], quantize: Callable[[Tensor], list[tuple[QTensor, Tensor]]]
+        self,
+        weights: Sequence[Tensor],
+        quantize: Callable[[Tensor], list[tuple[QTensor, Tensor]]],
+        *,
+        multiple: int = 1,
     ) -> list[tuple[QTensor, float]]:
         """Have each process quantize its rows of some matrices, and gather them.
 
@@ -204,11 +212,12 @@ class LayerQuantization:
             weights: `[out, in]` each, of one shape, or what is to be quantized in their places.
             quantize: from `[matrices, parts, rows, in]`, for each matrix, to the quantized `[parts * rows, in]`, and to
                 what was lost and the whole of each part, float64 `[parts, 2]`: see `squared_loss`.
+            multiple: the rows of a part are a multiple of it.
 
         Returns:
             for each matrix the quantized one, and its relative error.
         """
-        group, parts = self.group, stacked([self.parts(weight) for weight in weights])
+        group, parts = self.group, stacked([self.parts(weight, multiple) for weight in weights])
         height = parts.shape[2]
         quantized = quantize(parts)
         self.watch.lap("solve")

@@ -12,10 +12,12 @@ from warpbus.dist import SHARES, Group
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK
 from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor.trellis import TILE
 from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
 from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import FactoredStack, aim, factored, stacked
 from warpbus.quantization.algorithms.gptq import call_for, gptq_matrices, gptq_rows
+from warpbus.quantization.algorithms.gptq_trellis import rotated_moments
 from warpbus.quantization.algorithms.weights import check_weight, squared_loss
 from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
@@ -125,7 +127,7 @@ class Gptq(Method):
         if group.device.type != "cuda":
             return
         parts = len(group.shares())
-        matrices = [matrix for matrix in matrices if matrix.scheme.element is None]  # FP4 is solved without graphs
+        matrices = [matrix for matrix in matrices if matrix.scheme.element is None]  # others are solved without graphs
         for scheme in {matrix.scheme for matrix in matrices}:
             solve_small(scheme, dtype, scale_dtype, group.device)
         for columns in {matrix.columns for matrix in matrices}:
@@ -144,15 +146,19 @@ class Gptq(Method):
     def solve_alike(
         self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
     ) -> list[Solved]:
-        hessians = FactoredStack(len(matrices))
+        hessians, trellis = FactoredStack(len(matrices)), matrices[0].scheme.is_trellis
         for index, (matrix, found) in enumerate(zip(matrices, statistics, strict=True)):
             check_weight(layer.weight(matrix), matrix.name)
-            moments = _there(found.moments)
-            hessians.put(index, factored(moments, damping=layer.damping, run=self._run, name=matrix.name))
+            moments = rotated_moments(_there(found.moments)) if trellis else _there(found.moments)
+            factor = factored(
+                moments, damping=layer.damping, activation_order=not trellis, run=self._run, name=matrix.name
+            )
+            hessians.put(index, factor)
         layer.watch.lap("factorization")
         drift = None
         if statistics[0].drift is not None:
-            drift = stacked([_there(found.drift) for found in statistics])
+            drifts = [_there(found.drift) for found in statistics]
+            drift = stacked([rotated_moments(each) for each in drifts] if trellis else drifts)
 
         def quantize(parts: Tensor) -> list[tuple[QTensor, Tensor]]:
             return gptq_matrices(
@@ -165,7 +171,8 @@ class Gptq(Method):
                 names=[matrix.name for matrix in matrices],
             )
 
-        return [Solved(*each) for each in layer.by_rows([layer.weight(matrix) for matrix in matrices], quantize)]
+        weights = [layer.weight(matrix) for matrix in matrices]
+        return [Solved(*each) for each in layer.by_rows(weights, quantize, multiple=TILE if trellis else 1)]
 
 
 class FoldingMethod(Method):

@@ -24,6 +24,7 @@ from warpbus.quantization.algorithms.factored import (
     stacked,
 )
 from warpbus.quantization.algorithms.gptq_fp4 import fp4_matrices
+from warpbus.quantization.algorithms.gptq_trellis import rotated_moments, trellis_matrices
 from warpbus.quantization.algorithms.linear_algebra import narrow, product
 from warpbus.quantization.algorithms.weights import check_scales, check_weight
 
@@ -67,6 +68,8 @@ def gptq(
     """
     scheme.groups(weight.shape[1], name)
     check_weight(weight, name)
+    if scheme.is_trellis:
+        hessian, activation_order = rotated_moments(hessian.float()), False
     prepared = factored(hessian, damping=damping, activation_order=activation_order, name=name)
     return gptq_rows(weight[None], prepared, scheme, scale_dtype=scale_dtype, clip=clip, sweeps=sweeps, name=name)[0]
 
@@ -126,9 +129,9 @@ def gptq_matrices(
     """Quantize some rows of several matrices of one shape, such as the experts of a layer, column by column at once.
 
     Args:
-        weight: floating `[matrices, parts, rows, in]`. On the CPU a part gets the same bits as by `gptq_rows`, for any
-            other matrices.
-        hessians: of the matrices, stacked: see `FactoredStack`.
+        weight: floating `[matrices, parts, rows, in]`, for a trellis whole tiles of rows. On the CPU a part gets the
+            same bits as by `gptq_rows`, for any other matrices.
+        hessians: of the matrices, stacked: see `FactoredStack`; for a trellis of rotated inputs, as the drift.
         drift: float32 `[matrices, in, in]`.
         run: launches the loops over the columns as one graph, for many matrices of one shape.
         names: of the matrices, for messages.
@@ -140,6 +143,8 @@ def gptq_matrices(
     Raises:
         NumericError: as `gptq_rows`.
     """
+    if scheme.is_trellis:
+        return trellis_matrices(weight, hessians, scheme, scale_dtype=scale_dtype, drift=drift, names=names)
     if scheme.element is not None:
         return fp4_matrices(weight, hessians, scheme, drift=drift, names=names)
     _, parts, height, size = weight.shape
