@@ -95,7 +95,7 @@ def wgmma(say: Say) -> Drawing:
         "wgmma: four warps multiply tiles in shared memory, each warp holds 16 of 64 rows of the result",
         "wgmma：四个线程束直接乘共享内存里的分块，各持有结果 64 行中的 16 行",
     )
-    d = Drawing(760, 360, title)
+    d = Drawing(790, 360, title)
     d.text(20, 26, say("A: 64 x 16, shared memory", "A：64 × 16，共享内存"), 14, bold=True)
     d.box(60, 130, 80, 180, "yellow", label="64 x 16", size=14)
     d.text(260, 26, say("B: 16 x n, shared memory, n = 8 to 256", "B：16 × n，共享内存，n = 8 到 256"), 14, bold=True)
