@@ -3,14 +3,13 @@
 import json
 from itertools import pairwise
 
-import httpx
 import pytest
 from serving_fakes import FIRST_TAG, STOP
 
 
 @pytest.fixture(scope="module")
 def http(served):
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with served.http() as client:
         yield client
 
 
