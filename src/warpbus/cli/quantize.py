@@ -14,7 +14,7 @@ from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.errors import UsageError
 from warpbus.quantization.options import QuantizationOptions
 
-FORMATS = ("compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt")
+FORMATS = ("compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "warpbus")
 SCHEMES = (
     "int4",
     "w2a16-g64",

@@ -39,6 +39,8 @@ def forecast_table(found: Forecast, model: str) -> RenderableType:
     """Where everything of a model is, in bytes, and below that what was chosen and the speed."""
     plan = found.plan
     title = f"{model} on {found.card.name}, {gigabytes(plan.available)} allowed"
+    if found.gpus > 1:
+        title = f"{model} on each of {found.gpus} {found.card.name}, {gigabytes(plan.available)} allowed"
     table = Table("", "where", "size", title=Text(title), title_justify="left", title_style="bold")
     table.columns[2].justify = "right"
     for row in found.weights:
