@@ -175,7 +175,8 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                                 "heading_level": 3,
                                 "show_root_heading": True,
                                 "show_source": False,
-                                "separate_signature": True,
+                                "separate_signature": True,  # as code that ruff has formatted, below a short heading
+                                "line_length": 88,
                                 "members_order": "source",
                             },
                         }
