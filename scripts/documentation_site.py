@@ -158,6 +158,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                                 "heading_level": 3,
                                 "show_root_heading": True,
                                 "show_source": False,
+                                "separate_signature": True,
                                 "members_order": "source",
                             },
                         }

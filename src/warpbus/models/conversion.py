@@ -213,7 +213,7 @@ def _opened_dequantized(checkpoint: Checkpoint, to: str) -> Checkpoint:
     config = checkpoint.config
     if fp8_storage(config) is None and fp4_storage(config) is None and not is_trellis(config):
         raise UsageError(
-            f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
+            f"{checkpoint.directory} is not quantized, so there is nothing to convert: use warpbus quantize"
         )
     if to not in PLAIN:
         raise UsageError(

@@ -1,5 +1,6 @@
 """Loads a decoder from a checkpoint, one tensor at a time."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from warpbus.qtensor import QTensor, Scheme
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of the file that were read so far, and the bytes to read in total."""
+
+_log = logging.getLogger("warpbus.models")
 
 # Constants that some exporters wrote next to the weights.
 _KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
@@ -188,6 +191,7 @@ def load_model(
         offloaded=offloaded,
         int8_activations=int8_activations,
     )
+    source.warn_of_router_biases()
     total = source.nbytes(list(source.tensors))
     done = 0
     left = Counter(map(_layer_of, source.tensors))
@@ -296,6 +300,7 @@ class _Source:
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()
+        source.refuse_router_biases()
         return source
 
     def files_names(self, parameter: str) -> list[str]:
@@ -338,6 +343,32 @@ class _Source:
             raise CheckpointError(
                 f"{self.checkpoint.directory}: unexpected weights {shown}: a {self.config.family} model with this "
                 "config.json has none of that name: check that config.json belongs to these weights"
+            )
+
+    @property
+    def router_biases(self) -> dict[str, torch.dtype]:
+        """The dtypes of the router biases that the file has."""
+        names = [names[0] for parameter, names in self.tensors.items() if parameter.endswith(FLOAT32_PARAMETERS)]
+        return {name: self.checkpoint.dtype(name) for name in names if name in self.checkpoint}
+
+    def refuse_router_biases(self) -> None:
+        """Refuse router biases that are not floating point."""
+        for name, dtype in self.router_biases.items():
+            if dtype not in _FLOATING:
+                raise TensorError(
+                    f"{self.checkpoint.directory}: {name}: a router bias is {dtype}, expected float32: use a "
+                    "checkpoint that keeps it in float32"
+                )
+
+    def warn_of_router_biases(self) -> None:
+        """Warn in one line of router biases in 16 bits, which round differences away that choose a token's experts."""
+        stored = self.router_biases
+        halves = [name for name, dtype in stored.items() if dtype.itemsize < torch.float32.itemsize]
+        if halves:
+            more = f" and {len(halves) - 1} more" if len(halves) > 1 else ""
+            _log.warning(
+                "%s: %s%s: router biases are %s, expected float32: rounded biases let some tokens choose other experts",
+                *(self.checkpoint.directory, halves[0], more, stored[halves[0]]),
             )
 
     def is_zero_bias(self, name: str) -> bool:

@@ -108,7 +108,7 @@ class Scheme:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "
                 f"with bits from {_listed(WEIGHT_BITS)} and groups from {_listed(GROUP_SIZES)}; "
-                "or w8a8-int8, w8a8-fp8, w4a16-nvfp4, w4a16-mxfp4, w3a16-trellis or w2a16-trellis"
+                "or int4 (w4a16-g128), w8a8-int8, w8a8-fp8, w4a16-nvfp4, w4a16-mxfp4, w3a16-trellis or w2a16-trellis"
             )
         if match["path"]:
             return cls(int(match["path"]), None, element=TRELLIS)

@@ -101,6 +101,12 @@ def test_a_chinese_page_uses_the_terms_of_the_glossary(name: str) -> None:
     assert [variant for never in terms().values() for variant in never if variant in page] == []
 
 
+@pytest.mark.parametrize("chapter", sorted((DOCS / "tutorial").glob("*.zh-CN.md")), ids=lambda path: path.name)
+def test_a_chinese_chapter_uses_the_terms_of_the_glossary(chapter: Path) -> None:
+    page = prose(text(chapter))
+    assert [variant for never in terms().values() for variant in never if variant in page] == []
+
+
 def test_the_glossary_has_terms() -> None:
     found = terms()
     assert len(found) >= 30

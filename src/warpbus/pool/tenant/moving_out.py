@@ -25,7 +25,7 @@ _NAP = 0.001
 
 
 class MovableTenant(Protocol):
-    """The process (`warpbus.pool.tenant.process.TenantServer`)."""
+    """The process (`warpbus.pool.tenant.server.TenantServer`)."""
 
     executor: Executor
     over: DeviceError | PoolError | None
