@@ -23,13 +23,15 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+# Between Chinese characters a line break of the source must not become a space.
+CHINESE_BREAK = re.compile(
+    r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
+)
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
 
-# The answer of an exercise, within a numbered list; a picture in a line of its own; a line break within Chinese text.
+# The answer of an exercise, within a numbered list; a picture in a line of its own.
 ANSWER = re.compile(r"^   <details><summary>(.*?)</summary>\n(.*?)^   </details>$", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?P<target>[^)]+)\)$", re.MULTILINE)
-_CHINESE = r"\u3000-\u303f\u4e00-\u9fff\uff00-\uffef"
-CHINESE_BREAK = re.compile(rf"(?<=[{_CHINESE}])\n *(?=[{_CHINESE}])")
 
 # Anchors as GitHub makes them, of Chinese headings too. safe_dump writes no Python objects.
 SLUGIFY = "!!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}"
@@ -172,6 +174,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                                 "heading_level": 3,
                                 "show_root_heading": True,
                                 "show_source": False,
+                                "separate_signature": True,
                                 "members_order": "source",
                             },
                         }

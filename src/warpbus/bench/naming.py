@@ -15,6 +15,7 @@ _VALUES: Mapping[tuple[str, Parameter], str] = {
     ("task", "encode"): "reading a prompt",
     ("task", "generate"): "generating",
     ("variant", "auto"): "",
+    ("experts", "whole"): "whole experts per GPU",
     ("memory", "no limit"): "without a plan",
 }
 _COUNTED = {

@@ -65,6 +65,7 @@ class ParallelBenchOptions:
     scheme: str | None = None
     counts: tuple[int, ...] = ()
     tokens: int | None = None
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,13 @@ def _cases(run: Run, work: ParallelBenchOptions, progress: Progress) -> list[Tas
     for count in counts:
         if not 1 <= count <= most:
             raise UsageError(f"--gpus {count}: give numbers from 1 to {most}")
+    if work.expert_parallel and not config.has_experts:
+        raise UsageError(f"--expert-parallel: {shape} has no experts: choose the --shape of a mixture of experts")
     tokens = work.tokens or (_TOKENS if run.on_gpu and not run.quick else _QUICK_TOKENS)
     if _PROMPT + tokens > config.max_context:
         raise UsageError(f"--tokens {tokens}: {shape} has room for {config.max_context - _PROMPT:,} after the prompt")
     scheme = None if work.scheme is None else Scheme.parse(work.scheme)
-    return [partial(_measure, run, shape, config, scheme, counts, tokens, progress)]
+    return [partial(_measure, run, shape, config, scheme, counts, tokens, work.expert_parallel, progress)]
 
 
 def _measure(
@@ -67,6 +69,7 @@ def _measure(
     scheme: Scheme | None,
     counts: tuple[int, ...],
     tokens: int,
+    expert_parallel: bool,
     progress: Progress,
 ) -> list[Result]:
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
@@ -82,7 +85,7 @@ def _measure(
         progress(f"{count} {what}", done, len(counts))
         devices = [torch.device("cuda", at) if run.on_gpu else run.device for at in range(count)]
         said: list[tuple[str, list[float]]] = []
-        launch(job, (config, scheme, dtype, tokens, rounds), devices=devices, receive=said.append)
+        launch(job, (config, scheme, dtype, tokens, rounds, expert_parallel), devices=devices, receive=said.append)
         how, taken[count] = said[0]
         run.note(f"{how}: {1e3 * statistics.median(taken[count]):.2f} ms a token")
     progress(what, len(counts), len(counts))
@@ -95,6 +98,7 @@ def _measure(
         "batch": 1,
         "prompt": _PROMPT,
         "generated": tokens,
+        **({"experts": "whole"} if expert_parallel else {}),
     }
     name = f"warpbus, {counts[0]} {what if counts[0] > 1 else 'GPU' if run.on_gpu else 'process'}"
     return [
@@ -111,10 +115,17 @@ def _measure(
 
 
 def job(
-    group: Group, send: Send, config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, tokens: int, rounds: int
+    group: Group,
+    send: Send,
+    config: ModelConfig,
+    scheme: Scheme | None,
+    dtype: torch.dtype,
+    tokens: int,
+    rounds: int,
+    expert_parallel: bool = False,
 ) -> None:
     """What each process does; the first one sends how they exchange tensors, and the seconds a token of each round."""
-    model = random_model(config, scheme, group.device, dtype, group=group)
+    model = random_model(config, scheme, group.device, dtype, group=group, expert_parallel=expert_parallel)
     engine = Engine(model, max_model_len=_PROMPT + tokens, max_num_seqs=1)
     engine.warm()
     decode_once(engine, _PROMPT, tokens)  # what is captured at a first call

@@ -279,6 +279,7 @@ MODEL_BENCHMARKS = {
             scheme="quantization scheme of the layers; default: none, 16 bits",
             gpus=_GPUS,
             tokens="tokens to generate",
+            expert_parallel="mixtures of experts: each GPU has whole experts instead of a part of every expert",
             quick=_QUICK,
         ),
         """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds a token.

@@ -11,12 +11,13 @@ from warpbus.errors import CheckpointError
 DEMO = "demo"
 
 
-def model_directory(name: str | Path, *, processes: int = 1) -> Path:
+def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bool = False) -> Path:
     """The directory that an argument means: `demo` is the packaged glm-poet, a name on a hub is downloaded unless it is
     on the disk, all else is a path.
 
     Args:
         processes: that are to share the model.
+        expert_parallel: they share out whole experts.
 
     Raises:
         CheckpointError: there is no such directory, but one of a similar name. Otherwise the path is returned.
@@ -30,8 +31,9 @@ def model_directory(name: str | Path, *, processes: int = 1) -> Path:
     from warpbus.formats.hub import find_model
     from warpbus.models import check_loadable
 
+    check = partial(check_loadable, processes=processes, expert_parallel=expert_parallel)
     with download_bar(str(name)) as show:
-        found = find_model(str(name), progress=show, check=partial(check_loadable, processes=processes))
+        found = find_model(str(name), progress=show, check=check)
     if not found.exists():
         near = get_close_matches(str(name), [DEMO, *(path.name for path in Path().iterdir() if path.is_dir())], n=1)
         if near:

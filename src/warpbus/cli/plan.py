@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # both load torch
     max_model_len="context length in tokens; default: as long as fits",
     max_num_seqs=FieldOption("maximum number of sequences in a batch", default=1),
     kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8 or unquantized", field="kv_dtype"),
+    tensor_parallel_size=FieldOption("number of GPUs that share the model", field="tensor_parallel"),
+    expert_parallel="with --tensor-parallel-size: each GPU has whole experts instead of a part of every expert",
     as_json=...,
 )
 def plan(
@@ -50,14 +52,16 @@ def plan(
     from warpbus.cli.tables import forecast_table
     from warpbus.engine.forecast import forecast
 
+    stored = _stored(model, scheme)
     card = _card_here() if gpu is None else card_named(gpu)
     options = ServiceOptions(**service)
     limit = card.memory if options.memory is None else parse_memory(options.memory, card.memory)
-    stored = _stored(model, scheme)
     if options.max_model_len is not None and options.max_model_len > stored.config.max_context:
         raise UsageError(
             f"max_model_len is {options.max_model_len:,}: the model's context is {stored.config.max_context:,}"
         )
+    if options.tensor_parallel > 1:
+        stored = stored.shared(options.tensor_parallel, expert_parallel=options.expert_parallel)
     try:
         found = forecast(
             stored,
@@ -101,7 +105,7 @@ def _stored(model: str, scheme: str | None) -> "Stored":
         return Stored(config, dtype if dtype in HALVES else torch.bfloat16, quantized_parameters(checkpoint, config))
     checkpoint = Checkpoint(directory, weights=False)
     if checkpoint.config.get("quantization_config"):
-        raise UsageError(f"{model}: is quantized already: leave --scheme out")
+        raise UsageError(f"{model} is quantized already: leave --scheme out")
     return Stored.uniform(read_config(checkpoint), torch.bfloat16, parsed)
 
 

@@ -53,11 +53,16 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     kv_host_memory=FieldOption(
         "main memory per replica for evicted blocks of the KV cache, such as 64GB", metavar="SIZE"
     ),
+    kv_disk=FieldOption(
+        "directory for evicted blocks of the KV cache, which are found again after a restart", metavar="DIR"
+    ),
+    kv_disk_size=FieldOption("maximum size of these files per replica, such as 500GB", metavar="SIZE"),
     prefix_caching="reuse the KV cache of common prompt prefixes",
     speculation=FieldOption(
         "draft tokens per step: N for n-gram lookup, mtp:1 to mtp:4 for multi-token prediction", metavar="N|mtp:N"
     ),
     tensor_parallel_size=FieldOption("number of GPUs per replica of a model", field="tensor_parallel"),
+    expert_parallel="with --tensor-parallel-size: each GPU has whole experts instead of a part of every expert",
     data_parallel_size=FieldOption("number of replicas of each model on this machine", field="data_parallel"),
     cluster=FieldOption("run the models on a Ray cluster: auto, or ray://HOST:PORT", metavar="ADDRESS"),
     replicas=FieldOption("with --cluster: number of replicas of each model at the start"),
@@ -131,7 +136,10 @@ def serve(
     replicas = ReplicaOptions(**copies)
     check_replicas(engine, replicas)
     replica_devices(engine, replicas.count)  # raises for missing GPUs, before anything is downloaded
-    directories = [model_directory(name, processes=engine.tensor_parallel) for name in models]
+    directories = [
+        model_directory(name, processes=engine.tensor_parallel, expert_parallel=engine.expert_parallel)
+        for name in models
+    ]
     adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(options.log_format))

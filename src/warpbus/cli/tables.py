@@ -39,6 +39,8 @@ def forecast_table(found: Forecast, model: str) -> RenderableType:
     """Where everything of a model is, in bytes, and below that what was chosen and the speed."""
     plan = found.plan
     title = f"{model} on {found.card.name}, {gigabytes(plan.available)} allowed"
+    if found.gpus > 1:
+        title = f"{model} on each of {found.gpus} {found.card.name}, {gigabytes(plan.available)} allowed"
     table = Table("", "where", "size", title=Text(title), title_justify="left", title_style="bold")
     table.columns[2].justify = "right"
     for row in found.weights:
@@ -183,7 +185,7 @@ def training_table(plan: TrainingPlan) -> Table:
             "-" if need.time is None else str(need.time),
         )
     if plan.flops_per_second is None:
-        table.caption = "the time needs a GPU: it follows from how fast that multiplies"
+        table.caption = "time: not estimated without a GPU, whose speed in matrix products it follows from"
     else:
         rate = f"{plan.flops_per_second / 1e12:,.0f} TFLOP/s in products of {plan.device}"
         table.caption = f"time: by {rate}, without validation; longer on a busy machine"

@@ -35,6 +35,7 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters
 from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
 from warpbus.models.kv_scales import kv_cache_scheme
+from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
 
 CONTEXT_BYTES = 745_000_000
@@ -73,6 +74,9 @@ class Stored:
         adapters: bytes of the LoRAs beside them.
         prefix_blocks: of the cache, which prefixes take.
         kv_cache: what the checkpoint has scales of the KV cache for; None: it has none.
+        gpus: that share the model, of which this is the part with most bytes. `config` and `quantized` are those of the
+            part.
+        head_rows: the rows of the head that the part has.
     """
 
     config: ModelConfig
@@ -81,6 +85,8 @@ class Stored:
     adapters: int = 0
     prefix_blocks: int = 0
     kv_cache: KVCacheScheme | None = None
+    gpus: int = 1
+    head_rows: int | None = None
 
     @classmethod
     def of_checkpoint(
@@ -115,9 +121,33 @@ class Stored:
             },
         )
 
+    def shared(self, gpus: int, *, expert_parallel: bool = False) -> "Stored":
+        """The part with most bytes if so many GPUs share the model.
+
+        Raises:
+            UsageError: it cannot be sharded over so many GPUs.
+        """
+        parts = [self._part(Part(self.config, rank, gpus, expert_parallel)) for rank in range(gpus)]
+        return max(parts, key=lambda part: sum(part.sizes().values()))
+
+    def _part(self, part: Part) -> "Stored":
+        """What one process has of this model. Groups of columns that the shards do not divide into are smaller."""
+        quantized = {}
+        for name, scheme in self.quantized.items():
+            matrix = part.config.matrix(name)
+            if matrix is not None:
+                scheme = scheme.fitting(matrix.columns.length)
+            if part.has(name):
+                quantized[name] = scheme
+        rows = len(part.vocabulary[part.rank])
+        return replace(self, config=part.config, quantized=quantized, gpus=part.world, head_rows=rows)
+
     def sizes(self) -> dict[str, int]:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""
-        return parameter_bytes(self.config, self.dtype, self.quantized)
+        found = parameter_bytes(self.config, self.dtype, self.quantized)
+        if self.head_rows is not None and "head.weight" in found:
+            found["head.weight"] = found["head.weight"] * self.head_rows // self.config.vocab_size
+        return found
 
     def offloadable(self) -> OffloadableExperts:
         """The experts that need not be on the GPU."""
@@ -187,6 +217,9 @@ def plan_memory(
     kv_dtype: str = "auto",
 ) -> MemoryPlan:
     """Lay a model out within `limit` bytes; see the module for what is given up to fit.
+
+    Where several GPUs share the model, the plan is that of the GPU with most weights, and nothing is given up but
+    context: engines of several GPUs are not loaded by a plan.
 
     Args:
         max_model_len: the context, which is then not shortened; None: as long as fits, at least 2,048 tokens.
@@ -267,7 +300,7 @@ def _lay_out(
 def _offload(wanted: _Wanted, kv: str, head: Scheme | None, on_cpu: bool) -> MemoryPlan | None:
     """The plan with as few offloaded experts as fit; None if none does."""
     experts = wanted.experts
-    if not experts.most:
+    if not experts.most or wanted.stored.gpus > 1:
         return None
     # Each piece of a prompt reads all offloaded experts: a large one is worth its activations.
     large = replace(wanted, piece=max(wanted.piece, _PIECES[0]))
@@ -335,6 +368,9 @@ def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None
     """The cache's dtype, the head's scheme and whether the embedding is on the CPU: what is best first."""
     kv_dtype = chosen_dtype(kv_dtype, stored.kv_cache)
     stored_dtype(stored.config, kv_dtype, stored.dtype)
+    if stored.gpus > 1:
+        yield kv_dtype, None, False
+        return
     smallest = "int8" if kv_dtype == "auto" and can_round(stored.config) else kv_dtype
     yield kv_dtype, None, False
     if smallest != kv_dtype:
@@ -447,8 +483,9 @@ def _smallest(
     piece = _piece(config, stored.dtype, limit, max_model_len)
     experts = stored.offloadable()
     rows = batch_bucket(max_num_seqs)
-    parts = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, experts.counts)
-    parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, experts.counts))
+    offloaded = experts.counts if stored.gpus == 1 else ()
+    parts = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, offloaded)
+    parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, offloaded))
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
     expanded = _expanded_bytes(config, stored.dtype, piece, least)
@@ -460,7 +497,7 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     config = stored.config
     least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
     need = least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
-    advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
+    advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"] + ["share it among more GPUs"] * (stored.gpus > 1)
     shorter = (limit - fixed - _PAGE) // per_token - stored.kept_tokens
     if max_model_len is not None and shorter >= _CONTEXT_STEP:
         advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
@@ -473,7 +510,8 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
             fits = None
         if fits is not None:
             advice.append(f"quantize it: it fits with {_SUGGESTED} and a context of {fits.context:,}")
-    return (
-        f"memory is {gigabytes(limit)}, but the model needs {gigabytes(need)} for a context of {least:,} tokens, "
-        f"however it is laid out: {', or '.join(advice)}"
-    )
+    if stored.gpus > 1:
+        what = f"each of {stored.gpus} GPUs needs {gigabytes(need)} for a context of {least:,} tokens"
+    else:
+        what = f"the model needs {gigabytes(need)} for a context of {least:,} tokens, however it is laid out"
+    return f"memory is {gigabytes(limit)}, but {what}: {', or '.join(advice)}"

@@ -46,7 +46,7 @@ class ServiceModel:
             UsageError: `options.max_model_len` is beyond the model's context, or the model cannot be sharded.
             CheckpointError: a file is missing, damaged or not understood, or a hub does not give it.
         """
-        check = partial(check_loadable, processes=options.tensor_parallel)
+        check = partial(check_loadable, processes=options.tensor_parallel, expert_parallel=options.expert_parallel)
         return cls.read(Checkpoint(await asyncio.to_thread(find_model, model, check=check)), options)
 
     @classmethod

@@ -38,4 +38,6 @@ def use_adapters(
 def _load(model: Path, name: str, directory: str, engine: Engine, group: Group) -> Lora | Prefix:
     config = read_config(Checkpoint(model, weights=False))
     adapter = load_adapter(directory, config, name=name, dtype=engine.dtype)
-    return cut(adapter, Part(config, group.rank, group.world)) if group.world > 1 else adapter
+    if group.world == 1:
+        return adapter
+    return cut(adapter, Part(config, group.rank, group.world, engine.model.config.expert_parallel))

@@ -107,6 +107,11 @@ class ModelConfig:
         return any(isinstance(layer.mlp, MoESpec) for layer in self.layers)
 
     @property
+    def expert_parallel(self) -> bool:
+        """Whether these are the layers of one process of several that share out the routed experts."""
+        return any(isinstance(layer.mlp, MoESpec) and layer.mlp.own is not None for layer in self.all_layers)
+
+    @property
     def dense_mlp(self) -> MLPSpec:
         """The MLP of the first layer of a model without experts."""
         mlp = self.layers[0].mlp

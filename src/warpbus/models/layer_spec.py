@@ -18,7 +18,8 @@ In multi-head latent attention (MLA) attention.normed is read by attention.qkv_a
 
 In a mixture of experts the MLP has these two stages per expert, over the tokens that are routed to it, and two for the
 shared expert, over all tokens: `mlp.experts.3.normed`, `mlp.experts.3.inner`, `mlp.shared.normed`, `mlp.shared.inner`.
-Each expert's matrices are rows of the table, so that each has its own scheme, calibration statistics and place.
+Each expert's matrices are rows of the table, so that each has its own scheme, calibration statistics and place. With
+expert parallelism the table of a process has the rows of its own experts only.
 
 The matrices of a branch's last stage write to the residual stream; a sublayer without experts is one branch.
 """
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FLOAT32_PARAMETERS = ("mlp.router.bias",)
 """Endings of the parameters that stay in float32 whatever the dtype of the model."""
 
-AxisName = Literal["hidden", "latent", "heads", "kv_heads", "ffn"]
+AxisName = Literal["hidden", "latent", "heads", "kv_heads", "ffn", "expert_ffn"]
 
 _REPLICATED = ("hidden", "latent")
 
@@ -48,7 +49,8 @@ class Axis:
         name: what is counted, which also says how tensor parallelism shards it (`warpbus.models.parallel`):
             "hidden": replicated; "latent": features of a latent of MLA, replicated; "heads": query heads, sharded with
             the KV heads they attend to; "kv_heads": sharded, or replicated where there are fewer than processes;
-            "ffn": sharded evenly in whole quantization groups.
+            "ffn": sharded evenly in whole quantization groups; "expert_ffn": inner features of a routed expert, sharded
+            like "ffn", or with expert parallelism whole.
         count: how many of them there are.
         size: rows or columns of each: the features of a head, otherwise 1.
     """
@@ -277,7 +279,7 @@ class MLPSpec:
             prefix: of the names of matrices and stages.
             expert: see `MatrixSpec`.
         """
-        ffn = Axis("ffn", self.ffn_size)
+        ffn = Axis("ffn" if expert is None else "expert_ffn", self.ffn_size)
         name, rows = (f"{prefix}.gate_up", (ffn, ffn)) if self.gated else (f"{prefix}.up", (ffn,))
         return (
             MatrixSpec(
@@ -360,17 +362,24 @@ class MoESpec:
         router: chooses the experts. It is never quantized.
         expert: a routed expert.
         shared: the shared expert; None if there is none.
+        own: with expert parallelism the numbers of the routed experts that this process has, at least one; None: all.
     """
 
     router: RouterSpec
     expert: MLPSpec
     shared: MLPSpec | None = None
+    own: range | None = None
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the routed experts whose matrices are in the table."""
+        return range(self.router.experts) if self.own is None else self.own
 
     def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
         """The rows of the table, expert by expert, each in the order of the computation."""
         routed = (
             matrix
-            for index in range(self.router.experts)
+            for index in self.numbers
             for matrix in self.expert.matrices(hidden, foldable=foldable, prefix=f"mlp.experts.{index}", expert=index)
         )
         shared = () if self.shared is None else self.shared.matrices(hidden, foldable=foldable, prefix="mlp.shared")
@@ -403,9 +412,10 @@ class MoESpec:
 
     @property
     def idle_share(self) -> float:
-        """The share of the MLP's weights that a token does not use."""
+        """The share of the MLP's weights that a token does not use, if it chooses all experts equally often."""
         shared = 0 if self.shared is None else self.shared.inner
-        return 1 - self.inner / (self.router.experts * self.expert.inner + shared)
+        routed = len(self.numbers) * self.expert.inner
+        return 1 - (routed * self.router.top_k / self.router.experts + shared) / (routed + shared)
 
 
 @dataclass(frozen=True)

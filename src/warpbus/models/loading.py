@@ -1,5 +1,6 @@
 """Loads a decoder from a checkpoint, one tensor at a time."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from warpbus.qtensor import QTensor, Scheme
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of the file that were read so far, and the bytes to read in total."""
+
+_log = logging.getLogger("warpbus.models")
 
 # Constants that some exporters wrote next to the weights.
 _KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
@@ -86,18 +89,19 @@ def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     return None
 
 
-def check_loadable(config: dict[str, Any], *, processes: int = 1) -> None:
+def check_loadable(config: dict[str, Any], *, processes: int = 1, expert_parallel: bool = False) -> None:
     """Check that a model is supported, before its weights are downloaded.
 
     Args:
         config: its parsed `config.json`.
         processes: the number of processes that will share it.
+        expert_parallel: see `load_model`.
 
     Raises:
         CheckpointError: as `read_config`.
         UsageError: the model cannot be sharded over so many processes.
     """
-    Part(_parsed(config), 0, processes)
+    Part(_parsed(config), 0, processes, expert_parallel)
 
 
 def _parsed(config: dict[str, Any]) -> ModelConfig:
@@ -131,6 +135,7 @@ def load_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
+    expert_parallel: bool = False,
     mtp: bool = False,
     offloaded: Sequence[int] = (),
     int8_activations: bool = False,
@@ -156,6 +161,8 @@ def load_model(
             then has the config of this process's part, with the whole vocabulary and embedding. Hidden states and
             logits are complete and bit-identical on every process. Each process reads only its part of the file; in
             formats other than compressed-tensors it reads each matrix as a whole.
+        expert_parallel: with a group, each process has whole routed experts of its own instead of a part of each, and
+            reads only those.
         mtp: load the layer of multi-token prediction, too.
         offloaded: for each layer, how many of its experts lie in pinned memory of the host, the last ones; by default
             none. For a single process.
@@ -170,7 +177,7 @@ def load_model(
         UsageError: the model cannot be sharded over so many processes, or a scheme does not fit a matrix.
     """
     config = read_config(checkpoint, mtp="required" if mtp else "unused")
-    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
+    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world, expert_parallel)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
     if part is not None:
@@ -184,6 +191,7 @@ def load_model(
         offloaded=offloaded,
         int8_activations=int8_activations,
     )
+    source.warn_of_router_biases()
     total = source.nbytes(list(source.tensors))
     done = 0
     left = Counter(map(_layer_of, source.tensors))
@@ -292,6 +300,7 @@ class _Source:
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()
+        source.refuse_router_biases()
         return source
 
     def files_names(self, parameter: str) -> list[str]:
@@ -334,6 +343,32 @@ class _Source:
             raise CheckpointError(
                 f"{self.checkpoint.directory}: unexpected weights {shown}: a {self.config.family} model with this "
                 "config.json has none of that name: check that config.json belongs to these weights"
+            )
+
+    @property
+    def router_biases(self) -> dict[str, torch.dtype]:
+        """The dtypes of the router biases that the file has."""
+        names = [names[0] for parameter, names in self.tensors.items() if parameter.endswith(FLOAT32_PARAMETERS)]
+        return {name: self.checkpoint.dtype(name) for name in names if name in self.checkpoint}
+
+    def refuse_router_biases(self) -> None:
+        """Refuse router biases that are not floating point."""
+        for name, dtype in self.router_biases.items():
+            if dtype not in _FLOATING:
+                raise TensorError(
+                    f"{self.checkpoint.directory}: {name}: a router bias is {dtype}, expected float32: use a "
+                    "checkpoint that keeps it in float32"
+                )
+
+    def warn_of_router_biases(self) -> None:
+        """Warn in one line of router biases in 16 bits, which round differences away that choose a token's experts."""
+        stored = self.router_biases
+        halves = [name for name, dtype in stored.items() if dtype.itemsize < torch.float32.itemsize]
+        if halves:
+            more = f" and {len(halves) - 1} more" if len(halves) > 1 else ""
+            _log.warning(
+                "%s: %s%s: router biases are %s, expected float32: rounded biases let some tokens choose other experts",
+                *(self.checkpoint.directory, halves[0], more, stored[halves[0]]),
             )
 
     def is_zero_bias(self, name: str) -> bool:

@@ -4,6 +4,7 @@ Each axis of a matrix is sharded by what it counts (`warpbus.models.layer_spec.A
 
     heads, kv_heads  by KV heads, each with its queries     ffn     evenly, in whole groups of scales
     vocabulary       the head's rows, by tokens             hidden, latent  replicated
+    expert_ffn       as ffn; with expert parallelism not at all
 
 Matrices whose columns are sharded produce partial sums, which an all-reduce adds up; everything else is replicated.
 A layer therefore has two all-reduces (`warpbus.models.layers.parallel`) and no other communication.
@@ -15,6 +16,10 @@ process whose KV heads have unequal numbers of queries (3 processes, 2 KV heads)
 qkv, zero columns in o.
 
 Multi-head latent attention has one KV head, the latents, which every process computes and caches.
+
+Expert parallelism (Lepikhin et al., 2020, GShard) shares out whole routed experts instead of their inner features: each
+process has the matrices of consecutive experts, nearly as many as every other one, and everything else as above. Every
+process routes all tokens and computes its own experts for them; a layer has the same two all-reduces.
 
 The FFN is sharded in whole quantization groups if that keeps the processes balanced, otherwise in halves or quarters of
 groups, whose scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 columns, two processes have
@@ -81,29 +86,45 @@ class Part:
         whole: the config of the whole decoder.
         rank: the process, from 0.
         world: the number of processes.
+        expert_parallel: routed experts are not sharded, but shared out.
 
     Raises:
-        UsageError: the model cannot be sharded over so many processes.
+        UsageError: the model cannot be sharded over so many processes, or has no experts to share out.
     """
 
     whole: ModelConfig
     rank: int
     world: int
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         whole, finest = self.whole, min(_UNITS)
         heads = whole.attention.num_heads
-        narrowest = min(axis.length for axis in _axes(whole, "ffn"))
-        most = min(heads, -(-narrowest // finest), whole.vocab_size)
+        if self.expert_parallel:
+            self._check_experts()
+        names = ("ffn",) if self.expert_parallel else ("ffn", "expert_ffn")
+        widths = [axis.length for name in names for axis in _axes(whole, name)]
+        most = min([heads, whole.vocab_size, *(-(-width // finest) for width in widths)])
         if self.world > most:
+            sharded = f" and an FFN of {min(widths)}, sharded in multiples of {finest}" if widths else ""
+            raise UsageError(f"{self.world} GPUs: the model has {heads} heads{sharded}: use at most {most} GPUs")
+
+    def _check_experts(self) -> None:
+        counts = [layer.mlp.router.experts for layer in self.whole.all_layers if isinstance(layer.mlp, MoESpec)]
+        if not counts:
             raise UsageError(
-                f"{self.world} GPUs: the model has {heads} heads and an FFN of {narrowest}, sharded in "
-                f"multiples of {finest}: use at most {most} GPUs"
+                "expert parallelism shares out the experts of a mixture of experts, and this model has none: leave it "
+                "out"
+            )
+        if self.world > min(counts):
+            raise UsageError(
+                f"{self.world} GPUs: the model has {min(counts)} experts per layer, and expert parallelism gives each "
+                f"GPU one or more: use at most {min(counts)} GPUs"
             )
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The config of this part: its own heads, KV heads and FFN; vocabulary and hidden size of the whole model."""
+        """The config of this part: its own heads, KV heads, FFN and experts, and all else of the whole model."""
         mtp = None if self.whole.mtp is None else self._layer(self.whole.mtp)
         return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)), mtp=mtp)
 
@@ -116,11 +137,21 @@ class Part:
         if isinstance(whole.mlp, MLPSpec):
             return replace(whole, attention=attention, mlp=self._mlp(whole.mlp))
         shared = None if whole.mlp.shared is None else self._mlp(whole.mlp.shared)
-        mlp = replace(whole.mlp, expert=self._mlp(whole.mlp.expert), shared=shared)
+        if self.expert_parallel:
+            mlp = replace(whole.mlp, shared=shared, own=self.experts(whole.mlp))
+        else:
+            mlp = replace(whole.mlp, expert=self._mlp(whole.mlp.expert), shared=shared)
         return replace(whole, attention=attention, mlp=mlp)
 
+    def experts(self, whole: MoESpec) -> range:
+        """The numbers of the routed experts of a layer of which this part has matrices, or shards of them."""
+        if not self.expert_parallel:
+            return whole.numbers
+        bounds = _even(whole.router.experts, 1, self.world)
+        return range(bounds[self.rank], bounds[self.rank + 1])
+
     def _mlp(self, whole: MLPSpec) -> MLPSpec:
-        """This part's shard of a dense MLP or of an expert."""
+        """This part's shard of a dense MLP or of a sharded expert."""
         size = sum(span.size for span in self._shard(whole.ffn_size))
         return replace(whole, ffn_size=size, output_bias=whole.output_bias and self.rank == 0)
 
@@ -133,8 +164,10 @@ class Part:
 
     def has(self, parameter: str) -> bool:
         """Whether this part holds a shard of a parameter of the decoder."""
+        if self.whole.matrix(parameter) is None:
+            return True
         matrix = self.config.matrix(parameter)
-        return matrix is None or matrix.bias or not parameter.endswith(".bias")
+        return matrix is not None and (matrix.bias or not parameter.endswith(".bias"))
 
     def rows(self, parameter: str, total: int) -> tuple[tuple[int, Spans], ...]:
         """The rows of a parameter that this part holds.
@@ -178,7 +211,7 @@ class Part:
             return tuple(span.times(axis.size) for span in self._queries)
         if axis.name == "kv_heads":
             return tuple(Span(head, head + 1).times(axis.size) for head in self._kv_heads)
-        if axis.name == "ffn":
+        if axis.name == "ffn" or (axis.name == "expert_ffn" and not self.expert_parallel):
             return self._shard(axis.length)
         return (Span(0, axis.length),)
 

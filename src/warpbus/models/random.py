@@ -34,6 +34,7 @@ def random_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
+    expert_parallel: bool = False,
     offloaded: Sequence[int] = (),
     int8_activations: bool = False,
 ) -> Decoder:
@@ -50,6 +51,7 @@ def random_model(
         embedding: where the embedding lies, if not on `device`.
         group: the processes that compute it together, each with a part of the shape that it would have of a model
             that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
+        expert_parallel: as `load_model`.
         offloaded: experts in the memory of the host, as `load_model`; the weights are the same as without.
         int8_activations: on a CPU, quantized layers round their inputs to 8 bits; see `QuantizedLinear`.
 
@@ -57,7 +59,7 @@ def random_model(
         the decoder in eval mode, its parameters without gradients.
     """
     draw = _RandomTensors(torch.device(device), dtype, seed)
-    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
+    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world, expert_parallel)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
     if part is not None:

@@ -483,6 +483,16 @@ def test_parallel(tiny, tmp_path):
     assert (one.unit, len(one.samples["ours"]), one.case["variant"]) == ("ms", 2, "none")
 
 
+def test_parallel_with_whole_experts(monkeypatch):
+    whole = SHAPES["glm-4.7-flash"]
+    config = whole.resized(num_layers=2, hidden_size=64, num_heads=2, ffn_size=64)
+    monkeypatch.setattr(parallel, "SMALL_SHAPE", config)
+    work = ParallelBenchOptions(counts=(1, 2), tokens=2, scheme="w4a16-g32", expert_parallel=True)
+    one, two = run(parallel.parallel_benchmark(work), settings())
+    assert (one.case["experts"], two.case["processes"]) == ("whole", 2)
+    assert min(one.ours, two.ours) > 0
+
+
 def test_chatglm_6b_in_this_process(monkeypatch, tmp_path):
     """Its prompts end in <sop>: without it the engine refuses them."""
     first = with_traits(
@@ -517,6 +527,7 @@ def test_what_parallel_cannot_be_asked_for():
         ({"tokens": 1}, "--tokens 1: it has to be at least 2"),
         ({"tokens": 5000}, "--tokens 5000: small has room for 1,920 after the prompt"),
         ({"counts": (0, 1)}, "--gpus 0: give numbers from 1 to"),
+        ({"expert_parallel": True}, "--expert-parallel: small has no experts: choose the --shape of a mixture"),
     ):
         with pytest.raises(UsageError, match=said):
             cases(**asked)

@@ -43,6 +43,41 @@ def test_experts_that_do_not_fit_are_on_the_host():
     assert plan["link_seconds"] * plan["most_tokens_per_second"] > 0.9
 
 
+def test_gpus_that_share_a_model():
+    shared = ("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--tensor-parallel-size", 2)
+    found = " ".join(invoke(*shared, "--expert-parallel").stdout.split())
+    assert "glm-4.5-air on each of 2 h100" in found
+    assert "one sequence: at most" in found
+    assert "steps of GPUs that share a model are not forecast" in found
+    alone, halves, whole = planned(*shared[:-2]), planned(*shared), planned(*shared, "--expert-parallel")
+    assert (alone["gpus"], halves["gpus"], whole["gpus"]) == (1, 2, 2)
+
+    def routed(plan):
+        (row,) = [row for row in plan["weights"] if row["name"] == "routed experts"]
+        return row["nbytes"]
+
+    assert routed(whole) * 2 == routed(alone)
+    # 704 of an expert's 1,408 columns are no whole groups of 128: their scales are repeated.
+    assert routed(whole) < routed(halves) < 1.02 * routed(whole)
+    for each in (halves, whole):
+        assert 0.5 * alone["memory"]["total"] < each["memory"]["total"] < 0.65 * alone["memory"]["total"]
+        assert each["memory"]["parts"]["head"] * 2 == alone["memory"]["parts"]["head"]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("chatglm2-6b", (2, "--expert-parallel"), "this model has none: leave it out"),
+        ("glm-4.7-flash", (65, "--expert-parallel"), "65 GPUs: the model has 64 experts per layer"),
+        ("glm-4.5-air", (2,), "each of 2 GPUs needs 11[.0-9]* GB for a context of 2,048 .* share it among more GPUs"),
+        ("glm-4.5-air", (1, "--expert-parallel"), "over the GPUs of tensor_parallel, which is 1"),
+    ],
+)
+def test_what_gpus_cannot_share(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        invoke(model, "--gpu", "h100", "--tensor-parallel-size", *options)
+
+
 def test_json():
     found = planned("qwen3-30b-a3b", "--gpu", "H200", "--scheme", "w4a16-g128", "--memory", "24GB")
     assert found["model"] == "qwen3-30b-a3b"

@@ -43,7 +43,7 @@ def test_flags_reach_server_and_service(calls, tmp_path):
         *("--allow-origin", "https://a.example", "--allowed-host", "box", "--max-tokens", 77, "--shutdown-timeout", 5),
         *("--device", "cpu", "--dtype", "float32", "--max-model-len", 512, "--max-num-seqs", 5, "--max-queue", 6),
         *("--kv-cache-dtype", "int8", "--kv-cache-tokens", 999, "--no-prefix-caching"),
-        *("--speculation", "mtp:4", "--tensor-parallel-size", 2, "--data-parallel-size", 3),
+        *("--speculation", "mtp:4", "--tensor-parallel-size", 2, "--data-parallel-size", 3, "--expert-parallel"),
         env={"WARPBUS_API_KEY": "key-from-environment"},
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -55,6 +55,7 @@ def test_flags_reach_server_and_service(calls, tmp_path):
     assert (options.allow_origins, options.allowed_hosts) == (("https://a.example",), ("box",))
     assert (service.device, service.dtype, service.max_model_len, service.kv_dtype) == ("cpu", "float32", 512, "int8")
     assert (service.max_num_seqs, service.max_queue, service.tensor_parallel) == (5, 6, 2)
+    assert service.expert_parallel
     assert (service.cache_tokens, service.prefix_caching, service.speculation) == (999, False, "mtp:4")
     assert replicas.data_parallel == 3
 

@@ -22,6 +22,7 @@ from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import SHAPES, read_config
 from warpbus.models.cost import packed_bytes
+from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
 
 GB = 10**9
@@ -202,6 +203,24 @@ def test_a_checkpoint_is_planned_without_being_read(tiny_glm):
     assert stored.quantized == {}
     assert sum(stored.sizes().values()) == stored.config.num_parameters * 2
     assert plan_memory(stored, GB).context == 512
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize(("shape", "gpus"), [("glm-4.5-air", 3), ("glm-4.7-flash", 5), ("qwen3-30b-a3b", 4)])
+def test_the_plan_of_gpus_that_share_a_model_is_of_the_largest_part(shape, gpus, expert_parallel):
+    """Its parameters are those that a process has, and no process has more."""
+    whole = Stored.uniform(SHAPES[shape], torch.bfloat16, Scheme.parse("w4a16-g128"))
+    part = whole.shared(gpus, expert_parallel=expert_parallel)
+    processes = [Part(whole.config, rank, gpus, expert_parallel) for rank in range(gpus)]
+    (own, *_) = [each for each in processes if each.config == part.config]
+    assert part.sizes().keys() == {name for name in whole.sizes() if own.has(name)}
+    assert own.config.num_parameters == max(each.config.num_parameters for each in processes)
+    assert sum(part.sizes().values()) < 1.3 * sum(whole.sizes().values()) / gpus + part.sizes()["embedding.weight"]
+    # Nothing is offloaded, rounded or elsewhere, and what is said to be enough is.
+    with pytest.raises(UsageError, match=f"each of {gpus} GPUs needs") as refusal:
+        plan_memory(part, 3 * GB)
+    plan = plan_memory(part, parse_memory(re.search(r"give memory (\S+GB)", str(refusal.value))[1]) + GB)
+    assert (plan.offloaded, plan.head, plan.embedding_on_cpu) == ((), None, False)
 
 
 def test_a_plan_can_be_shown():

@@ -70,8 +70,8 @@ def test_a_layer_is_the_sum_of_its_experts(tiny_moe, tokens):
 def test_weights_and_results_are_those_of_float_activations_but_for_rounding(tiny_moe):
     rounding, exact = small_model(tiny_moe, int8_activations=True), small_model(tiny_moe)
     for one, other in zip(layers_of(rounding), layers_of(exact), strict=True):
-        assert isinstance(other.experts, nn.ModuleList)
-        for number, expert in enumerate(other.experts):
+        assert isinstance(other.experts, nn.ModuleDict)
+        for number, expert in enumerate(other.experts.values()):
             for name in ("gate_up", "down"):
                 kept, wanted = one.experts.matrices(name).expert(number).unpack(), getattr(expert, name).weight
                 assert torch.equal(kept.codes(), wanted.codes())
@@ -86,12 +86,12 @@ def test_weights_and_results_are_those_of_float_activations_but_for_rounding(tin
 def test_experts_that_differ_stay_apart(tiny_moe):
     model = small_model(tiny_moe)
     layer = layers_of(model)[0]
-    for number, expert in enumerate(layer.experts):
+    for number, expert in enumerate(layer.experts.values()):
         for name in ("gate_up", "down"):
             weight, int8 = getattr(expert, name).weight, (number, name) != (1, "down")
             expert.add_module(name, QuantizedLinear(weight, dtype=torch.float32, int8_activations=int8))
     layer.stack()
-    assert isinstance(layer.experts, nn.ModuleList)
+    assert isinstance(layer.experts, nn.ModuleDict)
     with torch.inference_mode():
         assert bool(layer(torch.randn(1, 2, tiny_moe.hidden_size)).isfinite().all())
 

@@ -1,13 +1,14 @@
 """Mixtures of experts from their files: what is read, what is refused, and the tokens that the engine generates."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantized_files import HF, plain_tensors, write_files
+from quantized_files import HF, plain_tensors, write_files, write_quantized
 from torch import Tensor
 
 from warpbus.engine import Engine, request
@@ -211,6 +212,54 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     directory = write_files(tmp_path / "model", AIR, tensors)
     with pytest.raises(TensorError, match=r"model\.layers\.2\.mlp\.experts\.4\.up_proj\.weight"):
         loaded(directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.float8_e4m3fn])
+def test_a_router_bias_of_another_dtype_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors, name = plain_tensors(AIR), "model.layers.2.mlp.gate.e_score_correction_bias"
+    tensors[name] = tensors[name].to(dtype)
+    directory = write_files(tmp_path / "model", AIR, tensors)
+    with pytest.raises(TensorError, match=rf"{re.escape(name)}: a router bias is {dtype}, expected float32: use a"):
+        loaded(directory)
+
+
+def test_router_biases_of_16_bits_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In one line; they are computed with in float32."""
+    tensors = plain_tensors(AIR, torch.float32)
+    names = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    model = loaded(write_files(tmp_path / "exact", AIR, tensors))
+    assert not caplog.records
+    rounded = {name: tensors[name].bfloat16() for name in names}
+    model = loaded(write_files(tmp_path / "rounded", AIR, tensors | rounded))
+    (record,) = caplog.records
+    assert f"{names[0]} and {len(names) - 1} more: router biases are torch.bfloat16, expected" in record.getMessage()
+    router = model.layers[-1].mlp.router
+    assert router.bias.dtype == torch.float32
+    assert torch.equal(router.bias, rounded[names[-1]].float())
+
+
+@pytest.mark.parametrize("single", ["nothing", "down_proj", "experts.0."])
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path, single: str) -> None:
+    """All of a layer, one kind of matrix, or some experts twice."""
+    tensors = plain_tensors(AIR)
+    prefix = "model.layers.2.mlp.experts."
+    own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        if leaf != single:
+            tensors[prefix + leaf] = torch.stack([own[f"{prefix}{number}.{leaf}.weight"] for number in range(6)])
+    tensors |= {name: tensor for name, tensor in own.items() if single in name}
+    directory = write_files(tmp_path / "model", AIR, tensors)
+    with pytest.raises(CheckpointError, match=rf"unexpected weights {re.escape(prefix)}\w+, .* none of that name"):
+        loaded(directory)
+
+
+@torch.no_grad()
+def test_an_expert_that_is_not_quantized_among_others(tmp_path: Path) -> None:
+    """Whole experts may differ in their form: the logits are those of the weights that both mean."""
+    directory, plain = write_quantized(tmp_path / "mixed", AIR, "compressed-tensors", "w4a16-g32", keep="experts.2.")
+    whole = write_files(tmp_path / "plain", AIR | {"torch_dtype": "float32"}, plain)
+    tokens = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(loaded(directory)(tokens), loaded(whole)(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_an_expert_too_many_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import msgpack
 import pytest
 from pool_daemons import lease, say_hello, serving
 
@@ -87,3 +92,19 @@ def test_a_confinement_says_what_it_exposes(tmp_path):
     assert sandbox.Confinement.decode(found.encode()) == found
     for secret in ("/etc/shadow", "/etc/ssl/private", os.path.expanduser("~/.ssh"), "/tmp"):
         assert not found.exposes(type(tmp_path)(secret))
+
+
+def test_packages_on_the_python_path_can_be_imported(tmp_path):
+    package = tmp_path / "site" / "msgpack"
+    shutil.copytree(Path(msgpack.__file__).parent, package)
+    program = "import sys; from pathlib import Path; from warpbus.pool.tenant.sandbox import Confinement; "
+    program += "print(Confinement.of([], [], gpu=False).exposes(Path(sys.argv[1])))"
+    search = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(package / "__init__.py")],
+        env=os.environ | {"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == "True\n"

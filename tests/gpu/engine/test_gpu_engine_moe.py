@@ -100,8 +100,8 @@ def test_experts_that_differ_run_without_graphs():
     model = model_of(GLM)
     mlp = model.layers[-1].mlp
     number = mlp.experts.matrices("gate_up").count - 1
-    experts = torch.nn.ModuleList(
-        plain_mlp(mlp, index, scheme=W4 if index else Scheme.parse("w8a16-g32")) for index in range(number)
+    experts = torch.nn.ModuleDict(
+        {str(at): plain_mlp(mlp, at, scheme=W4 if at else Scheme.parse("w8a16-g32")) for at in range(number)}
     )
     mlp.experts = experts
     mlp.stack()

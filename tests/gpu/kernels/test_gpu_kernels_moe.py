@@ -108,8 +108,62 @@ def test_every_tile(kernel, height, tokens, hidden, ffn, bits, able, dtype, monk
     down = stacked(f"w{bits}a16-g32", 5, hidden, ffn, dtype)
     x, before = normal(tokens, hidden, dtype=dtype), normal(tokens, hidden, dtype=dtype)
     chosen, weights = slots_of(tokens, 4, 2, True)
-    out = op._by_tile(x, chosen, weights, gate_up, down, before, able)
+    out = op._by_tile(x, chosen, weights, gate_up, down, before, 0, able)
     check(out, exact(x, chosen, weights, gate_up, down, before))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16-g64", "w4a16-g32-asym"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13, 64, 300])
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_of_other_processes_add_nothing(tokens, scheme, shared):
+    """Negative slots, as with expert parallelism; the first token has no expert here."""
+    hidden, ffn, experts, top_k = 320, 160, 5, 3
+    gate_up = stacked(scheme, experts + shared, 2 * ffn, hidden, torch.float16)
+    down = stacked(scheme, experts + shared, hidden, ffn, torch.float16)
+    x, before = (normal(tokens, hidden, dtype=torch.float16) for _ in range(2))
+    chosen, weights = slots_of(tokens, experts + 7, top_k, False)
+    chosen[0] = experts
+    chosen[chosen >= experts] = -1
+    if shared:
+        chosen, weights = F.pad(chosen, (1, 0), value=experts), F.pad(weights, (1, 0), value=1.0)
+    for residual in (None, before):
+        out = moe_mlp(x, chosen, weights, gate_up, down, residual=residual, shared=shared, absent=7)
+        expected = exact(x, chosen, weights, gate_up, down, residual)
+        if tokens == 1 and not shared:
+            assert torch.equal(out, torch.zeros_like(x) if residual is None else residual)
+        else:
+            check(out, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_two_shares_of_experts_add_up_to_all(tokens):
+    """Slots by the router's table, in a graph: the routing changes, the table does not."""
+    sizes = {"gate_up": (512, 256), "down": (256, 256)}
+    whole = {name: stacked("w4a16-g64", 9, *size, torch.float16) for name, size in sizes.items()}
+    shares = []
+    for own in (range(4), range(4, 9)):
+        stacks = [PackedExperts.stack([each.expert(number) for number in own]) for each in whole.values()]
+        table = [own.index(number) if number in own else -1 for number in range(9)]
+        shares.append((stacks, torch.tensor(table, dtype=torch.int32, device="cuda")))
+    x, router = (normal(rows, 256, dtype=torch.float16) for rows in (tokens, 9))
+
+    def share(stacks, table):
+        _, chosen, weights = moe_route(x, router, top_k=3, slots=table)
+        return moe_mlp(x, chosen, weights, *stacks, absent=9 - stacks[0].count)
+
+    def both():
+        return sum(share(*each).double() for each in shares)
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for _ in range(5):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        _, chosen, weights = moe_route(x, router, top_k=3)
+        expected = exact(x, chosen, weights, whole["gate_up"], whole["down"], None)
+        assert ((found - expected).norm() / expected.norm()).item() <= 3 * torch.finfo(torch.float16).eps
 
 
 @pytest.mark.parametrize("shape", [(4096, 1408, 8), (2048, 1536, 4), (2048, 768, 8), (6144, 2048, 8)], ids=str)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from warpbus.dist import Group, Send, launch
+from warpbus.engine.engine import Engine
 from warpbus.formats import Checkpoint, to_tensors
 from warpbus.formats.compressed_tensors import quantization_config
 from warpbus.models import SHAPES, Decoder, load_model, random_model, tensor_map
@@ -33,6 +34,13 @@ VALUES = {
     "max_position_embeddings": 512,
     "eos_token_id": 2,
     "torch_dtype": "float16",
+}
+MOE = {
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 11,
+    "num_experts_per_tok": 3,
+    "num_nextn_predict_layers": 0,
 }
 CHATGLM6B = {
     "model_type": "chatglm",
@@ -59,7 +67,7 @@ def devices(count: int) -> list[torch.device]:
 
 def write(directory: Path, family: str, scheme: Scheme | None) -> Path:
     """A model of random weights; its matrices quantized where there is a scheme."""
-    values = CHATGLM6B if family == "chatglm" else VALUES | {"model_type": family}
+    values = CHATGLM6B if family == "chatglm" else VALUES | (MOE if family == "glm4_moe" else {"model_type": family})
     config = family_of(values).config(values)
     generator = torch.Generator().manual_seed(5)
     parameters = dict(Decoder(config).named_parameters())
@@ -95,8 +103,10 @@ def quantized(like: Tensor, scheme: Scheme, generator: torch.Generator) -> QTens
 
 
 @torch.no_grad()
-def job(group: Group, send: Send, directory: Path, dtype: torch.dtype) -> None:
-    model = load_model(Checkpoint(directory), device=group.device, dtype=dtype, group=group)
+def job(group: Group, send: Send, directory: Path, dtype: torch.dtype, expert_parallel: bool = False) -> None:
+    model = load_model(
+        Checkpoint(directory), device=group.device, dtype=dtype, group=group, expert_parallel=expert_parallel
+    )
     assert model.group is not None
     long, short = model(TOKENS.to(group.device)), model(TOKENS[:1, :3].to(group.device))
     for logits in (long, short):
@@ -137,6 +147,49 @@ def test_logits(
     for _, *logits in said:
         for got, wanted in zip(logits, expected, strict=True):
             assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("scheme", [None, "w4a16-g128", "w8a16-g64-asym"])
+def test_logits_of_experts(tmp_path: Path, scheme: str | None, expert_parallel: bool, count: int) -> None:
+    """Rounding may let a token choose another expert of nearly the same score: few tokens may differ."""
+    directory = write(tmp_path / "model", "glm4_moe", scheme and Scheme.parse(scheme))
+    (first, *_) = places = devices(count)
+    whole = load_model(Checkpoint(directory), device=first, dtype=torch.float16)
+    with torch.no_grad():
+        expected = [whole(tokens.to(first)).float().cpu() for tokens in (TOKENS, TOKENS[:1, :3])]
+    said: list[tuple[int, Tensor, Tensor]] = []
+    launch(job, (directory, torch.float16, expert_parallel), devices=places, receive=said.append)
+    assert {rank for rank, _, _ in said} == set(range(count))
+    for _, long, _ in said:
+        away = (long - expected[0]).abs().amax(-1) / expected[0].abs().max()
+        assert away.median() <= 0.01
+        assert (away > 0.02).float().mean() <= 0.2
+
+
+def decode(group: Group, send: Send, scheme: str) -> None:
+    config = SHAPES["glm-4.5-air"].resized(num_layers=3)
+    model = random_model(config, Scheme.parse(scheme), group.device, torch.bfloat16, group=group, expert_parallel=True)
+    assert not model.waits_for_gpu
+    held = sum(tensor.nbytes for layer in model.layers for tensor in (*layer.parameters(), *layer.buffers()))
+    prompts = [[7 * token % 1000 for token in range(length)] for length in (3, 40, 300)]
+    engine = Engine(model, max_model_len=512, max_num_seqs=4)
+    engine.warm()
+    alone = [engine.decode([prompt], 8)[0] for prompt in prompts]
+    send((group.rank, held, alone, engine.decode(prompts, 8)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_an_engine_with_experts_of_true_widths(count: int) -> None:
+    """In graphs, with one row and with many; every process samples the same tokens and holds its share."""
+    said: list[tuple[int, int, list[list[int]], list[list[int]]]] = []
+    launch(decode, ("w4a16-g128",), devices=devices(count), receive=said.append)
+    assert len(said) == count
+    whole = sum(layer.num_weights for layer in SHAPES["glm-4.5-air"].resized(num_layers=3).layers) * 4.125 / 8
+    for _, held, alone, together in said:
+        assert (alone, together) == said[0][2:]
+        assert held <= whole / count * 1.3
 
 
 @torch.no_grad()

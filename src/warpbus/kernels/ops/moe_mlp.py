@@ -10,7 +10,7 @@ How it is computed depends on the rows that an expert has:
 The host launches without knowing the routing, so that all of it can be captured in a CUDA graph.
 """
 
-from functools import partial
+import functools
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ def moe_mlp(
     *,
     residual: Tensor | None = None,
     shared: bool = False,
+    absent: int = 0,
 ) -> Tensor:
     """`residual + sum of weights * expert(x)` over each token's experts, where an expert is
     `down @ (silu(gate) * up)`.
@@ -67,6 +68,8 @@ def moe_mlp(
         residual: `[tokens, hidden]`.
         shared: the first slot of each token is the last expert that is not offloaded, with weight 1: what `moe_route`
             gives with a shared expert. Only where it is stacked there.
+        absent: how many experts of the layer are in other processes (expert parallelism). Their slots are negative and
+            add nothing.
 
     Returns:
         `[tokens, hidden]` in the dtype of `x`; summed in float32. The same bits at every run.
@@ -95,7 +98,19 @@ def moe_mlp(
             "moe_route gives"
         )
     return _moe_mlp(
-        *(x, experts, weights, gate_up.parts, down.parts, ffn, *_coding(gate_up), *_coding(down), residual, shared)
+        *(
+            x,
+            experts,
+            weights,
+            gate_up.parts,
+            down.parts,
+            ffn,
+            *_coding(gate_up),
+            *_coding(down),
+            residual,
+            shared,
+            absent,
+        )
     )
 
 
@@ -117,6 +132,7 @@ def _launch(
     down_group: int,
     residual: Tensor | None,
     shared: bool,
+    absent: int,
 ) -> Tensor:
     tokens, hidden = x.shape
     gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, hidden))
@@ -127,8 +143,8 @@ def _launch(
         return torch.empty_like(x)
     able = capabilities(architecture(x.device))
     if able.tma and tokens <= _FEW_TOKENS and ffn % TILE_ROWS == 0:
-        return _by_slot(x, experts, weights, gate_up, down, residual, shared)
-    return _by_tile(x, experts, weights, gate_up, down, residual, able)
+        return _by_slot(x, experts, weights, gate_up, down, residual, shared, absent)
+    return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
 
 
 def _by_slot(
@@ -139,12 +155,19 @@ def _by_slot(
     down: PackedExperts,
     residual: Tensor | None,
     shared: bool,
+    absent: int,
 ) -> Tensor:
     tokens, per_token = experts.shape
     shared_expert = gate_up.resident - 1 if shared else None
     inner = x.new_empty(tokens * per_token, down.weights.shape[1])
     out = torch.empty_like(x)
-    multiply = partial(wna16_decode.multiply_experts, experts=experts, per_token=per_token, shared_expert=shared_expert)
+    multiply = functools.partial(
+        wna16_decode.multiply_experts,
+        experts=experts,
+        per_token=per_token,
+        shared_expert=shared_expert,
+        partial=absent > 0,
+    )
     multiply(x, gate_up, 1, inner, gated=True, count=tokens * per_token, factors=weights)
     # The kernel ahead begins after the one that chose the experts has ended: `experts` is there early.
     multiply(inner, down, 1, out, gated=False, count=tokens, residual=residual, slots=per_token, early=True)
@@ -158,11 +181,12 @@ def _by_tile(
     gate_up: PackedExperts,
     down: PackedExperts,
     residual: Tensor | None,
+    absent: int,
     able: Capabilities,
 ) -> Tensor:
     (tokens, per_token), hidden, ffn = experts.shape, x.shape[1], down.weights.shape[1]
     rows, count = tokens * per_token, gate_up.count
-    height, by_decode = _rows_of_tile(rows / count, able, ffn)
+    height, by_decode = _rows_of_tile(rows / (count + absent), able, ffn)
     most = (rows + (height - 1) * min(rows, count)) // height
     order, place = (torch.empty(rows, dtype=torch.int32, device=x.device) for _ in range(2))
     tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=x.device)
@@ -241,6 +265,7 @@ def _reference(
     down_group: int,
     residual: Tensor | None,
     shared: bool,
+    absent: int,
 ) -> Tensor:
     gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, x.shape[1]))
     down = PackedExperts.of_parts(down_parts, down_bits, down_group, (x.shape[1], ffn))
@@ -249,7 +274,7 @@ def _reference(
 
 _moe_mlp = operator(
     "moe_mlp(Tensor x, Tensor experts, Tensor weights, Tensor[] gate_up, Tensor[] down, int ffn, int bits, int group, "
-    "int down_bits, int down_group, Tensor? residual, bool shared) -> Tensor",
+    "int down_bits, int down_group, Tensor? residual, bool shared, int absent) -> Tensor",
     cuda=_launch,
     reference=_reference,
     fake=lambda x, *others: torch.empty_like(x),

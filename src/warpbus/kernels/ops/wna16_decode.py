@@ -33,7 +33,7 @@ _EXPERTS = Parameters(
     "const uint32* host_scales, const uint32* host_zeros, const ELEMENT* residual, ELEMENT* out, Items items, "
     "Problem p",
     Items="const int* experts, const int4* tiles, const float* factors, int count, int per_token, int slots, "
-    "int shared_expert, int early, int resident",
+    "int shared_expert, int early, int resident, int partial",
     Problem=_PROBLEM,
 )
 MOST_TOKENS = 16
@@ -219,6 +219,7 @@ def multiply_experts(
     slots: int = 1,
     shared_expert: int | None = None,
     early: bool = False,
+    partial: bool = False,
 ) -> None:
     """Products of a mixture of experts on sm_90 and later; csrc/wna16/experts.cuh says what an item is.
 
@@ -229,7 +230,7 @@ def multiply_experts(
         out: `[any, n]`, or `[any, n / 2]` where gated, contiguous.
         gated: as in `multiply`.
         count: of items; with tiles the most that there can be.
-        experts, factors, per_token, slots, shared_expert, early: see `Items` in experts.cuh.
+        experts, factors, per_token, slots, shared_expert, early, partial: see `Items` in experts.cuh.
         tiles: int32 `[1 + count, 4]`, the number of tiles first.
         residual: in the shape of `out`.
     """
@@ -253,6 +254,7 @@ def multiply_experts(
         shared_expert=-1 if shared_expert is None else shared_expert,
         early=early,
         resident=stacked.resident,
+        partial=partial,
         host_codes=None if offloaded is None else offloaded.codes,
         host_scales=None if offloaded is None else offloaded.scales,
         host_zeros=None if offloaded is None else offloaded.zeros,

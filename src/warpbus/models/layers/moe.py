@@ -117,20 +117,27 @@ class MoE(nn.Module):
 
     Attributes:
         router: chooses the experts.
-        experts: the routed experts; where kernels compute them together, and all are quantized alike, `StackedExperts`
-            on a GPU and `CpuStackedExperts` on a CPU.
+        numbers: of the routed experts that this process has: all, or with expert parallelism some. Those of the other
+            processes add nothing here.
+        experts: these experts by their numbers; where kernels compute them together, and all are quantized alike,
+            `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU.
         shared: the shared expert, or None. Its matrices may be views of the stacked ones.
-        output: what the sum passes through: the identity, or with tensor parallelism the all-reduce of the processes'
-            partial sums.
+        output: what the sum passes through: the identity, or with tensor or expert parallelism the all-reduce of the
+            processes' partial sums.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         assert isinstance(spec.mlp, MoESpec)
         self.router = Router(spec.mlp.router, spec.hidden_size)
-        self.experts: nn.ModuleList | StackedExperts | CpuStackedExperts = nn.ModuleList(
-            MLP(*map(spec.matrix, (f"mlp.experts.{index}.gate_up", f"mlp.experts.{index}.down")), gated=True)
-            for index in range(spec.mlp.router.experts)
+        self.numbers = spec.mlp.numbers
+        self.experts: nn.ModuleDict | StackedExperts | CpuStackedExperts = nn.ModuleDict(
+            {
+                str(index): MLP(
+                    *map(spec.matrix, (f"mlp.experts.{index}.gate_up", f"mlp.experts.{index}.down")), gated=True
+                )
+                for index in self.numbers
+            }
         )
         shared = spec.mlp.shared is not None
         names = ("mlp.shared.gate_up", "mlp.shared.down")
@@ -154,6 +161,8 @@ class MoE(nn.Module):
         # While experts are trained, all of them get a gradient in every process, which data parallelism relies on.
         trained = torch.is_grad_enabled() and self.router.weight.requires_grad
         for expert, tokens, weights in self.router(rows).by_expert(idle=trained):
+            if expert not in self.numbers:
+                continue
             y = self._expert(expert, rows[tokens])
             total.index_add_(0, tokens, (y * weights[:, None]).to(total.dtype))
         if self.shared is not None:
@@ -170,9 +179,9 @@ class MoE(nn.Module):
             UsageError: experts are to be offloaded that are not packed, or not alike.
             DeviceError: there is not so much memory to pin.
         """
-        assert isinstance(self.experts, nn.ModuleList)
-        every = list(self.experts)
-        on_cpu = CpuStackedExperts.of(every)
+        assert isinstance(self.experts, nn.ModuleDict)
+        every = list(self.experts.values())
+        on_cpu = CpuStackedExperts.of(every, self.numbers)
         if on_cpu is not None:
             self.experts = on_cpu
             return
@@ -189,7 +198,7 @@ class MoE(nn.Module):
         gate_up, down = (
             PackedExperts.stack([pair[at] for pair in pairs], [pair[at] for pair in far]) for at in range(2)
         )
-        self.experts = StackedExperts(gate_up, down, len(every))
+        self.experts = StackedExperts(gate_up, down, self.router.spec.experts, self.numbers)
         if joined and self.shared is not None:
             for name, stacked in (("gate_up", gate_up), ("down", down)):
                 view = stacked.expert(resident)
@@ -198,25 +207,24 @@ class MoE(nn.Module):
     def _by_kernels(self, experts: StackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         gate_up, down = experts.matrices("gate_up"), experts.matrices("down")
         # An adapter on the shared expert is computed with that expert alone.
-        joined = (
-            gate_up.count > self.router.spec.experts and self.shared is not None and _packed(self.shared) is not None
-        )
+        joined = gate_up.count > len(self.numbers) and self.shared is not None and _packed(self.shared) is not None
         table = None if experts.slots is None else experts.slots[: self.router.spec.experts + joined]
         rows, slots, weights = self.router.slots(
             x.flatten(0, -2), norm, shared=joined, slots=table, counts=experts.counts
         )
-        # With tensor parallelism the residual is added to the sum over the processes.
+        # With several processes the residual is added to the sum over the processes.
         later = residual if isinstance(self.output, Parallel) else None
         before = None if residual is None or later is not None else residual.flatten(0, -2)
         if self.shared is not None and not joined:
             before = self.shared(rows, residual=before)
-        total = moe_mlp(rows, slots, weights, gate_up, down, residual=before, shared=joined).view_as(x)
+        absent = self.router.spec.experts - len(self.numbers)
+        total = moe_mlp(rows, slots, weights, gate_up, down, residual=before, shared=joined, absent=absent).view_as(x)
         return self._written(total, later)
 
     def _on_cpu(self, experts: CpuStackedExperts, x: Tensor, residual: Tensor | None) -> Tensor:
         rows = x.flatten(0, -2)
         routing = self.router(rows)
-        # With tensor parallelism the residual is added to the sum over the processes.
+        # With several processes the residual is added to the sum over the processes.
         later = residual if isinstance(self.output, Parallel) else None
         before = None if residual is None or later is not None else residual.flatten(0, -2)
         if self.shared is not None:
@@ -226,7 +234,7 @@ class MoE(nn.Module):
     def _expert(self, number: int, x: Tensor) -> Tensor:
         if isinstance(self.experts, StackedExperts | CpuStackedExperts):
             return self.experts.expert(number, x)
-        y: Tensor = self.experts[number](x)
+        y: Tensor = self.experts[str(number)](x)
         return y
 
     def _written(self, total: Tensor, residual: Tensor | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""`StackedExperts`: the experts of a layer arranged for the kernels, all on the GPU or some in the host's memory."""
+"""`StackedExperts`: the experts of a layer arranged for the kernels, all on the GPU or some in the host's memory.
+
+With expert parallelism a process has some of them, and the others no slot.
+"""
 
 from dataclasses import replace
 
@@ -21,13 +24,14 @@ class StackedExperts(nn.Module):
     them in pinned memory of the host. The shared expert has the last slot on the GPU.
 
     Args:
-        gate_up, down: of all experts, slot by slot: the routed experts in order, and if there is one more slot, the
-            shared expert in the last slot that is not offloaded.
+        gate_up, down: slot by slot: the routed experts `numbers` in order, and if there is one more slot, the shared
+            expert in the last slot that is not offloaded.
         routed: how many experts are routed.
+        numbers: of those that are here; None: all. They are all here if any is offloaded.
 
     Attributes:
-        slots: int32 `[experts]`, the slot of each expert, a shared one last; None if none is offloaded, where a slot is
-            the expert's number.
+        slots: int32 `[experts]`, the slot of each expert, a shared one last, -1 of an expert that is not here; None if
+            all are here and none is offloaded, where a slot is the expert's number.
         counts: int32 `[routed]`, how many tokens chose each expert: `moe_route` adds to them; None if none is
             offloaded.
     """
@@ -35,7 +39,7 @@ class StackedExperts(nn.Module):
     slots: Tensor | None
     counts: Tensor | None
 
-    def __init__(self, gate_up: PackedExperts, down: PackedExperts, routed: int) -> None:
+    def __init__(self, gate_up: PackedExperts, down: PackedExperts, routed: int, numbers: range | None = None) -> None:
         super().__init__()
         self._stacked = {"gate_up": gate_up, "down": down}
         for name, stacked in self._stacked.items():
@@ -46,14 +50,20 @@ class StackedExperts(nn.Module):
         self.resident = gate_up.resident
         device = gate_up.weights.device
         table = None
+        here = range(routed) if numbers is None else numbers
+        shared = gate_up.count - len(here)
         self.order: list[int] = []
-        if gate_up.offloaded is not None:
-            shared = gate_up.count - routed
+        if len(here) < routed:
+            self.order = [here.index(number) if number in here else -1 for number in range(routed)]
+            self.order += [len(here)] * shared
+        elif gate_up.offloaded is not None:
             before = self.resident - shared
             self.order = [*range(before), *(slot + shared for slot in range(before, routed)), *[before] * shared]
+        if self.order:
             table = torch.tensor(self.order, dtype=torch.int32, device=device)
+        counts = None if gate_up.offloaded is None else torch.zeros(routed, dtype=torch.int32, device=device)
         self.register_buffer("slots", table)
-        self.register_buffer("counts", None if table is None else torch.zeros(routed, dtype=torch.int32, device=device))
+        self.register_buffer("counts", counts)
 
     @property
     def offloaded(self) -> int:

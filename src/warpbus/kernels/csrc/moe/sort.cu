@@ -1,9 +1,11 @@
 // Rows of tokens sorted by expert, and back. A token has `per_token` slots, one per expert that it passes through.
 //
 //   moe_sort     order: the slots sorted by expert, in any order within one; place: where each slot is in `order`;
-//                tiles: for each expert its rows in the sorted order, cut into tiles of up to `rows_of_tile`
-//   moe_permute  out[i] = x[order[i] / per_token]
-//   moe_combine  out[t] = residual[t] + sum over j of weights[t, j] * y[place[t * per_token + j]], in fp32, in the order of j
+//                tiles: for each expert its rows in the sorted order, cut into tiles of up to `rows_of_tile`. A slot whose
+//                expert is negative belongs to another process: its place is -1, and order ends with as many -1.
+//   moe_permute  out[i] = x[order[i] / per_token]; rows of order -1 are left as they are
+//   moe_combine  out[t] = residual[t] + sum over j of weights[t, j] * y[place[t * per_token + j]], in fp32, in the order of j,
+//                without those of place -1
 //
 // Shapes: experts, order, place int32 [slots], slots = tokens * per_token; tiles int4, the first entry {number of tiles, 0, 0,
 // 0}, each other {expert, first row, rows, 0}; x, residual, out of combine [tokens, width], out of permute and y [slots, width]
@@ -45,12 +47,14 @@ __device__ __forceinline__ int sum_before(int value, int* partial) {
 extern "C" __global__ void __launch_bounds__(1024, 1)
     moe_sort(const int* experts, int* order, int* place, int4* tiles, int slots, int count, int rows_of_tile) {
     extern __shared__ int next[];  // of each expert: its rows so far, then the place of its next row
-    __shared__ int partial[32];
+    __shared__ int partial[32], total;
     wait_for_inputs();
     const int expert = threadIdx.x;
     if (expert < count) next[expert] = 0;
     __syncthreads();
-    for (int slot = threadIdx.x; slot < slots; slot += 1024) atomicAdd(&next[experts[slot]], 1);
+    for (int slot = threadIdx.x; slot < slots; slot += 1024) {
+        if (experts[slot] >= 0) atomicAdd(&next[experts[slot]], 1);
+    }
     __syncthreads();
     const int rows = expert < count ? next[expert] : 0;
     const int first = sum_before(rows, partial);
@@ -61,18 +65,24 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
         const int done = i * rows_of_tile;
         tiles[1 + tile + i] = make_int4(expert, first + done, min(rows_of_tile, rows - done), 0);
     }
-    if (expert == 1023) tiles[0] = make_int4(tile + own_tiles, 0, 0, 0);
+    if (expert == 1023) {
+        tiles[0] = make_int4(tile + own_tiles, 0, 0, 0);
+        total = first + rows;
+    }
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots; slot += 1024) {
-        const int at = atomicAdd(&next[experts[slot]], 1);
-        order[at] = slot;
+        const bool here = experts[slot] >= 0;
+        const int at = here ? atomicAdd(&next[experts[slot]], 1) : -1;
+        if (here) order[at] = slot;
         place[slot] = at;
     }
+    for (int row = total + threadIdx.x; row < slots; row += 1024) order[row] = -1;
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     moe_permute(const ELEMENT* x, const int* order, ELEMENT* out, int width, int per_token) {
     wait_for_inputs();
+    if (order[blockIdx.x] < 0) return;
     const int vectors = width / kSize;
     const Vector* const from = reinterpret_cast<const Vector*>(x) + static_cast<long long>(order[blockIdx.x] / per_token) * vectors;
     Vector* const to = reinterpret_cast<Vector*>(out) + static_cast<long long>(blockIdx.x) * vectors;
@@ -90,8 +100,9 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll 4
         for (int j = 0; j < per_token; ++j) {
             const float weight = weights[token * per_token + j];
-            const Vector values =
-                reinterpret_cast<const Vector*>(y)[static_cast<long long>(place[token * per_token + j]) * vectors + i];
+            const int row = place[token * per_token + j];
+            if (row < 0) continue;
+            const Vector values = reinterpret_cast<const Vector*>(y)[static_cast<long long>(row) * vectors + i];
 #pragma unroll
             for (int e = 0; e < kSize; ++e) sum[e] = fmaf(weight, to_float(values.element[e]), sum[e]);
         }

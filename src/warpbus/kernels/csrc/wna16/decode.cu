@@ -120,6 +120,8 @@ struct Step {
     __device__ __forceinline__ void find(const Items& items, const Problem& p) {
         if (EXPERTS && chunk == 0) source = source_of(items, work.item(p), slot);
     }
+    // Whether this step's expert is one of another process, for which nothing is loaded or multiplied.
+    __device__ __forceinline__ bool elsewhere() const { return EXPERTS && source.expert < 0; }
     __device__ __forceinline__ void advance(const Items& items, const Problem& p) {
         chunk += kStep;
         if (chunk < p.chunks) return;
@@ -194,25 +196,32 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
                                         const Weight& offloaded, const ptx::TensorMap& x, bool in_parts, Items items, const Problem& p) {
     Step ahead(p);
     int asked = 0;
-    for (; asked < p.stages && ahead.there(items, p) && is_known(items, ahead.work.item(p)); ++asked, ahead.advance(items, p)) {
+    for (; asked < p.stages && ahead.there(items, p) && is_known(items, ahead.work.item(p)); ahead.advance(items, p)) {
         ahead.find(items, p);
+        if (ahead.elsewhere()) continue;
         load_weights(stages[asked], at.full + 8 * asked, weight, offloaded, items.resident, ahead, p);
+        ++asked;
     }
     ptx::griddepcontrol_wait();
     count_items(items);
     Step behind(p);
     if (in_parts && behind.there(items, p)) load_parts(staged, at.x, x, p);
     Ring ring;
-    for (int i = 0; i < asked; ++i, behind.advance(items, p), ring.advance(p)) {
+    for (int i = 0; i < asked; behind.advance(items, p)) {
         behind.find(items, p);
+        if (behind.elsewhere()) continue;
         if (p.streamed) ptx::tma_load(staged + i * step_bytes(p), &x, at.full + 8 * i, 0, behind.source.row, behind.chunk);
+        ++i;
+        ring.advance(p);
     }
-    for (; ahead.there(items, p); ahead.advance(items, p), ring.advance(p)) {
+    for (; ahead.there(items, p); ahead.advance(items, p)) {
         const ptx::uint32 full = at.full + 8 * ring.slot;
         ahead.find(items, p);
+        if (ahead.elsewhere()) continue;
         ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
         load_weights(stages[ring.slot], full, weight, offloaded, items.resident, ahead, p);
         if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, ahead.source.row, ahead.chunk);
+        ring.advance(p);
     }
 }
 
@@ -524,6 +533,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     for (; work.there(items, p); work.advance(), parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
+            if (EXPERTS && is_elsewhere(items, work.item(p), slot)) continue;
             for (int first = 0; first < p.chunks; first += kStep) {
                 if (in_parts && work.index == blockIdx.x) {
                     ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);

@@ -7,6 +7,7 @@
 //   by slot    (tiles null, slots 1)          item s: row s / per_token of x times the expert of slot s, to row s of out
 //   by token   (tiles null, slots per_token)  item t: the sum over the slots s of token t of row s of x times the expert of
 //              slot s, to row t of out
+//              With expert parallelism the slots of experts of other processes are negative; they add nothing.
 //   by tile    item i: tiles[i] = {expert, first row, rows, 0}: rows of x, which is sorted by expert, to the same rows of
 //              out. tiles[-1].x is the number of items, because the host that launches the kernel does not know it.
 #pragma once
@@ -31,10 +32,11 @@ struct Items {
     int shared_expert;  // the expert of each token's first slot; -1: none
     int early;   // `experts` was written before the previous kernel began
     int resident;  // number of experts whose weights are in GPU memory
+    int partial;   // whether some `experts` are negative
 };
 
 // One product of all rows, without experts.
-__device__ __forceinline__ Items one_item() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1, 0}; }
+__device__ __forceinline__ Items one_item() { return {nullptr, nullptr, nullptr, 1, 1, 1, -1, 1, 0, 0}; }
 
 // Whether the expert of an item's first slot is known before the previous kernel has ended.
 __device__ __forceinline__ bool is_known(const Items& items, int item) {
@@ -52,6 +54,11 @@ __device__ __forceinline__ Source source_of(const Items& items, int item, int sl
     const int s = item * items.slots + slot;
     const bool first = items.shared_expert >= 0 && s % items.per_token == 0;
     return {first ? items.shared_expert : items.experts[s], items.slots > 1 ? s : s / items.per_token};
+}
+
+// Whether a slot of an item belongs to an expert of another process.
+__device__ __forceinline__ bool is_elsewhere(const Items& items, int item, int slot) {
+    return items.partial != 0 && source_of(items, item, slot).expert < 0;
 }
 
 __device__ __forceinline__ Rows rows_of_item(const Items& items, int item) {
