@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
-# Between Chinese characters a line break of the source must not become a space.
+# Between Chinese characters, and after Chinese punctuation, a line break of the source must not become a space.
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
+    r"|(?<=[，。；：、（）])\n *(?=[A-Za-z`\[])"
 )
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
 
