@@ -16,6 +16,7 @@ MORE_HEADINGS = {"glossary.md": ["## 通用术语的译法"]}
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:)(?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 TERM = re.compile(r"^\| (?P<english>[^|]+) \| (?P<chinese>[^|]+) \| (?P<never>[^|]+) \|$", re.MULTILINE)
 
 
@@ -38,6 +39,13 @@ def code(page: str) -> list[list[str]]:
         [re.sub(r"(?:(?<=\S) {2,}|(?:^|\s+)(?:#|//) ).*", "", line).rstrip() for line in block.splitlines()]
         for block in FENCE.findall(page)
     ]
+
+
+def figures(page: str, length: int) -> set[str]:
+    """The significant digits of all numbers of at least so many characters: 17 M is 1700 万 in Chinese."""
+    words = re.sub(r"\]\([^)]*\)|`[^`]*`", " ", FENCE.sub("", page))
+    found = (number.replace(",", "") for number in FIGURE.findall(words))
+    return {number.replace(".", "").strip("0") for number in found if len(number) >= length}
 
 
 def anchors(page: str) -> set[str]:
@@ -77,6 +85,13 @@ def test_twins_have_the_same_structure(name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_twins_have_the_same_code(name: str) -> None:
     assert code(text(DOCS / name)) == code(text(CHINESE / name))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_twins_have_the_same_figures(name: str) -> None:
+    english, chinese = text(DOCS / name), text(CHINESE / name)
+    assert sorted(figures(english, 3) - figures(chinese, 1)) == []
+    assert sorted(figures(chinese, 3) - figures(english, 1)) == []
 
 
 @pytest.mark.parametrize("path", [*DOCS.glob("*.md"), *CHINESE.glob("*.md")], ids=lambda path: path.name)
