@@ -1,4 +1,4 @@
-"""The first token of a prompt whose KV blocks are in main memory, beside one that is computed, on the CPU.
+"""The first token of a prompt whose KV blocks are in main memory or on disk, beside one that is computed; on the CPU.
 
     python benchmarks/kv_host_memory.py
     python benchmarks/kv_host_memory.py --tokens 2048 --rounds 8 --threads 1
@@ -6,7 +6,11 @@
 An engine has a KV cache with room for one prompt. In each round a new prompt is computed, which evicts the blocks of
 the one before to main memory; then the one before is asked again, whose blocks come back. So both take turns, and
 every sample is kept. The model is random: a GLM with ChatGLM2-6B's layout, float32. On a CPU the copies are within main
-memory; a GPU computes faster, and copies over its link. The record goes to benchmarks/results.
+memory; a GPU computes faster, and copies over its link.
+
+For the disk, each round starts an engine anew, which is asked for the prompt that the last one has computed, and then
+computes another. The files are written out and dropped from the system's page cache before, so that they are read from
+the disk of `--disk`. The records go to benchmarks/results.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import os
 import random
 import shlex
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -27,6 +32,7 @@ from warpbus.bench.cases import versions
 from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
 from warpbus.cuda.cpu import cpu_model
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.disk_cache import DiskSpace
 from warpbus.engine.engine import Engine, request
 from warpbus.models import SHAPES, ModelConfig, random_model
 
@@ -65,6 +71,38 @@ def measure(shape: ModelConfig, tokens: int, rounds: int) -> tuple[list[float], 
     return found, computed
 
 
+def measure_disk(shape: ModelConfig, tokens: int, rounds: int, directory: Path) -> tuple[list[float], list[float]]:
+    """As `measure`, of prompts on the disk."""
+    cache = -(-(tokens + 2) // BLOCK) * BLOCK
+    model, space = random_model(shape, None, "cpu", torch.float32), DiskSpace(directory, 2**40, "benchmark")
+    draw = random.Random(1)
+    found, computed = [], []
+    before: list[int] = []
+    for index in range(rounds + 1):
+        engine = Engine(model, max_model_len=cache, cache_tokens=cache, disk=space)
+        if index:
+            found.append(first_token(engine, before))
+            if engine.stats().disk_hits < tokens - BLOCK:
+                raise RuntimeError("the prompt was not found on the disk")
+        before = draw.choices(range(shape.vocab_size), k=tokens)
+        seconds = first_token(engine, before)
+        if index:
+            computed.append(seconds)
+        engine.save()
+        engine.close()
+        forget_pages(directory)
+    return found, computed
+
+
+def forget_pages(directory: Path) -> None:
+    """Write files out, and drop them from the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt; 2048 by default")
@@ -72,6 +110,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="1 by default")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model; 512 by default")
     parser.add_argument("--layers", type=int, default=12, help="12 by default")
+    parser.add_argument("--disk", type=Path, help="a directory for the files; by default that of temporary files")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the record")
     options = parser.parse_args()
 
@@ -82,37 +121,46 @@ def main() -> None:
         ffn_size=options.hidden * 7 // 2,
         num_layers=options.layers,
     )
-    found, computed = measure(shape, options.tokens, options.rounds)
-    ours, theirs = median(found), median(computed)
-    words = [each for at, each in enumerate(sys.argv) if at and "--output" not in sys.argv[at - 1 : at + 1]]
-    record = Record(
-        bench="kv-host-memory",
-        case={
-            "model": "chatglm2",
-            "parameters": shape.num_parameters,
-            "hidden": options.hidden,
-            "layers": options.layers,
-            "prompt": options.tokens,
-            "threads": options.threads,
-            "dtype": "float32",
-        },
-        metric="latency",
-        unit="s",
-        ours=ours,
-        peer=Peer("computed", f"torch {torch.__version__}", theirs),
-        ratio=ratio("latency", ours, theirs),
-        floor=None,
-        samples={"ours": found, "peer": computed},
-        device="cpu",
-        versions={**versions(), "cpu": cpu_model()},
-        date=now(),
-        command=shlex.join(["python", "benchmarks/kv_host_memory.py", *words]),
-    )
-    print(
-        f"first token of {options.tokens:,} tokens, {options.threads} thread(s): {ours * 1e3:.0f} ms from main memory, "
-        f"{theirs * 1e3:.0f} ms computed: {record.ratio:.1f} times as fast"
-    )
-    print(write([record], options.output))
+    words = [
+        each for at, each in enumerate(sys.argv) if at and not {"--output", "--disk"} & {*sys.argv[at - 1 : at + 1]}
+    ]
+
+    def record(bench: str, samples: tuple[list[float], list[float]], where: str) -> Record:
+        found, computed = samples
+        ours, theirs = median(found), median(computed)
+        print(
+            f"first token of {options.tokens:,} tokens, {options.threads} thread(s): {ours * 1e3:.0f} ms from {where}, "
+            f"{theirs * 1e3:.0f} ms computed: {ratio('latency', ours, theirs):.1f} times as fast"
+        )
+        return Record(
+            bench=bench,
+            case={
+                "model": "chatglm2",
+                "parameters": shape.num_parameters,
+                "hidden": options.hidden,
+                "layers": options.layers,
+                "prompt": options.tokens,
+                "threads": options.threads,
+                "dtype": "float32",
+            },
+            metric="latency",
+            unit="s",
+            ours=ours,
+            peer=Peer("computed", f"torch {torch.__version__}", theirs),
+            ratio=ratio("latency", ours, theirs),
+            floor=None,
+            samples={"ours": found, "peer": computed},
+            device="cpu",
+            versions={**versions(), "cpu": cpu_model()},
+            date=now(),
+            command=shlex.join(["python", "benchmarks/kv_host_memory.py", *words]),
+        )
+
+    memory = record("kv-host-memory", measure(shape, options.tokens, options.rounds), "main memory")
+    print(write([memory], options.output))
+    with tempfile.TemporaryDirectory(dir=options.disk) as directory:
+        disk = record("kv-disk", measure_disk(shape, options.tokens, options.rounds, Path(directory)), "disk")
+    print(write([disk], options.output))
 
 
 if __name__ == "__main__":

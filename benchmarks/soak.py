@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py
     python benchmarks/soak.py --requests 1000 --seed 7 --kill
+    python benchmarks/soak.py --concurrency 500 --queue 600 --sequences 32 --cache-tokens 4096 --model MODEL
     python benchmarks/soak.py --model chatglm3-6b-w4 --device cuda
     python benchmarks/soak.py --url http://127.0.0.1:8000 --api-key KEY
 
@@ -43,7 +44,7 @@ _PHASES, _FEW_PHASES = 10, 4  # the latter for less than 1,000 requests
 _KILLED_PHASE = 1  # early, so that the engine that comes back is watched for long
 _REFERENCES = 48
 _BURST_EVERY = 1000  # requests
-_PATIENCE = 300.0  # seconds that a request may take, on a machine where others work too
+_PATIENCE = 300.0  # seconds that requests of a kind may take by default, on a machine where others work too
 _SECONDS_TO_SETTLE = 60.0
 _MOST_FAILURES = 25
 _SEQUENCES, _QUEUE, _CACHE_TOKENS, _CONTEXT = 8, 80, 640, 512
@@ -59,6 +60,7 @@ class Soak:
         server: None where it is another's.
         phases: after each of which there is a pause.
         start: the engine's counters when nothing had been asked for.
+        patience: seconds that requests of a kind may take.
         measured: the processes, at each pause.
         preempted: requests that lost their places, all engines together.
     """
@@ -66,6 +68,7 @@ class Soak:
     world: World
     server: Server | None
     phases: int
+    patience: float = _PATIENCE
     start: Mapping[str, float] = field(default_factory=dict)
     measured: list[dict[str, Process]] = field(default_factory=list)
     preempted: float = 0.0
@@ -106,10 +109,10 @@ class Soak:
 
     async def _try(self, kind: Kind, number: int, draw: random.Random) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(self.patience):
                 await kind(self.world, draw)
         except TimeoutError:
-            self._fail(f"{kind.__name__}, number {number}: it did not end in {_PATIENCE:g} s")
+            self._fail(f"{kind.__name__}, number {number}: it did not end in {self.patience:g} s")
         except (WrongError, CutShortError, OSError, KeyError, TypeError, ValueError) as error:
             self._fail(f"{kind.__name__}, number {number}: {type(error).__name__}: {error}")
 
@@ -240,9 +243,10 @@ async def _soak(options: argparse.Namespace, server: Server | None, address: Add
         raise SystemExit(f"{address.host}:{address.port}: {listed}")
     [model, *_] = listed["data"]
     own = server is not None
-    places = _SEQUENCES + _QUEUE if own else None
+    places = options.sequences + options.queue if own else None
     world = World(address, model["id"], model["max_model_len"], own and options.device == "cpu", places)
-    soak = Soak(world, server, _PHASES if options.requests >= 1000 else _FEW_PHASES)
+    phases = _PHASES if options.requests >= 1000 else _FEW_PHASES
+    soak = Soak(world, server, phases, patience=options.patience)
     await soak.run(options.requests, seed=options.seed, concurrency=options.concurrency, kill=options.kill)
     return soak
 
@@ -252,9 +256,10 @@ def _arguments(model: Path, options: argparse.Namespace) -> list[str]:
         "--device": options.device,
         "--speculation": options.speculation,
         "--max-model-len": _CONTEXT,
-        "--max-num-seqs": _SEQUENCES,
-        "--max-queue": _QUEUE,
-        "--kv-cache-tokens": _CACHE_TOKENS,
+        "--max-num-seqs": options.sequences,
+        "--max-queue": options.queue,
+        "--kv-cache-tokens": options.cache_tokens,
+        "--max-connections": 2 * (options.concurrency + options.sequences + options.queue),
     }
     return [str(model), *(str(word) for pair in limits.items() for word in pair)]
 
@@ -277,6 +282,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="10000 by default")
     parser.add_argument("--seed", type=int, default=0, help="of what is asked for, and in which order")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at a time, 32 by default")
+    parser.add_argument("--sequences", type=int, default=_SEQUENCES, help="of a batch, 8 by default")
+    parser.add_argument("--queue", type=int, default=_QUEUE, help="requests that may wait, 80 by default")
+    parser.add_argument("--cache-tokens", type=int, default=_CACHE_TOKENS, help="of the KV cache, 640 by default")
+    parser.add_argument("--patience", type=float, default=_PATIENCE, help="seconds that a request may take, 300")
     parser.add_argument("--model", type=Path, help="a model directory; by default a random model, written for this")
     parser.add_argument("--device", default="cpu", help="that it is served on; cpu by default")
     parser.add_argument("--speculation", type=int, default=0, help="the most tokens guessed in a step; 0 by default")

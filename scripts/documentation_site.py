@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+# Between Chinese characters, and after Chinese punctuation, a line break of the source must not become a space.
+CHINESE_BREAK = re.compile(
+    r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
+    r"|(?<=[，。；：、（）])\n *(?=[A-Za-z`\[])"
+)
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
 
 # Anchors as GitHub makes them, of Chinese headings too. safe_dump writes no Python objects.
@@ -117,7 +122,7 @@ def rewritten(source: str, text: str, repository: str | None) -> tuple[str, list
         return f"{link['start']}{posixpath.relpath(place_of(path), here or '.')}{link['anchor'] or ''}{link['end']}"
 
     parts = FENCE.split(text)
-    parts[::2] = [without_dead_links(LINK.sub(moved, part)) for part in parts[::2]]
+    parts[::2] = [CHINESE_BREAK.sub("", without_dead_links(LINK.sub(moved, part))) for part in parts[::2]]
     return "".join(parts), linked
 
 
@@ -154,6 +159,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                                 "heading_level": 3,
                                 "show_root_heading": True,
                                 "show_source": False,
+                                "separate_signature": True,
                                 "members_order": "source",
                             },
                         }

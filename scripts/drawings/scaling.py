@@ -36,7 +36,7 @@ def card_memory(say: Say) -> Drawing:
     d = Drawing(760, 316, title)
     parts = {
         "weights": (say("matrices", "矩阵"), "orange"),
-        "embedding": (say("embedding, head", "词嵌入、输出层"), "yellow"),
+        "embedding": (say("embedding, head", "词嵌入、输出头"), "yellow"),
         "cache": (say("KV cache", "KV 缓存"), "green"),
         "workspace": (say("workspace", "工作区"), "blue"),
         "rest": (say("CUDA context, granularity", "CUDA 上下文、分配粒度"), "pink"),
@@ -135,7 +135,7 @@ def column_row_split(say: Say) -> Drawing:
     d.text(
         50,
         316,
-        say("13,696 = 107 x 128: whole quantization groups per GPU", "13,696 = 107 x 128：每块 GPU 都是完整的量化组"),
+        say("13,696 = 107 x 128: whole quantization groups per GPU", "13,696 = 107 x 128：每块 GPU 都是完整的分组"),
         12,
         soft=True,
     )

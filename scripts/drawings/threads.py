@@ -6,7 +6,7 @@ from drawings.svg import Drawing, Say
 def grid_block_thread(say: Say) -> Drawing:
     title = say(
         "A grid of blocks, a block of threads, and the index of one thread",
-        "网格由线程块组成，线程块由线程组成，以及一个线程的下标",
+        "网格由线程块构成，线程块由线程构成，以及一个线程的下标",
     )
     d = Drawing(760, 300, title)
     d.text(20, 28, say("grid: 4 x 3 blocks (gridDim)", "网格：4 × 3 个线程块（gridDim）"), 14, bold=True)

@@ -7,6 +7,7 @@ top they import the dataclasses whose fields become options (`options`), from mo
 import atexit
 import gc
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -101,3 +102,6 @@ def main() -> None:
         message = translated("[bold red]error:[/] ") + escape(translated(str(error)))
         Console(stderr=True, soft_wrap=True).print(message, highlight=False)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before a command has begun, which handles it from then on
+        print(translated("Interrupted."), file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

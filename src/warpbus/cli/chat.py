@@ -67,13 +67,13 @@ DEMO_GREETING = """\
         "above 1, tokens that were there are less likely; by default the model's", default=None
     ),
     generation_config="auto: the model's generation_config.json gives default sampling parameters; none: it does not",
-    max_tokens=FieldOption("the longest answer, in tokens", default=1024),
-    seed="of the first answer; each next one counts on",
+    max_tokens=FieldOption("maximum tokens per answer", default=1024),
+    seed="random seed of the first answer; each later answer adds 1",
     device="auto, cpu, cuda or cuda:N",
-    dtype="of activations: auto, float32, float16 or bfloat16",
-    max_model_len="the longest conversation, in tokens",
-    memory="of the GPU, for all of it: 6GB, 5.5GiB, 50%; prints a plan",
-    kv_dtype="how the cache is kept: auto, int8, fp8 or unquantized",
+    dtype="dtype of activations: auto, float32, float16 or bfloat16",
+    max_model_len="maximum context length of the conversation in tokens",
+    memory="GPU memory for weights, cache and workspace: 6GB, 5.5GiB, 50%; prints a plan",
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8 or unquantized", field="kv_dtype"),
     fp8_activations="Hopper GPUs, weights of up to 4 bits: round activations of prompts to FP8, for speed",
 )
 def chat(

@@ -18,9 +18,9 @@ REQUEST = "写一首题为《春夜》的五言绝句。"
 
 def demo(
     output: Annotated[Path, typer.Option(help="where the quantized models and the reports go")] = Path("demo-output"),
-    request: Annotated[str, typer.Option(help="what the models are asked for")] = REQUEST,
+    request: Annotated[str, typer.Option(help="prompt for the models")] = REQUEST,
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="of the poems")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="random seed of the poems")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print the measurements and poems as JSON")] = False,
 ) -> None:
     """Quantize the packaged model, compare it with the original and let both write a poem.

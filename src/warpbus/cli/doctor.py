@@ -18,6 +18,8 @@ from rich.table import Table
 import warpbus
 from warpbus.cli.compile import compile_all
 from warpbus.cli.language import Console
+from warpbus.cli.limits import show_limits
+from warpbus.cuda.cpu import INSTALL, find_compiler
 from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.tenant import sandbox
 
@@ -66,15 +68,24 @@ class GpuReport:
 
 def doctor(
     compile: Annotated[
-        bool, typer.Option("--compile", help="compile all kernels for the GPUs here, and show what each takes")
+        bool, typer.Option("--compile", help="compile all kernels for the GPUs here, and show the resources of each")
     ] = False,
     arch: Annotated[
         list[str] | None,
         typer.Option(help="with --compile: for this architecture, such as sm_90a; can be given more than once"),
     ] = None,
+    limits: Annotated[
+        bool,
+        typer.Option("--limits", help="query the devices: limits of blocks, memory and caches, and measured rates"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Show what this machine has, what will run where, and what to do about what is missing."""
+    """Show the hardware and software of this machine, where each command runs, and how to add missing parts."""
+    if limits and (compile or arch):
+        raise UsageError("--limits and --compile are two reports: ask for one at a time")
+    if limits:
+        show_limits(as_json)
+        return
     if compile:
         compile_all(arch or [], as_json)
         return
@@ -88,8 +99,10 @@ def doctor(
         return
     console = Console()
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold")
+    facts.add_column()
     for name, text in _facts(found):
-        facts.add_row(f"[bold]{name}[/]", escape(text))
+        facts.add_row(name, escape(text))
     console.print(facts)
     works = Table(title="What runs where", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     works.add_column("")
@@ -126,6 +139,7 @@ def _examine(torch: Any) -> dict[str, Any]:
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
         "driver": driver and {"cuda": driver},
         "compiler": _compiler(),
+        "host_compiler": _host_compiler(),
         "kernel_cache": _kernel_cache(),
         "sandbox": {"missing": sandbox.missing()},
         "gpus": gpus,
@@ -154,6 +168,14 @@ def _compiler() -> str | None:
 
     try:
         return compiler_version()
+    except DeviceError:
+        return None
+
+
+def _host_compiler() -> str | None:
+    """The command of the C++ compiler, or `None` where there is none."""
+    try:
+        return " ".join(find_compiler())
     except DeviceError:
         return None
 
@@ -223,7 +245,7 @@ def _missing(distributions: tuple[str, ...]) -> list[str]:
 
 def _runs(found: dict[str, Any]) -> dict[str, str]:
     gpus = found["gpus"]
-    cpu = f"CPU, {found['cores']} cores, float32"
+    cpu = f"CPU, {_counted(found['cores'], 'core')}, float32"
     if not gpus:
         return {"chat, serve, eval, demo": cpu, "quantize": cpu, "train": f"{cpu}: small models only"}
     # Without --device it is the first GPU, whatever that is. Training needs no kernels of ours.
@@ -276,6 +298,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
         if missing and (name != "cuda" or found["gpus"]) and (name != "test" or IN_CHECKOUT):
             purpose = EXTRAS[name][0]
             advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
+    if found["host_compiler"] is None:
+        advice.append(f"For CUDA programs, exercises and 4-bit weights on the CPU: {INSTALL}")
     advice += [f"Tenants of a pool (warpbus pool serve): {line}." for line in found["sandbox"]["missing"]]
     if found["disk"]["free"] < 20e9:
         advice.append(
@@ -287,6 +311,10 @@ def _advice(found: dict[str, Any]) -> list[str]:
 def _has_kernels(gpu: dict[str, Any]) -> bool:
     """Whether the kernels are written for a GPU: for Ampere and what came after."""
     return _number(gpu["capability"]) >= (8, 0)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -303,13 +331,14 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("warpbus", found["warpbus"]),
         ("Python", found["python"]),
-        ("system", f"{found['system']}, {found['cores']} cores"),
+        ("system", f"{found['system']}, {_counted(found['cores'], 'core')}"),
         ("memory", f"{memory['available'] / 1e9:.1f} of {memory['total'] / 1e9:.1f} GB available"),
         ("disk", f"{found['disk']['free'] / 1e9:.0f} GB free at {found['disk']['path']}"),
-        ("torch", f"{torch['version']} ({build}), {torch['threads']} threads"),
+        ("torch", f"{torch['version']} ({build}), {_counted(torch['threads'], 'thread')}"),
         ("driver", f"CUDA {found['driver']['cuda']}" if found["driver"] else "none"),
-        ("compiler", f"NVRTC {found['compiler']}" if found["compiler"] else "none"),
-        ("sandbox", "of a pool's tenants: " + ("incomplete" if found["sandbox"]["missing"] else "complete")),
+        ("CUDA compiler", f"NVRTC {found['compiler']}" if found["compiler"] else "none"),
+        ("C++ compiler", found["host_compiler"] or "none"),
+        ("pool sandbox", "incomplete, see below" if found["sandbox"]["missing"] else "complete"),
         ("kernel cache", f"{cache['entries']:,} entries, {cache['bytes'] / 1e6:,.1f} MB at {cache['path']}"),
     ]
     for gpu in found["gpus"]:

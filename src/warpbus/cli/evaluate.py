@@ -29,7 +29,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="documents and questions at most")] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="also measure tokens/s and peak memory")] = True,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
+    dtype: Annotated[str, typer.Option(help="dtype of activations: auto, float32, float16 or bfloat16")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="draw a PNG here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the measurements as JSON")] = False,

@@ -100,6 +100,7 @@ def _text(key: str, language: str, **fields: object) -> str:
 
 
 def _write(console: Console, chosen: Sequence[Exercise], language: str) -> None:
+    name = chosen[0].name if len(chosen) == 1 else chosen[0].chapter
     for exercise in chosen:
         try:
             with Path(exercise.file).open("x", encoding="utf-8") as file:
@@ -112,7 +113,7 @@ def _write(console: Console, chosen: Sequence[Exercise], language: str) -> None:
             ) from None
         else:
             console.print(escape(_text("wrote", language, file=exercise.file, task=exercise.task(language))))
-    console.print(_text("next", language, name=chosen[0].name))
+    console.print(_text("next", language, name=name))
 
 
 def _check(console: Console, exercise: Exercise, language: str) -> bool:

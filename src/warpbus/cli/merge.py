@@ -26,9 +26,9 @@ def merge(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
 ) -> None:
-    """Add the LoRA at ADAPTER to the weights of MODEL, and write what comes of it to OUTPUT.
+    """Add the LoRA at ADAPTER to the weights of MODEL, and write the result to OUTPUT.
 
-    To have it quantized, run warpbus quantize on OUTPUT: a quantized MODEL is refused.
+    To quantize the result, run warpbus quantize on OUTPUT: a quantized MODEL is refused.
     """
     from warpbus.models.adapters import merge_lora
 

@@ -52,10 +52,10 @@ def plan(
     from warpbus.cli.tables import forecast_table
     from warpbus.engine.forecast import forecast
 
+    stored = _stored(model, scheme)
     card = _card_here() if gpu is None else card_named(gpu)
     options = ServiceOptions(**service)
     limit = card.memory if options.memory is None else parse_memory(options.memory, card.memory)
-    stored = _stored(model, scheme)
     if options.max_model_len is not None and options.max_model_len > stored.config.max_context:
         raise UsageError(
             f"max_model_len is {options.max_model_len:,}: the model's context is {stored.config.max_context:,}"
@@ -105,7 +105,7 @@ def _stored(model: str, scheme: str | None) -> "Stored":
         return Stored(config, dtype if dtype in HALVES else torch.bfloat16, quantized_parameters(checkpoint, config))
     checkpoint = Checkpoint(directory, weights=False)
     if checkpoint.config.get("quantization_config"):
-        raise UsageError(f"{model}: is quantized already: leave --scheme out")
+        raise UsageError(f"{model} is quantized already: leave --scheme out")
     return Stored.uniform(read_config(checkpoint), torch.bfloat16, parsed)
 
 

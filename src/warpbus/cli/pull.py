@@ -17,9 +17,9 @@ def pull(
     source: Annotated[str | None, typer.Option(help="huggingface or modelscope")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what is there now as JSON")] = False,
 ) -> None:
-    """Download the model NAME, or what is new of it: configuration, vocabulary and weights, never code.
+    """Download or update the model NAME: configuration, vocabulary and weights, never code.
 
-    The same command goes on where one was interrupted. The models are found by NAME or NAME@REVISION from then on.
+    The same command resumes an interrupted download. The other commands then accept NAME or NAME@REVISION.
     """
     from warpbus.formats.hub import pull as run
 

@@ -14,7 +14,7 @@ from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.errors import UsageError
 from warpbus.quantization.options import QuantizationOptions
 
-FORMATS = ("compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt")
+FORMATS = ("compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt", "warpbus")
 SCHEMES = (
     "int4",
     "w2a16-g64",
@@ -75,7 +75,7 @@ def quantize(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale per row), then -asym; or w8a8-int8, "
+            help="w<2|3|4|5|6|8>a16, then -g32, -g64 or -g128 (else one scale per row), then -asym; or w8a8-int8, "
             "w8a8-fp8; int4 is w4a16-g128; or auto",
             show_default="w4a16-g128",
             autocompletion=one_of(*SCHEMES, "auto"),
@@ -149,6 +149,7 @@ def quantize(
 
     from warpbus.cli.choosing import QuantizeRequest
     from warpbus.cli.quantizing import shown
+    from warpbus.formats.files import check_target
     from warpbus.quantization import quantize as run
     from warpbus.quantization.driver import check_arguments
     from warpbus.quantization.texts import GENERAL_TEXTS
@@ -170,6 +171,7 @@ def quantize(
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
+    check_target(output, overwrite=options.overwrite)  # before a model is downloaded or calibrated
     if request.scheme is not None and request.algorithm is not None:  # before a model is downloaded
         check_arguments(request.scheme, request.algorithm, options)
     asked = check_output(

@@ -53,6 +53,10 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     kv_host_memory=FieldOption(
         "main memory per replica for evicted blocks of the KV cache, such as 64GB", metavar="SIZE"
     ),
+    kv_disk=FieldOption(
+        "directory for evicted blocks of the KV cache, which are found again after a restart", metavar="DIR"
+    ),
+    kv_disk_size=FieldOption("maximum size of these files per replica, such as 500GB", metavar="SIZE"),
     prefix_caching="reuse the KV cache of common prompt prefixes",
     speculation=FieldOption(
         "draft tokens per step: N for n-gram lookup, mtp:1 to mtp:4 for multi-token prediction", metavar="N|mtp:N"

@@ -106,6 +106,9 @@ def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield graph
+            # PyTorch resets the offset of the graph's random numbers on this stream before the capture. Where the GPU
+            # is slow to get there, the first replay, on another stream, would set the offset before it is reset.
+            stream.synchronize()
         except BaseException:
             # After a failed capture PyTorch behaves as if it were still capturing: it frees no memory and gives no
             # random numbers.

@@ -1,7 +1,8 @@
-"""Tensors over memory that torch did not allocate.
+"""Tensors over memory that torch did not allocate, and of the remote device with an index.
 
 By DLPack, in which an address and a device are simply believed: addresses may have no memory behind them yet, and
-torch would ask the driver about those of `__cuda_array_interface__`. Source: the DLPack specification, version 0.8
+torch would ask the driver about those of `__cuda_array_interface__`. It is also the one way that PyTorch has to make a
+tensor of a device of its PrivateUse1 backend with an index. Source: the DLPack specification, version 0.8
 (`DLManagedTensor`).
 """
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-_CPU, _CUDA = 1, 2  # DLDeviceType
+_CPU, _CUDA, _EXTENSION = 1, 2, 12  # DLDeviceType; the last is PyTorch's PrivateUse1
 _UNSIGNED = 1  # DLDataTypeCode
 
 
@@ -60,8 +61,17 @@ _capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 def bytes_at(address: int, size: int, device: torch.device, owner: object) -> Tensor:
     """A tensor of uint8 `[size]` over memory at an address; `owner` lives as long as the tensor and its views."""
-    shape = ctypes.pointer(ctypes.c_int64(size))
     kind, index = (_CUDA, device.index or 0) if device.type == "cuda" else (_CPU, 0)
+    return _tensor(address, size, kind, index, owner)
+
+
+def empty_remote(index: int) -> Tensor:
+    """A tensor of uint8 `[0]`, without memory, of the remote device `index` (`warpbus.cuda.remote`)."""
+    return _tensor(None, 0, _EXTENSION, index, None)
+
+
+def _tensor(address: int | None, size: int, kind: int, index: int, owner: object) -> Tensor:
+    shape = ctypes.pointer(ctypes.c_int64(size))
     described = _Description(address, kind, index, 1, _UNSIGNED, 8, 1, shape, None, 0)
     managed = _Managed(described, None, _deleter)
     place = ctypes.addressof(managed)

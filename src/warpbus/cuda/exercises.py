@@ -12,6 +12,7 @@ from warpbus.cuda.cards import CARDS
 from warpbus.cuda.findings import LANGUAGES, Finding, explain
 from warpbus.cuda.programs import has_gpu, run_in_orders, run_on_gpu
 from warpbus.errors import DataError, UsageError
+from warpbus.language import in_language, translated
 
 _FILES = Path(__file__).parent / "exercise_files"
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -33,7 +34,7 @@ _WORDS = {
         "the result is right, but the accesses to {array} do not coalesce: the warps {verb} {moved} "
         "sectors of 32 bytes where "
         "{least} are enough, {ratio:.1f} times as many{line}: let neighbouring threads access neighbouring elements",
-        "结果正确，但对 {array} 的访问没有合并：各 warp 共{verb}了 {moved} 个 32 字节扇区，而 {least} "
+        "结果正确，但对 {array} 的访问没有合并：各线程束共{verb}了 {moved} 个 32 字节扇区，而 {least} "
         "个就够，是其 {ratio:.1f} 倍{line}："
         "请让相邻的线程访问相邻的元素",
     ),
@@ -42,7 +43,7 @@ _WORDS = {
         "{least} are enough, "
         "{ratio:.1f} times as many{line}: let the threads of a warp access different banks (word number modulo 32)",
         "结果正确，但对 {array} 的访问有 bank 冲突：用了 {moved} 趟，而 {least} 趟就够，是其 {ratio:.1f} 倍{line}："
-        "请让一个 warp 的线程访问不同的 bank（字编号除以 32 的余数）",
+        "请让一个线程束的线程访问不同的 bank（字编号除以 32 的余数）",
     ),
     "untouched": (
         "the result is right, but {array} is {done}: {moved} sectors of 32 bytes that the exercise does without{line}: "
@@ -158,7 +159,8 @@ class Exercise:
         try:
             runs = run_in_orders(solution, appended=test, include=_FILES, checks=True, limit=LIMIT)
         except DataError as error:
-            return ExerciseCheck(str(error))
+            with in_language(language):
+                return ExerciseCheck(translated(str(error)))
         for found in runs:
             mistake = found.mistake
             if mistake or found.code:
@@ -317,27 +319,27 @@ EXERCISES = (
     Exercise(
         "07.1",
         "07_1_row_sums.cu",
-        ("sum rows by shuffles, one warp per row", "用 shuffle 对每一行求和，每行一个 warp"),
+        ("sum rows by shuffles, one warp per row", "用 shuffle 对每一行求和，每行一个线程束"),
         words=("__shfl_",),
         coalesced=("x",),
     ),
     Exercise(
         "07.2",
         "07_2_gemv.cu",
-        ("a matrix times a vector, one warp per row", "矩阵乘向量，每行一个 warp"),
+        ("a matrix times a vector, one warp per row", "矩阵乘向量，每行一个线程束"),
         words=("__shfl_",),
         coalesced=("w", "x"),
     ),
     Exercise(
         "07.3",
         "07_3_int4.cu",
-        ("turn weights of 4 bits into float32", "把 4 bit 权重还原成 float32"),
+        ("turn weights of 4 bits into float32", "把 4 比特权重还原成 float32"),
         coalesced=("weights",),
     ),
     Exercise(
         "07.4",
         "07_4_int4_gemv.cu",
-        ("a matrix of 4-bit weights times a vector", "4 bit 权重的矩阵乘向量"),
+        ("a matrix of 4-bit weights times a vector", "4 比特权重的矩阵乘向量"),
         words=("__shfl_",),
         coalesced=("packed",),
     ),
@@ -366,7 +368,7 @@ EXERCISES = (
     Exercise(
         "11.1",
         "11_1_round_to_4_bits.cu",
-        ("round weights to 4 bits in groups", "把权重分组量化为 4 bit"),
+        ("round weights to 4 bits in groups", "把权重分组量化为 4 比特"),
         words=("__shfl_",),
         coalesced=("weights", "codes"),
     ),
@@ -416,7 +418,7 @@ EXERCISES = (
     Exercise(
         "18.1",
         "18_1_append_to_cache.cu",
-        ("write tokens to a paged 8-bit KV cache", "把 token 写入分页的 8 bit KV 缓存"),
+        ("write tokens to a paged 8-bit KV cache", "把 token 写入分页的 8 比特 KV 缓存"),
         words=("__shared__", "__syncthreads"),
         coalesced=("vectors", "codes"),
     ),
@@ -429,7 +431,7 @@ EXERCISES = (
     Exercise(
         "19.2",
         "19_2_shards.cu",
-        ("split columns at whole quantization groups", "按完整的量化组切分各列"),
+        ("split columns at whole quantization groups", "按完整的分组切分各列"),
     ),
 )
 
@@ -444,5 +446,8 @@ def exercises_of(name: str) -> tuple[Exercise, ...]:
     wanted = chapter.zfill(2) + dot + number
     found = tuple(each for each in EXERCISES if wanted in (each.chapter, each.name))
     if not found:
-        raise UsageError(f"{name}: there is no such exercise: choose from {', '.join(each.name for each in EXERCISES)}")
+        chapters = ", ".join(dict.fromkeys(each.chapter for each in EXERCISES))
+        raise UsageError(
+            f"{name}: there is no such exercise: `warpbus learn` lists them; chapters {chapters} have some"
+        )
     return found

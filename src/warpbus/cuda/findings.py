@@ -32,22 +32,25 @@ _WORDS: dict[str, tuple[str, str]] = {
     "device": ("device", "设备"),
     "shared": ("shared", "共享"),
     "outside": (
-        "{at}: {verb} {array}[{index}]{line}, but {array} has {count} elements of {element} bytes: "
-        "compare the index with "
-        "the number of elements",
-        "{at}：{verb}了 {array}[{index}]{line}，但 {array} 只有 {count} 个元素（每个 {element} 字节）："
-        "请把下标与元素个数比较",
+        "{at}: {verb} {array}[{index}]{line}, but {array} has {elements} of {element} bytes: {hint}",
+        "{at}：{verb}了 {array}[{index}]{line}，但 {array} 只有 {count} 个元素（每个 {element} 字节）：{hint}",
+    ),
+    "one_past": (
+        "the last valid index is {last}. Is a bounds check such as `if (i < n)` missing, does it compare with <= "
+        "instead of <, or is the index one too large?",
+        "最后一个有效下标是 {last}。是否缺少 `if (i < n)` 这样的边界检查，或者把 < 写成了 <=，或者下标多了 1？",
+    ),
+    "far": (
+        "the last valid index is {last}. Check the index before the access, for example with `if (i < n)`",
+        "最后一个有效下标是 {last}。请在访问之前检查下标，例如 `if (i < n)`",
     ),
     "before": (
         "{at}: {verb} {array}[{index}]{line}, which is before the begin of {array}",
         "{at}：{verb}了 {array}[{index}]{line}，它在 {array} 的起点之前",
     ),
     "padding": (
-        "kernel {kernel} wrote {array}[{index}], but {array} has {count} elements of {element} bytes: "
-        "compare the index "
-        "with the number of elements",
-        "核函数 {kernel} 写了 {array}[{index}]，但 {array} 只有 {count} 个元素（每个 {element} 字节）："
-        "请把下标与元素个数比较",
+        "kernel {kernel} wrote {array}[{index}], but {array} has {elements} of {element} bytes: {hint}",
+        "核函数 {kernel} 写了 {array}[{index}]，但 {array} 只有 {count} 个元素（每个 {element} 字节）：{hint}",
     ),
     "padding_before": (
         "kernel {kernel} wrote {array}[{index}], which is before the begin of {array}",
@@ -77,22 +80,24 @@ _WORDS: dict[str, tuple[str, str]] = {
     "race": (
         "kernel {kernel}, block {block}: a race on {memory} memory: thread {its_thread} {its_verb} "
         "{array}[{index}]{its_line} "
-        "and thread {thread} {verb} it{line}, and {no_barrier} is between them",
+        "and thread {thread} {verb} it{line}, and {no_barrier} is between them: their order is undefined, so put a "
+        "barrier between the two accesses, also if they are in different rounds of a loop",
         "核函数 {kernel}，线程块 {block}：{memory}内存上的数据竞争：线程 {its_thread} {its_verb} "
         "{array}[{index}]{its_line}，"
-        "线程 {thread} 也{verb}它{line}，两者之间没有 {no_barrier}",
+        "线程 {thread} {verb}同一个元素{line}，两者之间没有 {no_barrier}：先后次序不确定，"
+        "请在这两次访问之间同步，它们处于循环的不同轮次时也一样",
     ),
     "no_syncthreads": ("no __syncthreads()", "__syncthreads()"),
     "no_syncwarp": ("neither __syncthreads() nor __syncwarp()", "__syncthreads() 或 __syncwarp()"),
     "race_blocks": (
         "kernel {kernel}: a race on device memory: thread {its_thread} of block {its_block} {its_verb} "
         "{array}[{index}]{its_line} and thread {thread} of block {block} {verb} it{line}: blocks run in "
-        "any order, so an "
-        "element is for one block, or for atomic operations",
+        "any order, so give each element to one block (does the index use blockIdx?), or use an atomic operation "
+        "such as atomicAdd",
         "核函数 {kernel}：设备内存上的数据竞争：线程块 {its_block} 的线程 {its_thread} {its_verb} "
         "{array}[{index}]{its_line}，"
-        "线程块 {block} 的线程 {thread} 也{verb}它{line}：线程块的执行顺序不定，"
-        "一个元素只能由一个线程块处理，或者使用原子操作",
+        "线程块 {block} 的线程 {thread} {verb}同一个元素{line}：线程块的执行顺序不定，"
+        "请让每个元素只由一个线程块处理（下标里用了 blockIdx 吗？），或者使用 atomicAdd 之类的原子操作",
     ),
     "unwritten": (
         "{at}: reads {array}[{index}]{line}, to which nothing was written: {memory} memory is not zero at first",
@@ -100,11 +105,11 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "barrier": (
         "{block}: {count} threads wait at {what}{line}, but {ended} have returned, such as thread "
-        "{returned}: on a GPU this "
-        "is undefined; all threads of the block have to reach the barrier",
+        "{returned}: on a GPU this is undefined. All threads of the block have to reach the barrier: move it out "
+        "of the `if`, and let no thread return before it",
         "{block}：{count} 个线程在 {what} 处等待{line}，但有 {ended} 个线程已经返回，例如线程 "
-        "{returned}：这在 GPU 上是未定义行为，"
-        "线程块的所有线程都必须到达同步点",
+        "{returned}：这在 GPU 上是未定义行为。线程块的所有线程都必须到达同步点："
+        "请把它移到 if 之外，并且不要让线程在它之前返回",
     ),
     "divergent": (
         "{block}: threads of one block wait at different barriers: thread {waiting} at line "
@@ -135,12 +140,16 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "endless_host": ("the program does not end{line}", "程序没有结束{line}"),
     "status": ("{size}: the launch failed: {status}", "{size}：启动失败：{status}"),
+    "configuration": (
+        "{size}: the launch failed: {status}: a launch needs at least 1 block, and 1 to 1024 threads per block",
+        "{size}：启动失败：{status}：至少要有 1 个线程块，每个线程块要有 1 到 1024 个线程",
+    ),
     "wrong": (
-        "{size}: {array}[{index}] is {found}, expected {expected} ({wrong} of {count} elements are wrong)",
+        "{size}: {array}[{index}] is {found}, expected {expected} (wrong elements: {wrong} of {count})",
         "{size}：{array}[{index}] 是 {found}，应为 {expected}（{count} 个元素中有 {wrong} 个不对）",
     ),
     "missing": (
-        "{size}: {array}[{index}] was never written, expected {expected} ({wrong} of {count} elements are wrong)",
+        "{size}: {array}[{index}] was never written, expected {expected} (wrong elements: {wrong} of {count})",
         "{size}：{array}[{index}] 没有被写过，应为 {expected}（{count} 个元素中有 {wrong} 个不对）",
     ),
 }
@@ -174,6 +183,10 @@ def explain(finding: Finding, language: str = "en") -> str:
     if "thread" in finding:
         fields["at"] = _word("at", language).format(**fields)
     kind = _kind(finding)
+    if kind in ("outside", "padding"):
+        count = finding["count"]
+        fields |= {"last": count - 1, "elements": f"{count} element" if count == 1 else f"{count} elements"}
+        fields["hint"] = _word("one_past" if finding["index"] == count else "far", language).format(**fields)
     if kind in ("barrier", "divergent", "warp"):
         fields["block"] = _word("block", language).format(**fields)
     if kind == "warp":
@@ -193,4 +206,6 @@ def _kind(finding: Finding) -> str:
         return "race_blocks"
     if kind in ("wild", "endless") and "thread" not in finding:
         return f"{kind}_host"
+    if kind == "status" and finding["status"] == "invalid configuration argument":
+        return "configuration"
     return "missing" if kind == "wrong" and finding["unwritten"] else kind

@@ -137,6 +137,8 @@ def run_in_orders(
 def _text(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{source}: there is no such file: give a .cu file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{source}: cannot be read ({error}): give a .cu file") from None
 

@@ -117,17 +117,53 @@ def lora_numbers(adapters: abc.Sequence[Adapter]) -> dict[str | None, int]:
     return {name: number for number, name in enumerate(loras, start=1)}
 
 
-def salt_of(name: str | None, cache_salt: bytes = b"") -> bytes:
+def salt_of(name: str | None, cache_salt: bytes = b"", content: bytes = b"") -> bytes:
     """The salt of block keys (`SchedulerState.salt`), which keeps different adapters from sharing blocks, because their
     keys and values differ, and requests of different cache salts, for privacy; empty for a request with neither.
 
     Args:
         name: of the adapter, not empty.
         cache_salt: at most 64 bytes.
+        content: the digest of the adapter's tensors, where blocks outlive the adapter.
     """
     if name is None and not cache_salt:
         return b""
-    return hashlib.blake2b((name or "").encode(), digest_size=16, key=cache_salt).digest()
+    return hashlib.blake2b(content + (name or "").encode(), digest_size=16, key=cache_salt).digest()
+
+
+class BlockSalts:
+    """The salts of an engine's requests.
+
+    Args:
+        outliving: blocks may outlive the engine, when another adapter may have got the name of one: the salt depends on
+            the adapter's tensors, too.
+    """
+
+    def __init__(self, *, outliving: bool) -> None:
+        self._outliving = outliving
+        self._digests: dict[str, tuple[Adapter, bytes]] = {}
+
+    def of(self, adapter: Adapter | None, cache_salt: bytes) -> bytes:
+        """As `salt_of`, for an adapter."""
+        if adapter is None or not self._outliving:
+            return salt_of(None if adapter is None else adapter.name, cache_salt)
+        known = self._digests.get(adapter.name)
+        if known is None or known[0] is not adapter:
+            known = self._digests[adapter.name] = adapter, _content(adapter)
+        return salt_of(adapter.name, cache_salt, known[1])
+
+
+def _content(adapter: Adapter) -> bytes:
+    """The digest of an adapter's tensors."""
+    digest = hashlib.blake2b(digest_size=32)
+    if isinstance(adapter, Prefix):
+        tensors = {"keys": adapter.keys_lthd, "values": adapter.values_lthd}
+    else:
+        tensors = {f"{name} {part}": getattr(low, part) for name, low in adapter.parts.items() for part in ("a", "b")}
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _is(one: object, other: object) -> bool:

@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict, abc
 from collections.abc import Callable
 
-from warpbus.engine.host_blocks import HostBlocks
+from warpbus.engine.host_blocks import Fetch, HostBlocks
 
 BLOCK = 32
 """Tokens per block."""
@@ -121,6 +121,12 @@ class BlockAllocator:
             found.append(block)
         return found
 
+    def fetch(self, keys: abc.Sequence[bytes]) -> Fetch:
+        """Begin to read the blocks of a prefix that only the disk has to main memory."""
+        if self._host is None:
+            return Fetch()
+        return self._host.fetch(keys[next((at for at, key in enumerate(keys) if key not in self._by_key), len(keys)) :])
+
     def hold(self, keys: abc.Sequence[bytes]) -> None:
         """Keep the blocks of a prefix in main memory before others, if they are there, so that they can be restored."""
         if self._host is not None:
@@ -172,11 +178,17 @@ class BlockAllocator:
         Args:
             keep: in main memory, if there is room; otherwise the prefix cache is empty there, too.
         """
-        while self._idle:
-            heapq.heappush(self._free, self._evict())
+        self.evict(len(self._idle))
         if self._host is not None and not keep:
             self._host.clear()
         return max(self._users, default=self._last_reserved) + 1
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` idle blocks, least recently released first; how many they were."""
+        count = min(count, len(self._idle))
+        for _ in range(count):
+            heapq.heappush(self._free, self._evict())
+        return count
 
     def keyed(self) -> dict[int, bytes]:
         """The blocks in the prefix cache, with their keys."""

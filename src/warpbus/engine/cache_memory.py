@@ -13,7 +13,8 @@ from warpbus.cuda.devices import free_memory
 from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, BlockAllocator
-from warpbus.engine.host_cache import HostCache
+from warpbus.engine.disk_cache import DiskSpace
+from warpbus.engine.host_cache import HostCache, staging_bytes
 from warpbus.engine.kv_cache import KVCache, has_decode_kernels, token_bytes, usable_dtype
 from warpbus.engine.prefixes import Prefixes
 from warpbus.errors import DeviceError
@@ -30,8 +31,8 @@ class CacheMemory:
         model: on its device.
         prefixes: have the first blocks, which `begin` writes.
         sharing: prompts with a common prefix share the blocks of it.
-        max_model_len, max_num_seqs, kv_dtype, cache_tokens, host_bytes: as of `Engine`. If several processes share the
-            model, all get the smallest cache of any.
+        max_model_len, max_num_seqs, kv_dtype, cache_tokens, host_bytes, disk: as of `Engine`. If several processes
+            share the model, all get the smallest cache of any.
 
     Attributes:
         cache: the keys and values, on the device where the engine runs now.
@@ -56,6 +57,7 @@ class CacheMemory:
         cache_tokens: int | None,
         sharing: bool,
         host_bytes: int | None,
+        disk: DiskSpace | None = None,
     ) -> None:
         config, dtype, device = model.config, model.final_norm.weight.dtype, model.final_norm.weight.device
         kv_dtype = usable_dtype(model, kv_dtype, kernels=has_decode_kernels(config, dtype, device))
@@ -76,7 +78,10 @@ class CacheMemory:
         count = 1 + prefixes.blocks + blocks + prefixes.extra_blocks
         self.prefixes = prefixes
         self.cache = KVCache(config, count, device=device, dtype=dtype, kv_dtype=kv_dtype, scales=model.kv_scales)
-        self.host = None if host_bytes is None else HostCache(self.cache, host_bytes)
+        if host_bytes is None and disk is not None:
+            longest = -(-min(self.tokens, max_model_len or config.max_context) // BLOCK)
+            host_bytes = staging_bytes(self.cache.block_bytes, longest)
+        self.host = None if host_bytes is None else HostCache(self.cache, host_bytes, disk)
         self.blocks = BlockAllocator(
             count,
             # Not a method: the reference to this object would keep it, and its memory, alive in a cycle.
@@ -88,7 +93,7 @@ class CacheMemory:
 
     @property
     def usable(self) -> int:
-        """The most blocks of all sequences together."""
+        """The maximum number of blocks of all sequences together."""
         return self.blocks.count - 1 - self.prefixes.blocks
 
     def begin(self, dtype: torch.dtype, advice: str) -> None:
@@ -115,6 +120,19 @@ class CacheMemory:
             self.host.wait()
         self.cache.shrink(blocks)
         self.blocks.uncommit(self.cache.committed)
+
+    def forget(self, *, save_seconds: float = 0.0) -> int:
+        """Evict all idle blocks, to main memory and to the disk if there are these.
+
+        Args:
+            save_seconds: for how long to write to the disk what does not fit main memory at once.
+
+        Returns:
+            as `BlockAllocator.forget`.
+        """
+        if self.host is not None:
+            self.host.save(self.blocks.evict, save_seconds)
+        return self.blocks.forget(keep=True)
 
     def copy(self, blocks: abc.Sequence[int], target: "CacheMemory") -> int:
         """Copy blocks, as they are after the launched steps, to the same blocks of another cache; the bytes copied.

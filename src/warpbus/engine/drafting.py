@@ -46,11 +46,12 @@ class Drafting:
         return scheduler.plan(self._proposed, max(0, self._wanted - 1))
 
     def drafts(self, plan: StepPlan, *, ahead: bool) -> tuple[list[list[int]] | None, int]:
-        """What a planned step verifies and proposes.
+        """The drafts that a planned step verifies, and the number that it proposes.
 
         Returns:
-            the draft tokens of each decoding sequence, as far as the step has rows for them, None if the host need not
-            know the last tokens; and how many tokens per sequence multi-token prediction drafts for the next step.
+            The draft tokens of each decoding sequence, limited by the rows of the step, or None if the host does not
+            need the last tokens; and the number of tokens per sequence that multi-token prediction drafts for the next
+            step.
         """
         self._policy.advance()
         self._proposed = self._wanted

@@ -19,8 +19,9 @@ from functools import partial
 import torch
 
 from warpbus.cuda.remote import is_gpu
-from warpbus.engine.adapters import adapt, check_adapter, lora_numbers, readapt, salt_of
+from warpbus.engine.adapters import BlockSalts, adapt, check_adapter, lora_numbers, readapt
 from warpbus.engine.cache_memory import CacheMemory
+from warpbus.engine.disk_cache import DiskSpace
 from warpbus.engine.drafting import Drafting
 from warpbus.engine.kv_cache import KVCache, has_decode_kernels
 from warpbus.engine.logits import LogitsRow
@@ -47,12 +48,13 @@ EXPERTS_BATCHED_TOKENS = 8192
 """The same for a mixture of experts, where an expert has only a part of the tokens."""
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
+_SAVE_SECONDS = 5.0  # at most, for writing blocks to the disk before the engine ends or sleeps
 _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
 
 
 @dataclass
 class ModelInstance:
-    """What an engine has on one device; a move to another device replaces all of it.
+    """The state of an engine on one device; a migration to another device replaces all of it.
 
     Attributes:
         on_gpu: the device computes on a GPU, of this machine or remote.
@@ -86,6 +88,7 @@ class Engine:
         most_graphs: how many CUDA graphs are kept, the last used ones; None: all.
         prefix_caching: prompts with a common prefix share the blocks of it.
         host_bytes: main memory of this process for evicted blocks; see `HostCache`. None: they are forgotten.
+        disk: for them too, see `DiskCache`; not with several processes.
         speculation: the draft tokens per sequence and step: a number for n-gram lookup, "mtp:1" to "mtp:4" for the
             model's layer of multi-token prediction. With drafts, a step is launched only after the tokens of the last
             one were read.
@@ -122,6 +125,7 @@ class Engine:
         most_graphs: int | None = None,
         prefix_caching: bool = True,
         host_bytes: int | None = None,
+        disk: DiskSpace | None = None,
         speculation: int | str = 0,
         offloadable: OffloadableModel | None = None,
         adapters: abc.Sequence[Lora | Prefix] = (),
@@ -146,6 +150,7 @@ class Engine:
             cache_tokens=cache_tokens,
             sharing=prefix_caching,
             host_bytes=host_bytes,
+            disk=disk,
         )
         cache = self._memory.cache
         self.kv_kind = cache.kind
@@ -177,7 +182,7 @@ class Engine:
         self._steps = 0
         self._planning = self._read_time = self._launching = 0.0
         self.adapters = {adapter.name: adapter for adapter in adapters}
-        self._loras = lora_numbers(adapters)
+        self._loras, self._salts = lora_numbers(adapters), BlockSalts(outliving=disk is not None)
         self._make_replica = partial(
             type(self),
             max_model_len=self.max_model_len,
@@ -234,6 +239,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             host_hits=scheduler.host_hits,
+            disk_hits=scheduler.disk_hits,
             **({} if host is None else host.stats()),
             blocks=self._memory.usable,
             blocks_used=blocks.used,
@@ -266,7 +272,7 @@ class Engine:
         sequence.scheduler_state = SchedulerState(
             list(sequence.prompt),
             length,
-            salt_of(sequence.adapter, sequence.cache_salt),
+            self._salts.of(None if sequence.adapter is None else self.adapters[sequence.adapter], sequence.cache_salt),
             unsplit_tokens(sequence.prompt, self.model.config.prompt_end),
             uncached=sequence.params.needs_whole_prompt,
             prefix=prefix,
@@ -290,9 +296,9 @@ class Engine:
         If the next step needs nothing from the host, one step is launched before the previous one is read. If a step
         fails, or is interrupted, running sequences are computed again from the tokens that were read.
 
-        A sequence that fails by itself ends with this step and has an `error`; the others go on. It is a NumericError
-        if its logits hold NaN or infinity, an UnavailableError if there is no memory for its cache although nothing
-        else runs, and another WarpbusError if its grammar or its text cannot be handled.
+        A sequence that fails by itself ends with this step and has an `error`; the others continue. It is a
+        NumericError if its logits hold NaN or infinity, an UnavailableError if there is no memory for its cache
+        although nothing else runs, and another WarpbusError if its grammar or its text cannot be handled.
 
         Raises:
             DeviceError: the device's memory is full.
@@ -308,7 +314,9 @@ class Engine:
         if not ahead and self._launched:
             return self._read()
         started = time.perf_counter()
-        drafting = self._drafting
+        drafting, host = self._drafting, self._memory.host
+        if host is not None:
+            host.poll()
         plan = self._scheduler.plan() if drafting is None else drafting.plan(self._scheduler, ahead=ahead)
         planned = time.perf_counter()
         self._planning += planned - started
@@ -317,13 +325,15 @@ class Engine:
             drafts, propose = (None, 0) if drafting is None else drafting.drafts(plan, ahead=ahead)
             for chunk in plan.chunks:
                 self._assign_slot(chunk.sequence)
-            if self._memory.host is not None:
-                self._memory.host.begin_step([*plan.decoding, *(chunk.sequence for chunk in plan.chunks)])
+            if host is not None:
+                host.begin_step([*plan.decoding, *(chunk.sequence for chunk in plan.chunks)])
             sampled = self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose)
             self._launched.append(LaunchedStep(sampled, drafts, plan, planned))
             self._launching += time.perf_counter() - planned
         elif not self._launched and self._scheduler.waiting:
-            return [self._refuse_first()]
+            if host is None or not self._scheduler.fetching:
+                return [self._refuse_first()]
+            host.wait_for_disk()
         return self._read() if self._launched and (not ahead or not plan or len(self._launched) > 1) else []
 
     def decode(self, prompts: abc.Sequence[list[int]], tokens: int) -> list[list[int]]:
@@ -363,11 +373,11 @@ class Engine:
         self._uncommit(self._memory.blocks.forget())
 
     def shrink(self) -> None:
-        """Empty the prefix cache, except for main memory, and return the cache memory that no sequence needs."""
-        self._uncommit(self._memory.blocks.forget(keep=True))
+        """Empty the prefix cache, except for main memory and disk, and return the memory that no sequence needs."""
+        self._uncommit(self._memory.forget(save_seconds=1))
 
     def sleep(self) -> None:
-        """Return the memory of weights and cache; of the prefix cache, main memory stays. Does nothing while asleep.
+        """Return the memory of weights and cache; main memory and disk keep their blocks. Does nothing while asleep.
 
         Raises:
             UsageError: requests wait or run, or the engine has no `offloadable`.
@@ -377,12 +387,12 @@ class Engine:
             raise UsageError(
                 f"{len(self._scheduler)} requests are under way: let them end, or abort them, before sleep"
             )
-        self._memory.blocks.forget(keep=True)
+        self._memory.forget(save_seconds=_SAVE_SECONDS)
         self._uncommit(0)
         offloadable.sleep()
 
     def wake(self) -> None:
-        """Get the memory back after `sleep`. Does nothing while awake.
+        """Allocate the memory again after `sleep`. Does nothing while awake.
 
         Raises:
             DeviceError: other programs use the memory; `wake` can be called again.
@@ -461,7 +471,13 @@ class Engine:
 
     def close(self) -> None:
         """Return all memory of the cache; the engine cannot be used any more."""
+        if self._memory.host is not None:
+            self._memory.host.close()
         self._instance.cache.close()
+
+    def save(self) -> None:
+        """Write the blocks of the prefix cache to the disk, if there is one, as far as some seconds suffice."""
+        self._memory.forget(save_seconds=_SAVE_SECONDS)
 
     def swap_instance(self, replica: "Engine") -> None:
         """Continue on a replica's device. The replica has the content of all used and full blocks; no step is launched.

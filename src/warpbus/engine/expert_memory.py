@@ -1,7 +1,7 @@
-"""Which experts of a model do not fit on a GPU, and lie in pinned memory of the host instead.
+"""Chooses the experts of a model that do not fit on a GPU and are kept in pinned host memory instead.
 
-All layers have nearly the same number of experts there, so that every layer reads as much across the link as the
-others. At least one expert per layer stays on the GPU.
+All layers have nearly the same number of offloaded experts, so that every layer reads equally much over the link. At
+least one expert per layer stays on the GPU.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ class OffloadableExperts:
     """The experts of a model that can be offloaded.
 
     Attributes:
-        counts: for each layer the most experts that can be; 0 in a dense layer.
+        counts: for each layer the maximum number of offloaded experts; 0 in a dense layer.
         sizes: for each layer the bytes of an expert.
         shared: for each layer, whether it has a shared expert, which is stacked with the others.
     """
@@ -33,7 +33,7 @@ class OffloadableExperts:
     def of(
         cls, config: ModelConfig, dtype: torch.dtype, quantized: Mapping[str, Scheme], sizes: Mapping[str, int]
     ) -> "OffloadableExperts":
-        """Those that the kernels can read: quantized, and all of a layer alike.
+        """The experts that the kernels can read: quantized, with one scheme per layer.
 
         Args:
             dtype: of the activations.
@@ -52,7 +52,7 @@ class OffloadableExperts:
 
     @property
     def most(self) -> int:
-        """How many experts can be offloaded in all layers together."""
+        """The maximum number of offloaded experts in all layers together."""
         return sum(self.counts)
 
     def spread(self, count: int) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class OffloadableExperts:
         return sum(count * size for count, size in zip(offloaded, self.sizes, strict=bool(offloaded)))
 
     def stacking_bytes(self, offloaded: tuple[int, ...]) -> int:
-        """Bytes that stacking the experts of a layer takes beside them: the same again, of the layer with most.
+        """Additional bytes while the experts of a layer are stacked: a second copy of the layer with the most.
 
         Args:
             offloaded: for each layer how many are not on the GPU; empty: none.

@@ -1,9 +1,9 @@
-"""Keeps the experts that tokens choose most often on the GPU, where others lie in the memory of the host.
+"""Keeps the most frequently used experts on the GPU if others are in host memory.
 
 The router's kernel counts the tokens of each expert. Every `WINDOW` steps the counts are read, without waiting for the
-GPU, and added to half of the sums before. An offloaded expert with clearly more tokens than one on the GPU changes
-places with it, a few of them per step, by copies in the order of the steps. Where an expert lies changes no bit of a
-result.
+GPU, and added to half of the previous sums. An offloaded expert with clearly more tokens than an expert on the GPU is
+exchanged with it, a few per step, by copies in the order of the steps. The location of an expert does not change the
+results.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ class ExpertPlacement:
 
     Attributes:
         exchanged: how many experts were brought to the GPU so far.
-        choices, host_choices: how often tokens chose an expert of these layers, and one in the memory of the host, as
-            far as counts were read.
+        choices, host_choices: the number of times that a token was routed to an expert of these layers, and to one in
+            host memory, from the counts that were read.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -73,7 +73,7 @@ class ExpertPlacement:
         self.choices = self.host_choices = 0
 
     def step(self) -> None:
-        """Read counts or exchange experts, if it is time to. Does not wait for the GPU."""
+        """Read counts or exchange experts if they are due. Does not wait for the GPU."""
         self._steps += 1
         if self._due:
             now, self._due = self._due[:_AT_ONCE], self._due[_AT_ONCE:]
@@ -94,7 +94,7 @@ class ExpertPlacement:
         }
 
     def restart(self) -> None:
-        """Forget what was counted, for instance while kernels were warmed."""
+        """Reset the counts, for instance after the warm-up of kernels."""
         self._counts.zero_()
         self._tokens = [[0.0] * len(each) for each in self._tokens]
         self._arriving, self._due, self._steps = None, [], 0

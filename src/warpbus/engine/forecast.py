@@ -1,12 +1,12 @@
-"""What running a model on a GPU is going to be like, without that GPU: where the weights go, and how fast tokens come.
+"""Forecasts how a model runs on a GPU, without that GPU: the location of the weights and the tokens per second.
 
-A decode step of one sequence reads the weights that its token uses and the cache, at the bandwidth of a copy. Besides,
-each layer's kernels wait for one another, which takes `LAYER_SECONDS`, whatever their size. The constants are fitted to
-measured steps: docs/benchmarks.md, "Decode steps". Where nothing was measured there is only the upper bound that the
-bytes set.
+A decode step of one sequence reads the weights that its token uses and the cache, at the bandwidth of a copy. In
+addition, the kernels of each layer wait for one another, which takes `LAYER_SECONDS`, independent of their size. The
+constants are fitted to measured steps: docs/benchmarks.md, "Decode steps". Without measurements there is only the upper
+bound that follows from the bytes.
 
-Offloaded experts are read across the link to the host. How many of a token's experts are among them depends on the
-routing: forecast is a routing that chooses all experts equally often. Keeping hot experts on the GPU makes it better.
+Offloaded experts are read over the link to the host. The number of a token's experts among them depends on the routing;
+the forecast assumes that all experts are used equally often. Keeping frequently used experts on the GPU is faster.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ class WeightsRow:
     Attributes:
         name: for instance "routed experts".
         place: "GPU" or "host".
-        nbytes: of all layers.
-        step_bytes: that a decode step of one sequence reads.
+        nbytes: bytes in all layers.
+        step_bytes: bytes that a decode step of one sequence reads.
     """
 
     name: str
@@ -57,12 +57,13 @@ class Forecast:
     Attributes:
         card: the GPU.
         plan: its memory.
-        weights: by their kinds, in the order of the computation; what is on the host is not part of `plan`.
-        read_seconds: of a decode step of one sequence with `CONTEXT` tokens: reading its weights and its cache.
+        weights: by kind, in the order of the computation; weights on the host are not part of `plan`.
+        read_seconds: the time in which a decode step of one sequence with `CONTEXT` tokens reads its weights and its
+            cache.
         link_seconds: the part of it for offloaded experts.
-        kernel_seconds: what its kernels take besides; None where that was not measured.
-        unmeasured: why there is no `kernel_seconds`; empty if there is.
-        gpus: that share the model; all else is of the one with most weights.
+        kernel_seconds: the additional time of its kernels; None if it was not measured.
+        unmeasured: the reason why there is no `kernel_seconds`; empty if there is.
+        gpus: the number of GPUs that share the model; all other values are those of the GPU with the most weights.
     """
 
     card: Card
@@ -76,19 +77,20 @@ class Forecast:
 
     @property
     def most_prompt_tokens_per_second(self) -> float | None:
-        """Of a long prompt, each piece of which reads all offloaded experts; None if there are none."""
+        """The upper bound for a long prompt, each chunk of which reads all offloaded experts; None without offloaded
+        experts."""
         if not self.plan.host_bytes:
             return None
         return self.plan.prefill_tokens * self.card.link / self.plan.host_bytes
 
     @property
     def most_tokens_per_second(self) -> float:
-        """Of one sequence, if nothing but reading took time."""
+        """The upper bound for one sequence, from reading alone."""
         return 1 / self.read_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of one sequence; None where that is not known."""
+        """The forecast for one sequence; None if it is unknown."""
         return None if self.kernel_seconds is None else 1 / (self.read_seconds + self.kernel_seconds)
 
     def speed(self) -> str:
@@ -138,7 +140,7 @@ def forecast(
     max_num_seqs: int = 1,
     kv_dtype: str = "auto",
 ) -> Forecast:
-    """What a model is going to be like on a card, within `limit` bytes of its memory.
+    """The forecast for a model on a card, within `limit` bytes of its memory.
 
     Args:
         stored: its weights.
@@ -152,7 +154,7 @@ def forecast(
 
 
 def forecast_plan(stored: Stored, card: Card, plan: MemoryPlan) -> Forecast:
-    """What a model is going to be like on a card with a memory plan."""
+    """The forecast for a model on a card with a memory plan."""
     weights = tuple(_weights(stored, plan))
     cached = kv_cache_bytes(stored.config, stored.dtype, stored_dtype(stored.config, plan.kv_dtype, stored.dtype))
     far = sum(row.step_bytes for row in weights if row.place == "host")

@@ -199,12 +199,12 @@ def stored_dtype(config: ModelConfig, kv_dtype: str, dtype: torch.dtype) -> torc
 
 
 def chosen_dtype(kv_dtype: str, scheme: KVCacheScheme | None) -> str:
-    """`kv_dtype`, or what "auto" means for a checkpoint whose KV cache has this scheme."""
+    """`kv_dtype`; for "auto", the one for a checkpoint whose KV cache has this scheme."""
     return scheme.dtype if kv_dtype == "auto" and scheme is not None else kv_dtype
 
 
 def usable_dtype(model: Decoder, kv_dtype: str, *, kernels: bool) -> str:
-    """As `chosen_dtype`, for a model.
+    """The `chosen_dtype` for a model.
 
     Args:
         kernels: there are kernels that read the cache, see `has_decode_kernels`.

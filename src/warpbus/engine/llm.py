@@ -1,7 +1,7 @@
-"""The Python API: a model directory, loaded once, that answers prompts and conversations in text.
+"""The Python API: loads a model once and answers prompts and conversations in text.
 
-Knows nothing of layers, of how attention is computed, or of how a token is chosen: `runner`, `kv_cache` and `sampler`
-do. There is no state between two calls, so that an interrupted one leaves nothing behind.
+Layers, attention and sampling are in `runner`, `kv_cache` and `sampler`. Calls share no state, so an interrupted call
+has no effect on later ones.
 """
 
 import threading
@@ -40,14 +40,14 @@ class Completion:
     """The answer to a prompt.
 
     Attributes:
-        text: of the answer, without the stop token or the stop string.
-        token_ids: every token generated, the stop token included.
+        text: the answer, without the stop token or the stop string.
+        token_ids: all generated tokens, including the stop token.
         prompt_tokens: length of the prompt.
         finish_reason: "stop" (a stop token or string) or "length" (`max_tokens`, or the end of the context).
         prefill_seconds: time to the first token; of the whole batch, if prompts were answered together.
         decode_seconds: time from the first token to the last.
-        logprobs: of `token_ids`, where they were asked for.
-        prompt_logprobs: of the prompt's tokens, None for the first, where they were asked for.
+        logprobs: those of `token_ids`, if they were requested.
+        prompt_logprobs: those of the prompt's tokens, None for the first, if they were requested.
     """
 
     text: str
@@ -61,23 +61,23 @@ class Completion:
 
     @property
     def seconds(self) -> float:
-        """Time for the whole answer."""
+        """Time for the whole answer, in seconds."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated per second, the time for the prompt included."""
+        """Generated tokens per second, including the time for the prompt."""
         return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of an answer, as it is streamed.
+    """A streamed piece of an answer.
 
     Attributes:
-        index: which prompt it answers.
-        text: the new text; the pieces of an answer add up to its text.
-        completion: the whole answer, with its last piece; None before.
+        index: the index of the prompt.
+        text: the new text; the concatenated pieces are the text of the answer.
+        completion: the whole answer in its last piece; None in the others.
     """
 
     index: int
@@ -93,37 +93,38 @@ class LLM:
             packaged model; see `formats.hub.find_model`.
         device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N", or the device of a remote GPU that is
             connected (`warpbus.pool.connect(...).device`).
-        dtype: of activations and of unquantized weights: "float32", "float16", "bfloat16", or "auto", which is
-            float32 on the CPU and the checkpoint's own on a GPU.
-        max_model_len: the most tokens of a prompt with its answer; by default the model's context.
-        max_num_seqs: the most prompts that run at once; further ones wait.
-        memory: the GPU memory of the whole process: "6GB", "5.5GiB", "50%" of the card, or bytes. The context (unless
-            `max_model_len` is given), the cache, the head and the embedding are planned to fit (`plan`). None: weights
-            are loaded as they are, and the cache grows as needed.
-        kv_dtype: the storage type of the KV cache: "auto" (what the checkpoint has scales for, else the dtype of the
-            activations, or what `memory` requires); 8 bits, "int8" or "fp8", with the checkpoint's scales for this
-            type, else with one per token and head; or "unquantized", the dtype of the activations.
-        fp8_activations: on a Hopper GPU, read prompts faster by rounding activations to FP8; see `ServiceOptions`.
-        adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2) by the names that `generate` and `chat`
-            take; see `warpbus.models.adapters.load_adapter`.
-        progress: called while weights are downloaded and while they are read; see `warpbus.models.Progress`.
+        dtype: the dtype of activations and of unquantized weights: "float32", "float16", "bfloat16", or "auto", which
+            is float32 on the CPU and the checkpoint's own on a GPU.
+        max_model_len: maximum tokens of a prompt and its answer; by default the model's context.
+        max_num_seqs: maximum number of prompts that run at once; further ones wait.
+        memory: limit of the GPU memory of the whole process: "6GB", "5.5GiB", "50%" of the card, or bytes. The context
+            (unless `max_model_len` is given), the cache, the head and the embedding are planned to fit (`plan`). None:
+            weights are loaded unchanged, and the cache grows as needed.
+        kv_dtype: the dtype of the KV cache: "auto" (that of the checkpoint's scales, else the dtype of the activations,
+            or the one that `memory` requires); "int8" or "fp8", with the checkpoint's scales for this dtype, else with
+            one scale per token and head; or "unquantized", the dtype of the activations.
+        fp8_activations: on a Hopper GPU, round the activations of prefill to FP8, which is faster; see
+            `ServiceOptions`.
+        adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2), by the names for `generate` and
+            `chat`; see `warpbus.models.adapters.load_adapter`.
+        progress: called while weights are downloaded and read; see `warpbus.models.Progress`.
         planned: called with the plan before anything is loaded, if `memory` is given.
 
     Attributes:
         config: the model's `ModelConfig`.
         model: the `Decoder`, in eval mode.
-        tokenizer, template: how text and conversations become tokens.
-        device: `torch.device`.
-        dtype: `torch.dtype`.
-        schemes: the quantization `Schemes` of its matrices.
-        engine: the `Engine` that decodes.
+        tokenizer, template: convert text and conversations to tokens.
+        device: the `torch.device` of the model.
+        dtype: the `torch.dtype` of the activations.
+        schemes: the quantization `Schemes` of the matrices.
+        engine: the `Engine` that generates.
         plan: the `MemoryPlan`, or None without `memory`.
         adapters: the names of the adapters.
 
     Raises:
-        UsageError: an argument is out of range or not known, or the model does not fit `memory`.
+        UsageError: an argument is invalid, or the model does not fit `memory`.
         DeviceError: the device does not exist, its memory is full, or other programs use the planned memory.
-        CheckpointError: the directory, or an adapter's, is missing, damaged or not understood.
+        CheckpointError: the directory of the model or of an adapter is missing, damaged or not supported.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class LLM:
         self._inboxes: dict[Sequence, deque[TextPiece]] = {}
 
     def describe(self) -> str:
-        """The model in one line: family, size, numbers, device, context."""
+        """The model in one line: family, size, number formats, device, context."""
         numbers = str(self.dtype).removeprefix("torch.")
         if self.schemes.distinct():
             numbers = f"{self.schemes}, {numbers}"
@@ -180,7 +181,7 @@ class LLM:
         return f"{self.config.family}, {size} parameters, {numbers}, {self.device}, context {self.max_model_len:,}"
 
     def render(self, messages: abc.Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the model's answer begins.
+        """The token ids of a conversation, up to the beginning of the model's answer.
 
         Raises:
             UsageError: a message is malformed, or the model has no chat template.
@@ -188,7 +189,7 @@ class LLM:
         return self.template.render(messages)
 
     def room(self, prompt_tokens: int) -> int:
-        """How many tokens an answer may have after a prompt of this length; 0 or less if it does not fit."""
+        """The maximum number of tokens of an answer after a prompt of this length; 0 or less if it does not fit."""
         return self.max_model_len - prompt_tokens
 
     @overload
@@ -219,22 +220,21 @@ class LLM:
         adapter: Adapters = None,
         stream: bool = False,
     ) -> list[Completion] | Iterator[Chunk]:
-        """Continue prompts. Each answer is the same as for its prompt alone.
+        """Continue prompts. Each answer is the same as for its prompt alone, except for ties (see docs/scheduling.md).
 
         Args:
-            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, but
+            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, except
                 those that end every prompt of ChatGLM-6B (`Tokenizer.prompt_suffix`).
-            params: for all prompts, or one for each.
-            adapter: the name of one of the model's adapters, for all prompts or one for each; None: the model without
-                an adapter.
+            params: the parameters of all prompts, or a list with those of each prompt.
+            adapter: the name of an adapter for all prompts, or a list of names; None uses no adapter.
             stream: return the pieces of the answers as they are generated.
 
         Returns:
-            one `Completion` per prompt, in order; with `stream` an iterator of `Chunk`.
+            One `Completion` per prompt, in order; with `stream` an iterator of `Chunk`.
 
         Raises:
-            UsageError: an empty prompt, an id that is not in the vocabulary, a grammar that cannot be used, or an
-                adapter that is not there.
+            UsageError: a prompt is empty, an id is not in the vocabulary, a grammar is invalid, or an adapter does not
+                exist.
             ContextLengthError: a prompt leaves no room for an answer.
             DeviceError: the device's memory is full.
             NumericError: the model's scores for a prompt are NaN or infinite.
@@ -280,7 +280,7 @@ class LLM:
 
         Args:
             messages: such as `[{"role": "user", "content": "你好"}]`.
-            adapter: as of `generate`.
+            adapter: see `generate`.
             stream: return the answer's text in pieces as it is generated.
 
         Raises: as `generate` and `render`.
@@ -294,9 +294,9 @@ class LLM:
         return replace(completion, text=chunk.text)
 
     def without_first_line(self, chunks: abc.Iterable[Chunk]) -> Iterator[Chunk]:
-        """The pieces of one answer to a conversation, without the empty line that ChatGLM3 and GLM-4 begin it with.
+        """The pieces of one answer to a conversation, without the empty first line of ChatGLM3 and GLM-4.
 
-        They name a tool in that line. Other models' answers are left as they are.
+        These models name a tool in that line. The answers of other models are not changed.
         """
         dialect = find_dialect(self.template)
         if dialect is None:

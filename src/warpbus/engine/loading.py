@@ -13,7 +13,9 @@ from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.disk_cache import DiskSpace
 from warpbus.engine.engine import Engine
+from warpbus.engine.fingerprint import kv_fingerprint
 from warpbus.engine.forecast import forecast_plan
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.options import ServiceOptions, parse_latency
@@ -180,6 +182,7 @@ def build_engine(
         most_graphs=PLANNED_GRAPHS if limited else None,
         prefix_caching=options.prefix_caching,
         host_bytes=_host_bytes(opened, options, group),
+        disk=_disk_space(opened, options),
         speculation=options.speculation,
         offloadable=OffloadableModel(decoder) if can_sleep and not limited else None,
         adapters=adapters,
@@ -215,11 +218,21 @@ def _host_bytes(opened: OpenedModel, options: ServiceOptions, group: Group | Non
     """Main memory of this process for evicted blocks: each process that shares the model has a part of every block."""
     if options.kv_host_memory is None:
         return None
-    if opened.config.prompt_end is not None:
-        raise UsageError(
-            "kv_host_memory: this model reads its prompts in both directions, so no prefix can be found again"
-        )
+    _check_findable(opened.config, "kv_host_memory")
     return parse_memory(options.kv_host_memory, what="kv_host_memory") // (1 if group is None else group.world)
+
+
+def _disk_space(opened: OpenedModel, options: ServiceOptions) -> DiskSpace | None:
+    if options.kv_disk is None:
+        return None
+    _check_findable(opened.config, "kv_disk")
+    nbytes = parse_memory(options.kv_disk_size, what="kv_disk_size")
+    return DiskSpace(Path(options.kv_disk).expanduser(), nbytes, kv_fingerprint(opened, options))
+
+
+def _check_findable(config: ModelConfig, what: str) -> None:
+    if config.prompt_end is not None:
+        raise UsageError(f"{what}: this model reads its prompts in both directions, so no prefix can be found again")
 
 
 def load_engine(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Engine:

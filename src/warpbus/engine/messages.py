@@ -149,6 +149,10 @@ class ServedEngine(Protocol):
         """Return the cache memory that no sequence needs."""
         ...
 
+    def save(self) -> None:
+        """Write what the next process can use to the disk, if there is one; the last call."""
+        ...
+
     def sleep(self) -> None:
         """Offload the model and return the device's memory; only without work."""
         ...

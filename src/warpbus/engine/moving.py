@@ -64,7 +64,7 @@ class EngineMigration:
 
     Raises:
         UsageError: the engine sleeps, is on a remote GPU, is one of several that share a model, has offloaded experts,
-            or is there already, or the device is of another type.
+            or is already on that device, or the device is of another type.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:

@@ -47,6 +47,9 @@ class ServiceOptions:
         prefix_caching: prompts with a common prefix share the blocks of it.
         kv_host_memory: main memory for blocks that are evicted from the KV cache, so that prefix caching still finds
             them: "64GB", or bytes; of all processes of the engine together. None: evicted blocks are forgotten.
+        kv_disk: a directory for these blocks, where they are found again after a restart; not with several processes.
+            None: none.
+        kv_disk_size: the limit of the files of each engine there: "64GB", or bytes.
         speculation: the most draft tokens per request and step, proposed by n-gram lookup, up to 1,024; or "mtp:1" to
             "mtp:4" ("mtp" is "mtp:1"), proposed by the model's layer of multi-token prediction; 0: no speculation.
         max_restarts: how often the processes are restarted after deaths in a row, with less than a minute of service
@@ -80,6 +83,8 @@ class ServiceOptions:
     inter_token_latency: str | float | None = None
     prefix_caching: bool = True
     kv_host_memory: str | int | None = None
+    kv_disk: str | None = None
+    kv_disk_size: str | int = "64GB"
     speculation: int | str = 0
     max_restarts: int = 5
     watchdog_timeout: float = 300.0
@@ -119,6 +124,15 @@ class ServiceOptions:
             parse_memory(self.kv_host_memory, what="kv_host_memory")
             if not self.prefix_caching:
                 raise UsageError("kv_host_memory keeps blocks for prefix caching, which is off: leave one of them out")
+        parse_memory(self.kv_disk_size, what="kv_disk_size")
+        if self.kv_disk is not None:
+            if not self.prefix_caching:
+                raise UsageError("kv_disk keeps blocks for prefix caching, which is off: leave one of them out")
+            if self.tensor_parallel > 1:
+                raise UsageError(
+                    f"kv_disk with tensor_parallel {self.tensor_parallel}: each process would read files at its own "
+                    "pace, and plan other steps: leave one of them out"
+                )
         if self.generation_config not in get_args(GenerationConfig):
             raise UsageError(f"generation_config is {self.generation_config!r}: give auto or none")
         check_limit("watchdog_timeout", self.watchdog_timeout)

@@ -114,9 +114,13 @@ class Sampler:
             tokens = tokens.index_copy(0, self._processed_index, chosen)
         if self._asked:
             asked = self._asked_index
-            counts = [self._rows[at].sequence.params.logprobs or 0 for at in self._asked]
+            params = [self._rows[at].sequence.params for at in self._asked]
             self._logprobs = Logprobs.of(
-                logits_bv.index_select(0, asked), tokens.index_select(0, asked), self._asked, counts
+                logits_bv.index_select(0, asked),
+                tokens.index_select(0, asked),
+                self._asked,
+                [each.logprobs or 0 for each in params],
+                [each.logprob_tokens for each in params],
             )
         return tokens, best
 

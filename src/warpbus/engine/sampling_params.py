@@ -15,8 +15,11 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "
 MOST_LOGPROBS = 20
 """The most alternatives per sampled token, as in OpenAI's API."""
 
+MOST_LOGPROB_TOKENS = 1024
+"""The most tokens of `logprob_tokens`."""
+
 MOST_PROMPT_LOGPROBS = 1 << 20
-"""The most log probabilities of one prompt: its tokens times one more than `prompt_logprobs`."""
+"""The most log probabilities of one prompt: its tokens times one more than `prompt_logprobs` and `logprob_tokens`."""
 
 _LEAST_TEMPERATURE = 1e-6  # below it, logits divided by the temperature may overflow float32
 MOST_BIASES = 1024
@@ -126,6 +129,8 @@ class SamplingParams:
         logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
             20). None: no logprobs.
         prompt_logprobs: the same for the tokens of the prompt, which is then computed without the prefix cache.
+        logprob_tokens: the ids of at most 1,024 tokens, whose log probabilities `logprobs` and `prompt_logprobs` return
+            at every position, too.
         pooling: return a vector of the prompt with the first token.
 
     Raises:
@@ -147,6 +152,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_tokens: tuple[int, ...] = ()
     pooling: PromptPooling | None = None
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)
     grammar: Grammar | None = None
@@ -182,7 +188,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}: give True or False")
         _check("priority", self.priority, "a whole number", low=-math.inf, whole=True)
-        self._check_stop_tokens()
+        self._check_ids("stop_token_ids", MOST_STOPS)
+        self._check_ids("logprob_tokens", MOST_LOGPROB_TOKENS)
         self._check_biases()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UsageError(f"grammar is of type {type(self.grammar).__name__}: give a Grammar")
@@ -205,11 +212,12 @@ class SamplingParams:
         return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.mode == "mean")
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises UsageError if `logit_bias` or `stop_token_ids` name a token outside the vocabulary."""
+        """Raises UsageError if the parameters name a token outside the vocabulary."""
         tags = () if self.thinking is None else (self.thinking.opening, self.thinking.closing)
         for name, ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
+            ("logprob_tokens", self.logprob_tokens),
             ("pooling", () if self.pooling is None else self.pooling.tokens),
             ("thinking", tags),
         ):
@@ -217,13 +225,13 @@ class SamplingParams:
             if strange:
                 raise UsageError(f"{name} has the token id {strange[0]}: give ids below {vocab_size}, the vocabulary")
 
-    def _check_stop_tokens(self) -> None:
-        ids = self.stop_token_ids
-        if not isinstance(ids, abc.Sequence) or isinstance(ids, str) or len(ids) > MOST_STOPS:
-            raise UsageError(f"stop_token_ids is {str(ids)[:80]}: give a list of at most {MOST_STOPS} token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+    def _check_ids(self, name: str, most: int) -> None:
+        ids = getattr(self, name)
+        if not isinstance(ids, abc.Sequence) or isinstance(ids, str) or len(ids) > most:
+            raise UsageError(f"{name} is {str(ids)[:80]}: give a list of at most {most:,} token ids")
+        object.__setattr__(self, name, tuple(ids))
         for token in ids:
-            _check("a token id of stop_token_ids", token, "a whole number, 0 or more", low=0, whole=True)
+            _check(f"a token id of {name}", token, "a whole number, 0 or more", low=0, whole=True)
 
     def _check_biases(self) -> None:
         biases = self.logit_bias

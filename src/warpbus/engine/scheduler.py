@@ -166,6 +166,7 @@ class Scheduler:
         preemptions: how often a sequence was preempted.
         prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
         host_hits: those of the found tokens whose blocks were in main memory.
+        disk_hits: those that were on the disk.
     """
 
     def __init__(self, blocks: BlockAllocator, *, max_num_seqs: int, budget: StepBudget) -> None:
@@ -178,6 +179,7 @@ class Scheduler:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.host_hits = 0
+        self.disk_hits = 0
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -186,6 +188,11 @@ class Scheduler:
         """All sequences that run or wait."""
         yield from self.running
         yield from self.waiting
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a waiting sequence waits for blocks from the disk."""
+        return any(each.scheduler_state.fetch is not None and each.scheduler_state.fetch.left for each in self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the waiting queue, behind all that have waited longer and are not less urgent."""
@@ -300,11 +307,14 @@ class Scheduler:
             if budget and not self._restores(sequence.scheduler_state, busy=busy):
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].end - chunks[-1].start
-        while admit and budget and self.waiting and len(self.running) < self._max_num_seqs:
-            unsplit = self.waiting[0].scheduler_state.unsplit
-            if (chunks and unsplit > budget) or not self._admit(self.waiting[0].scheduler_state):
+        while admit and budget and len(self.running) < self._max_num_seqs:
+            first = next((each for each in self.waiting if not self._fetches(each.scheduler_state)), None)
+            if first is None:
                 break
-            sequence = self.waiting.popleft()
+            sequence, unsplit = first, first.scheduler_state.unsplit
+            if (chunks and unsplit > budget) or not self._admit(sequence.scheduler_state):
+                break
+            self.waiting.remove(sequence)
             sequence.scheduler_state.status = "running"
             self.running.append(sequence)
             if self._restores(sequence.scheduler_state, busy=busy or bool(chunks)):
@@ -312,6 +322,12 @@ class Scheduler:
             chunks.append(self._chunk(sequence, max(budget, unsplit)))
             budget = max(0, budget - chunks[-1].end + chunks[-1].start)
         return chunks
+
+    def _fetches(self, state: SchedulerState) -> bool:
+        """Whether a sequence waits for blocks from the disk; others are admitted before it meanwhile."""
+        if state.fetch is None:
+            state.fetch = self._blocks.fetch(self._keys_to_find(state))
+        return state.fetch.left > 0
 
     def _restores(self, state: SchedulerState, *, busy: bool) -> bool:
         """Whether a sequence waits in this step for its blocks from main memory: only while other work goes on."""
@@ -355,7 +371,11 @@ class Scheduler:
             state.cached_tokens = state.computed
             self.prefix_queries += 0 if state.unsplit else state.length
             self.prefix_hits += state.computed
-            self.host_hits += state.computed - max(0, len(shared) * BLOCK - state.prefix_tail)
+            restored_tokens = state.computed - max(0, len(shared) * BLOCK - state.prefix_tail)
+            fetched = () if state.fetch is None else state.fetch.keys
+            from_disk = min(restored_tokens, BLOCK * sum(key in fetched for key in keys[:restored]))
+            self.disk_hits += from_disk
+            self.host_hits += restored_tokens - from_disk
         return True
 
     def _keys_to_find(self, state: SchedulerState) -> list[bytes]:
@@ -394,6 +414,7 @@ class Scheduler:
         state.blocks = []
         state.computed = 0
         state.restoring = 0
+        state.fetch = None
         state.decoding = False
 
     def _publish(self, state: SchedulerState) -> None:

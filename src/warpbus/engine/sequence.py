@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.host_blocks import Fetch
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.speculation import NgramIndex, accepted
 from warpbus.errors import NumericError, UsageError, WarpbusError
@@ -32,13 +33,15 @@ _log = logging.getLogger("warpbus.engine")
 class TokenLogprob:
     """The log probability (natural logarithm) of a token, and the most likely tokens with theirs, best first.
 
-    `rank` is the place of a prompt's token among all by probability, from 1; 0 for a sampled token.
+    `rank` is the place of a prompt's token among all by probability, from 1; 0 for a sampled token. `asked` has the log
+    probabilities of `SamplingParams.logprob_tokens`, in their order.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
     rank: int = 0
+    asked: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,7 @@ class SchedulerState:
         cached_tokens: tokens of the prompt found in the prefix cache when the sequence was first admitted.
         decoding: the prompt is prefilled and the sequence has a next token: all tokens but the last are computed.
         restoring: for how many steps of other sequences it waits for blocks from main memory.
+        fetch: blocks that are read from the disk for it before it is admitted; None: it was not looked for any.
         preemptions: how often the sequence was preempted.
         keys: the prefix-cache keys of its full blocks, as far as they were needed.
         published: how many of its own blocks are full and registered in the prefix cache (not registered if `unsplit`).
@@ -225,6 +229,7 @@ class SchedulerState:
     cached_tokens: int = 0
     decoding: bool = False
     restoring: int = 0
+    fetch: Fetch | None = None
     preemptions: int = 0
     keys: list[bytes] = field(default_factory=list)
     published: int = 0

@@ -85,6 +85,8 @@ def serve(
         commands = lockstep.next_commands(pipe, loop.patience)
         with pipe.step():
             running = loop.run_once(commands)
+            if not running:
+                engine.save()
 
 
 def _progress_reporter(pipe: JobPipe) -> Progress:

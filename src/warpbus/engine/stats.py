@@ -15,6 +15,9 @@ class Stats:
         host_hits: those of the found tokens whose blocks were in main memory.
         host_bytes: bytes of the blocks that are kept in main memory.
         host_stored_bytes, host_loaded_bytes: bytes of blocks that were copied to main memory, and back.
+        disk_hits: those whose blocks were on the disk.
+        disk_bytes: bytes of the blocks that are kept on the disk.
+        disk_stored_bytes, disk_loaded_bytes: bytes of blocks that were written to the disk, and read.
         blocks, blocks_used, blocks_idle: blocks of the cache, those of P-Tuning prefixes excluded: the most there can
             be, those used by sequences, and those kept in the prefix cache only.
         cache_bytes: committed memory of the cache.
@@ -42,6 +45,10 @@ class Stats:
     host_bytes: int = 0
     host_stored_bytes: int = 0
     host_loaded_bytes: int = 0
+    disk_hits: int = 0
+    disk_bytes: int = 0
+    disk_stored_bytes: int = 0
+    disk_loaded_bytes: int = 0
     experts_exchanged: int = 0
     expert_choices: int = 0
     host_expert_choices: int = 0

@@ -13,6 +13,7 @@ from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.hub import parse_name
 from warpbus.formats.layout import layout_of
+from warpbus.formats.trellis import detect as is_trellis
 from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
@@ -128,6 +129,8 @@ def _format_name(checkpoint: Checkpoint) -> str | None:
     layout = layout_of(checkpoint.config)
     if layout is not None:
         return layout.name
+    if is_trellis(checkpoint.config):
+        return "warpbus"
     fp4 = fp4_storage(checkpoint.config)
     if fp4 is not None:
         method = checkpoint.config["quantization_config"].get("quant_method")
@@ -189,6 +192,12 @@ def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterato
     config = checkpoint.config
     layout, schemes = _format_name(checkpoint), read_schemes(config).distinct()
     yield f"**Warpbus**\n\n```sh\nwarpbus chat {repository}\nwarpbus serve {repository}\n```"
+    if layout == "warpbus":
+        yield (
+            "Other programs do not read this format. They read the model after "
+            f"`warpbus convert {repository} DIRECTORY --to bfloat16`, at its original size."
+        )
+        return
     codes = [each for each in schemes if each.activations is None and each.element is None]
     slow = next((each for each in codes if each.bits not in _VLLM_BITS), None)
     if "auto_map" in config:

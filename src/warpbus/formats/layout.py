@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import UsageError
-from warpbus.formats import awq, compressed_tensors, fp4, gptq, thudm
+from warpbus.errors import SchemeError, UsageError
+from warpbus.formats import awq, compressed_tensors, fp4, gptq, thudm, trellis
 from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
@@ -69,7 +69,7 @@ class WritableLayout(Layout):
 
 
 def layout_named(name: str) -> WritableLayout:
-    """The format to write: "compressed-tensors", "gptq", "gptq-v2", "awq" or "modelopt".
+    """The format to write: "compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt" or "warpbus".
 
     Raises:
         UsageError: if there is no format of that name.
@@ -83,12 +83,12 @@ def layout_named(name: str) -> WritableLayout:
 def layout_of(config: Config) -> Layout | None:
     """The format of a model's quantized matrices, from its `config.json`; None if no matrix is loaded quantized.
 
-    The latter is an unquantized model, or one in FP8 or FP4 that kernels do not represent: see `formats.dequantizing`.
+    The latter is an unquantized model, or one with which no kernel computes: see `formats.dequantizing`.
 
     Raises:
         CheckpointError: the quantized format is not supported.
     """
-    if fp4_storage(config) is not None:
+    if fp4_storage(config) is not None or trellis.detect(config):
         return None
     storage = fp8_storage(config)
     if storage is not None and not storage.is_scheme:
@@ -123,6 +123,8 @@ def _any_zeros(zeros: Tensor, name: str) -> None:
 
 
 def _any_matrix(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
+    if scheme.is_trellis:
+        raise SchemeError(f"{name}: {scheme} has a format of its own: use --format warpbus")
     scheme.groups(shape[1], name)
 
 
@@ -185,6 +187,19 @@ WRITABLE = {
             check_zeros=_any_zeros,
             to_tensors=partial(fp4.fp4_to_tensors, modelopt=True),
             quantization_config=fp4.modelopt_config,
+        ),
+        WritableLayout(
+            name="warpbus",
+            parts=trellis.PARTS,
+            detect=trellis.detect,
+            read_schemes=trellis.read_schemes,
+            is_quantized=trellis.is_quantized,
+            from_tensors=trellis.from_tensors,
+            scale_dtype=None,
+            check=trellis.check,
+            check_zeros=_any_zeros,
+            to_tensors=trellis.to_tensors,
+            quantization_config=trellis.quantization_config,
         ),
     )
 }

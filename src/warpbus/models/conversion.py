@@ -16,6 +16,7 @@ from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.layout import WRITABLE
 from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
+from warpbus.formats.trellis import detect as is_trellis
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
 from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
@@ -202,12 +203,17 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
 
 
 def _opened_dequantized(checkpoint: Checkpoint, to: str) -> Checkpoint:
-    """An FP8, FP4 or GGUF checkpoint, its matrices dequantized to `to`. Raises UsageError if it is none of these."""
+    """A checkpoint of FP8, FP4, trellises or GGUF, its matrices dequantized to `to`.
+
+    Raises:
+        UsageError: it is none of these, or `to` is no floating-point dtype.
+    """
     if checkpoint.from_gguf and to in PLAIN:
         return checkpoint
-    if fp8_storage(checkpoint.config) is None and fp4_storage(checkpoint.config) is None:
+    config = checkpoint.config
+    if fp8_storage(config) is None and fp4_storage(config) is None and not is_trellis(config):
         raise UsageError(
-            f"{checkpoint.directory}: is not quantized, so there is nothing to convert: use warpbus quantize"
+            f"{checkpoint.directory} is not quantized, so there is nothing to convert: use warpbus quantize"
         )
     if to not in PLAIN:
         raise UsageError(
@@ -219,7 +225,9 @@ def _opened_dequantized(checkpoint: Checkpoint, to: str) -> Checkpoint:
 
 
 def _float_name(config: Mapping[str, Any]) -> str:
-    """The name of the floating-point format of a model that is not loaded quantized."""
+    """The name of the format of a model that is not loaded quantized."""
+    if is_trellis(config):
+        return "trellis"
     storage = fp4_storage(config)
     return "fp8" if storage is None else storage.element
 

@@ -3,7 +3,7 @@
     gpu = warpbus.pool.connect("warpbus://localhost:7700", memory="8GB", share=0.25)
     model.to(gpu.device)
 
-The names are loaded when they are first used: what only talks about the pool, like its command line, imports no torch.
+Names are loaded when they are first used, so that the pool's command line does not import torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What a tenant may take of a GPU."""
+"""The part of a GPU that a tenant may use."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -30,7 +30,7 @@ class Quota:
 
     @classmethod
     def parse(cls, memory: str | int, share: float = 1.0, *, card: int | None = None) -> Self:
-        """The quota that flags mean; `memory` is what `parse_memory` reads, of a card with `card` bytes.
+        """The quota from flags; `memory` is parsed by `parse_memory` for a card with `card` bytes.
 
         Raises:
             UsageError: no such amount or share, or more than the card has.

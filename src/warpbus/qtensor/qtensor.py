@@ -13,22 +13,28 @@ from warpbus.errors import SchemeError, TensorError
 from warpbus.qtensor.fp4 import fp4_values
 from warpbus.qtensor.packing import pack, packed_words, unpack
 from warpbus.qtensor.scheme import Scheme
+from warpbus.qtensor.trellis import COLUMNS, TILE, rotate_back, trellis_numbers
+
+_AT_ONCE = 2**22  # weights of a trellis that are dequantized at a time
 
 
 @dataclass(frozen=True)
 class QTensor:
     """A quantized matrix of `out` rows and `in` columns: `weight = (code - zero) * scale`; of FP4 `number * scale`.
 
+    Of a trellis, `number * scale` is the matrix with rotated columns (`qtensor.trellis`).
+
     Attributes:
         scheme: bits, group size, symmetric or not; or w8a8.
         qweight: int32 `[out, packed_words(in, bits)]`, codes packed along `in` (see `packing`). For a w8a8 scheme the
-            values `[out, in]` themselves, int8 or float8_e4m3fn: `weight = value * scale`.
+            values `[out, in]` themselves, int8 or float8_e4m3fn: `weight = value * scale`. Of a trellis, the words of
+            each 16 rows are those of their tiles (see `trellis.pack_symbols`).
         scales: floating `[out, groups]`.
         zeros: uint8 `[out, groups]`, or `None` where the scheme is symmetric.
         shape: `(out, in)`.
 
     Raises:
-        SchemeError: if the scheme's group size does not divide `in`.
+        SchemeError: if the scheme's group size does not divide `in`, or a trellis has no whole tiles.
         TensorError: if a part has the wrong shape or type.
     """
 
@@ -41,6 +47,8 @@ class QTensor:
     def __post_init__(self) -> None:
         out, columns = self.shape
         groups = self.scheme.groups(columns)
+        if self.scheme.is_trellis:
+            check_trellis(self.shape, "matrix", self.scheme)
         width = columns if self.holds_values else packed_words(columns, self.scheme.bits)
         _expect("qweight", self.qweight, (out, width), self.scheme.dtype)
         _expect("scales", self.scales, (out, groups), None)
@@ -90,7 +98,9 @@ class QTensor:
         return sum(part.nbytes for part in parts)
 
     def codes(self) -> Tensor:
-        """The unsigned codes, uint8 `[out, in]`. SchemeError if the scheme has none."""
+        """The unsigned codes, uint8 `[out, in]`; of FP4 its bits. SchemeError if the scheme has none."""
+        if self.scheme.is_trellis:
+            raise SchemeError(f"{self.scheme}: a trellis has no code for each weight: dequantize it")
         if self.holds_values:
             return (self.qweight.to(torch.int16) + self.scheme.middle_code).to(torch.uint8)
         return unpack(self.qweight, self.scheme.bits, self.shape[1])
@@ -98,6 +108,7 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights `[out, in]` in `dtype` (that of the scales by default).
 
+        Of a trellis, products are summed in float32 and rounded to `dtype` once. Else:
         The scales are rounded to `dtype` first and multiplied in it: what compressed-tensors does, so that both
         read the same numbers out of the same file.
         """
@@ -105,6 +116,8 @@ class QTensor:
         if self.holds_values:
             return self.qweight.to(dtype) * self.scales.to(dtype)
         groups = self.scales.shape[1]
+        if self.scheme.is_trellis:
+            return self._dequantized_trellis(dtype)
         if self.scheme.element is not None:
             numbers = fp4_values(self.codes(), dtype).unflatten(1, (groups, -1))
             return (numbers * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
@@ -113,6 +126,16 @@ class QTensor:
             zero = self.zeros.to(torch.int16).unsqueeze(-1)
         centred = self.codes().unflatten(1, (groups, -1)).to(torch.int16) - zero
         return (centred.to(dtype) * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
+
+    def _dequantized_trellis(self, dtype: torch.dtype) -> Tensor:
+        columns = self.shape[1]
+        found = torch.empty(self.shape, dtype=dtype, device=self.device)
+        height = max(1, _AT_ONCE // (TILE * columns)) * TILE
+        for start in range(0, self.shape[0], height):
+            band = slice(start, start + height)
+            numbers = trellis_numbers(self.qweight[band], self.scheme.bits, columns)
+            found[band] = rotate_back(numbers * self.scales[band].float())
+        return found
 
     def to(self, device: torch.device | str) -> "QTensor":
         """The same matrix on another device."""
@@ -161,7 +184,9 @@ class QTensor:
         return QTensor(scheme, joined, scales, zeros, shape)
 
     def rows(self, start: int, stop: int) -> "QTensor":
-        """The rows `[start, stop)` as a matrix of their own (a view)."""
+        """The rows `[start, stop)` as a matrix of their own (a view); of a trellis whole tiles, else SchemeError."""
+        if self.scheme.is_trellis and start % TILE:
+            raise SchemeError(f"rows {start} to {stop - 1} of {self.scheme}: expected whole tiles of {TILE} rows")
         zeros = None if self.zeros is None else self.zeros[start:stop]
         shape = (stop - start, self.shape[1])
         return QTensor(self.scheme, self.qweight[start:stop], self.scales[start:stop], zeros, shape)
@@ -170,8 +195,10 @@ class QTensor:
         """The columns `[start, stop)` as a matrix of their own (a copy); `dequantize` of it is that of these columns.
 
         Raises:
-            SchemeError: if a group would be cut; see `regrouped`.
+            SchemeError: if a group would be cut; see `regrouped`. Columns of a trellis are rotated together.
         """
+        if self.scheme.is_trellis:
+            raise SchemeError(f"columns of {self.scheme} are rotated together: dequantize it")
         out, width = self.shape[0], stop - start
         if self.holds_values:
             return QTensor(self.scheme, self.qweight[:, start:stop].contiguous(), self.scales, None, (out, width))
@@ -211,3 +238,13 @@ def _expect(part: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtyp
         raise TensorError(f"{part}: expected shape {list(shape)}, found {list(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:
         raise TensorError(f"{part}: expected {dtype}, found {tensor.dtype}")
+
+
+def check_trellis(shape: tuple[int, int], name: str, scheme: Scheme) -> None:
+    """Refuse a matrix that does not consist of whole tiles. Raises SchemeError, which names it."""
+    out, columns = shape
+    if out % TILE or columns % COLUMNS or 0 in shape:
+        raise SchemeError(
+            f"{name}: {out} x {columns} cannot be cut into tiles (scheme {scheme}): expected a multiple of {TILE} rows "
+            f"and of {COLUMNS} columns: use w3a16 or w2a16"
+        )

@@ -11,6 +11,9 @@ w8a8-<type>    weights and activations are both int8, or both fp8 (e4m3): symmet
 
 w4a16-nvfp4    weights are 4-bit floating-point numbers (e2m1) with an e4m3 scale for each group of 16 columns
 w4a16-mxfp4    the same with a power of two for each group of 32
+
+w2a16-trellis  weights of 2 or 3 bits are paths through a trellis (`qtensor.trellis`), with a scale for each row, over
+w3a16-trellis  rotated columns
 """
 
 import re
@@ -28,10 +31,13 @@ ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 ELEMENTS = {"nvfp4": 16, "mxfp4": 32}
 """The formats of 4-bit floating-point numbers, and their group sizes."""
 
+TRELLIS = "trellis"
+TRELLIS_BITS = (2, 3)
+
 _ALIASES = {"int4": "w4a16-g128", "fp8": "w8a8-fp8"}
 
 _PATTERN = re.compile(
-    r"w4a16-(?P<element>nvfp4|mxfp4)|"
+    r"w4a16-(?P<element>nvfp4|mxfp4)|w(?P<path>[1-9]\d{0,3})a16-trellis|"
     r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?|w8a8-(?P<activations>int8|fp8)",
     re.ASCII,
 )
@@ -49,7 +55,8 @@ class Scheme:
     type, read as `value * scale`. An int8 value is its code minus the middle code; fp8 has no codes.
 
     `element` is "nvfp4" or "mxfp4" where the 4 bits are a floating-point number (`qtensor.fp4`), read as
-    `number * scale`; kernels do not compute with it, so files in it are dequantized when they are loaded.
+    `number * scale`; kernels do not compute with it, so files in it are dequantized when they are loaded. It is
+    "trellis" where the bits are those of a path through a trellis, which are dequantized too.
     """
 
     bits: int
@@ -59,6 +66,12 @@ class Scheme:
     element: str | None = None
 
     def __post_init__(self) -> None:
+        if self.element == TRELLIS:
+            if self.bits not in TRELLIS_BITS:
+                raise SchemeError(f"a trellis of {self.bits} bits is not supported: use w3a16-trellis or w2a16-trellis")
+            if (self.group_size, self.symmetric, self.activations) != (None, True, None):
+                raise SchemeError("a trellis has one scale a row and no zero points: use w3a16-trellis")
+            return
         if self.element is not None:
             expected = (4, ELEMENTS.get(self.element), True, None)
             if (self.bits, self.group_size, self.symmetric, self.activations) != expected:
@@ -95,8 +108,10 @@ class Scheme:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "
                 f"with bits from {_listed(WEIGHT_BITS)} and groups from {_listed(GROUP_SIZES)}; "
-                "or w8a8-int8, w8a8-fp8, w4a16-nvfp4 or w4a16-mxfp4"
+                "or int4 (w4a16-g128), w8a8-int8, w8a8-fp8, w4a16-nvfp4, w4a16-mxfp4, w3a16-trellis or w2a16-trellis"
             )
+        if match["path"]:
+            return cls(int(match["path"]), None, element=TRELLIS)
         if match["element"]:
             return cls(4, ELEMENTS[match["element"]], element=match["element"])
         if match["activations"]:
@@ -108,7 +123,7 @@ class Scheme:
         if self.activations is not None:
             return f"w8a8-{self.activations}"
         if self.element is not None:
-            return f"w4a16-{self.element}"
+            return f"w{self.bits}a16-{self.element}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"w{self.bits}a16{group}{'' if self.symmetric else '-asym'}"
 
@@ -169,9 +184,14 @@ class Scheme:
     def bits_per_weight(self, in_features: int, scale_bits: int = 16) -> float:
         """The average number of bits stored for a weight, scales and zero points included."""
         group = self.group_size or in_features
-        if self.element is not None:
+        if self.element in ELEMENTS:
             return self.bits + 8 / group
         return self.bits + (scale_bits + (0 if self.symmetric else self.bits)) / group
+
+    @property
+    def is_trellis(self) -> bool:
+        """Whether the weights are paths through a trellis."""
+        return self.element == TRELLIS
 
     def _require_codes(self) -> None:
         if not self.has_codes:

@@ -1,4 +1,4 @@
-"""What a model is calibrated on: sequences of tokens, and batches of them. Knows nothing of texts and layers."""
+"""Calibration data: sequences of tokens, and batches of them."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Sequences side by side, padded on the right.
+    """A batch of sequences, padded on the right.
 
     Attributes:
         ids: int64 `[batch, tokens]`.
@@ -27,11 +27,12 @@ class Calibration:
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are, padding not counted."""
+        """The number of tokens without padding."""
         return sum(map(len, self.sequences))
 
     def batches(self, tokens: int) -> list[TokenBatch]:
-        """Sequences of similar length together, longest first, at most `tokens` a batch with its padding.
+        """Batches of sequences of similar length, longest first, with at most `tokens` tokens per batch, including
+        padding.
 
         A sequence longer than that is a batch of its own.
         """

@@ -41,13 +41,13 @@ ALGORITHMS = (*METHODS, "rtn")
 
 @dataclass
 class Progress:
-    """What a caller is told while a model is quantized; overwrite what you want to know.
+    """Callbacks that report the progress of a quantization; replace those that you need.
 
     Attributes:
-        estimated: called before the first layer, with what the run is going to need.
-        checked: called with the bytes of weights that are hashed again, and all there are, where parts are finished.
-        begun: called with what was found of an earlier run, see `Begun`.
-        matrix: called with the matrices that are done, all there are, and the last one.
+        estimated: called before the first layer with the estimate of memory, disk space and time.
+        checked: called while the weights of finished parts are hashed again, with the bytes done and in total.
+        begun: called with the finished parts of an earlier run, see `Begun`.
+        matrix: called after each matrix with the number of finished matrices, their total, and the result.
     """
 
     estimated: Callable[[QuantizationEstimate], None] = field(default=lambda estimate: None)
@@ -81,60 +81,60 @@ def quantize(
     remarks: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize the linear layers of a model and write it.
+    """Quantize the linear layers of a model and write the result to a new directory.
 
-    Embedding, norms and biases, and without `head` the head, are copied as they are, unless the algorithm folds scales
-    into them; tensors keep their names. The output directory is there complete or not at all. The same arguments give
-    the same bits on the same kind of device, whatever the number of GPUs. Finished layers are in `OUTPUT.quantization`
-    until the model is complete: after an interruption, of whatever kind, the same call goes on there, once the weights
-    that they were made from are hashed and found to be the same.
+    Embedding, norms, biases and, without `head`, the head are copied unchanged, unless the algorithm folds scales into
+    them; tensors keep their names. The output directory is written completely or not at all. The same arguments give
+    the same bits on the same kind of device, for any number of GPUs. Finished layers are kept in `OUTPUT.quantization`
+    until the model is complete: after an interruption, the same call continues from there if hashes show that the
+    weights have not changed.
 
     Args:
-        model: a model directory, not quantized, or a name on a hub, see `formats.hub.find_model`.
+        model: the directory of an unquantized model, or a name on a hub, see `formats.hub.find_model`.
         output: a new directory.
-        scheme: see `Scheme`; `Schemes` where matrices differ.
-        algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for activations of 8 bits, "smoothquant"
-            (Xiao et al., 2022), which are calibrated; or "rtn", round to nearest.
+        scheme: see `Scheme`; `Schemes` if the matrices have different schemes.
+        algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for 8-bit activations, "smoothquant"
+            (Xiao et al., 2022), which need calibration data; or "rtn", round to nearest.
         layout: the format to write, see `formats.layout_named`.
-        head: a scheme of 16-bit activations that the head is rounded to, "w8a16-g128" for instance; None to keep it.
-            A model that uses its embedding as the head gets a head besides it. Only in compressed-tensors.
-        kv_cache: calibrate scales for an 8-bit KV cache, in the quantized model, and write them beside the layers:
-            "fp8" or "int8" with one scale for the keys of a layer and one for its values; "fp8-head" or "int8-head"
-            with one per KV head. Only in compressed-tensors, and not by rtn.
-        calibration: see `read_calibration`, or sequences that are tokens already; by default the packaged
-            `GENERAL_TEXTS`. rtn does not look at it.
-        samples: sequences to calibrate on, at most.
-        tokens: calibrate on sequences that have so many tokens together. Without both, it is 262,144 tokens or what the
-            file has, in at most 4,096 sequences.
-        seqlen: tokens of a sequence, at most; the model's context is a limit too.
-        seed: of the draw of the sequences.
-        device: "auto" (GPUs, else the CPU), "cpu", "cuda" (GPUs) or "cuda:N" (that one alone). The CPU computes in
+        head: the scheme of the head, with 16-bit activations, for instance "w8a16-g128"; None does not quantize it. A
+            model with tied embeddings gets a separate head. Only in compressed-tensors.
+        kv_cache: calibrates scales for an 8-bit KV cache on the quantized model and writes them to the checkpoint:
+            "fp8" or "int8" with one scale for the keys and one for the values of a layer; "fp8-head" or "int8-head"
+            with one per KV head. Only in compressed-tensors, and not with rtn.
+        calibration: a file, see `read_calibration`, or tokenized sequences; by default the packaged `GENERAL_TEXTS`.
+            Not used by rtn.
+        samples: maximum number of calibration sequences.
+        tokens: number of calibration tokens in all sequences together. Without `samples` and `tokens`: 262,144 tokens,
+            or all of the file, in at most 4,096 sequences.
+        seqlen: maximum tokens per sequence; also limited by the model's context.
+        seed: random seed for drawing the sequences.
+        device: "auto" (GPUs, else the CPU), "cpu", "cuda" (GPUs) or "cuda:N" (only this GPU). The CPU computes in
             float32, a GPU in the checkpoint's dtype.
-        gpus: how many of the GPUs, "all", or their numbers, "0,2". rtn uses the first.
-        processes: how many share the work on the CPU, or on a cluster.
-        cluster: of Ray: "auto", the one that this machine belongs to, or "ray://HOST:PORT"; each process has a GPU of
-            it, or with device "cpu" a core. Model and output have to be at the same paths on all of its machines.
+        gpus: the number of GPUs, "all", or their indexes, such as "0,2". rtn uses the first one.
+        processes: number of processes on the CPU or on a cluster.
+        cluster: a Ray cluster: "auto" for the one that this machine belongs to, or "ray://HOST:PORT". Each process gets
+            a GPU, or with device "cpu" a core. Model and output must have the same paths on all machines.
         damping: see `algorithms.factored`.
         overwrite: replace a model that is at `output`.
-        restart: remove what an earlier run to the same output has finished, and start anew.
-        rank_timeout: seconds after which the run ends if one of its processes is stopped: sends no heartbeat any more.
-            It is reported in the log after 30 s.
-        remarks: what the report's settings say besides, such as why scheme and algorithm were chosen.
+        restart: discard the finished layers of an earlier run to the same output.
+        rank_timeout: seconds without a heartbeat of a process after which the run ends. A stopped process is logged
+            after 30 s.
+        remarks: additional entries of the report's settings, such as the reason for scheme and algorithm.
         progress: see `Progress`.
 
     Returns:
-        the report, which is also in the output directory as `warpbus-report.json`.
+        The report, which is also written to the output directory as `warpbus-report.json`.
 
     Raises:
-        UsageError: if an argument is wrong, or an interrupted run to the same output had other arguments or weights:
-            the message says what differs.
-        SchemeError: if the scheme does not exist, or does not fit a matrix, the algorithm or the format.
-        CheckpointError: if the model cannot be read, is not complete, or is quantized already.
-        DataError: if the calibration data cannot be used.
-        NumericError: if a matrix cannot be quantized; the message names it.
-        DeviceError: if a device is not there, has too little memory, or fails; if a process died, or stood still for
-            `rank_timeout`.
-        StorageError: if the output exists, cannot be written, or does not fit on the disk.
+        UsageError: an argument is wrong, or an interrupted run to the same output had other arguments or weights; the
+            message names the difference.
+        SchemeError: the scheme does not exist, or does not fit a matrix, the algorithm or the format.
+        CheckpointError: the model cannot be read, is incomplete, or is already quantized.
+        DataError: the calibration data cannot be used.
+        NumericError: a matrix cannot be quantized; the message names it.
+        DeviceError: a device does not exist, has too little memory, or fails; or a process died, or sent no heartbeat
+            for `rank_timeout`.
+        StorageError: the output exists, cannot be written, or does not fit on the disk.
     """
     started = time.time()
     progress = progress or Progress()
@@ -219,12 +219,15 @@ def check_arguments(
         raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
     for each in schemes.distinct():
         fitting = [name for name, method in METHODS.items() if method.fits(each)]
-        if algorithm in METHODS and algorithm not in fitting:
-            raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join([*fitting, 'rtn'])}")
+        fitting += [] if each.is_trellis else ["rtn"]
+        if algorithm not in fitting:
+            raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join(fitting)}")
     if options.head is not None:
         check_head(Scheme.parse(options.head), options.layout)
         if any(each.element is not None for each in schemes.distinct()):
-            raise UsageError(f"--head {options.head}: not beside layers in FP4, with which no program reads it")
+            raise UsageError(
+                f"--head {options.head}: not beside layers in FP4 or of trellises, with which no program reads it"
+            )
     if options.kv_cache is not None:
         cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS
         check_kv_cache(cached, schemes, options.layout, calibrated=calibrated)

@@ -1,7 +1,7 @@
-"""Starting a run's processes before torch is loaded, which they and the starting process then do at the same time.
+"""Starts the processes of a run before torch is loaded, so that all processes load it at the same time.
 
-What is started follows from the arguments alone, as a guess: whether they are right is found out later (`driver`), and
-processes that do not fit what the run then asks for end unused.
+The number of processes is a guess from the arguments, which are only checked later (`driver`). Processes that the run
+does not need end unused.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ connected in 0.2 seconds, otherwise in 1.3 to 1.9. It loses NVLink's multicast, 
 
 
 def start_processes(*, device: str, gpus: str, processes: int) -> None:
-    """Start the processes of a calibrated run on this machine, then load what tells them of it.
+    """Start the processes of a calibrated run on this machine, then load the driver.
 
     Arguments as of `quantize`.
     """

@@ -1,7 +1,8 @@
-"""What a quantization needs, before its first layer: memory of every GPU, main memory, disk, time.
+"""The estimate before a quantization: memory of every GPU, main memory, disk space and time.
 
-Sizes follow from the shapes alone. The least time is that of the matrix products at rates measured on the device; the
-most adds what measured runs took besides: reading, writing, attention, norms and the search for scales.
+Sizes follow from the shapes alone. The lower end of the time is that of the matrix products at the rates measured on
+the device; the upper end adds the time of recorded runs for reading, writing, attention, norms and the search for
+scales.
 """
 
 import math
@@ -19,8 +20,10 @@ from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
+from warpbus.kernels.reference.trellis import SEAM
 from warpbus.models import MoESpec
 from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
+from warpbus.qtensor.trellis import STATES, STEPS
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.algorithms.linear_algebra import PRODUCTS
@@ -42,26 +45,27 @@ _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 # a CPU runs of gptq and awq on glm-poet are, by the time that they had a core: everything but the products took as long
 # as these, so that the products alone stay below the time of a quiet machine even where a busy one halves their rate.
 _SLOWDOWN = {
-    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0},
-    "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0},
+    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 60.0},
+    "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0, "search": 8.0},
 }
+_SEARCH_FLOP = 7 * STATES / 2 * (1 + 2 * SEAM / STEPS)  # a weight: of each state and pair of weights, in both passes
 _MATRIX_SECONDS = 0.03  # that a matrix takes besides, for the thousands of small steps of its factors and its solve
 _START_SECONDS = 6.0  # starting the processes and loading libraries, and giving the model its name at the end
 
 
 @dataclass(frozen=True)
 class QuantizationEstimate:
-    """What a run needs.
+    """The resources that a run needs.
 
     Attributes:
-        gpus: of each GPU, in the order of the ranks; empty on the CPU.
-        memory: main memory of the processes of one machine, of several machines of that which has least to spare.
-        disk: where the model is going to be.
-        keep: whether there is room for the inputs of each last matrix while it is solved (see `LayerQuantization`).
-        tokens: that the model is calibrated on; 0 where nothing is calibrated.
-        columns: of the widest matrix.
-        seconds: of each kind of matrix product, on the device that has most to do; empty where nothing is calibrated.
-        time: how long the run takes; None where nothing is calibrated.
+        gpus: those of each GPU, in rank order; empty on the CPU.
+        memory: main memory of the processes of one machine; with several machines, of the one with the least left.
+        disk: the disk of the output.
+        keep: whether the inputs of the last matrix of a layer can be kept while it is solved (see `LayerQuantization`).
+        tokens: number of calibration tokens; 0 without calibration.
+        columns: columns of the widest matrix.
+        seconds: time of each kind of matrix product on the device with the most work; empty without calibration.
+        time: the duration of the run; None without calibration.
     """
 
     gpus: tuple[MemoryNeed, ...]
@@ -75,7 +79,8 @@ class QuantizationEstimate:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What may go wrong: main memory can be swapped, and some virtual machines get more when they ask for it."""
+        """Warnings about main memory, which are not errors because memory can be swapped or added to a virtual
+        machine."""
         found = []
         if not self.memory.fits:
             found.append(f"{self.memory.shortage()}: it may get slow or be killed: close other programs, or use a GPU")
@@ -87,11 +92,11 @@ class QuantizationEstimate:
         return tuple(found)
 
     def check(self) -> None:
-        """Refuse what cannot work.
+        """Refuse a run that does not fit.
 
         Raises:
-            DeviceError: if a GPU has too little memory.
-            StorageError: if the disk has too little space.
+            DeviceError: a GPU has too little memory.
+            StorageError: the disk has too little space.
         """
         for need in self.gpus:
             if not need.fits:
@@ -134,18 +139,18 @@ def estimate(
     kept_bytes: int = 0,
     finished: Collection[int] = (),
 ) -> QuantizationEstimate:
-    """What quantizing a model is going to need.
+    """The resources for quantizing a model.
 
     Args:
         plan: the model.
-        output: where it is going to be, as this process sees it.
+        output: the path of the result on this machine.
         algorithm: "gptq", "awq" or another.
-        needed: the statistics that it asks for, see `Collector`.
-        tokens: that the model is calibrated on; 0 for an algorithm without calibration.
-        batch_tokens: that go through a layer at once.
-        places: of each rank.
-        rates: of the device of the first rank, as of `device_rates`.
-        kept_bytes: what an earlier run has written already.
+        needed: the statistics of the algorithm, see `Collector`.
+        tokens: number of calibration tokens; 0 for an algorithm without calibration.
+        batch_tokens: tokens per batch.
+        places: the place of each rank.
+        rates: the rates of the first rank's device, see `device_rates`.
+        kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
 
     Raises:
@@ -259,13 +264,13 @@ def _solve_dtype(device: torch.device) -> torch.dtype:
 
 
 def time_range(seconds: Mapping[str, float], kind: str, *, matrices: int, file_bytes: int) -> TimeRange:
-    """How long a quantization takes, from the products alone to everything that measured runs took.
+    """The range of the duration of a quantization, from the products alone to everything that recorded runs took.
 
     Args:
-        seconds: of each kind of product, see `QuantizationEstimate`.
+        seconds: time of each kind of product, see `QuantizationEstimate`.
         kind: "cuda" or "cpu".
-        matrices: how many are quantized.
-        file_bytes: that are read and written.
+        matrices: number of quantized matrices.
+        file_bytes: bytes that are read and written.
     """
     stages = math.fsum(_SLOWDOWN[kind][name] * value for name, value in seconds.items())
     most = stages + _MATRIX_SECONDS * matrices + file_bytes / FILE_RATE + _START_SECONDS
@@ -286,7 +291,7 @@ def _seconds(
     if not tokens:
         return {}
     compared = (DRIFT in needed) * (0.5 if tokens > COMPARED_TOKENS else 1.0)
-    flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
+    flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve", "search"), 0.0)
     for matrix in plan.matrices:
         rows, columns = sum(matrix.rows), matrix.columns
         layer = plan.config.all_layers[matrix.layer]
@@ -306,8 +311,9 @@ def _seconds(
             flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
             flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
+            flop["search"] += matrix.scheme.is_trellis * _SEARCH_FLOP * rows * columns * most
         elif algorithm == "awq":
             flop["solve"] += 2 * rows * columns**2 * TRIALS * most
     forward, solve = rates[default_dtype(device, plan.dtype)], rates[_solve_dtype(device)]
-    speed = {"forward": forward, "moments": forward, "factors": solve, "solve": solve}
+    speed = {"forward": forward, "moments": forward, "factors": solve, "solve": solve, "search": solve}
     return {name: value / speed[name] for name, value in flop.items() if value}

@@ -1,14 +1,14 @@
-"""Moving a factor of each input channel of a matrix into what precedes it, so that the layer computes the same.
+"""Folds a factor of each input channel of a matrix into the preceding parameters, so that the layer computes the same.
 
-A linear layer gives the same when its columns are multiplied by s and its inputs divided by s. The division costs
-nothing where it can be done once, in the weights that make the inputs (as in SmoothQuant; Xiao et al., 2022, and AWQ;
-Lin et al., 2023). The table of the layer says where (`MatrixSpec.folds_into`): in a norm's weight, or in the rows of a
-matrix that make the inputs: the values in front of attention's output projection, which rotary positions and the norms
-of queries and keys do not touch, or `up` in front of `down`, since silu(gate) * up is linear in it.
+A linear layer computes the same if its columns are multiplied by s and its inputs divided by s. The division has no
+cost if it is done once, in the weights that produce the inputs (as in SmoothQuant; Xiao et al., 2022, and AWQ; Lin et
+al., 2023). The layer table says where (`MatrixSpec.folds_into`): in a norm's weight, or in the rows of a matrix that
+produce the inputs. These are the values for attention's output projection, which rotary positions and the norms of
+queries and keys do not change, and `up` for `down`, because silu(gate) * up is linear in it.
 
-Several matrices may read one norm, and with them parameters that are never quantized: all experts and the router. They
-all get the same factors, which are powers of two: then nothing is rounded, and the router computes the same scores, to
-the bit. So no token changes its experts, and an indexer selects the same tokens.
+Several matrices may read one norm, together with parameters that are never quantized: all experts and the router. They
+all get the same factors, which are powers of two, so that nothing is rounded and the router computes bit-identical
+scores. So each token keeps its experts, and an indexer selects the same tokens.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ from warpbus.qtensor import QTensor
 
 @dataclass(frozen=True)
 class Folded:
-    """What came of folding.
+    """The result of folding.
 
     Attributes:
-        weight: float32 (float64 where the layer is) `[out, in]`, the matrix times `scale`, not rounded to its dtype.
-        scale: `[in]` in the dtype of `weight`: what was asked for, or after a norm what its rounded weight amounts to.
-        changed: the parameters of the layer that precede the matrix and are others now, by their names in the layer.
+        weight: float32 (float64 if the layer is float64) `[out, in]`, the matrix times `scale`, not rounded to its
+            dtype.
+        scale: `[in]` in the dtype of `weight`: the requested scale; after a norm, the scale of its rounded weight.
+        changed: the changed preceding parameters of the layer, by their names in the layer.
     """
 
     weight: Tensor
@@ -38,24 +39,25 @@ class Folded:
 
 
 def can_fold(config: ModelConfig) -> bool:
-    """Whether factors of all matrices can be moved into what precedes them."""
+    """Whether the factors of all matrices can be folded into preceding parameters."""
     return all(matrix.folds_into is not None for _, matrix in config.matrices)
 
 
 @torch.no_grad()
 def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype | None = None) -> Folded:
-    """Multiply the columns of a linear layer by `scale` and divide what makes its inputs by it, in place.
+    """Multiply the columns of a linear layer by `scale` and divide the parameters that produce its inputs by it, in
+    place.
 
-    The layer computes what it did, up to the rounding of its parameters to their dtype. That of a norm's weight is
-    made up for in the matrix.
+    The layer computes the same, up to the rounding of its parameters to their dtype. The rounding of a norm's weight is
+    compensated in the matrix.
 
     Args:
         layer: its matrices are plain (dequantized ones too: see `divide_rows` for the quantized form).
         linear: the name of one of its matrices.
-        scale: positive `[in]`; where several channels come from the same row, as query heads that share a KV head do,
-            equal for all of them: see `tie`.
-        stored: the dtype that what precedes is written to the disk in, where it is narrower than the layer's: it is
-            rounded to that at once, so that the layer computes what the file will.
+        scale: positive `[in]`; equal for channels that come from the same row, such as those of query heads that share
+            a KV head: see `tie`.
+        stored: the dtype of the preceding parameters in the file, if it is narrower than the layer's: they are rounded
+            to it immediately, so that the layer computes the same as the stored model.
 
     Raises:
         UsageError: if there is no such linear layer, the model does not allow it (see `can_fold`), or something else
@@ -104,9 +106,9 @@ def powers_of_two(scale: Tensor) -> Tensor:
 def fold_shared(
     layer: DecoderLayer, norm: str, scale: Tensor, *, stored: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Divide a norm's weight by `scale` and multiply the columns of all that reads the norm by it, in place.
+    """Divide a norm's weight by `scale` and multiply the columns of all matrices that read the norm by it, in place.
 
-    The layer computes what it did, to the bit; but numbers too small for all bits of float16 are rounded.
+    The layer computes the same bits, except that numbers in the subnormal range of float16 are rounded.
 
     Args:
         layer: its matrices are plain.
@@ -115,8 +117,8 @@ def fold_shared(
         stored: as in `fold`.
 
     Returns:
-        the parameters that are others now and are not quantized, by their names in the layer: the norm's weight, and
-        for instance the router's.
+        The changed parameters that are not quantized, by their names in the layer: the norm's weight and, for instance,
+        the router's.
 
     Raises:
         TensorError: if `scale` has the wrong shape.
@@ -141,9 +143,9 @@ def fold_shared(
 
 
 def tie(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
-    """Inputs `[in]` of a matrix averaged over those that come from the same row of what precedes, in their places.
+    """Values `[in]` of a matrix's input channels, averaged over the channels that come from the same preceding row.
 
-    With grouped queries several heads get their values from the same rows, which can be divided only once.
+    With grouped-query attention, several heads get their values from the same rows, which can be divided only once.
     """
     shared = _by_row(layer, matrix, channels)
     return shared.mean(1, keepdim=True).expand_as(shared).flatten()

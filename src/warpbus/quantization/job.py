@@ -1,7 +1,7 @@
-"""What each process of a run does: layer after layer, from the checkpoint to finished parts of the new one.
+"""The work of each process of a run: layer after layer, from the checkpoint to finished parts of the new one.
 
-All processes go through all layers together; the first one writes. See `layerwise` for the course of a layer, `methods`
-for what becomes of a matrix.
+All processes process all layers together; the first one writes. `layerwise` processes a layer, `methods` quantizes a
+matrix.
 """
 
 import json
@@ -72,22 +72,22 @@ _KERNELS = ("gptq/", "step/norm", "step/activation")
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as every process is told of it.
+    """The description of a run that every process gets.
 
     Attributes:
         model, output: directories.
-        schemes: what the matrices are quantized to.
+        schemes: the schemes of the matrices.
         layout: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
-        data: what it is calibrated on; `None` where there is nothing to calibrate.
-        head: what the head is rounded to; None to keep it.
-        kv_cache: what scales of the KV cache are calibrated for; None for none.
+        data: the calibration data; `None` without calibration.
+        head: the scheme of the head; None does not quantize it.
+        kv_cache: the scheme of the KV cache whose scales are calibrated; None for none.
         damping: see `algorithms.factored`.
         overwrite: replace a model at `output`.
-        restart: remove what an earlier run has finished.
-        expected_bytes: that are going to be written.
-        identity: all that decides the result, as JSON.
-        settings: what the report says of the calibration.
+        restart: discard the finished layers of an earlier run.
+        expected_bytes: the number of bytes to write.
+        identity: all settings that determine the result, as JSON.
+        settings: the entries of the report about the calibration.
         model_hash: see `survey.model_hash`.
         started: when the run began, in seconds since the epoch.
     """
@@ -112,7 +112,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Begun:
-    """A message: the first process has looked at what an earlier run left.
+    """A message: the first process has checked the parts of an earlier run.
 
     Attributes:
         found: "nothing", "finished parts" or "removed parts", see `GrowingCheckpoint`.
@@ -136,7 +136,7 @@ def _quick_turns() -> Iterator[None]:
 
 
 def get_ready(device: torch.device) -> None:
-    """What a process does while it waits to be told of its job: load what every calibrated run needs of libraries."""
+    """Load the libraries of every calibrated run while the process waits for its job."""
     if device.type != "cuda":
         return
     with suppress(WarpbusError, RuntimeError):  # what is wrong with the device, the job says
@@ -147,7 +147,7 @@ def get_ready(device: torch.device) -> None:
 
 
 def run_job(group: Group, send: Send, job: Job) -> None:
-    """Do a process's share of a run.
+    """Do the part of a run that belongs to this process.
 
     The first process sends a `QuantizationEstimate`, `Checked` where parts are finished already, `Begun`, a
     `LayerResult` for each matrix and at last the `Report`.

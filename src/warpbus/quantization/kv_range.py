@@ -10,7 +10,7 @@ from warpbus.kernels.reference.grid import LARGEST
 
 
 class KVRange:
-    """An attention context that looks at keys and values and does not attend.
+    """An attention context that records the ranges of keys and values and does not attend.
 
     Args:
         tokens: from `[batch, tokens, features]` to `[n, features]`, without padding.
@@ -32,8 +32,8 @@ class KVRange:
 
 
 def scales_of(scheme: KVCacheScheme, largest: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The scales of keys and values, float32 `[kv_heads]` each, with which the largest magnitudes become the largest
-    code; all equal unless the scheme has one per head. Of zeros the scale is 1."""
+    """The scales of keys and values, float32 `[kv_heads]` each, that map the largest magnitudes to the largest code;
+    all equal unless the scheme has one per head. For zeros the scale is 1."""
     found = []
     for each in largest:
         own = each if scheme.per_head else each.max().expand(len(each))

@@ -1,12 +1,12 @@
-"""One decoder layer on its way from plain to quantized, and its inputs carried on to the next layer.
+"""Quantizes one decoder layer and computes the inputs of the next layer.
 
-True sequential order, as in GPTQ's code for LLaMA: a matrix is calibrated on what the matrices before it give once
-they are quantized, those of the same layer included. Where a method asks for the drift, the unquantized layer runs
-alongside, so that a matrix can compensate for what its inputs have become.
+True sequential order, as in GPTQ's code for LLaMA: a matrix is calibrated on the outputs of the quantized matrices
+before it, including those of the same layer. If a method needs the drift, the unquantized layer runs too, so that a
+matrix can compensate for its changed inputs.
 
-Rows of a matrix do not depend on each other, so they are shared out: a matrix is cut into `dist.SHARES` parts of one
-height, each process solves its own, and the quantized parts are gathered. What a part becomes does not depend on who
-computes it.
+Rows of a matrix are independent, so they are divided among the processes: a matrix is split into `dist.SHARES` parts
+with the same number of rows, each process solves its own, and the quantized parts are gathered. The result of a part
+does not depend on the process that computes it.
 """
 
 import copy
@@ -55,18 +55,18 @@ call `LayerQuantization.fold_norm`."""
 
 
 class LayerQuantization:
-    """A layer, the states that go through it, and what becomes of its matrices.
+    """A layer, the states that pass through it, and the results of its matrices.
 
     Args:
-        layer: is changed.
+        layer: the layer; it is changed.
         index: the layer's number.
-        states: of this process's shares; moved past the layer.
+        states: those of this process's shares; they become the outputs of the layer.
         needed: the statistics to collect.
-        group: the processes that do it together.
-        watch: told what takes the time.
-        keep: keep the inputs of the last matrix while it is solved, rather than compute them again.
-        matrices: what is to be quantized, by names in the layer; for `quantize`.
-        scale_dtype: of their scales.
+        group: the processes of the run.
+        watch: records the time of each stage.
+        keep: keep the inputs of the last matrix while it is solved, instead of computing them again.
+        matrices: the matrices to quantize, by their names in the layer; for `quantize`.
+        scale_dtype: the dtype of their scales.
         damping: see `algorithms.factored`.
         tell: called with the result of each matrix.
         watch_kv: find `largest_kv`.
@@ -121,7 +121,7 @@ class LayerQuantization:
         self._visited: set[str] = set()  # norms that several parameters read
 
     def quantize(self, method: "Method") -> None:
-        """Have a method quantize the matrices in their order, and move the states past the layer."""
+        """Quantize the matrices in order with a method, and replace the states by the outputs of the layer."""
 
         def solve_alike(linears: Sequence[str], statistics: Sequence[Statistics]) -> list[Tensor | None]:
             return self._replace(method, [self.matrices[linear] for linear in linears], statistics)
@@ -142,11 +142,12 @@ class LayerQuantization:
         solve_alike: SolveAlike | None = None,
         at_once: Callable[[str], int] = lambda linear: 1,
     ) -> None:
-        """Call `solve` for each matrix in the order of the computation, then move the states past the layer.
+        """Call `solve` for each matrix in the order of the computation, then replace the states by the outputs of the
+        layer.
 
-        Each sublayer without experts is computed once, but for its norm: `solve` sees the inputs of a stage's matrices,
-        and the last stage's inputs are kept until its matrix is quantized. They are computed again where factors were
-        folded into what precedes it, or where there is no room for them.
+        Each sublayer without experts is computed once, except its norm: `solve` gets the inputs of a stage's matrices,
+        and the inputs of the last stage are kept until its matrix is quantized. They are computed again if factors were
+        folded into the preceding parameters, or if there is not enough memory for them.
 
         Args:
             solve: see `Solve`.
@@ -171,7 +172,8 @@ class LayerQuantization:
 
     @torch.no_grad()
     def skip(self, restore: Callable[[], None]) -> None:
-        """Let `restore` put the weights of an earlier run into the layer, and move the states past it."""
+        """Load the weights of an earlier run into the layer by `restore`, and replace the states by the outputs of the
+        layer."""
         if self._unquantized is not None:
             for state in self._states:
                 if state.original is not None:
@@ -182,19 +184,27 @@ class LayerQuantization:
         self.watch.lap("forward")
 
     def weight(self, matrix: Matrix) -> Tensor:
-        """A matrix of the layer, `[out, in]`; a method may read it, and not change it."""
+        """A matrix of the layer, `[out, in]`; a method must not change it."""
         module = self.layer.get_submodule(matrix.linear)
         assert isinstance(module, nn.Linear)
         return module.weight.data
 
-    def parts(self, weight: Tensor) -> Tensor:
-        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`, all of one height: zeros fill the last."""
-        own, height = self.group.shares(), -(-len(weight) // SHARES)
+    def parts(self, weight: Tensor, multiple: int = 1) -> Tensor:
+        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`; the last part is padded with zeros.
+
+        Args:
+            multiple: the rows of a part are a multiple of it.
+        """
+        own, height = self.group.shares(), -(-len(weight) // (SHARES * multiple)) * multiple
         rows = weight[own.start * height : own.stop * height]
         return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
 
     def by_rows(
-        self, weights: Sequence[Tensor], quantize: Callable[[Tensor], list[tuple[QTensor, Tensor]]]
+        self,
+        weights: Sequence[Tensor],
+        quantize: Callable[[Tensor], list[tuple[QTensor, Tensor]]],
+        *,
+        multiple: int = 1,
     ) -> list[tuple[QTensor, float]]:
         """Have each process quantize its rows of some matrices, and gather them.
 
@@ -202,11 +212,12 @@ class LayerQuantization:
             weights: `[out, in]` each, of one shape, or what is to be quantized in their places.
             quantize: from `[matrices, parts, rows, in]`, for each matrix, to the quantized `[parts * rows, in]`, and to
                 what was lost and the whole of each part, float64 `[parts, 2]`: see `squared_loss`.
+            multiple: the rows of a part are a multiple of it.
 
         Returns:
             for each matrix the quantized one, and its relative error.
         """
-        group, parts = self.group, stacked([self.parts(weight) for weight in weights])
+        group, parts = self.group, stacked([self.parts(weight, multiple) for weight in weights])
         height = parts.shape[2]
         quantized = quantize(parts)
         self.watch.lap("solve")
@@ -237,9 +248,9 @@ class LayerQuantization:
         Args:
             stage: of the layer.
             needed: which statistics.
-            every_token: those of all tokens; otherwise an expert's are those of the tokens that the router sends to it,
-                or, if these are fewer than `LEAST_TOKENS`, of `FALLBACK_TOKENS` of all tokens, each weighted by the
-                router's score.
+            every_token: use all tokens. Otherwise the statistics of an expert are those of the tokens that are routed
+                to it or, if these are fewer than `LEAST_TOKENS`, of `FALLBACK_TOKENS` of all tokens, each weighted by
+                the router's score.
         """
         collector, expert = self._collector(stage, needed), self.layer.spec.reading(stage)[0].expert
         inputs = self._every_token(stage, needed) if expert is None or every_token else self._of_expert(stage, needed)

@@ -1,4 +1,4 @@
-"""The algorithms as a run uses them: what each needs to know of a matrix' inputs, and what it makes of the matrix."""
+"""The algorithms of a run: the statistics that each needs, and how it quantizes a matrix."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,12 @@ from warpbus.dist import SHARES, Group
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK
 from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor.trellis import TILE
 from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
 from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import FactoredStack, aim, factored, stacked
 from warpbus.quantization.algorithms.gptq import call_for, gptq_matrices, gptq_rows
+from warpbus.quantization.algorithms.gptq_trellis import rotated_moments
 from warpbus.quantization.algorithms.weights import check_weight, squared_loss
 from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
@@ -35,13 +37,13 @@ SOLVE_ROWS = 7
 
 @dataclass(frozen=True)
 class Solved:
-    """What became of a matrix.
+    """The result for a matrix.
 
     Attributes:
         weight: quantized.
         error: see `LayerResult`.
-        folded: `[in]`, what was folded into what precedes the matrix: its inputs are divided by that from now on.
-        changed: the parameters of the layer that were changed by it, by their names.
+        folded: `[in]`, the factors that were folded into preceding parameters: the matrix's inputs are divided by them.
+        changed: the parameters of the layer that folding changed, by their names.
     """
 
     weight: QTensor
@@ -54,8 +56,8 @@ class Method(ABC):
     """An algorithm that is calibrated.
 
     Attributes:
-        needed: the names of the statistics it asks for, see `Statistics`.
-        folds: it moves factors into what precedes a matrix, which not every model allows (see `can_fold`).
+        needed: the names of the statistics that it needs, see `Statistics`.
+        folds: it folds factors into preceding parameters, which not every model allows (see `can_fold`).
     """
 
     needed: frozenset[str]
@@ -64,7 +66,7 @@ class Method(ABC):
     def prepare(
         self, matrices: Sequence[Matrix], group: Group, *, scale_dtype: torch.dtype, dtype: torch.dtype
     ) -> None:
-        """Do what can be done for matrices before there is anything of them.
+        """Prepare the solves before the first matrix is loaded.
 
         Args:
             matrices: one of each shape and scheme.
@@ -76,14 +78,15 @@ class Method(ABC):
 
     @abstractmethod
     def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
-        """Quantize a matrix. It may change what precedes the matrix in the layer, but not the matrix.
+        """Quantize a matrix. It may change preceding parameters of the layer, but not the matrix.
 
         Raises:
-            NumericError: if that cannot be done; the message names the matrix.
+            NumericError: the matrix cannot be quantized; the message names it.
         """
 
     def at_once(self, matrix: Matrix) -> int:
-        """How many matrices like this one, of the experts of a layer, are solved at once; a divisor of their number."""
+        """The number of matrices like this one, of the experts of a layer, that are solved at once; it divides their
+        number."""
         del matrix
         return 1
 
@@ -105,7 +108,8 @@ class Method(ABC):
 
 
 class Gptq(Method):
-    """Columns one after the other, aimed at what the unquantized model gives: see `algorithms.gptq`."""
+    """Rounds columns one after the other, with the outputs of the unquantized model as the target: see
+    `algorithms.gptq`."""
 
     needed = frozenset({MOMENTS, DRIFT})
 
@@ -119,11 +123,11 @@ class Gptq(Method):
     def prepare(
         self, matrices: Sequence[Matrix], group: Group, *, scale_dtype: torch.dtype, dtype: torch.dtype
     ) -> None:
-        """Capture the graphs of the solves, which takes Python as long as to launch what is in them."""
+        """Capture the graphs of the solves, which takes as long as launching their kernels from Python."""
         if group.device.type != "cuda":
             return
         parts = len(group.shares())
-        matrices = [matrix for matrix in matrices if matrix.scheme.element is None]  # FP4 is solved without graphs
+        matrices = [matrix for matrix in matrices if matrix.scheme.element is None]  # others are solved without graphs
         for scheme in {matrix.scheme for matrix in matrices}:
             solve_small(scheme, dtype, scale_dtype, group.device)
         for columns in {matrix.columns for matrix in matrices}:
@@ -142,15 +146,19 @@ class Gptq(Method):
     def solve_alike(
         self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
     ) -> list[Solved]:
-        hessians = FactoredStack(len(matrices))
+        hessians, trellis = FactoredStack(len(matrices)), matrices[0].scheme.is_trellis
         for index, (matrix, found) in enumerate(zip(matrices, statistics, strict=True)):
             check_weight(layer.weight(matrix), matrix.name)
-            moments = _there(found.moments)
-            hessians.put(index, factored(moments, damping=layer.damping, run=self._run, name=matrix.name))
+            moments = rotated_moments(_there(found.moments)) if trellis else _there(found.moments)
+            factor = factored(
+                moments, damping=layer.damping, activation_order=not trellis, run=self._run, name=matrix.name
+            )
+            hessians.put(index, factor)
         layer.watch.lap("factorization")
         drift = None
         if statistics[0].drift is not None:
-            drift = stacked([_there(found.drift) for found in statistics])
+            drifts = [_there(found.drift) for found in statistics]
+            drift = stacked([rotated_moments(each) for each in drifts] if trellis else drifts)
 
         def quantize(parts: Tensor) -> list[tuple[QTensor, Tensor]]:
             return gptq_matrices(
@@ -163,14 +171,15 @@ class Gptq(Method):
                 names=[matrix.name for matrix in matrices],
             )
 
-        return [Solved(*each) for each in layer.by_rows([layer.weight(matrix) for matrix in matrices], quantize)]
+        weights = [layer.weight(matrix) for matrix in matrices]
+        return [Solved(*each) for each in layer.by_rows(weights, quantize, multiple=TILE if trellis else 1)]
 
 
 class FoldingMethod(Method):
-    """Columns of a matrix are multiplied by factors, which are folded into what precedes it; then it is rounded.
+    """Multiplies the columns of a matrix by factors, which are folded into preceding parameters, and rounds the matrix.
 
-    What reads one norm gets the same factors: those with the least sum of squared errors, in the outputs of all the
-    matrices. That of an expert counts the tokens that the router sends to it.
+    All matrices that read one norm get the same factors: those with the least sum of squared errors in the outputs of
+    all of them. The error of an expert covers the tokens that are routed to it.
     """
 
     folds = True
@@ -222,7 +231,7 @@ class FoldingMethod(Method):
         """
 
     def losses(self, layer: LayerQuantization, matrix: Matrix, moments: Tensor, trials: Tensor) -> Tensor:
-        """What a matrix loses with each candidate, in one unit for all matrices of a layer: `[trials]`.
+        """The loss of a matrix for each candidate, in the same unit for all matrices of a layer: `[trials]`.
 
         Args:
             layer, matrix: the matrix.
@@ -233,7 +242,7 @@ class FoldingMethod(Method):
 
 
 class Awq(FoldingMethod):
-    """Channels with large inputs scaled up before what is then aimed at is rounded: see `algorithms.awq` and `aim`."""
+    """Scales up channels with large inputs before rounding: see `algorithms.awq`, and `aim` for the target."""
 
     needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
 
@@ -256,7 +265,7 @@ class Awq(FoldingMethod):
 
 
 class SmoothQuant(FoldingMethod):
-    """Outliers of the inputs moved into the weights, for activations of 8 bits: see `algorithms.smoothquant`."""
+    """Moves outliers of the inputs into the weights, for 8-bit activations: see `algorithms.smoothquant`."""
 
     needed = frozenset({MOMENTS, MAX_ABS})
 
@@ -271,7 +280,7 @@ class SmoothQuant(FoldingMethod):
 
 
 def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
-    """Solve for a small matrix, so that all kernels and libraries of a solve are loaded."""
+    """Solve a small matrix, so that all kernels and libraries of a solve are loaded."""
     size = SPAN + LARGEST_BLOCK
     weight, moments = torch.ones(1, 32, size, dtype=dtype, device=device), torch.eye(size, device=device)
     hessian = factored(moments, name="small")
@@ -279,9 +288,10 @@ def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, de
 
 
 def solved_at_once(matrix: Matrix) -> int:
-    """How many matrices like this one, of the experts of a layer, gptq solves at once: as many as `_EXPERT_BYTES` hold.
+    """The number of matrices like this one, of the experts of a layer, that gptq solves at once: as many as fit into
+    `_EXPERT_BYTES`.
 
-    The number divides that of the experts, so that one CUDA graph serves all of them.
+    It divides the number of experts, so that one CUDA graph serves all of them.
     """
     each = 4 * matrix.columns * (EXPERT_SQUARES * matrix.columns + SOLVE_ROWS * sum(matrix.rows))
     most = max(1, _EXPERT_BYTES // each)

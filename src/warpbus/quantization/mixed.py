@@ -1,9 +1,9 @@
-"""Mixed precision: how many bits each matrix of a model gets, so that they have a given number on average.
+"""Mixed precision: chooses the bits of each matrix of a model for a given average.
 
-One pass of calibration data through the unquantized model. At each layer, each matrix is rounded to each scheme in turn
-(clipped by the diagonal of its inputs' moments) while the others stay as they are, and what that does to the layer's
-outputs is its loss: the mean over the tokens of |error|^2 / |output|^2. Errors of different matrices are as good as
-independent, so their squares add up; relative to the output, they are in one unit in all layers.
+Calibration data passes through the unquantized model once. In each layer, each matrix is rounded to each scheme in turn
+(clipped by the diagonal of its inputs' moments) while the others are unchanged. Its loss is the mean over the tokens of
+|error|^2 / |output|^2 of the layer's outputs. Errors of different matrices are nearly independent, so their squares add
+up; relative to the output, they have the same unit in all layers.
 """
 
 from collections import Counter
@@ -53,15 +53,14 @@ def mixed_schemes(
 
     Args:
         model: a model directory, not quantized.
-        bits: that a weight may take on average, scales included; embedding and head, which stay as they are, do not
-            count.
-        calibration, samples, tokens, seqlen, seed: as `quantize` is going to be called; the pass takes fewer sequences.
+        bits: average bits per weight, including scales; embedding and head are not quantized and not counted.
+        calibration, samples, tokens, seqlen, seed: as for `quantize`; this pass uses fewer sequences.
         layout: the format to write.
-        device: a single one.
-        progress: called with the layers that are done, and all.
+        device: a single device.
+        progress: called with the number of finished layers and their total.
 
     Returns:
-        the scheme of most matrices, and those that differ.
+        The most frequent scheme, and the matrices with other schemes.
 
     Raises:
         UsageError: if there are fewer bits than the smallest scheme takes, or more than the largest.

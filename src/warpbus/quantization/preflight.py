@@ -239,7 +239,9 @@ def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, layout: str, *, cali
     if layout != _HEAD_LAYOUT:
         raise UsageError(f"format {layout} holds no scales of a KV cache: use {_HEAD_LAYOUT}, or drop --kv-cache")
     if any(each.element is not None for each in schemes.distinct()):
-        raise UsageError(f"--kv-cache {scheme}: not beside layers in FP4, with which Warpbus does not read it")
+        raise UsageError(
+            f"--kv-cache {scheme}: not beside layers in FP4 or of trellises, with which Warpbus does not read it"
+        )
 
 
 def check_head(scheme: Scheme, layout: str) -> None:

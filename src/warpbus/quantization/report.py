@@ -1,4 +1,4 @@
-"""What was done to a model, and what it cost: as JSON, a table and a picture."""
+"""The report of a quantization, with its errors, time, energy and cost: as JSON, a table and a picture."""
 
 import math
 import platform
@@ -18,29 +18,29 @@ import warpbus
 from warpbus.errors import DataError, UsageError
 
 LEAST_TOKENS = 256
-"""An expert that is reached by fewer calibration tokens is calibrated on tokens of all experts, weighted by the
-router's scores."""
+"""An expert with fewer calibration tokens is calibrated on the tokens of all experts, weighted by the router's
+scores."""
 
 FALLBACK_TOKENS = 2**15
-"""So many of them, at most: each second or third ... of all tokens, where there are more."""
+"""The maximum number of these tokens; of more tokens, every second, third, ... is used."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """A matrix that was quantized.
+    """The result of quantizing one matrix.
 
     Attributes:
         layer: the number of its decoder layer.
-        linear: its name there, for instance "mlp.down".
-        scheme: what it was quantized to.
-        error: where the run was calibrated sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error that rounding makes in
-            its outputs on the calibration data, W being the matrix that was rounded (see `aim`); otherwise the relative
-            error of its weights, in the Frobenius norm.
-        seconds: what quantizing it took, calibration included.
-        algorithm: what it was quantized by; `None` where that is the report's.
-        routed_tokens: calibration tokens that the router sent to its expert; `None` if it belongs to no expert.
+        linear: its name in the layer, for instance "mlp.down".
+        scheme: the scheme it was quantized to.
+        error: with calibration, sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error of its outputs on the calibration
+            data, where W is the matrix after the target correction (see `aim`); without calibration, the relative
+            error of its weights in the Frobenius norm.
+        seconds: duration of its quantization, including calibration.
+        algorithm: its algorithm; `None` if it is the report's.
+        routed_tokens: calibration tokens that were routed to its expert; `None` if it belongs to no expert.
     """
 
     layer: int
@@ -58,13 +58,13 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """The head that was quantized.
+    """The result of quantizing the head.
 
     Attributes:
-        scheme: what it was rounded to.
-        error: the relative error of its weights, in the Frobenius norm.
-        seconds: what that took.
-        untied: the original used its embedding as the head; now there is a head besides the embedding.
+        scheme: the scheme it was rounded to.
+        error: the relative error of its weights in the Frobenius norm.
+        seconds: duration.
+        untied: the original has tied embeddings, and the result has a separate head.
     """
 
     scheme: str
@@ -87,29 +87,30 @@ def _merged(linear: str, rows: Sequence[LayerResult]) -> LayerResult:
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize` did.
+    """The report of `quantize`.
 
     Attributes:
         model, output: directories.
-        scheme, algorithm: as asked for; what a single matrix got is in `layers`.
-        settings: what else decides the result: calibration file, samples, seqlen, seed, damping; empty for rtn.
-        calibration_tokens: tokens that the model was calibrated on; 0 for rtn.
-        device: what it ran on.
-        layers: a row for each matrix, in the order of the computation.
+        scheme, algorithm: as requested; those of each matrix are in `layers`.
+        settings: other settings that affect the result: calibration file, samples, seqlen, seed, damping; empty for
+            rtn.
+        calibration_tokens: number of calibration tokens; 0 for rtn.
+        device: the device of the run.
+        layers: one row per matrix, in the order of the computation.
         bytes_before, bytes_after: of all tensors.
-        resumed_layers: decoder layers that an earlier run, which was cut off, had finished.
-        seconds: in all, this run.
-        peak_memory: the greatest resident size of the process, in bytes.
-        peak_gpu_memory: the greatest size that torch allocated on the GPU, in bytes; `None` on the CPU.
-        versions: of what the result may depend on.
-        devices: the names of all devices that took part.
-        stages: seconds of each stage of the work: reading, forward, hessians and so on.
-        estimate: what the preflight check expected, see `QuantizationEstimate.figures`.
-        gpu_seconds: GPUs times the seconds that they were held; `None` on the CPU.
-        energy_joules: what the GPUs took; `None` where it was not measured.
-        prices: what `cost` is computed from: gpu_hour, kwh; empty where no price is known.
-        head: what became of the head; `None` where it is as it was.
-        cost: in the currency of the prices; `None` where no price is known, or what it is to be paid for is not.
+        resumed_layers: number of decoder layers that an interrupted earlier run had finished.
+        seconds: total duration of this run.
+        peak_memory: the peak resident size of the process, in bytes.
+        peak_gpu_memory: the peak size that torch allocated on a GPU, in bytes; `None` on the CPU.
+        versions: versions of the packages that the result may depend on.
+        devices: the names of all devices of the run.
+        stages: seconds of each stage: reading, forward, hessians and so on.
+        estimate: the estimate before the run, see `QuantizationEstimate.figures`.
+        gpu_seconds: number of GPUs times the seconds of their use; `None` on the CPU.
+        energy_joules: energy of the GPUs; `None` if it was not measured.
+        prices: the prices for `cost`: gpu_hour, kwh; empty without prices.
+        head: the result for the head; `None` if it was not quantized.
+        cost: in the currency of the prices; `None` without prices, or if the priced quantity was not measured.
     """
 
     model: str
@@ -138,21 +139,21 @@ class Report:
 
     @property
     def error_kind(self) -> str:
-        """What `LayerResult.error` measures."""
+        """The quantity that `LayerResult.error` measures."""
         return f"relative error of the {'outputs' if self.calibration_tokens else 'weights'}"
 
     @property
     def mean_error(self) -> float:
-        """Over all matrices."""
+        """The mean error of all matrices."""
         return math.fsum(row.error for row in self.layers) / len(self.layers)
 
     @property
     def worst(self) -> LayerResult:
-        """The matrix of the greatest error."""
+        """The matrix with the largest error."""
         return max(self.layers, key=lambda row: row.error)
 
     def priced(self, *, gpu_hour: float | None = None, kwh: float | None = None) -> Self:
-        """The same report with its cost: what GPUs and electricity cost by these prices, each where it is given.
+        """The same report with the cost of GPUs and electricity at the given prices.
 
         Args:
             gpu_hour: the price of a GPU for an hour.
@@ -179,7 +180,7 @@ class Report:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
-        """The report that `to_json` gave, also after it was JSON; of a later version, what this one knows.
+        """The report from the dictionary of `to_json` or its JSON; unknown keys of a later version are ignored.
 
         Raises:
             DataError: if it is not such a report.
@@ -198,7 +199,7 @@ class Report:
 
     @cached_property
     def rows(self) -> tuple[LayerResult, ...]:
-        """`layers`, with one row for all routed experts of a layer: the mean of their errors, the sum of their seconds.
+        """`layers` with one row per layer for all routed experts: the mean of their errors, the sum of their seconds.
 
         Its `linear` has "*" for the number of the expert; its `scheme` is that of most.
         """
@@ -214,7 +215,7 @@ class Report:
 
     @property
     def expert_tokens(self) -> dict[int, tuple[int, ...]]:
-        """Of each layer with experts the calibration tokens that were routed to each of them."""
+        """The number of calibration tokens of each expert, for each layer with experts."""
         found: dict[int, list[int]] = {}
         for row in self.layers:
             if row.routed_tokens is not None and row.linear.endswith(".down"):
@@ -223,21 +224,21 @@ class Report:
 
     @property
     def sparse_experts(self) -> dict[int, tuple[int, ...]]:
-        """Of each layer with experts those that fewer than `LEAST_TOKENS` tokens reached."""
+        """The experts with fewer than `LEAST_TOKENS` tokens, for each layer with experts."""
         return {
             layer: tuple(expert for expert, count in enumerate(counts) if count < LEAST_TOKENS)
             for layer, counts in self.expert_tokens.items()
         }
 
     def cell(self, row: LayerResult, separator: str = "\n") -> str:
-        """An error as text, and where they are not those of the whole, scheme and algorithm."""
+        """An error as text, with scheme and algorithm if they differ from the report's."""
         chosen = [row.scheme] * (row.scheme != self.scheme)
         if row.algorithm is not None and row.algorithm != self.algorithm:
             chosen.append(row.algorithm)
         return separator.join([f"{row.error:.2%}", *([" ".join(chosen)] if chosen else [])])
 
     def summary(self) -> str:
-        """One line: size, time, memory, and what is known of energy and cost."""
+        """One line: size, time, memory, and energy and cost if they are known."""
         parts = [
             f"{self.output}: {self.bytes_before / 1e6:,.1f} MB -> {self.bytes_after / 1e6:,.1f} MB "
             f"in {self.seconds:.1f} s on {self.where}"
@@ -255,7 +256,7 @@ class Report:
 
     @property
     def where(self) -> str:
-        """The devices, equal ones counted: "4 x NVIDIA H200"."""
+        """The devices, with their number: "4 x NVIDIA H200"."""
         counts = {name: self.devices.count(name) for name in self.devices}
         return " and ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items()) or self.device
 
@@ -272,14 +273,14 @@ class Report:
 
     @property
     def cost_text(self) -> str:
-        """The cost, or why it is not known."""
+        """The cost, or the reason why it is unknown."""
         if self.cost is not None:
             return f"about {self.cost:.2g}"
         return "not known: " + ("no GPU" if self.gpu_seconds is None else "energy not measured")
 
 
 def peak_memory() -> int:
-    """The greatest resident size that this program has had, in bytes."""
+    """The peak resident size of this process, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         # Linux: `ru_maxrss` would count the process that started this one, too.
@@ -289,7 +290,7 @@ def peak_memory() -> int:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions that a result may depend on, and the name of the device."""
+    """Versions of the packages that a result may depend on, and the name of the device."""
     found = {"warpbus": warpbus.__version__, "python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}

@@ -1,8 +1,8 @@
-"""What a run reads of a checkpoint: layers ahead of their turn, and hashes of all tensors.
+"""Reads a checkpoint: layers ahead of time, and hashes of all tensors.
 
-A run that resumes notices weights that have changed. Sizes and times of files do not tell: tools that copy files keep
-them, and `touch` changes them alone. So each part that is finished records the hashes of the tensors it was made from,
-and one hash of all that it depends on besides: the embedding and the layers before it.
+A resumed run detects changed weights by hashes, because sizes and times of files are not reliable. So each finished
+part records the hashes of the tensors from which it was made, and one hash of everything else that it depends on: the
+embedding and the layers before it.
 """
 
 import hashlib
@@ -29,9 +29,10 @@ _DIGEST_BYTES = 16
 
 
 class Reading:
-    """What is read of a checkpoint by a thread of its own, beside everything else.
+    """Reads a checkpoint in a separate thread.
 
-    The embedding and the first layer are read at once, and while one layer is worked on, the next one.
+    The embedding and the first layer are read immediately; each further layer is read while the one before it is
+    processed.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -88,7 +89,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Checked:
-    """A message: how many of the bytes that finished parts were made from are hashed again."""
+    """A message: the bytes that have been hashed again for the check of finished parts, and their total."""
 
     done: int
     total: int
@@ -116,23 +117,23 @@ class Sources:
         self._pool.shutdown(cancel_futures=True)
 
     def begin_layer(self, index: int) -> None:
-        """Start to hash the tensors of a decoder layer, and before the first one the embedding."""
+        """Start to hash the tensors of a decoder layer; with the first layer, also the embedding."""
         self._begin((*self._embedding, *self._layer(index)))
 
     def layer_facts(self, index: int) -> dict[str, Any]:
-        """What the part of a layer records; waits for its hashes and those of all layers before."""
+        """The facts that the part of a layer records; waits for its hashes and those of all layers before it."""
         return {"sources": self._found(self._layer(index)), "before": self._before(index)}
 
     def end_facts(self, names: Collection[str]) -> dict[str, Any]:
-        """What a part records that holds these tensors as they are."""
+        """The facts that a part with unchanged tensors records."""
         self._begin(names)
         return {"sources": self._found(names)}
 
     def check(self, parts: FinishedParts, finished: Collection[int], tell: Callable[[Checked], None]) -> None:
-        """Hash again what the finished parts were made from.
+        """Hash the source tensors of the finished parts again.
 
         Args:
-            parts: what an earlier run has finished.
+            parts: the finished parts of an earlier run.
             finished: the numbers of the finished layers.
             tell: called as the bytes are read.
 

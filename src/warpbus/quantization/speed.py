@@ -1,4 +1,4 @@
-"""How long the matrices of a model take for a token in a scheme, measured on a device before anything is quantized."""
+"""Measures the time of a model's matrix products for one token in each scheme, before anything is quantized."""
 
 import math
 import statistics
@@ -22,11 +22,11 @@ _VOCABULARY = 64  # embedding and head are not measured
 
 @dataclass(frozen=True)
 class TokenTime:
-    """How long the matrices of all layers take for one token, one after the other.
+    """The time of the matrix products of all layers for one token.
 
     Attributes:
-        seconds: the least of all samples, since whatever else the machine does only adds to it.
-        spread: by what share of that the median of the samples exceeds it.
+        seconds: the minimum of all samples, because other programs can only make them slower.
+        spread: the relative difference between the median and the minimum of the samples.
     """
 
     seconds: float
@@ -37,11 +37,10 @@ class TokenTime:
 def token_times(
     config: ModelConfig, schemes: Sequence[Scheme | None], *, device: torch.device, dtype: torch.dtype
 ) -> list[TokenTime]:
-    """Measure schemes in turn, round after round, so that what else the machine does meets all of them.
+    """Measure the schemes alternately in rounds, so that other programs affect all of them equally.
 
-    The weights are random, of the model's true shapes, and of so many layers that a matrix has left the cache when its
-    turn comes again, as in the whole model. Embedding, head, attention and norms, which quantization leaves as they
-    are, come on top.
+    The weights are random with the shapes of the model, and of so many layers that a matrix has left the cache before
+    it is used again, as in the whole model. The time of embedding, head, attention and norms is not included.
 
     Args:
         config: the model's shapes.

@@ -1,4 +1,4 @@
-"""Calibration data on its way through a decoder, batch by batch: the inputs of the next layer."""
+"""Calibration data between two layers of a decoder, batch by batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ batches, of which an expert gets few tokens; a CPU takes batch by batch, which n
 
 @dataclass
 class States:
-    """A batch on its way through the decoder.
+    """The hidden states of a batch between two layers.
 
     Attributes:
         share: the share of all tokens that the batch belongs to.
         ids: the tokens, int64 `[batch, tokens]`, on the CPU.
-        x: what enters the next layer, `[batch, tokens, hidden]`.
-        original: what enters it in the unquantized model, where that runs alongside for this batch.
+        x: the inputs of the next layer, `[batch, tokens, hidden]`.
+        original: its inputs in the unquantized model, if that is computed for this batch.
         real: bool `[batch, tokens]`, false where there is padding; `None` where there is none. Padding is on the right,
             so causal attention keeps it from what is real; it only has to be left out of the statistics.
         positions: int64 `[batch, tokens]`.

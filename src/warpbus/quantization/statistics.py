@@ -1,4 +1,4 @@
-"""What enters a linear layer during calibration, summed up over all tokens of all processes."""
+"""Statistics of the inputs of a linear layer during calibration, over all tokens of all processes."""
 
 import math
 from collections.abc import Iterator
@@ -23,10 +23,10 @@ ALONE = Group(0, 1, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Statistics:
-    """Means and maxima over the tokens x that enter a linear layer; `None` what was not asked for.
+    """Means and maxima over the input tokens x of a linear layer; `None` if a statistic was not requested.
 
     Attributes:
-        tokens: how many there were.
+        tokens: the number of tokens.
         moments: the mean of x x^T, float32 `[in, in]`; GPTQ's Hessian up to a factor.
         drift: the mean of (o - x) x^T, float32 `[in, in]`, where o is what enters the same layer of the unquantized
             model for the same token.
@@ -43,8 +43,8 @@ class Statistics:
 class Collector:
     """Adds up the statistics of a layer's inputs.
 
-    Tokens belong to shares (see `dist.SHARES`). A process adds up its own shares, and the shares are added up in one
-    order, so that the result has the same bits whatever the number of processes.
+    Tokens belong to shares (see `dist.SHARES`). A process sums its own shares, and the shares are summed in a fixed
+    order, so the result has the same bits for any number of processes.
 
     Args:
         columns: features of the input.
@@ -68,9 +68,9 @@ class Collector:
         self._largest = torch.zeros(columns, device=group.device)
 
     def add(self, x: Tensor, original: Tensor | None = None, *, share: int = 0) -> None:
-        """Take tokens in; padding must not be among them.
+        """Add tokens, without padding.
 
-        On a GPU 16-bit inputs are multiplied as they are and summed in float32; all else is done in float32.
+        On a GPU, 16-bit inputs are multiplied in 16 bits and summed in float32; everything else is computed in float32.
 
         Args:
             x: floating `[tokens, columns]`, what enters the layer.

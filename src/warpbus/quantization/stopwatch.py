@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Measures the stages of a run."""
 
 import time
 
@@ -6,10 +6,10 @@ import torch
 
 
 class Stopwatch:
-    """Seconds by the name of what they went into.
+    """Seconds per named stage.
 
-    On a GPU a lap ends when the GPU has done what was asked of it before, in the stream that is current; nobody waits
-    for that, so that the GPU has its next work at hand, and what goes on in other streams is not held up.
+    On a GPU a lap ends when the GPU has finished the earlier work of the current stream. The host does not wait for
+    that, and other streams are not delayed.
 
     Args:
         device: of the work.

@@ -1,4 +1,4 @@
-"""What the processes of a run find where each of them is: the model, its device, its machine."""
+"""Checks of each process of a run: the model, its device and its machine."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def model_hash(checkpoint: Checkpoint) -> str:
-    """Tells one model from another without reading it all: by config.json and the sizes of the files with weights."""
+    """A hash that identifies a model without reading its weights: of config.json and the sizes of the weight files."""
     sizes = [(file.name, file.stat().st_size) for file in weight_files(checkpoint.directory)]
     return hashlib.sha256(json.dumps([checkpoint.config, sizes], sort_keys=True).encode()).hexdigest()
 

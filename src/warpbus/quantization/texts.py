@@ -1,4 +1,4 @@
-"""Reading what a model is calibrated on: a file of texts or conversations, of which sequences are drawn.
+"""Reads calibration data: a file of texts or conversations, from which sequences are drawn.
 
 `GENERAL_TEXTS` is the packaged file for runs without one; `data/README.md` says what is in it.
 """
@@ -36,14 +36,14 @@ def read_calibration(
     Args:
         path: a `.txt`, cut into sequences of `seqlen` tokens; or a `.jsonl`, each line of which is one sequence:
             `{"text": ...}`, or a conversation under `messages` or `conversations`.
-        tokenizer, template: of the model; a model without a template takes no conversations, except those of
-            `GENERAL_TEXTS`, which it gets as texts.
-        seqlen: the longest sequence in tokens; longer lines are cut, and a conversation of ChatGLM-6B is passed over
-            whose prompt alone is longer.
-        seed: of the draw. The same file, seed and numbers give the same sequences, and fewer of them are the first of
-            more.
-        samples: how many sequences are drawn at most.
-        tokens: no sequence is drawn once there are so many tokens. Without both, `QuantizationOptions.default_tokens`
+        tokenizer, template: those of the model; a model without a template cannot use conversations, except those of
+            `GENERAL_TEXTS`, which are used as texts.
+        seqlen: maximum tokens per sequence; longer lines are cut, and conversations of ChatGLM-6B with a longer prompt
+            are skipped.
+        seed: random seed. The same file, seed and numbers give the same sequences, and a smaller number gives the first
+            ones of a larger number.
+        samples: maximum number of sequences.
+        tokens: drawing stops when this number of tokens is reached. Without both, `QuantizationOptions.default_tokens`
             and `most_sequences`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Candidates tried on a few layers of a model, each for what it does to the layer's outputs and what it takes.
+"""Tries candidates on a few layers of a model and compares the error of the layer's outputs and their cost.
 
-The unquantized layers carry the calibration data to a sample layer; there each candidate quantizes a copy of the layer,
-and its outputs are compared with those of the layer as it was. Nothing is written. What quantized layers before it do
-to its inputs is not seen, so errors are smaller than in a run; they are for telling which of two candidates is better.
+Calibration data passes through the unquantized layers up to a sample layer. There each candidate quantizes a copy of
+the layer, and its outputs are compared with those of the original layer. Nothing is written. The layers before it are
+not quantized, so errors are smaller than in a run; they only serve to compare candidates.
 """
 
 import copy
@@ -67,7 +67,7 @@ def try_candidates(
     damping: float = 0.01,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recommendation:
-    """Try what could be done with a model on its first, a middle and its last layer, and choose.
+    """Try candidates on the first, a middle and the last layer of a model, and choose one.
 
     Args:
         model: a model directory, not quantized.
@@ -89,6 +89,8 @@ def try_candidates(
     """
     if goal not in GOALS:
         raise UsageError(f"goal is {goal!r}: choose from {', '.join(GOALS)}")
+    if scheme is not None and scheme.is_trellis:
+        raise UsageError(f"{scheme}: no kernel computes with it, so there is no speed to compare: use --algorithm gptq")
     place = resolve_device(device)
     tried = _plans(Path(model), scheme, algorithm, layout, place)
     first = next(iter(tried.values()))
@@ -127,7 +129,7 @@ def try_candidates(
 
 
 def split(data: Calibration) -> tuple[Calibration, Calibration]:
-    """What candidates are calibrated on, and every fourth sequence, which they are judged on; a single one is both."""
+    """The sequences for calibration, and every fourth one for evaluation; a single sequence is used for both."""
     if len(data.sequences) == 1:
         return data, data
     held = data.sequences[::4]

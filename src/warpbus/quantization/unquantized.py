@@ -1,4 +1,4 @@
-"""The unquantized model, layer by layer, with calibration data going through it: what is looked at before a run."""
+"""Passes calibration data through the unquantized model layer by layer, for decisions before a run."""
 
 import itertools
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def layers(
 
 @torch.no_grad()
 def output(layer: DecoderLayer, index: int, state: States) -> Tensor:
-    """What comes out of a layer, `[batch, tokens, hidden]`."""
+    """The outputs of a layer, `[batch, tokens, hidden]`."""
     return layer(state.x, index, state.positions, state.angles, state.context)
 
 

@@ -1,4 +1,4 @@
-"""What a run writes: the parts of the new checkpoint, the tensors of each, and what config.json says of them."""
+"""The output of a run: the parts of the new checkpoint, the tensors of each, and their entries in config.json."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import warpbus
-from warpbus.server import adapter_routes, admin, embeddings, failures, messages, openapi, responses_api
+from warpbus.server import adapter_routes, admin, embeddings, failures, generate, messages, openapi, responses_api
 from warpbus.server.answer_schema import ChatCompletion, LoadAnswer, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
@@ -80,6 +80,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
     _add_generation(app, models, responder)
     messages.add_routes(app, models, responder)
     responses_api.add_routes(app, models, responder)
+    generate.add_routes(app, models, responder)
     embeddings.add_routes(app, models, responder)
     adapter_routes.add_routes(app, models, options)
     admin.add_routes(app, models, metrics, options)

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from warpbus.errors import (
     ContextLengthError,
@@ -117,6 +118,12 @@ def response_of(error: RequestError, path: str) -> Response:
     return Response(content, error.status, headers, media_type="application/json")
 
 
+def _methods(app: FastAPI, request: Request) -> set[str]:
+    """The methods of all routes of a request's path; the routes themselves know each only its own."""
+    found = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
+
+
 def install(app: FastAPI) -> None:
     """Register handlers that turn every error of the app's routes into such a response."""
 
@@ -133,6 +140,8 @@ def install(app: FastAPI) -> None:
             found = RequestError(405, f"{request.url.path[:200]} does not take {request.method}", code="method")
         response = response_of(found, request.url.path)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["allow"] = ", ".join(sorted(_methods(app, request)))
         return response
 
     @app.exception_handler(ClientGoneError)

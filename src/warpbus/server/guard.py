@@ -207,7 +207,8 @@ class Guard:
                 code="invalid_api_key",
             )
         if self._separate_keys:
-            scope.setdefault("state", {})[_SALT] = number.to_bytes(8)
+            # Not the number: blocks on a disk may outlive the list of keys.
+            scope.setdefault("state", {})[_SALT] = self._keys[number]
 
     def _key_number(self, headers: Headers) -> int | None:
         """The index of the request's API key among the accepted ones; None without a valid key."""

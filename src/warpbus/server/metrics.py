@@ -48,6 +48,10 @@ _ENGINE_METRICS = (
     _EngineMetric(
         "kv_host_cache_loaded_bytes", "host_loaded_bytes", True, "bytes of KV blocks copied from main memory"
     ),
+    _EngineMetric("kv_disk_cache_hits", "disk_hits", True, "tokens of prompts found in the KV cache on disk"),
+    _EngineMetric("kv_disk_cache_bytes", "disk_bytes", False, "bytes of KV blocks that the disk has now"),
+    _EngineMetric("kv_disk_cache_stored_bytes", "disk_stored_bytes", True, "bytes of KV blocks written to the disk"),
+    _EngineMetric("kv_disk_cache_loaded_bytes", "disk_loaded_bytes", True, "bytes of KV blocks read from the disk"),
     _EngineMetric("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
     _EngineMetric("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
     _EngineMetric("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),

@@ -113,7 +113,7 @@ class ServerOptions:
         if not self.loopback and not self.insecure and not (self.api_keys and self.tls):
             raise UsageError(
                 f"--host {self.host} can be reached from other machines: give --api-key, --ssl-certfile and "
-                "--ssl-keyfile, or --insecure if everybody may use it and read along"
+                "--ssl-keyfile, or --insecure to accept unauthenticated and unencrypted connections"
             )
 
     @property

@@ -54,7 +54,7 @@ class Form(Protocol):
     def failure(self, error: RequestError, usage: Usage) -> Json:
         """The last event of a stream that fails."""
 
-    def whole(self, answers: abc.Sequence[abc.Sequence[TextPiece]], usage: Usage) -> Json:
+    def whole(self, answers: abc.Sequence[abc.Sequence[TextPiece]], usage: Usage) -> Json | list[Json]:
         """The body of a response that is not streamed."""
 
 

@@ -47,7 +47,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
 
 
-def _few(biases: Any) -> Any:
+def few_biases(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MOST_BIASES:
         raise ValueError(f"it has {len(biases):,} entries: give at most {MOST_BIASES:,}")
     return biases
@@ -229,7 +229,9 @@ class Generating(NamesModel):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few_biases)] | None = (
+        None
+    )
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None

@@ -104,15 +104,6 @@ def fits(rows: int, columns: int) -> bool:
     return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
-def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of x `[m, n]`, and the float32 scale, a scalar, that they are to be multiplied with.
-
-    NaN and infinity give codes of NaN. On a GPU n is a multiple of 16.
-    """
-    codes, _, scale = _rounded(x, dtype)
-    return codes, scale
-
-
 def _rounded(x: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """See `round_to_fp8`."""
     if _by_kernels(x):

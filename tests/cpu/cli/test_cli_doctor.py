@@ -67,7 +67,7 @@ def test_this_machine():
     found = examined()
     assert list(found) == [
         *("warpbus", "python", "system", "cores", "memory", "disk", "torch", "driver", "compiler"),
-        *("kernel_cache", "sandbox", "gpus", "missing", "runs", "advice"),
+        *("host_compiler", "kernel_cache", "sandbox", "gpus", "missing", "runs", "advice"),
     ]
     assert found["warpbus"] == warpbus.__version__
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]
@@ -268,7 +268,8 @@ def test_what_a_sandbox_of_tenants_lacks(machine, monkeypatch):
     assert examined()["advice"] == [
         "Tenants of a pool (warpbus pool serve): files can be read: this kernel has no Landlock."
     ]
-    assert "of a pool's tenants: incomplete" in shown()
+    assert "pool sandbox" in shown()
+    assert "incomplete, see below" in shown()
 
 
 def test_the_driver_is_asked_for_its_version(monkeypatch):

@@ -1,13 +1,18 @@
 """Mistakes that people make at the command line, and the one line that answers each."""
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from warpbus import cli
 from warpbus.cli import app, pool_serving
 from warpbus.cli.models import model_directory
 from warpbus.errors import CheckpointError, SchemeError, UsageError, WarpbusError
@@ -35,6 +40,57 @@ def test_a_similar_name_is_suggested(tmp_path, monkeypatch):
 def test_a_missing_model_is_the_first_thing_to_say(words, capsys):
     assert "there is no such directory" in mistake("quantize", "/nonexistent/model", *words)
     assert "calibrating" not in capsys.readouterr().err
+
+
+def test_a_missing_model_is_said_before_a_missing_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert mistake("plan", "nowhere").startswith("nowhere: no such directory")
+
+
+def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    assert mistake("quantize", "demo", "out").startswith("out: exists and is not empty")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cuda_program_that_is_not_there():
+    assert mistake("cuda", "run", "nowhere.cu") == "nowhere.cu: there is no such file: give a .cu file"
+
+
+@pytest.mark.parametrize("module", ["warpbus.cli.pool", "warpbus.language"])
+def test_ctrl_c_while_the_program_is_loaded(module, tmp_path):
+    """The first time that something asks for a module, the user presses Ctrl-C."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.abc, sys\n"
+        "class Interrupt(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "warpbus", "--version"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_before_a_command_has_begun(monkeypatch, capsys):
+    def interrupted(prog_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
 
 
 def test_words_of_other_programs():

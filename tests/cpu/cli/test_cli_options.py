@@ -44,6 +44,8 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
         *("max_num_seqs", "max_queue", "cache_tokens", "max_num_batched_tokens", "prefix_caching", "speculation"),
         *(
             "kv_host_memory",
+            "kv_disk",
+            "kv_disk_size",
             "inter_token_latency",
             "max_restarts",
             "watchdog_timeout",

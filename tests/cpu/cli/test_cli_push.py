@@ -157,7 +157,7 @@ def test_errors_are_one_line(writable: StandIn, quantized: Path, tmp_path: Path,
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "may not write" in refused(UploadError, quantized, NAME)
     monkeypatch.delenv("HF_TOKEN")
-    assert "no token of Hugging Face" in refused(UsageError, quantized, NAME)
+    assert "no Hugging Face token was found" in refused(UsageError, quantized, NAME)
 
 
 def test_a_damaged_report_is_refused(hub: StandIn, quantized: Path, tmp_path: Path):

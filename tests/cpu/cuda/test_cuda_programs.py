@@ -147,7 +147,7 @@ def test_every_example_is_tested_and_documented() -> None:
         (
             changed(ADD, "if (i < n) c[i]", "c[i]"),
             "kernel add, block (3906, 0, 0), thread (64, 0, 0): accesses d_a[1000000] (line 12), but d_a has 1000000 "
-            "elements of 4 bytes: compare the index",
+            "elements of 4 bytes: the last valid index is 999999.",
         ),
         (changed(ADD, "wrong += c[i]", "wrong += d_c[i]"), "device memory (d_c, 4000000 bytes) (line 41): copy"),
         (changed(ADD, "c[i] = a[i]", "c[i ? i : -1] = a[i]"), "kernel add wrote d_c[-1], which is before the begin"),

@@ -150,6 +150,38 @@ def test_logprobs_are_those_of_the_model_alone(model, options):
             assert [logprob for _, logprob in found.top] == pytest.approx(best.values[at].tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"max_num_batched_tokens": 10}], ids=str)
+def test_logprobs_of_tokens_that_are_named(model, options):
+    named = [(7, 0, 7), (), (3,), (1, 2, 3, 4, 5)]
+    requests = [
+        request(
+            prompt,
+            tokens=8,
+            params=SamplingParams(temperature=0, logprobs=0, prompt_logprobs=1 if at else None, logprob_tokens=ids),
+        )
+        for at, (prompt, ids) in enumerate(zip(PROMPTS, named, strict=False))
+    ]
+    finish(Engine(model, **options), requests)
+    for each, ids in zip(requests, named, strict=True):
+        with torch.no_grad():
+            scores = model(torch.tensor([[*each.prompt, *each.token_ids]]))[0].float().log_softmax(-1)
+        told = [*(each.prompt_logprobs or [None] * len(each.prompt)), *each.logprobs]
+        for at, found in enumerate(told):
+            if found is not None:
+                assert [token for token, _ in found.asked] == list(ids)
+                expected = scores[at - 1, list(ids)].tolist()
+                assert [logprob for _, logprob in found.asked] == pytest.approx(expected, abs=1e-4)
+
+
+def test_tokens_whose_logprobs_are_asked_for_are_in_the_vocabulary(model):
+    with pytest.raises(UsageError, match="logprob_tokens has the token id 100000: give ids below"):
+        Engine(model).add(request(PROMPTS[0], tokens=1, params=SamplingParams(logprobs=0, logprob_tokens=(1, 100_000))))
+    with pytest.raises(UsageError, match="a token id of logprob_tokens is -1"):
+        SamplingParams(logprob_tokens=(-1,))
+    with pytest.raises(UsageError, match=r"logprob_tokens is \(0, 0.*: give a list of at most 1,024 token ids"):
+        SamplingParams(logprob_tokens=(0,) * 1025)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"speculation": 3}, {"max_num_batched_tokens": 10}, {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK}],
@@ -190,6 +222,10 @@ def test_logprobs_of_prompts_that_are_too_many_are_refused(model):
     params = SamplingParams(prompt_logprobs=20)
     long = Sequence(0, [1] * 60_000, params, limit=1, stop_ids=frozenset(), stream=None)
     with pytest.raises(UsageError, match=r"prompt_logprobs is 20 for 60,000 tokens: ask for at most 1,048,576"):
+        Engine(model).add(long)
+    many = SamplingParams(prompt_logprobs=0, logprob_tokens=tuple(range(20)))
+    long = Sequence(0, [1] * 60_000, many, limit=1, stop_ids=frozenset(), stream=None)
+    with pytest.raises(UsageError, match="prompt_logprobs is 0 with 20 logprob_tokens for 60,000 tokens"):
         Engine(model).add(long)
     with pytest.raises(UsageError, match="prompt_logprobs is 21"):
         SamplingParams(prompt_logprobs=21)

@@ -124,6 +124,9 @@ class Counting:
         assert not self._asleep
         self._shrunk += 1
 
+    def save(self) -> None:
+        pass
+
     def sleep(self) -> None:
         assert not self.has_work
         self._asleep = True

@@ -14,7 +14,7 @@ from warpbus.formats import Checkpoint, CheckpointWriter, layout_named, layout_o
 from warpbus.formats.layout import LAYOUTS, WRITABLE
 from warpbus.qtensor import QTensor, Scheme
 
-INTEGER = [name for name in WRITABLE if name != "modelopt"]
+INTEGER = [name for name in WRITABLE if name not in ("modelopt", "warpbus")]
 """The formats of integer codes."""
 
 SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -103,10 +103,10 @@ def test_shapes_that_do_not_fit_end_in_one_line(name: str, data: st.DataObject, 
 
 
 def test_names() -> None:
-    assert [layout.name for layout in LAYOUTS] == [*INTEGER, "modelopt", "thudm"]
+    assert [layout.name for layout in LAYOUTS] == [*INTEGER, "modelopt", "warpbus", "thudm"]
     assert INTEGER == ["compressed-tensors", "gptq", "gptq-v2", "awq"]
     with pytest.raises(
-        UsageError, match=r"^format 'gguf': expected one of compressed-tensors, gptq, gptq-v2, awq, modelopt$"
+        UsageError, match=r"^format 'gguf': expected one of compressed-tensors, gptq, gptq-v2, awq, modelopt, warpbus$"
     ):
         layout_named("gguf")
 

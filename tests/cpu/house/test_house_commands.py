@@ -26,7 +26,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SHELL = ("|", "||", ">", "&", "&&")
 
 # Of scripts in benchmarks/, of compute-sanitizer, of Ray's own command, and of what installs Warpbus.
-OTHERS = {"--kill", "--llama", "--small", "--tool", "--head"}
+OTHERS = {"--kill", "--llama", "--small", "--tool", "--vllm", "--head"}
 OTHERS |= {"--build-arg", "--extra-index-url", "--index-url", "--pip-args", "--torch-backend"}
 
 

@@ -71,11 +71,6 @@ def turns(*contents: str) -> list[Message]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def in_full(messages: Sequence[Message]) -> list[Message]:
-    """The same conversation with an empty further value, for which a template has no plan to keep."""
-    return [{**message, "metadata": ""} for message in messages]
-
-
 def answers(tokenizer: Tokenizer, found: tuple[list[int], list[bool]]) -> list[str]:
     """The answers with their special tokens, one text for each unbroken run of the mask."""
     names = {i: text.encode() for text, i in tokenizer.special_ids.items()}
@@ -111,9 +106,7 @@ def test_glm_prompt(poet: Tokenizer) -> None:
 )
 def test_answers_reach_from_the_prompt_to_the_stop_token(byte_level: Tokenizer, name: str, expected: list[str]) -> None:
     jinja = template(ALL[name], byte_level)
-    conversation = turns("明", "月", "霜", "光")
-    for messages in (conversation, conversation, in_full(conversation)):
-        assert answers(byte_level, jinja.spans(messages)) == expected
+    assert answers(byte_level, jinja.spans(turns("明", "月", "霜", "光"))) == expected
 
 
 def test_last_question_is_no_answer(byte_level: Tokenizer) -> None:
@@ -164,29 +157,17 @@ def test_contents_never_make_special_tokens(byte_level: Tokenizer, texts: list[s
 
     plain = structure(turns(*("x" for _ in texts)))
     assert structure(turns(*texts)) == plain
-    assert structure(in_full(turns(*texts))) == plain
 
 
 @settings(deadline=None, max_examples=150)
-@given(texts=st.lists(contents, min_size=1, max_size=4), kept=st.booleans())
-def test_contents_come_through_unchanged(poet: Tokenizer, texts: list[str], kept: bool) -> None:
-    messages = turns(*texts) if kept else in_full(turns(*texts))
-    ids, mask = template(GLM, poet).spans(messages)
+@given(texts=st.lists(contents, min_size=1, max_size=4))
+def test_contents_come_through_unchanged(poet: Tokenizer, texts: list[str]) -> None:
+    ids, mask = template(GLM, poet).spans(turns(*texts))
     special = set(poet.special_ids.values())
     parts = [list(run) for is_special, run in groupby(ids, key=special.__contains__) if not is_special]
     assert [poet.decode(part) for part in parts] == ["\n" + text for text in texts]
     expected = [text + "<|user|>" for text in texts[1::2]]
     assert answers(poet, (ids, mask)) == expected
-
-
-@settings(deadline=None, max_examples=150)
-@given(texts=st.lists(contents, min_size=1, max_size=4), name=st.sampled_from(sorted(ALL)))
-def test_kept_plans_and_full_rendering_agree(byte_level: Tokenizer, texts: list[str], name: str) -> None:
-    jinja = template(ALL[name], byte_level)
-    for text in ("x", *texts):
-        messages = turns(*(text for _ in texts))
-        assert jinja.render(messages) == jinja.render(in_full(messages))
-        assert jinja.spans(messages) == jinja.spans(in_full(messages))
 
 
 def test_special_tokens_in_other_values_of_a_message(byte_level: Tokenizer) -> None:

@@ -9,6 +9,7 @@ from warpbus.pool.protocol.instructions import Writer, call_prefix
 from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.migration_source import MigrationSource
 
 QUOTA = Quota(64 * 2**20, 1.0)
 STATE, MOMENT = 1, 2  # handles of storages that every batch writes
@@ -36,6 +37,13 @@ _SIGNATURES = (
 def lease(device: torch.device, quota: Quota = QUOTA) -> Executor:
     """An empty executor."""
     return Executor(device, quota)
+
+
+def ask(source: MigrationSource) -> None:
+    """Begin a move: ask the destination, and wait until it accepts the lease."""
+    source.ask()
+    while not source.is_accepted(0.05):
+        pass
 
 
 def batch(number: int, weights: int = 100_000) -> memoryview:

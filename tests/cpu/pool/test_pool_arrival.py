@@ -11,7 +11,7 @@ from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant import migration_messages
-from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
+from warpbus.pool.tenant.migration_destination import DestinationState, MigrationDestination
 
 
 def raw_destination(memory: int = QUOTA) -> tuple[Channel, MigrationDestination]:

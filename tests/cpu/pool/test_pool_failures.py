@@ -65,6 +65,11 @@ def test_a_client_raises_it_again(name, kind):
     assert type(sent_error({"type": name, "message": "no"})) is (kind if own else PoolError)
 
 
+@pytest.mark.parametrize("name", ["ConnectionLostError", "FrameError"])
+def test_a_connection_that_the_pool_has_lost_is_not_the_clients(name):
+    assert type(CallFailure(name, "no", "", 0).exception()) is PoolError
+
+
 def test_messages_end_somewhere():
     assert len(CallFailure.of(ValueError("x" * 10**6), "", 0).message) < 20_000
 

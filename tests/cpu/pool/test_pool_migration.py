@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_migration_work import CUT_SHORT, contents, execute, lease
+from pool_migration_work import CUT_SHORT, ask, contents, execute, lease
 from pool_random_lease import CPU, TOKEN, Lease
 
 from warpbus.cuda.ipc import IpcLocation
-from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PoolError, StateError
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.frames import Frame, Kind
@@ -24,14 +24,8 @@ from warpbus.pool.protocol.instructions import Writer, call_prefix
 from warpbus.pool.protocol.signature import Input, New, Signature
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.migration import (
-    ENDS,
-    DestinationState,
-    MigrationDestination,
-    MigrationReport,
-    MigrationSource,
-    SourceState,
-)
+from warpbus.pool.tenant.migration_destination import ENDS, DestinationState, MigrationDestination
+from warpbus.pool.tenant.migration_source import MigrationReport, MigrationSource, SourceState
 from warpbus.pool.tenant.staging import CHUNK
 
 
@@ -138,7 +132,7 @@ def move(
     source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05, little=0)
     told, report, lost = False, None, ""
     try:
-        source.begin()
+        ask(source)
         for between in plan:
             source.copy_ahead(budget)
             for _ in range(between):
@@ -152,7 +146,8 @@ def move(
     wire.let_destination_work()
 
     living = None
-    if "s" not in wire.dead and source.state.may_execute:
+    source_executes = source.state not in (SourceState.STOPPED, SourceState.MOVED)
+    if "s" not in wire.dead and source_executes:
         living = here
     elif "d" not in wire.dead and told:
         try:
@@ -161,7 +156,7 @@ def move(
             lost = str(error)
         assert living is not None or "this lease is lost" in lost
     if not wire.dead:
-        assert not (source.state.may_execute and destination.state.may_execute)
+        assert not (source_executes and destination.state is DestinationState.LIVING)
     if living is not None:
         for number in range(living.executed + 1, batches + 1):
             living.execute(number)
@@ -184,7 +179,7 @@ def test_calls_are_prepared_before_the_pause() -> None:
     here.execute(1)
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     source = MigrationSource(here, Wire(destination).ends["s"], migration_token=TOKEN)
-    source.begin()
+    ask(source)
     assert source.copy_ahead().stop_reason
     assert there.foreseen == {1: b"1"}
     for number in range(2, 22):
@@ -201,7 +196,7 @@ def test_who_is_not_ready_keeps_the_lease_executing() -> None:
     here.execute(1)
     wire = Wire(MigrationDestination(Lease(), migration_token=TOKEN, reads=lambda _: None))
     source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN)
-    source.begin()
+    ask(source)
     wire.busy = True
     assert [source.copy_ahead().stop_reason for _ in range(3)] == [""] * 3
     wire.busy = False
@@ -332,7 +327,7 @@ def test_storages_larger_than_a_chunk_arrive_by_either_way(shared: bool, readabl
         here.storages.create(handle, size)
         here.storages.write(handle, 0, random.Random(handle).randbytes(size))
     source, destination, thread = pair(here, there, memory_shared=shared, readable=readable)
-    source.begin()
+    ask(source)
     source.copy_ahead(CHUNK + 1)
     here.storages.write(1, 2 * CHUNK, b"written again")
     source.copy_ahead(1)
@@ -349,7 +344,7 @@ def test_work_that_writes_everything_is_not_copied_ahead_for_ever() -> None:
     for handle in range(1, 9):
         here.storages.create(handle, size)
     source, _, thread = pair(here, there)
-    source.begin()
+    ask(source)
     while not (progress := source.copy_ahead(2 * size)).stop_reason:
         for handle in here.storages.sizes():
             here.storages.write(handle, 0, b"a step")
@@ -367,7 +362,7 @@ def test_weights_go_ahead_and_only_what_is_written_goes_in_the_pause() -> None:
         here.storages.create(handle, 4 * 2**20)
     here.storages.create(100, 1000)
     source, _, thread = pair(here, there)
-    source.begin()
+    ask(source)
     while not source.copy_ahead(6 * 2**20).stop_reason:
         here.storages.write(100, 0, b"a token")
     report = source.finish()
@@ -394,7 +389,7 @@ def test_a_claim_before_all_is_here_waits_for_the_rest() -> None:
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination)
     source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05)
-    source.begin()
+    ask(source)
     assert not destination.claim()
     source.finish()
     assert destination.claim()
@@ -402,15 +397,18 @@ def test_a_claim_before_all_is_here_waits_for_the_rest() -> None:
     assert there.contents() == here.contents()
 
 
-def test_a_move_that_is_called_off_leaves_nothing_behind() -> None:
+def test_a_move_that_fails_leaves_nothing_behind() -> None:
     here, there = Lease(), Lease()
     here.execute(1)
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination)
-    source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN)
-    source.begin()
+    source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05)
+    ask(source)
     source.copy_ahead()
-    source.cancel()
+    wire.busy = True
+    with pytest.raises(PeerTimeoutError, match="has not answered"):
+        source.finish()
+    wire.busy = False
     wire.let_destination_work()
     assert source.state is SourceState.STAYS
     assert destination.state is DestinationState.DISCARDED
@@ -425,7 +423,7 @@ def test_the_destinations_quota_is_checked_before_anything_is_taken() -> None:
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     source = MigrationSource(here, Wire(destination).ends["s"], migration_token=TOKEN)
     with pytest.raises(DeviceError, match="100 are reserved"):
-        source.begin()
+        ask(source)
     assert source.state is SourceState.STAYS
     assert there.storages.peak == 0
 
@@ -439,7 +437,7 @@ def test_an_executor_goes_on_elsewhere_as_if_nothing_had_been() -> None:
 
     here, there = worked(5), lease(CPU)
     source, destination, thread = pair(here, there)
-    source.begin()
+    ask(source)
     for number in range(6, 10):
         source.copy_ahead(10_000)
         execute(here, number)
@@ -473,7 +471,7 @@ def test_running_statistics_that_pytorch_does_not_declare_as_written_arrive() ->
     here, there = lease(CPU), lease(CPU)
     here.execute(1, memoryview(bytes(writer.take())))
     source, _, thread = pair(here, there)
-    source.begin()
+    ask(source)
     while not source.copy_ahead().stop_reason:
         pass
     writer.call(call_prefix(0) + struct.pack("<6Q", 1, 2, 3, 10, 11, 12))

@@ -11,6 +11,7 @@ from pool_tenants import KEY, started
 from warpbus.engine.engine import request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
+from warpbus.errors import PoolError
 from warpbus.pool.client import connection as connections
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import register
@@ -18,6 +19,9 @@ from warpbus.pool.client.session import Session, leave, use
 from warpbus.pool.client.transfers import fetch
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.failures import CallFailure
+from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.wire import encode
 
 REMOTE = "warpbus"
 MEMORY = 1 << 27
@@ -73,6 +77,21 @@ def test_an_error_comes_with_its_answer(session: Session) -> None:
         wrong()
     assert right().sum() == 12
     assert table.sum().item() == 6
+
+
+def test_a_connection_that_the_pool_has_lost_is_not_made_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection: Any = session.connection
+    before, x = connection.reconnections, torch.ones(3, device=REMOTE)
+    failure = encode(CallFailure("ConnectionLostError", "rank 1 has hung up", "", 0).plain())
+    answer = Frame(Kind.ERROR, connection._question + 1, memoryview(failure))
+    with monkeypatch.context() as patch:
+        patch.setattr(connection._channel, "receive", lambda: answer)
+        with pytest.raises(PoolError, match="rank 1 has hung up"):
+            connection.read_little(1, 0, 4)
+    assert connection.reconnections == before
+    assert x.sum().item() == 3
 
 
 def test_an_answer_goes_on_over_lost_connections(session: Session, tiny_model: Path) -> None:

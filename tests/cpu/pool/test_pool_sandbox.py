@@ -2,12 +2,19 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import msgpack
 import pytest
+import torch
 from pool_daemons import lease, say_hello, serving
 
+from warpbus.errors import DeviceError
 from warpbus.pool.protocol.frames import Kind
-from warpbus.pool.tenant import landlock, sandbox, seccomp
+from warpbus.pool.tenant import landlock, process, sandbox, seccomp
 
 needs_landlock = pytest.mark.skipif(landlock.version() < 6, reason="this kernel's Landlock is older than version 6")
 needs_seccomp = pytest.mark.skipif(not seccomp.available(), reason="this kernel has no seccomp filters")
@@ -87,3 +94,30 @@ def test_a_confinement_says_what_it_exposes(tmp_path):
     assert sandbox.Confinement.decode(found.encode()) == found
     for secret in ("/etc/shadow", "/etc/ssl/private", os.path.expanduser("~/.ssh"), "/tmp"):
         assert not found.exposes(type(tmp_path)(secret))
+
+
+def test_packages_on_the_python_path_can_be_imported(tmp_path):
+    package = tmp_path / "site" / "msgpack"
+    shutil.copytree(Path(msgpack.__file__).parent, package)
+    program = "import sys; from pathlib import Path; from warpbus.pool.tenant.sandbox import Confinement; "
+    program += "print(Confinement.of([], [], gpu=False).exposes(Path(sys.argv[1])))"
+    search = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(package / "__init__.py")],
+        env=os.environ | {"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == "True\n"
+
+
+@pytest.mark.parametrize("sandboxed", [True, False])
+def test_a_gpu_that_cannot_be_used_is_named(sandboxed, monkeypatch):
+    def fail(_device):
+        raise RuntimeError("Error 304: OS call failed\nmore")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    with pytest.raises(DeviceError, match=r"cannot use its GPU \(Error 304: OS call failed\)") as caught:
+        process._check_gpu(torch.device("cuda:0"), "GPU-1", sandboxed=sandboxed)
+    assert ("--no-sandbox" in str(caught.value)) is sandboxed

@@ -17,7 +17,7 @@ from warpbus.pool.protocol.signature import Input, New, Signature
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.process import TenantServer
+from warpbus.pool.tenant.server import TenantServer
 
 VECTOR = contiguous(torch.float32, (4,))
 NEG = Signature("aten::neg", (Input(0),), (), (VECTOR,), (), (New(VECTOR, 16),))
@@ -243,7 +243,7 @@ def test_a_gpu_that_has_failed(monkeypatch):
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
-    monkeypatch.setattr("warpbus.pool.tenant.process._SECONDS_TO_HEAR", 0.5)
+    monkeypatch.setattr("warpbus.pool.tenant.server._SECONDS_TO_HEAR", 0.5)
     daemon = Daemon.__new__(Daemon)
     daemon.end, other = process_messages.pair()
     tenant = TenantServer(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)))

@@ -1,14 +1,16 @@
-"""Tiny random models with tokenizer and template, for the tests of this room."""
+"""Tiny random models with tokenizer and template, runs of them, and what they lose."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from warpbus.formats import Checkpoint, CheckpointWriter
-from warpbus.models import Decoder, read_config
+from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.saving import named_tensors
 from warpbus.models.tokenizers.training import train_sentencepiece
+from warpbus.quantization import Calibration, Report, quantize
 
 SPECIALS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 VERSE = "床前明月光，疑是地上霜。举头望明月，低头思故乡。"
@@ -83,3 +85,31 @@ def write_texts(path: Path, count: int = 24) -> Path:
             lines.append({"messages": [{"role": "user", "content": part}, answer]})
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+LENGTH, SAMPLES = 48, 40
+
+
+def calibration(samples: int = SAMPLES) -> Calibration:
+    """Random tokens of the tiny models' vocabulary."""
+    drawn = torch.randint(10, 380, (samples, LENGTH), generator=torch.Generator().manual_seed(4))
+    return Calibration(tuple(map(tuple, drawn.tolist())))
+
+
+def run(model: Path, output: Path, algorithm: str = "gptq", *, samples: int = SAMPLES, **options: Any) -> Report:
+    """Quantize on the CPU, by default to w4a16-g32 in one process."""
+    data = None if algorithm == "rtn" else calibration(samples)
+    chosen = {"scheme": "w4a16-g32", "device": "cpu", "processes": 1} | options
+    return quantize(model, output, algorithm=algorithm, calibration=data, **chosen)
+
+
+def loaded(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    return load_model(Checkpoint(directory), device="cpu", dtype=dtype, **options)
+
+
+@torch.no_grad()
+def divergence(model: Path, quantized: Path) -> float:
+    """The mean KL divergence of the next token's distribution, in nats, on tokens that nothing was calibrated on."""
+    tokens = torch.randint(10, 380, (8, LENGTH), generator=torch.Generator().manual_seed(9))
+    p, q = (loaded(each)(tokens).log_softmax(-1) for each in (model, quantized))
+    return float((p.exp() * (p - q)).sum(-1).mean())

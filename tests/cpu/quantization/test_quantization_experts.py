@@ -1,24 +1,21 @@
 """Quantizing mixtures of experts: each expert on its own tokens, and on all of them where it sees too few."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model
+from quantization_models import LENGTH, SAMPLES, calibration, divergence, loaded, run, write_model
 from quantization_runs import fingerprint
 from torch import Tensor
 
-from warpbus.formats import Checkpoint
-from warpbus.models import Decoder, load_model
 from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.qtensor import Scheme
-from warpbus.quantization import Calibration, Report, methods, quantize
+from warpbus.quantization import methods
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import LEAST_TOKENS
 
-EXPERTS, TOP_K, LENGTH, SAMPLES = 6, 2, 48, 40
+EXPERTS, TOP_K = 6, 2
 CONFIG = {
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
@@ -36,35 +33,6 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("experts") / "model", **CONFIG)
-
-
-def calibration(samples: int = SAMPLES) -> Calibration:
-    drawn = torch.randint(10, 380, (samples, LENGTH), generator=torch.Generator().manual_seed(4))
-    return Calibration(tuple(map(tuple, drawn.tolist())))
-
-
-def run(model: Path, output: Path, algorithm: str = "gptq", samples: int = SAMPLES, processes: int = 1) -> Report:
-    return quantize(
-        model,
-        output,
-        scheme="w4a16-g32",
-        algorithm=algorithm,
-        calibration=None if algorithm == "rtn" else calibration(samples),
-        device="cpu",
-        processes=processes,
-    )
-
-
-def loaded(directory: Path) -> Decoder:
-    return load_model(Checkpoint(directory), device="cpu", dtype=torch.float32)
-
-
-@torch.no_grad()
-def divergence(model: Path, quantized: Path) -> float:
-    """The mean KL divergence of the next token's distribution, in nats, on tokens that nothing was calibrated on."""
-    tokens = torch.randint(10, 380, (8, LENGTH), generator=torch.Generator().manual_seed(9))
-    p, q = (loaded(each)(tokens).log_softmax(-1) for each in (model, quantized))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def routed(model: Path, samples: int) -> Tensor:
@@ -130,21 +98,9 @@ def test_experts_that_see_too_few_tokens_are_calibrated_on_all(model: Path, tmp_
     assert divergence(model, tmp_path / "out") < 0.3
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As each of two processes has: the order of sums depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("samples", [2, SAMPLES])
-def test_processes_give_the_same_bits(
-    model: Path, tmp_path: Path, samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_processes_give_the_same_bits(model: Path, tmp_path: Path, samples: int) -> None:
     run(model, tmp_path / "one", samples=samples)
     run(model, tmp_path / "two", samples=samples, processes=2)
     one, two = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two"))

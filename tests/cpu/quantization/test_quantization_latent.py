@@ -1,20 +1,17 @@
 """Quantizing GLM-4.7-Flash: the matrices of latents, each calibrated on what enters it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model
+from quantization_models import divergence, loaded, run, write_model
 from torch import Tensor, nn
 
 from warpbus.engine import Engine
 from warpbus.formats import Checkpoint
-from warpbus.models import Decoder, load_model, quantized_parameters
+from warpbus.models import quantized_parameters
 from warpbus.models.layers import CausalAttention, QuantizedLinear
-from warpbus.quantization import Calibration, Report, quantize
 
-LENGTH, SAMPLES = 48, 40
 CONFIG = {
     "model_type": "glm4_moe_lite",
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -36,31 +33,6 @@ ATTENTION = ("qkv_a", "q_b", "kv_b", "o")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("latent") / "model", **CONFIG)
-
-
-def run(model: Path, output: Path, algorithm: str = "gptq", processes: int = 1) -> Report:
-    drawn = torch.randint(10, 380, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(4))
-    return quantize(
-        model,
-        output,
-        scheme="w4a16-g32",
-        algorithm=algorithm,
-        calibration=None if algorithm == "rtn" else Calibration(tuple(map(tuple, drawn.tolist()))),
-        device="cpu",
-        processes=processes,
-    )
-
-
-def loaded(directory: Path) -> Decoder:
-    return load_model(Checkpoint(directory), device="cpu", dtype=torch.float32)
-
-
-@torch.no_grad()
-def divergence(model: Path, quantized: Path) -> float:
-    """The mean KL divergence of the next token's distribution, in nats, on tokens that nothing was calibrated on."""
-    tokens = torch.randint(10, 380, (8, LENGTH), generator=torch.Generator().manual_seed(9))
-    p, q = (loaded(each)(tokens).log_softmax(-1) for each in (model, quantized))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
@@ -116,21 +88,9 @@ def test_the_stages_of_latents_are_what_enters_their_matrices(model: Path) -> No
         torch.testing.assert_close(found, expected)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As each of two processes has: the order of sums depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
-def test_processes_give_the_same_bits(
-    model: Path, tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_processes_give_the_same_bits(model: Path, tmp_path: Path, algorithm: str) -> None:
     run(model, tmp_path / "one", algorithm)
     run(model, tmp_path / "two", algorithm, processes=2)
     one, two = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two"))

@@ -2,13 +2,12 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantization_models import write_model
+from quantization_models import LENGTH, calibration, loaded, run, write_model
 from safetensors.torch import save_file
 
 from warpbus.dist import Group
@@ -19,15 +18,12 @@ from warpbus.models.convert import convert
 from warpbus.models.families import family_of
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.saving import named_tensors
-from warpbus.quantization import Calibration, Progress, Report, quantize
+from warpbus.quantization import Calibration, Progress
 from warpbus.quantization.mixed import mixed_schemes
 from warpbus.quantization.states import embed, enter_mtp
 
-LENGTH, SAMPLES = 48, 40
 EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIG = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "num_nextn_predict_layers": 1, **EXPERTS}
-DRAWN = torch.randint(10, 380, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(4))
-DATA = Calibration(tuple(map(tuple, DRAWN.tolist())))
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(model: Path, output: Path, algorithm: str = "gptq", **options: Any) -> Report:
-    data = None if algorithm == "rtn" else DATA
-    chosen = {"scheme": "w4a16-g32", "device": "cpu", "processes": 1} | options
-    return quantize(model, output, algorithm=algorithm, calibration=data, **chosen)
-
-
-def loaded(directory: Path) -> Decoder:
-    return load_model(Checkpoint(directory), device="cpu", dtype=torch.float32, mtp=True)
+def loaded_mtp(directory: Path) -> Decoder:
+    return loaded(directory, mtp=True)
 
 
 @torch.no_grad()
@@ -59,7 +49,7 @@ def divergence(model: Path, quantized: Path) -> float:
     tokens = torch.randint(10, 380, (8, LENGTH), generator=torch.Generator().manual_seed(9))
 
     def drafted(directory: Path) -> torch.Tensor:
-        decoder = loaded(directory)
+        decoder = loaded_mtp(directory)
         return decoder.logits(decoder.predict(tokens[:, 1:], decoder.hidden(tokens)[:, :-1])).log_softmax(-1)
 
     p, q = drafted(model), drafted(quantized)
@@ -70,9 +60,9 @@ def divergence(model: Path, quantized: Path) -> float:
 def test_its_layer_is_quantized_and_its_projection_kept(model: Path, tmp_path: Path, algorithm: str) -> None:
     report = run(model, tmp_path / "out", algorithm)
     assert {result.name for result in report.layers if result.layer == 2} == {
-        f"layers.2.{matrix.name}" for matrix in loaded(model).layers[2].spec.matrices
+        f"layers.2.{matrix.name}" for matrix in loaded_mtp(model).layers[2].spec.matrices
     }
-    original, small = loaded(model).layers[2], loaded(tmp_path / "out").layers[2]
+    original, small = loaded_mtp(model).layers[2], loaded_mtp(tmp_path / "out").layers[2]
     assert isinstance(original, PredictionLayer)
     assert isinstance(small, PredictionLayer)
     assert torch.equal(small.projection.weight, original.projection.weight)
@@ -85,7 +75,7 @@ def test_its_layer_is_quantized_and_its_projection_kept(model: Path, tmp_path: P
     assert "model.layers.2.mlp.gate" in ignored
     assert not any("self_attn" in name or "experts" in name for name in ignored)
     assert divergence(model, tmp_path / "out") < 0.3
-    engine = Engine(loaded(tmp_path / "out"), max_model_len=64, speculation="mtp:2")
+    engine = Engine(loaded_mtp(tmp_path / "out"), max_model_len=64, speculation="mtp:2")
     (answer,) = engine.decode([[11, 12, 13, 14, 15]], 12)
     plain = load_model(Checkpoint(tmp_path / "out"), device="cpu", dtype=torch.float32)
     assert Engine(plain, max_model_len=64).decode([[11, 12, 13, 14, 15]], 12) == [answer]
@@ -106,7 +96,7 @@ def test_what_enters_the_layer(model: Path) -> None:
     data = Calibration((tuple(range(20, 50)), tuple(range(60, 80))))
     table = checkpoint.tensor("model.embed_tokens.weight")
     states = embed(data, 2048, table, config, Group(0, 1, torch.device("cpu")), torch.float32, drift=True)
-    decoder = loaded(model)
+    decoder = loaded_mtp(model)
     (state,) = states
     state.x = decoder.transform(decoder.embed(state.ids), state.positions, state.context)
     layer = load_layer(checkpoint, config, 2, device="cpu", dtype=torch.float32)
@@ -121,18 +111,8 @@ def test_what_enters_the_layer(model: Path) -> None:
         torch.testing.assert_close(state.x[row, own], entered[-1][0])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As each of two processes has: the order of sums depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
-def test_processes_give_the_same_bits(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_processes_give_the_same_bits(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "one")
     run(model, tmp_path / "two", processes=2)
     one, two = (sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two"))
@@ -166,7 +146,7 @@ def test_another_format(model: Path, tmp_path: Path) -> None:
     """Its quantized matrices are converted, too, and read back; the projection is copied."""
     run(model, tmp_path / "out", "rtn")
     convert(tmp_path / "out", tmp_path / "gptq", to="gptq")
-    one, other = loaded(tmp_path / "out"), loaded(tmp_path / "gptq")
+    one, other = loaded_mtp(tmp_path / "out"), loaded_mtp(tmp_path / "gptq")
     tokens = torch.arange(20, 40)[None]
     with torch.no_grad():
         torch.testing.assert_close(one.hidden(tokens), other.hidden(tokens), rtol=0, atol=0.01)  # scales in 16 bits
@@ -176,6 +156,6 @@ def test_another_format(model: Path, tmp_path: Path) -> None:
 
 
 def test_mixed_precision_covers_it(model: Path) -> None:
-    chosen = mixed_schemes(model, 4.5, calibration=DATA, device="cpu")
+    chosen = mixed_schemes(model, 4.5, calibration=calibration(), device="cpu")
     names = {f"model.layers.2.mlp.experts.{expert}.down_proj" for expert in range(5)}
     assert all(chosen.of(name) is not None for name in names)

@@ -3,24 +3,21 @@
 import copy
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantization_models import write_model, write_texts
+from quantization_models import LENGTH, divergence, loaded, run, write_model, write_texts
 from quantization_runs import Runs, fingerprint
 
 from warpbus.errors import NumericError, TensorError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.models import Decoder, load_model, quantized_parameters
+from warpbus.models import Decoder, quantized_parameters
 from warpbus.models.layers import MoE, QuantizedLinear
-from warpbus.quantization import Calibration, Report, quantize
 from warpbus.quantization.folding import fold, fold_shared, powers_of_two, tie
 from warpbus.quantization.report import LEAST_TOKENS
 
-LENGTH, SAMPLES = 48, 40
 EXPERTS = {
     "n_routed_experts": 5,
     "num_experts_per_tok": 2,
@@ -72,37 +69,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def calibration(samples: int = SAMPLES) -> Calibration:
-    drawn = torch.randint(10, 380, (samples, LENGTH), generator=torch.Generator().manual_seed(4))
-    return Calibration(tuple(map(tuple, drawn.tolist())))
-
-
-def run(model: Path, output: Path, algorithm: str, samples: int = SAMPLES, processes: int = 1) -> Report:
-    return quantize(
-        model,
-        output,
-        scheme=SCHEMES[algorithm],
-        algorithm=algorithm,
-        calibration=calibration(samples),
-        device="cpu",
-        processes=processes,
-    )
-
-
-def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_model(Checkpoint(directory), device="cpu", dtype=dtype)
-
-
 @torch.no_grad()
 def logits(decoder: Decoder) -> torch.Tensor:
     return decoder(torch.randint(10, 380, (4, LENGTH), generator=torch.Generator().manual_seed(9)))
-
-
-@torch.no_grad()
-def divergence(model: Path, quantized: Path) -> float:
-    """The mean KL divergence of the next token's distribution, in nats, on tokens that nothing was calibrated on."""
-    p, q = (logits(loaded(each)).log_softmax(-1) for each in (model, quantized))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def shared_norms(decoder: Decoder) -> set[tuple[int, str]]:
@@ -184,7 +153,7 @@ def test_every_matrix_is_quantized_and_routing_stays(
     models: dict[str, Path], tmp_path: Path, family: str, algorithm: str
 ) -> None:
     model = models[family]
-    report = run(model, tmp_path / "out", algorithm)
+    report = run(model, tmp_path / "out", algorithm, scheme=SCHEMES[algorithm])
     original, small = loaded(model), loaded(tmp_path / "out")
     assert len(report.layers) == len(list(small.config.matrices))
     schemes = quantized_parameters(Checkpoint(tmp_path / "out"), small.config)
@@ -207,26 +176,17 @@ def test_every_matrix_is_quantized_and_routing_stays(
 
 @pytest.mark.parametrize("algorithm", SCHEMES)
 def test_experts_that_few_tokens_reach(models: dict[str, Path], tmp_path: Path, algorithm: str) -> None:
-    report = run(models["glm4_moe"], tmp_path / "out", algorithm, samples=2)
+    report = run(models["glm4_moe"], tmp_path / "out", algorithm, scheme=SCHEMES[algorithm], samples=2)
     assert max(max(counts) for counts in report.expert_tokens.values()) < LEAST_TOKENS
     assert divergence(models["glm4_moe"], tmp_path / "out") < 0.2
-
-
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As each of two processes has: the order of sums depends on the number of threads."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("family", "algorithm"), [("glm_moe_dsa", "awq"), ("qwen3_moe", "smoothquant")])
 def test_processes_give_the_same_bits(models: dict[str, Path], tmp_path: Path, family: str, algorithm: str) -> None:
     for processes in (1, 2):
-        run(models[family], tmp_path / str(processes), algorithm, processes=processes)
+        output = tmp_path / str(processes)
+        run(models[family], output, algorithm, scheme=SCHEMES[algorithm], processes=processes)
     assert fingerprint(tmp_path / "1") == fingerprint(tmp_path / "2")
 
 

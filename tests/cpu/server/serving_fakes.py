@@ -153,9 +153,11 @@ class FakeService:
                 if text == NEXT_MESSAGE:
                     text, tokens = "", (FIRST_SPECIAL + SPECIALS.index("<|assistant|>"),)
                 logprobs = None
+                asked = tuple((token, -3.5) for token in params.logprob_tokens)
                 if params.logprobs is not None:
                     logprobs = tuple(
-                        TokenLogprob(token, -0.5, ((token, -0.5), (65, -1.5))[: params.logprobs]) for token in tokens
+                        TokenLogprob(token, -0.5, ((token, -0.5), (65, -1.5))[: params.logprobs], asked=asked)
+                        for token in tokens
                     )
                 if finish:
                     how = "done"
@@ -166,17 +168,18 @@ class FakeService:
                     finish,
                     3,
                     stop_string=stopped,
-                    prompt_logprobs=None if said else self._prompt_logprobs(prompt, params.prompt_logprobs),
+                    prompt_logprobs=None if said else self._prompt_logprobs(prompt, params),
                 )
         finally:
             self.running -= 1
             self.ended[how] += 1
 
-    def _prompt_logprobs(self, prompt, count):
-        if count is None:
+    def _prompt_logprobs(self, prompt, params):
+        if params.prompt_logprobs is None:
             return None
-        likely = ((65, -1.0), (66, -1.5))[:count]
-        return (None, *(TokenLogprob(token, -2.5, likely, rank=7) for token in prompt[1:]))
+        likely = ((65, -1.0), (66, -1.5))[: params.prompt_logprobs]
+        asked = tuple((token, -3.5) for token in params.logprob_tokens)
+        return (None, *(TokenLogprob(token, -2.5, likely, rank=7, asked=asked) for token in prompt[1:]))
 
     def _said(self, prompt, params):
         text = self.script
@@ -215,6 +218,10 @@ class FakeService:
             host_bytes=4096,
             host_stored_bytes=8192,
             host_loaded_bytes=2048,
+            disk_hits=64,
+            disk_bytes=3000,
+            disk_stored_bytes=5000,
+            disk_loaded_bytes=1000,
             experts_exchanged=6,
             expert_choices=800,
             host_expert_choices=200,

@@ -155,6 +155,10 @@ def test_metrics_count_and_time():
     assert found["warpbus:kv_host_cache_bytes",] == 4096
     assert found["warpbus:kv_host_cache_stored_bytes_total",] == 8192
     assert found["warpbus:kv_host_cache_loaded_bytes_total",] == 2048
+    assert found["warpbus:kv_disk_cache_hits_total",] == 64
+    assert found["warpbus:kv_disk_cache_bytes",] == 3000
+    assert found["warpbus:kv_disk_cache_stored_bytes_total",] == 5000
+    assert found["warpbus:kv_disk_cache_loaded_bytes_total",] == 1000
     assert found["warpbus:num_preemptions_total",] == 5
     assert found["warpbus:num_requests_waiting",] == 2
     assert found["warpbus:kv_cache_bytes_mapped",] == 1 << 20

@@ -181,3 +181,11 @@ def test_a_move_has_the_fields_that_are_declared(sleepless):
     assert set(moved) == {"parrot", "glm-4"}
     for each in moved.values():
         check("MoveAnswer", each)
+
+
+def test_a_wrong_method_names_all_that_the_path_takes(sleepless):
+    with sleepless.http() as http:
+        for path, allowed in (("/v1/responses/none", "DELETE, GET"), ("/v1/chat/completions", "POST")):
+            refused = http.request("PUT", path)
+            assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+            assert set(allowed.lower().split(", ")) == set(SCHEMA["paths"][path.replace("none", "{name}")])

@@ -10,9 +10,10 @@ from torch import nn
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError
+from warpbus.kernels.ops.fp8 import round_to_fp8
 from warpbus.models import SHAPES, random_model
 from warpbus.models.layers import CausalAttention
-from warpbus.train.fp8 import E4M3, E5M2, Fp8Linear, FrozenFp8Linear, to_fp8, use_fp8
+from warpbus.train.fp8 import E4M3, E5M2, Fp8Linear, FrozenFp8Linear, use_fp8
 from warpbus.train.lora import attach_lora
 from warpbus.train.loss import summed_cross_entropy
 
@@ -32,7 +33,7 @@ def _seed():
 
 
 def rounded(tensor, dtype):
-    codes, scale = to_fp8(tensor.detach(), dtype)
+    codes, _, scale = round_to_fp8(tensor.detach(), dtype)
     return codes.float() * scale
 
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cpu" / "pool"))
-from pool_migration_work import contents, execute, lease
+from pool_migration_work import ask, contents, execute, lease
 
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.migration import ENDS, DestinationState, MigrationDestination, MigrationSource
+from warpbus.pool.tenant.migration_destination import ENDS, DestinationState, MigrationDestination
+from warpbus.pool.tenant.migration_source import MigrationSource
 from warpbus.pool.tenant.transport import memory_exporter
 
 pytestmark = [
@@ -95,7 +96,7 @@ def test_a_lease_moves_to_another_gpu(tmp_path: Path, visible: str, directly: bo
     source = MigrationSource(
         here, channel, migration_token=TOKEN, shared=memory_exporter if directly else lambda _: None
     )
-    source.begin()
+    ask(source)
     while not source.copy_ahead().stop_reason:
         if here.executed < 30:
             execute(here, here.executed + 1)

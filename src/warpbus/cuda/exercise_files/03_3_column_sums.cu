@@ -1,5 +1,5 @@
 // Chapter 3: the sum of each column of a matrix, so that each warp reads neighbouring elements.
-// 第 3 章：矩阵每一列的和，并且每个 warp 读取相邻的元素。
+// 第 3 章：矩阵每一列的和，并且每个线程束读取相邻的元素。
 //
 // The matrix has `rows` rows of `columns` elements, one row after the other. Blocks have 64 threads in one dimension, and
 // there are as many threads as columns, rounded up to whole blocks.

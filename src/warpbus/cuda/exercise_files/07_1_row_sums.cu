@@ -1,5 +1,5 @@
 // Chapter 7: the sum of each row of a matrix, by one warp per row.
-// 第 7 章：矩阵每一行的和，每行用一个 warp。
+// 第 7 章：矩阵每一行的和，每行用一个线程束。
 //
 // Blocks have 32 threads, and block i computes the sum of row i. Each thread adds up every 32nd element, then
 // __shfl_down_sync(0xFFFFFFFF, value, step) hands the sums from lane to lane.

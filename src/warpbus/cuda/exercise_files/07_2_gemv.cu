@@ -1,8 +1,8 @@
 // Chapter 7: y = W x, by one warp per row.
-// 第 7 章：y = W x，每行用一个 warp。
+// 第 7 章：y = W x，每行用一个线程束。
 //
 // W has `rows` rows of `columns` elements. Blocks are 32 x 4: threadIdx.y chooses one of 4 rows, threadIdx.x is the lane.
-// W 有 rows 行、columns 列。线程块为 32 x 4：threadIdx.y 选择 4 行中的一行，threadIdx.x 是 warp 内的线程号。
+// W 有 rows 行、columns 列。线程块为 32 x 4：threadIdx.y 选择 4 行中的一行，threadIdx.x 是线程束内的线程号。
 //
 // Check it with / 检查：  warpbus learn 07.2 --check
 

@@ -1,5 +1,5 @@
 // Chapter 7: turn weights of 4 bits into float32: value = (code - 8) * scale.
-// 第 7 章：把 4 bit 权重还原成 float32：值 = (编码 - 8) * scale。
+// 第 7 章：把 4 比特权重还原成 float32：值 = (编码 - 8) * scale。
 //
 // Each word of `packed` has 8 codes from 0 to 15: code k is in bits 4 k to 4 k + 3. Each 32 weights share a scale.
 // Blocks have 128 threads, there is one thread per weight, and n is a multiple of 32.

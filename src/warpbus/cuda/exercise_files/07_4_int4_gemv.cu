@@ -1,5 +1,5 @@
 // Chapter 7: y = W x with weights of 4 bits, by one warp per row: an eighth of the bytes of float32.
-// 第 7 章：4 bit 权重的 y = W x，每行用一个 warp：字节数是 float32 的八分之一。
+// 第 7 章：4 比特权重的 y = W x，每行用一个线程束：字节数是 float32 的八分之一。
 //
 // A row of `packed` is columns / 8 words with 8 codes each, as in exercise 07.3; a row of `scales` has columns / 32.
 // columns is a multiple of 32. Blocks are 32 x 4 as in exercise 07.2. A lane reads a word, and uses its 8 codes.

@@ -1,5 +1,5 @@
 // Chapter 9: the maximum m and the sum of exp(x - m) of each row, in one pass; one warp per row.
-// 第 9 章：对每一行用一遍扫描求最大值 m 以及 exp(x - m) 的和；每行一个 warp。
+// 第 9 章：对每一行用一遍扫描求最大值 m 以及 exp(x - m) 的和；每行一个线程束。
 //
 // Each lane reads its elements once. When its maximum grows, its sum so far is too large by exp(new - old). At the end the
 // lanes agree on one maximum and add their sums, each scaled to it. A row has at least one element, a lane may have none.

@@ -1,5 +1,5 @@
 // Chapter 19: which columns of a matrix with 4-bit weights belong to a rank: whole groups, and as balanced as possible.
-// 第 19 章：4 bit 权重矩阵的哪些列属于哪个 rank：以整组为单位，并尽量平均。
+// 第 19 章：4 比特权重矩阵的哪些列属于哪个 rank：以整组为单位，并尽量平均。
 //
 // `columns` is a multiple of `group`. Rank r has the columns from begin to end - 1: whole groups, no column twice, none left
 // out; two ranks differ by one group at most, and the lower ranks have more. 13,696 columns in groups of 128 on 2 ranks
@@ -15,7 +15,7 @@ __host__ __device__ void shard(int columns, int group, int ranks, int rank, int 
     *end = *begin + columns / ranks;
 }
 
-// y is what this rank adds to the result; one warp per row of w. y 是本 rank 的部分结果；w 的每行一个 warp。
+// y is what this rank adds to the result; one warp per row of w. y 是本 rank 的部分结果；w 的每行一个线程束。
 __global__ void partial(const float *w, const float *x, float *y, int columns, int group, int ranks, int rank) {
     int begin, end;
     shard(columns, group, ranks, rank, &begin, &end);

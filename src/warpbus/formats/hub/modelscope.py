@@ -6,6 +6,7 @@ progress bars.
 
 import importlib
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,7 @@ class ModelScopeRepository:
         except self._hub.HubError as error:
             raise DownloadError(
                 f"{self._name}: {host} cannot be used ({_one_line(error)}): check the network, MODELSCOPE_ENDPOINT "
-                "and, for a private model, MODELSCOPE_API_TOKEN"
+                "and, for a private model, MODELSCOPE_API_TOKEN; or give a directory with the model"
             ) from error
         except OSError as error:
             raise storage_error(Path(self._config.cache_dir), error, needed=0) from error
@@ -114,6 +115,10 @@ def _library() -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    """The first line of an error, unable to control a terminal."""
+    """The first line of an error, unable to control a terminal.
+
+    Of a failed connection only the beginning: the library appends the Python object and the address of the request.
+    """
     text = next(iter(str(error).splitlines()), type(error).__name__)
+    text = re.split(r": _?\w+\(host=", text, maxsplit=1)[0]
     return "".join(char if char.isprintable() else " " for char in text)[:200]

@@ -73,7 +73,9 @@ def push(files: Mapping[str, Path | bytes], name: ModelName, *, private: bool, m
     """
     check_endpoint()
     if huggingface_hub.get_token() is None:
-        raise UsageError("no token of Hugging Face: set HF_TOKEN to one that may write, or run `hf auth login`")
+        raise UsageError(
+            "no Hugging Face token was found: set HF_TOKEN to one with write permission, or run `hf auth login`"
+        )
     api = huggingface_hub.HfApi()
     sizes = [len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values()]
     with _translated(name):

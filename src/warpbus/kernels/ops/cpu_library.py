@@ -62,7 +62,7 @@ def library(variant: CpuVariant) -> ctypes.CDLL:
         DeviceError: it cannot be compiled or loaded; see `load_library`.
     """
     found = load_library(_SOURCE, CSRC, variant)
-    for name in ("linear", "experts", "attention"):
+    for name in ("linear", "experts", "attention", "trellis"):
         function: Any = getattr(found, f"warpbus_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p], None
     return found

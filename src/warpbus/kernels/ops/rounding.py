@@ -7,6 +7,7 @@ columns itself, on the same grid. Activations are rounded when they come by: `w8
 import torch
 from torch import Tensor
 
+from warpbus.errors import SchemeError
 from warpbus.kernels.ops.gptq import clip_search
 from warpbus.kernels.reference.fp4 import round_to_fp4
 from warpbus.kernels.reference.grid import LARGEST, Grid, fit, nearest_values, slices
@@ -30,10 +31,12 @@ def round_to_nearest(
         the quantized matrix on the device of `weight`. All-zero groups and rows have scale 1.
 
     Raises:
-        SchemeError: if the group size does not divide `in`.
+        SchemeError: if the group size does not divide `in`, or for a trellis.
     """
     if scheme.activations is not None:
         return _by_rows(weight, scheme, scale_dtype)
+    if scheme.is_trellis:
+        raise SchemeError(f"{scheme}: a path through a trellis is not found by rounding: use gptq")
     if scheme.element is not None:
         return round_to_fp4(weight, scheme, importance)
     rows, columns = weight.shape

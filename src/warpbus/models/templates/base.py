@@ -1,13 +1,13 @@
-"""What every prompt template offers, what a message is, and the plan by which a conversation becomes ids.
+"""What every prompt template offers, what a message is, and how a conversation becomes ids.
 
 Special tokens come from the structure of a conversation, never from the text of a message. A template therefore does
-not pass one string to the tokenizer. It makes a `PromptPlan`: a list of special token ids and ordinary texts. Each text
-goes through `Tokenizer.encode`, which produces no special tokens.
+not pass one string to the tokenizer. It makes a list of special token ids and ordinary texts. Each text goes through
+`Tokenizer.encode`, which produces no special tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,11 +66,11 @@ class Text:
     """A stretch of ordinary text between two special tokens.
 
     Attributes:
-        parts: literal texts, and numbers of messages whose content stands there.
-        answers: ranges of parts, ascending and apart, that are answers: first part, and the part after the last.
+        text: what `Tokenizer.encode` gets.
+        answers: ranges of its characters, ascending and apart, that are answers.
     """
 
-    parts: tuple[str | int, ...]
+    text: str
     answers: tuple[tuple[int, int], ...] = ()
 
 
@@ -82,56 +82,43 @@ class SpecialToken:
     answer: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
-    """A conversation with its structure decided; the contents of the messages may still be missing."""
-
-    items: tuple[SpecialToken | Text, ...]
-
-    def ids(self, tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
-        """The ids, with `contents[i]` as the content of message i."""
-        ids: list[int] = []
-        for item in self.items:
-            if isinstance(item, SpecialToken):
-                ids.append(item.token)
-            else:
-                ids += tokenizer.encode(_join(item.parts, contents))
-        return ids
-
-    def spans(self, tokenizer: Tokenizer, contents: Sequence[str]) -> tuple[list[int], list[bool]]:
-        """The ids, and for each whether it belongs to an answer.
-
-        Where an answer begins within a stretch of text, its tokens are those that the text before it would not give
-        by itself; where it ends within one, they go as far as the text up to its end would give them by itself.
-        """
-        ids: list[int] = []
-        mask: list[bool] = []
-        for item in self.items:
-            if isinstance(item, SpecialToken):
-                ids.append(item.token)
-                mask.append(item.answer)
-                continue
-            tokens = tokenizer.encode(_join(item.parts, contents))
-            done = 0
-            for first, after in item.answers:
-                begin = max(done, _given(tokenizer, tokens, item.parts[:first], contents))
-                end = len(tokens)
-                if after < len(item.parts):
-                    end = max(begin, _given(tokenizer, tokens, item.parts[:after], contents))
-                mask += [False] * (begin - done) + [True] * (end - begin)
-                done = end
-            mask += [False] * (len(tokens) - done)
-            ids += tokens
-        return ids, mask
+def prompt_ids(tokenizer: Tokenizer, items: Iterable[SpecialToken | Text]) -> list[int]:
+    """The ids of a prompt."""
+    ids: list[int] = []
+    for item in items:
+        ids += [item.token] if isinstance(item, SpecialToken) else tokenizer.encode(item.text)
+    return ids
 
 
-def _join(parts: Sequence[str | int], contents: Sequence[str]) -> str:
-    return "".join([contents[part] if isinstance(part, int) else part for part in parts])
+def prompt_spans(tokenizer: Tokenizer, items: Iterable[SpecialToken | Text]) -> tuple[list[int], list[bool]]:
+    """The ids of a prompt, and for each whether it belongs to an answer.
+
+    Where an answer begins within a stretch of text, its tokens are those that the text before it would not give by
+    itself; where it ends within one, they go as far as the text up to its end would give them by itself.
+    """
+    ids: list[int] = []
+    mask: list[bool] = []
+    for item in items:
+        if isinstance(item, SpecialToken):
+            ids.append(item.token)
+            mask.append(item.answer)
+            continue
+        tokens = tokenizer.encode(item.text)
+        done = 0
+        for first, last in item.answers:
+            begin = max(done, _given(tokenizer, tokens, item.text[:first]))
+            end = len(tokens)
+            if last < len(item.text):
+                end = max(begin, _given(tokenizer, tokens, item.text[:last]))
+            mask += [False] * (begin - done) + [True] * (end - begin)
+            done = end
+        mask += [False] * (len(tokens) - done)
+        ids += tokens
+    return ids, mask
 
 
-def _given(tokenizer: Tokenizer, tokens: list[int], parts: Sequence[str | int], contents: Sequence[str]) -> int:
-    """How many of the first `tokens` the first `parts` of their text give by themselves."""
-    beginning = _join(parts, contents)
+def _given(tokenizer: Tokenizer, tokens: list[int], beginning: str) -> int:
+    """How many of the first `tokens` the beginning of their text gives by itself."""
     if not beginning:
         return 0
     alone = tokenizer.encode(beginning)
@@ -169,11 +156,6 @@ def check_continued(messages: Sequence[Message]) -> None:
             "continue_final_message: the last message is not an assistant's text; add the beginning of the answer as a "
             "message of the role assistant, or leave continue_final_message out"
         )
-
-
-def contents_of(messages: Sequence[Message]) -> list[str]:
-    """The contents in the order of the messages, as `PromptPlan` wants them."""
-    return [message["content"] for message in messages]
 
 
 def special_id(tokenizer: Tokenizer, text: str) -> int:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.templates.base import (
     Message,
-    PromptPlan,
     SpecialToken,
     Text,
     Variables,
     check_continued,
     check_messages,
-    contents_of,
+    prompt_ids,
+    prompt_spans,
     special_id,
 )
 from warpbus.models.tokenizers import Tokenizer
@@ -65,7 +65,7 @@ class RoleTokenTemplate:
             check_continued(messages)
         elif add_generation_prompt:
             items.append(SpecialToken(self._roles["assistant"]))
-        return PromptPlan(tuple(items)).ids(self._tokenizer, contents_of(messages))
+        return prompt_ids(self._tokenizer, items)
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """See `Template.spans`. The stop token of an answer is the next role's token, `<|user|>` after the last."""
@@ -73,18 +73,17 @@ class RoleTokenTemplate:
         items = self._items(messages)
         if messages[-1]["role"] == "assistant":
             items.append(SpecialToken(self._roles["user"], answer=True))
-        return PromptPlan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+        return prompt_spans(self._tokenizer, items)
 
     def _items(self, messages: Sequence[Message]) -> list[SpecialToken | Text]:
         items: list[SpecialToken | Text] = list(self._prefix)
         answered = False
-        for index, message in enumerate(messages):
+        for message in messages:
             token = self._roles[message["role"]]
             items.append(SpecialToken(token, answer=answered and token in self.stop_ids))
             answered = message["role"] == "assistant"
-            answers = ((0, 1),) if answered else ()
-            items.append(Text((message.get("metadata", "") + "\n",), answers))
-            items.append(Text((index,), answers))
+            for text in (message.get("metadata", "") + "\n", message["content"]):
+                items.append(_answer(text) if answered else Text(text))
         return items
 
 
@@ -115,16 +114,15 @@ class RoundTemplate:
         variables: Variables | None = None,
     ) -> list[int]:
         """See `Template.render`. UsageError unless user and assistant take turns."""
-        parts, answers = _rounds(messages, _CHATGLM2)
+        text, answers = _rounds(messages, _CHATGLM2)
         if continue_final_message:
             check_continued(messages)
             last = answers[-1][0]
-            texts = (Text(tuple(parts[:last])), Text(tuple(parts[last:])))
-            return PromptPlan((*self._prefix, *texts)).ids(self._tokenizer, contents_of(messages))
+            return prompt_ids(self._tokenizer, (*self._prefix, Text(text[:last]), Text(text[last:])))
         if add_generation_prompt:
             _check_question(messages, _CHATGLM2)
-            parts.append(_CHATGLM2.answer)
-        return PromptPlan((*self._prefix, Text(tuple(parts)))).ids(self._tokenizer, contents_of(messages))
+            text += _CHATGLM2.answer
+        return prompt_ids(self._tokenizer, (*self._prefix, Text(text)))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """See `Template.spans`.
@@ -132,16 +130,16 @@ class RoundTemplate:
         Only the last answer has a stop token: the format puts none into the history. The last answer is encoded apart
         from what is before it, as the model meets it when it generates.
         """
-        parts, answers = _rounds(messages, _CHATGLM2)
+        text, answers = _rounds(messages, _CHATGLM2)
         items: list[SpecialToken | Text] = list(self._prefix)
         if messages[-1]["role"] == "assistant":
-            last = answers.pop()
-            items.append(Text(tuple(parts[: last[0]]), tuple(answers)))
-            items.append(Text(tuple(parts[last[0] :]), ((0, 1),)))
+            last, _ = answers.pop()
+            items.append(Text(text[:last], tuple(answers)))
+            items.append(_answer(text[last:]))
             items.append(SpecialToken(self.stop_ids[0], answer=True))
         else:
-            items.append(Text(tuple(parts), tuple(answers)))
-        return PromptPlan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+            items.append(Text(text, tuple(answers)))
+        return prompt_spans(self._tokenizer, items)
 
 
 class QueryTemplate:
@@ -177,12 +175,11 @@ class QueryTemplate:
         if continue_final_message:
             check_messages(messages)
             check_continued(messages)
-            last = len(messages) - 1
-            begun: list[SpecialToken | Text] = [self._question(messages[:-1]), *self._suffix, Text((last,))]
-            return PromptPlan(tuple(begun)).ids(self._tokenizer, contents_of(messages))
-        text = self._question(messages) if add_generation_prompt else Text(tuple(_parts(messages)[0]))
-        suffix = self._suffix if add_generation_prompt else ()
-        return PromptPlan((text, *suffix)).ids(self._tokenizer, contents_of(messages))
+            begun = Text(messages[-1]["content"])
+            return prompt_ids(self._tokenizer, (self._question(messages[:-1]), *self._suffix, begun))
+        if not add_generation_prompt:
+            return prompt_ids(self._tokenizer, [Text(_text(messages)[0])])
+        return prompt_ids(self._tokenizer, (self._question(messages), *self._suffix))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The prompt for the last answer, that answer and <eop>, of which the answer and <eop> are to be produced.
@@ -200,25 +197,29 @@ class QueryTemplate:
             _rounds(messages, _CHATGLM)
             last = answered[-1]
             items = [self._question(messages[:last]), *self._suffix]
-            items += [Text((last,), ((0, 1),)), SpecialToken(self._end, answer=True)]
+            items += [_answer(messages[last]["content"]), SpecialToken(self._end, answer=True)]
         else:
             items = [self._question(messages), *self._suffix]
-        return PromptPlan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+        return prompt_spans(self._tokenizer, items)
 
     def _question(self, messages: Sequence[Message]) -> Text:
         """What is asked, with the history before it."""
-        parts, with_history = _parts(messages)
+        text, with_history = _text(messages)
         _check_question(messages, _CHATGLM)
-        return Text((*parts, _CHATGLM.answer) if with_history else tuple(parts))
+        return Text(text + _CHATGLM.answer if with_history else text)
 
 
-def _parts(messages: Sequence[Message]) -> tuple[list[str | int], bool]:
-    """The parts of ChatGLM-6B's text of a conversation, and whether they are rounds: a first question is not."""
-    parts, answers = _rounds(messages, _CHATGLM)
+def _text(messages: Sequence[Message]) -> tuple[str, bool]:
+    """ChatGLM-6B's text of a conversation, and whether it has rounds: a first question has none."""
+    text, answers = _rounds(messages, _CHATGLM)
     if answers:
-        return parts, True
-    plain = [part for index in range(len(messages)) for part in (_CHATGLM.separator, index)]
-    return plain[1:], False
+        return text, True
+    return _CHATGLM.separator.join(message["content"] for message in messages), False
+
+
+def _answer(text: str) -> Text:
+    """A text that is an answer as a whole."""
+    return Text(text, ((0, len(text)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +242,10 @@ _CHATGLM = _RoundFormat("ChatGLM-6B", "\n", 0)
 _CHATGLM2 = _RoundFormat("ChatGLM2", "\n\n", 1)
 
 
-def _rounds(messages: Sequence[Message], form: _RoundFormat) -> tuple[list[str | int], list[tuple[int, int]]]:
-    """The parts of the one text of a conversation, and the ranges of them that are answers."""
+def _rounds(messages: Sequence[Message], form: _RoundFormat) -> tuple[str, list[tuple[int, int]]]:
+    """The one text of a conversation, and the ranges of it that are answers."""
     check_messages(messages)
-    parts: list[str | int] = []
+    text = ""
     answers: list[tuple[int, int]] = []
     asked = False
     rounds = 0
@@ -256,17 +257,17 @@ def _rounds(messages: Sequence[Message], form: _RoundFormat) -> tuple[list[str |
                 "messages"
             )
         if role == "assistant":
-            parts += [form.answer, index]
-            answers.append((len(parts) - 1, len(parts)))
+            text += form.answer
+            answers.append((len(text), len(text) + len(message["content"])))
         else:
-            if parts:
-                parts.append(form.separator)
+            if index:
+                text += form.separator
             if role == "user":
-                parts.append(form.question(rounds))
+                text += form.question(rounds)
                 rounds += 1
-            parts.append(index)
+        text += message["content"]
         asked = role == "user"
-    return parts, answers
+    return text, answers
 
 
 def _check_question(messages: Sequence[Message], form: _RoundFormat) -> None:

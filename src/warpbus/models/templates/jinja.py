@@ -3,16 +3,13 @@
 A template writes special tokens as text, and so might a user. To keep the two apart, every special token's text in a
 message is broken by a private-use character before rendering; what is then found as a special token came from the
 template. The character is taken out again from the ordinary text.
-
-Rendering is slow beside tokenizing. If the template puts contents into its output as they are and decides nothing by
-them (`verbatim.py` tells from its source), conversations with the same roles share one `PromptPlan`, which is kept.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -23,32 +20,25 @@ import jinja2.sandbox
 from warpbus.errors import CheckpointError, UsageError, WarpbusError
 from warpbus.models.templates.base import (
     Message,
-    PromptPlan,
     SpecialToken,
     Text,
     Variables,
     check_continued,
     check_messages,
-    contents_of,
+    prompt_ids,
+    prompt_spans,
 )
-from warpbus.models.templates.verbatim import is_verbatim
 from warpbus.models.tokenizers import Tokenizer
 
 # Longest text that a template may make beyond eight times what it was given, in characters.
 _LIMIT = 1_000_000
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0x100000, 0x10FFFE))
-# Stands for the content of message i in a plan's skeleton: another private-use plane.
-_PLACEHOLDER = 0xF0000
-_PLACEHOLDERS = 0xFFFE
-_PLACEHOLDER_PATTERN = re.compile("([\U000f0000-\U000ffffd])")
-_CACHED = 4096
 _MOST_DEPTH = 128  # of tools and variables, which are handled recursively
 
 # Variables that a template gets from elsewhere than from `variables`.
 _RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message"))
 
 _Views = list[dict[str, Any]]
-_MakePlan = Callable[[_Views, Variables, str], PromptPlan]
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -106,7 +96,6 @@ class JinjaTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
-            verbatim = is_verbatim(environment.parse(source))
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise CheckpointError(
                 f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
@@ -118,8 +107,6 @@ class JinjaTemplate:
         self._variables = dict(variables)
         self._end_id = end_id
         self._specials = _Specials(tokenizer.special_ids)
-        self._verbatim = verbatim and not _PLACEHOLDER_PATTERN.search(source)
-        self._plans: dict[tuple[object, ...], PromptPlan | None] = {}
 
     def render(
         self,
@@ -138,52 +125,24 @@ class JinjaTemplate:
         reserved = sorted(_RESERVED & set(variables))
         if reserved:
             raise UsageError(f"chat_template_kwargs: {reserved[0]} is set by other fields; leave it out")
+        check_messages(messages)
         if continue_final_message:
-            check_messages(messages)
             check_continued(messages)
-            return self._plan_in_full(messages, self._plan_to_continue, variables).ids(self._tokenizer, ())
-        make = self._plan_with_prompt if add_generation_prompt else self._plan_without_prompt
-        if variables:
-            check_messages(messages)
-            return self._plan_in_full(messages, make, variables).ids(self._tokenizer, ())
-        plan, contents = self._planned(messages, make)
-        return plan.ids(self._tokenizer, contents)
+        views, variables, breaker = self._broken(messages, variables)
+        if continue_final_message:
+            text = self._text_to_continue(views, variables)
+        else:
+            text = self._text(views, add_generation_prompt, variables)
+        return prompt_ids(self._tokenizer, self._specials.items(text, breaker, []))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be told."""
-        plan, contents = self._planned(messages, self._plan_of_answers)
-        return plan.spans(self._tokenizer, contents)
-
-    def _planned(self, messages: Sequence[Message], make: _MakePlan) -> tuple[PromptPlan, Sequence[str]]:
-        """A plan for these messages, and the contents that it still lacks."""
         check_messages(messages)
-        contents = contents_of(messages)
-        if not self._verbatim or len(messages) > _PLACEHOLDERS or any(len(message) != 2 for message in messages):
-            return self._plan_in_full(messages, make), ()
-        key = (make.__name__, *[message["role"] for message in messages])
-        if key not in self._plans:
-            if len(self._plans) >= _CACHED:
-                self._plans.clear()
-            self._plans[key] = self._learn(messages, contents, make)
-        plan = self._plans[key]
-        if plan is None:
-            return self._plan_in_full(messages, make), ()
-        return plan, contents
+        views, _, breaker = self._broken(messages, {})
+        return prompt_spans(self._tokenizer, self._items_with_answers(views, breaker))
 
-    def _learn(self, messages: Sequence[Message], contents: Sequence[str], make: _MakePlan) -> PromptPlan | None:
-        """The plan for all conversations with these roles; None if it does not reproduce this one."""
-        views: _Views = [
-            {"role": message["role"], "content": chr(_PLACEHOLDER + i)} for i, message in enumerate(messages)
-        ]
-        plan = make(views, {}, "")
-        full = self._plan_in_full(messages, make)
-        same = plan.spans(self._tokenizer, contents) == full.spans(self._tokenizer, ())
-        return plan if same else None
-
-    def _plan_in_full(
-        self, messages: Sequence[Message], make: _MakePlan, variables: Variables | None = None
-    ) -> PromptPlan:
-        variables = variables or {}
+    def _broken(self, messages: Sequence[Message], variables: Variables) -> tuple[_Views, Variables, str]:
+        """Messages and variables with all special tokens' texts broken, and the character that breaks them."""
         if _depth([messages, variables]) > _MOST_DEPTH:
             raise UsageError(f"messages: a tool or a variable is nested deeper than {_MOST_DEPTH} levels; flatten it")
         breaker = _unused_character([*_strings(messages), *_strings(variables), self.source])
@@ -191,16 +150,10 @@ class JinjaTemplate:
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages
         ]
-        return make(views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker)
+        return views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker
 
-    def _plan_with_prompt(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
-        return self._specials.plan(self._text(views, True, variables), breaker, [])
-
-    def _plan_without_prompt(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
-        return self._specials.plan(self._text(views, False, variables), breaker, [])
-
-    def _plan_to_continue(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
-        """The plan of a conversation up to the end of the last message's content, which a mark shows."""
+    def _text_to_continue(self, views: _Views, variables: Variables) -> str:
+        """The text of a conversation up to the end of the last message's content, which a mark shows."""
         content = views[-1]["content"]
         mark = _unused_character([*_strings(views), *_strings(variables), self.source])
         text = self._text([*views[:-1], {**views[-1], "content": content + mark}], False, variables)
@@ -212,15 +165,15 @@ class JinjaTemplate:
                 f"continue_final_message: {self._name}: the chat template does not write the last message; leave "
                 "continue_final_message out"
             )
-        return self._specials.plan(before, breaker, [])
+        return before
 
-    def _plan_of_answers(self, views: _Views, variables: Variables, breaker: str) -> PromptPlan:
-        """The plan of a whole conversation, with the answers marked.
+    def _items_with_answers(self, views: _Views, breaker: str) -> list[SpecialToken | Text]:
+        """A whole conversation, with the answers marked.
 
         An answer reaches from where the prompt for it ends to the first stop token; if a template has no stop token
         there, to where the conversation up to it ends.
         """
-        text = self._text(views, False, variables)
+        text = self._text(views, False, {})
         starts = {
             i: len(self._beginning(text, views, i)) for i, view in enumerate(views) if view["role"] == "assistant"
         }
@@ -237,14 +190,14 @@ class JinjaTemplate:
                 raise self._rewritten(i)
             unfinished = end is None and i == len(views) - 1
             answers.append((start, bound if end is None else end))
-        plan = self._specials.plan(text, breaker, answers)
+        items = self._specials.items(text, breaker, answers)
         if not unfinished:
-            return plan
+            return items
         if self._end_id is None:
             raise CheckpointError(
                 f"{self._name}: no stop token is known for the chat template; set eos_token in tokenizer_config.json"
             )
-        return PromptPlan((*plan.items, SpecialToken(self._end_id, answer=True)))
+        return [*items, SpecialToken(self._end_id, answer=True)]
 
     def _beginning(self, text: str, views: _Views, index: int) -> str:
         prompt = self._text(views[:index], True, {})
@@ -324,10 +277,10 @@ class _Specials:
         for match in self._pattern.finditer(text):
             yield match.start(), match.end(), self._ids[match[0]]
 
-    def plan(self, text: str, breaker: str, answers: Sequence[tuple[int, int]]) -> PromptPlan:
-        """The plan of a rendering; `answers` are ranges of its characters, none of which cuts a special token.
+    def items(self, text: str, breaker: str, answers: Sequence[tuple[int, int]]) -> list[SpecialToken | Text]:
+        """Special tokens and ordinary texts of what a template made, without the breakers.
 
-        With an empty `breaker` the contents are placeholders, else they stand in the text, with breakers in them.
+        `answers` are ranges of its characters, none of which cuts a special token.
         """
         items: list[SpecialToken | Text] = []
         done = 0
@@ -338,31 +291,19 @@ class _Specials:
             done = end
         if len(text) > done:
             items.append(_stretch(text, done, len(text), breaker, answers))
-        return PromptPlan(tuple(items))
+        return items
 
 
 def _stretch(text: str, start: int, end: int, breaker: str, answers: Sequence[tuple[int, int]]) -> Text:
-    """The ordinary text from `start` to `end`, cut at placeholders and where answers begin and end."""
+    """The ordinary text from `start` to `end`, and which parts of it are answers."""
     inner = [(max(first, start), min(last, end)) for first, last in answers if first < end and last > start]
     cuts = sorted({start, end, *(border for answer in inner for border in answer)})
-    parts: list[str | int] = []
-    number_at = {start: 0}
+    mended = ""
+    moved = {start: 0}
     for first, last in pairwise(cuts):
-        if breaker:
-            parts.append(_mended(text[first:last], breaker))
-        else:
-            parts += _pieces(text[first:last])
-        number_at[last] = len(parts)
-    return Text(tuple(parts), tuple((number_at[first], number_at[last]) for first, last in inner))
-
-
-def _pieces(skeleton: str) -> Iterator[str | int]:
-    """Literal texts and numbers of messages, in turn, of a text with placeholders."""
-    for part in _PLACEHOLDER_PATTERN.split(skeleton):
-        if _PLACEHOLDER_PATTERN.fullmatch(part):
-            yield ord(part) - _PLACEHOLDER
-        elif part:
-            yield part
+        mended += _mended(text[first:last], breaker)
+        moved[last] = len(mended)
+    return Text(mended, tuple((moved[first], moved[last]) for first, last in inner))
 
 
 def _mended(text: str, breaker: str) -> str:

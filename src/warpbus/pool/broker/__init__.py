@@ -1,1 +1,2 @@
-"""Who gets which part of which GPU, and what moves to make room. Plain logic."""
+"""Decides which lease gets which part of which GPU, and which leases migrate to make room. Without sockets and
+clocks."""

@@ -1,4 +1,4 @@
-"""What the broker refuses at once: hosts that do not make sense, and leases that could never be placed."""
+"""The broker's immediate refusals: invalid hosts, and leases that no GPU could ever hold."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""What the broker deals with: GPUs, leases, limits, moves and events. Immutable data without behaviour."""
+"""The data of the broker: GPUs, leases, limits, migrations and events. Immutable, without behaviour."""
 
 from dataclasses import dataclass
 from typing import Literal

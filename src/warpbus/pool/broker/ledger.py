@@ -1,4 +1,4 @@
-"""Who holds what: the hosts, the living leases and what happened lately. It records and decides nothing.
+"""The hosts, the current leases and the last events. Records them and makes no decisions.
 
 What is free is never stored, it is computed from the leases, so that it cannot be wrong.
 """
@@ -44,7 +44,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class Room:
-    """What may still be promised of a GPU: bytes, and share of its compute."""
+    """The free part of a GPU: bytes, and share of its compute."""
 
     gpu: PoolGpu
     memory: int
@@ -55,11 +55,11 @@ class Room:
         return quota.memory <= min(self.memory, self.gpu.memory) and quota.share <= self.share + TOLERANCE
 
     def without(self, quota: Quota) -> "Room":
-        """What is left when a lease of `quota` is put there."""
+        """The room that is left after a lease of `quota` is placed there."""
         return replace(self, memory=self.memory - quota.memory, share=self.share - quota.share)
 
     def with_back(self, quota: Quota) -> "Room":
-        """What there is when a lease of `quota` leaves."""
+        """The room after a lease of `quota` leaves."""
         return replace(self, memory=self.memory + quota.memory, share=self.share + quota.share)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Ledger:
         return None if host is None or host.lost else host.gpus.get(name or "")
 
     def rooms(self) -> dict[str, Room]:
-        """What is free of each GPU that has not left, by name. A lease that moves takes room on both sides."""
+        """The room of each GPU that has not left, by name. A migrating lease takes room on both sides."""
         rooms = {gpu.name: Room(gpu, gpu.promised, gpu.oversubscribe) for gpu in self.gpus()}
         for lease in self.leases.values():
             for name in (lease.gpu, lease.target):
@@ -191,7 +191,7 @@ class Ledger:
         pause: float | None = None,
         text: str,
     ) -> None:
-        """Note what happened."""
+        """Record an event."""
         who, whose = (None, None) if lease is None else (lease.id, lease.tenant)
         self.events.append(Event(now, kind, who, whose, source, target, seconds, bytes, pause, text))
         self.changes += 1

@@ -1,4 +1,4 @@
-"""Which lease goes onto which GPU, and what those that wait are waiting for. Reads the ledger, changes nothing.
+"""Chooses the GPU of each lease, and the reasons of those that wait. Reads the ledger without changing it.
 
 A lease goes where the least memory is left over (best fit), so that GPUs that are whole stay whole; then where the
 least share is left, then onto the GPU of the lowest index. A lease that is to be near another one goes to a GPU that
@@ -31,7 +31,7 @@ class Placement:
 
 @dataclass
 class Outlook:
-    """What becomes of the queue as things stand.
+    """The outlook of the queue in the current state.
 
     Attributes:
         placed: those that have room, in order.

@@ -60,7 +60,7 @@ _HIDDEN = ("memory_used", "residency")
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """What was measured of a GPU: the part of its time that it computes, and bytes in use; None where not known."""
+    """Measurements of a GPU: the fraction of its time that it computes, and bytes in use; None if unknown."""
 
     utilization: float | None = None
     memory: int | None = None
@@ -68,7 +68,7 @@ class GpuUsage:
 
 @dataclass(frozen=True)
 class LeaseResidency:
-    """Where the memory of a lease is, as its host reports it; the attributes are those of the schema above."""
+    """The location of a lease's memory, as its host reports it; the attributes are those of the schema above."""
 
     state: ResidencyState
     since: float
@@ -184,7 +184,7 @@ def _lease(lease: Lease, waiting: str | None, where: LeaseResidency | None, now:
 
 
 def seen_by(whole: Mapping[str, Any], tenant: str) -> dict[str, Any]:
-    """What a tenant may see of `report`'s answer: nothing in it names another tenant or has the id of its lease."""
+    """The part of `report`'s answer that a tenant may see, without names of other tenants and ids of their leases."""
     own = {lease["id"] for lease in whole["leases"] if lease["tenant"] == tenant}
     own |= {event["lease"] for event in whole["events"] if event["tenant"] == tenant and event["lease"]}
     others = [lease["id"] for lease in whole["leases"] if lease["id"] not in own]

@@ -23,7 +23,7 @@ T = TypeVar("T")
 class BrokerStore(ABC):
     """The broker of a pool, wherever it runs, with the time of its clock.
 
-    Each method but `addresses` and `tick` is the operation of `Broker` that has its name, and raises what that raises.
+    Each method except `addresses` and `tick` is the operation of `Broker` with its name, and raises the same errors.
     """
 
     @abstractmethod

@@ -19,7 +19,7 @@ _DEFINED_BY_NUMBERS = frozenset({"arange", "geometric", "geometric_", "histc", "
 
 
 def number_positions(overload: OpOverload) -> dict[str, bool]:
-    """For each argument of an operator whether what stands there is a number that may change from call to call."""
+    """For each argument of an operator, whether it is a number that may change from call to call."""
     defined = overload._overloadpacket.__name__ in _DEFINED_BY_NUMBERS
     return {a.name: not defined and str(a.type) in _NUMBER_TYPES for a in overload._schema.arguments}
 

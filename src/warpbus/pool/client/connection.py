@@ -34,7 +34,7 @@ _RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Welcome(NamedTuple):
-    """What a tenant reports when it accepts a connection."""
+    """The report of a tenant's process when it accepts a connection."""
 
     executed: int
     device: str

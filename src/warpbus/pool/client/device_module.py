@@ -106,7 +106,7 @@ class DeviceModule:
         return is_forked()
 
     def device_count(self) -> int:
-        """One more than the highest index of a device."""
+        """The highest index of a device plus one."""
         return max((each.index + 1 for each in sessions()), default=0)
 
     def current_device(self) -> int:

@@ -42,20 +42,20 @@ def connect(
     token: str | None = None,
     queued: Callable[[int, str], None] | None = None,
 ) -> "Gpu":
-    """Lease a share of a GPU, and make it a device of this process: `warpbus:0`, the next one `warpbus:1` and so on.
+    """Lease a part of a GPU as a device of this process: `warpbus:0`, the next lease `warpbus:1` and so on.
 
     Args:
         where: a pool's address: "warpbus://localhost:7700", "warpbuss://host:7700" (TLS) or "warpbus+unix:///path".
         memory: the quota, in bytes or as "8GB".
-        share: of the GPU's compute, above 0 and up to 1.
-        priority: a higher one waits before lower ones; 0 is usual.
+        share: the fraction of the GPU's compute, above 0 and at most 1.
+        priority: leases with a higher priority leave the queue first; 0 is the default.
         on: a GPU ("host/1") or a host; None lets the pool choose.
-        token: what the pool's `--tokens` file gives; by default the variable WARPBUS_POOL_TOKEN.
-        queued: told the place in the queue and why, while there is no room.
+        token: a token of the pool's `--tokens` file; by default the variable WARPBUS_POOL_TOKEN.
+        queued: called with the place in the queue and the reason while the lease waits.
 
     Raises:
-        UsageError: an argument is wrong, or no GPU of the pool could ever give that much.
-        ConnectionLostError: no pool answers at the address.
+        UsageError: an argument is wrong, or no GPU of the pool is large enough.
+        ConnectionLostError: no pool responds at the address.
         TokenError, AuthorizationError: the pool does not accept the token, or its certificate is not trusted.
         DeviceError: the process of the lease did not start.
     """
@@ -80,11 +80,11 @@ def connect(
 
 
 class Gpu:
-    """A leased share of a GPU.
+    """A lease of a part of a GPU.
 
     Attributes:
-        device: of PyTorch, for `tensor.to(...)`, `torch.zeros(..., device=...)` and the like.
-        quota: what the lease grants.
+        device: the PyTorch device, for `tensor.to(...)`, `torch.zeros(..., device=...)` and so on.
+        quota: the memory and share of the lease.
         lease: its id, as `warpbus pool status` shows it.
     """
 
@@ -130,13 +130,13 @@ class Gpu:
 
     @property
     def swaps(self) -> SwapHistory:
-        """When the lease was in host memory and how long it took to come back, as far as this process has heard. Each
-        return is logged as a warning of the logger `warpbus.pool`."""
+        """The times when the lease was in host memory and the durations of its return, as far as this process knows.
+        Each return is also logged as a warning of the logger `warpbus.pool`."""
         return self._connection.swaps
 
     @property
     def statistics(self) -> SessionStatistics:
-        """Operators, batches, round trips and bytes since the connection was made."""
+        """The number of operators, batches, round trips and bytes since the connection was opened."""
         return self.session.statistics
 
     def synchronize(self) -> None:
@@ -154,9 +154,9 @@ class Gpu:
             `moved` (where to), `seconds`, `pause` (seconds without execution) and `bytes`.
 
         Raises:
-            LeaseLostError: the lease ended while it moved.
-            StateError: the lease is in a process group: destroy that first.
-            WarpbusError: the move failed, and the lease goes on where it was.
+            LeaseLostError: the lease ended during the migration.
+            StateError: the lease is in a process group: destroy the group first.
+            WarpbusError: the migration failed, and the lease continues on its old GPU.
         """
         links.close(self.session)
         self.session.flush()
@@ -178,18 +178,18 @@ class Gpu:
     def load_checkpoint(self, name: str, pattern: str = "*") -> dict[str, Tensor]:
         """Load tensors of a checkpoint that the machine of this lease offers (`warpbus pool serve --checkpoints`).
 
-        Their bytes come from that machine's disk and do not pass through this process.
+        The data is read from that machine's disk and does not pass through this process.
 
         Args:
-            name: of the checkpoint.
-            pattern: of the tensors' names, as `fnmatch`: "model.layers.0.*".
+            name: the name of the checkpoint.
+            pattern: an `fnmatch` pattern of tensor names, such as "model.layers.0.*".
 
         Returns:
-            the tensors on this device, by name, in the checkpoint's dtypes. With them,
+            The tensors on this device, by name, in the checkpoint's dtypes. With them,
             `model.load_state_dict(tensors, assign=True)` fills a model that is on the device or on "meta".
 
         Raises:
-            UsageError: the machine offers no such checkpoint, or no tensor of it has such a name.
+            UsageError: the machine offers no such checkpoint, or no tensor matches the pattern.
             torch.OutOfMemoryError: the tensors do not fit into the lease; nothing was loaded.
             CheckpointError: a file is damaged.
         """

@@ -35,7 +35,7 @@ def computed(tensor: Tensor) -> Tensor:
 
 
 def behind(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """What a marked target is a view of, and what is to be written there for the target to become the source."""
+    """The base of a marked view, and the values to write to it so that the view becomes the source."""
     source = computed(source).to(target.dtype)
     if target.is_conj():
         target, source = _aten._conj(target), _aten.conj_physical(source)

@@ -271,7 +271,7 @@ class PoolProcessGroup(_ProcessGroup):
         raise UsageError("recv: a group of leases does not receive from any rank: name the source")
 
     def barrier(self, opts: Any = None) -> PoolWork:
-        """Wait until all ranks' leases have executed what was called before."""
+        """Wait until the leases of all ranks have executed all earlier calls."""
         others = tuple((rank, _NOTHING) for rank in range(self._size) if rank != self._rank)
         self._exchange("barrier", others, others)
         return PoolWork([], lambda: self._session.ask(["sync"]))

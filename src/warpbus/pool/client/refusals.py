@@ -1,4 +1,4 @@
-"""What the device `warpbus:0` does not do, and the errors that say so with a way out.
+"""The operations that `warpbus:0` does not support, and their errors, which suggest an alternative.
 
 `docs/pool.md` has a table of all refusals.
 """

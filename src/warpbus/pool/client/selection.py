@@ -1,4 +1,4 @@
-"""Which of several remote GPUs a call is for: that of its tensors, else the one that a `device` argument names."""
+"""Chooses the remote GPU of a call: that of its tensors, else the one of a `device` argument."""
 
 from collections.abc import Iterator
 from typing import Any, TypeAlias

@@ -1,4 +1,4 @@
-"""What a client hears of its lease's swaps: to host memory while others need the GPU, and back for its work."""
+"""The swaps of a lease as its client sees them: to host memory while others need the GPU, and back for its work."""
 
 import logging
 from typing import Any

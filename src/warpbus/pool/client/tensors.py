@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._C import _acc
 
+from warpbus.cuda.dlpack import empty_remote
 from warpbus.cuda.remote import REMOTE
 from warpbus.errors import DeviceError
-from warpbus.pool.client.dlpack import blank
 from warpbus.pool.protocol.geometry import MAX_BYTES, Geometry
 from warpbus.pool.protocol.signature import New
 
@@ -76,8 +76,8 @@ def new_tensor(new: New, remote: Remote) -> Tensor:
 @functools.cache
 def _blank(device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor [0] of a device that is not the first one: PyTorch makes them for Python backends on the first alone,
-    but takes them from other libraries (`dlpack`) for each."""
-    return _view_as(META, blank(device.index), dtype)
+    but takes them by DLPack for each."""
+    return _view_as(META, empty_remote(device.index), dtype)
 
 
 _get_device = torch._C.TensorBase.device.__get__

@@ -1,1 +1,1 @@
-"""A machine's daemon: it lets clients in, starts tenants' processes, and carries out what the broker decides."""
+"""The daemon of a machine: accepts clients, starts tenants' processes, and carries out the broker's decisions."""

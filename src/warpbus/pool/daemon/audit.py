@@ -1,4 +1,4 @@
-"""What happened in a pool and who asked for it: one JSON object a line, never with a token or a key."""
+"""The audit log of a pool: one JSON object per line, never with a token or a key."""
 
 import json
 import logging

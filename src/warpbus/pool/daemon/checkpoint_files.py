@@ -57,7 +57,7 @@ class CheckpointFiles:
                 raise UsageError(f"--checkpoints {each}: there is no such directory")
 
     def listed(self) -> list[dict[str, Any]]:
-        """What is there now: dicts of `OfferedCheckpoint`, by name."""
+        """The current checkpoints: dicts of `OfferedCheckpoint`, by name."""
         found = sorted(self._found().items())[:MOST_CHECKPOINTS]
         return [asdict(OfferedCheckpoint(self._host, name, len(files), _bytes(files))) for name, files in found]
 

@@ -105,7 +105,7 @@ class ControlConnection:
         await self._reader.gone.wait()
 
     def close(self) -> None:
-        """Hang up; what was sent still goes over."""
+        """Close the connection; data that was sent is still delivered."""
         self._writer.close()
 
     def _lost(self, error: BaseException) -> ConnectionLostError:

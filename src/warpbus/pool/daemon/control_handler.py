@@ -1,4 +1,4 @@
-"""Answers the requests of control connections: asks the broker what to do, and lets the daemons of the machines do it.
+"""Answers the requests of control connections: the broker decides, and the daemons of the machines execute.
 
 `warpbus.pool.protocol.operations` lists the requests. A tenant controls its own leases, and sees of other leases only
 how much room they take. Only admins drain hosts. A viewer sees everything and changes nothing.

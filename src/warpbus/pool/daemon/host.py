@@ -1,4 +1,4 @@
-"""What a machine does for its pool: it starts tenants' processes, hands them clients' sockets, and ends them.
+"""The part of a daemon that manages tenants' processes: starts them, hands them clients' sockets, and ends them.
 
 It decides nothing: the broker's daemon, which may be another one, says what is to be done (`Order`), and is told what
 happened (`Reports`). A process that dies takes its own lease with it and no other.
@@ -60,7 +60,7 @@ _SECONDS_OF_SILENCE = 120.0
 
 
 class Reports(Protocol):
-    """Who is told what happened to leases on this machine."""
+    """The receiver of reports about the leases on this machine."""
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """Its process has died, or given up; `arriving`, it was the one that a lease was to move to."""
@@ -166,12 +166,12 @@ class LocalHost:
             await self._end(tenancy, why)
 
     async def order(self, lease: str) -> Order | None:
-        """What a lease that lives here, or was saved here, was started for; None if it is not here."""
+        """The order of a lease that runs here or was saved here; None if it is not here."""
         tenancy = self.tenancies.get(lease)
         return self.saved(lease) if tenancy is None or tenancy.ending is not None else tenancy.order
 
     def saved(self, lease: str) -> Order | None:
-        """What a lease that was saved here was started for; None if there is none."""
+        """The order of a lease that was saved here; None if there is none."""
         try:
             return Order.read(decode((self._saved(lease) / "order").read_bytes()))
         except OSError:
@@ -280,7 +280,7 @@ class LocalHost:
         return found
 
     async def forget(self, lease: str) -> None:
-        """Remove what was saved of a lease."""
+        """Remove the saved file of a lease."""
         await asyncio.to_thread(shutil.rmtree, self._saved(lease), ignore_errors=True)
 
     def asked_for(self, proof: Proof) -> Tenancy | None:
@@ -369,7 +369,7 @@ class LocalHost:
         return Confinement.of(read, [directory, *self._gpus.directories()], gpu=self._gpus.device != "cpu")
 
     def exposed(self) -> list[str]:
-        """What tenants' processes can read or do on this machine and should not: a line for each, with the reason."""
+        """The missing restrictions of tenants' processes on this machine: one line each, with the reason."""
         options = self._options
         confinement = self._confinement(options.home / "processes")
         if confinement is None:

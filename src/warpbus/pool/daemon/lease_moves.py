@@ -1,8 +1,8 @@
 """Moves a lease from one tenant's process to another, on the daemon of the broker, which commands the two machines.
 
-The processes ensure that at most one of them executes (`warpbus.pool.tenant.migration`). This module finds out which
-one does in the end: the source reports it; if the source dies during the move, the target reports whether the lease
-runs there, because COMMIT arrived or the client claimed the lease.
+The processes ensure that at most one of them executes (`warpbus.pool.tenant.migration_source`). This module finds out
+which one does in the end: the source reports it; if the source dies during the move, the target reports whether the
+lease runs there, because COMMIT arrived or the client claimed the lease.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""How a machine serves its GPUs to a pool: where it listens, whom it lets in, and how much of anything it takes."""
+"""The options of a daemon: addresses, access and limits."""
 
 import re
 import socket
@@ -135,12 +135,12 @@ class PoolOptions:
         return is_loopback(self.host)
 
     def address(self, port: int) -> Address:
-        """How clients reach it, listening at `port`."""
+        """The address for clients if it listens at `port`."""
         host = self.advertise or (socket.getfqdn() if self.host in ("0.0.0.0", "::") else self.host)
         return Address("plain" if self.certificate is None else "tls", host, port)
 
     def tls(self) -> ssl.SSLContext | None:
-        """What it speaks TLS with; None if it has no certificate.
+        """Its TLS context; None without a certificate.
 
         Raises:
             UsageError: certificate and key cannot be used.

@@ -1,4 +1,4 @@
-"""How often something may be asked for: a token bucket per tenant and per address."""
+"""Rate limits: a token bucket per tenant and per address."""
 
 import time
 from collections.abc import Callable

@@ -99,7 +99,7 @@ class RemoteHost:
 
 
 async def obey(host: LocalHost, request: Request, tell: Tell) -> dict[str, Any] | None:
-    """Do on this machine what a `RemoteHost` asks for; None if it is another operation.
+    """Execute a request of a `RemoteHost` on this machine; None if it is another operation.
 
     Raises:
         WarpbusError: as `LocalHost`; UsageError also if the lease cannot be one.
@@ -174,7 +174,7 @@ class Membership:
             self._control = None
 
     async def report(self, host: LocalHost, measured: list[list[Any]]) -> None:
-        """Say what lives here, and end what ended there.
+        """Report the leases that run here, and end those that the broker has ended.
 
         Args:
             host: this machine's leases.
@@ -213,7 +213,7 @@ class HostReport(NamedTuple):
 
 
 def read_report(arguments: Mapping[str, Any]) -> HostReport:
-    """What another machine reports. Raises UsageError if it is malformed."""
+    """The report of another machine. Raises UsageError if it is malformed."""
     try:
         gpus = [checked("gpu", gpu, GPU).arguments for gpu in arguments["gpus"]]
         leases = [(str(lease), bool(connected), memory) for lease, connected, memory in arguments["leases"]]
@@ -229,7 +229,7 @@ def read_report(arguments: Mapping[str, Any]) -> HostReport:
 
 
 def residency_value(found: HostResidency | None) -> dict[str, Any]:
-    """What a report says of where the memory of leases is."""
+    """The locations of the leases' memory in a report."""
     if found is None:
         return {}
     return {"leases": {id: asdict(each) for id, each in found.leases.items()}, "limit": found.limit}
@@ -244,7 +244,7 @@ def _read_residency(value: Mapping[str, Any]) -> HostResidency | None:
 
 
 async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:
-    """Where the broker of the pool is that the peers belong to; waits until one of them is there.
+    """The address of the broker of the peers' pool; waits until one of the peers responds.
 
     Where all peers wait as well, because each was told of the others, the one whose name comes first has the broker.
 

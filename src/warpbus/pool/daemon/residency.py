@@ -1,4 +1,4 @@
-"""Which leases of an oversubscribed GPU are in its memory. Decides, and does nothing: `swaps` carries it out.
+"""Decides which leases of an oversubscribed GPU are in its memory; `swaps` carries the decisions out.
 
 A GPU's memory and compute are promised to more leases than can be in its memory together. A lease that is not resident
 is in host memory and executes nothing. One that has work *waits*, and may displace resident leases:
@@ -107,7 +107,7 @@ class _ResidentRoom:
 
 @dataclass
 class SwapPlan:
-    """What to begin now: leases to swap out, each with the reason for its client, and leases to bring in."""
+    """The swaps to start now: leases to swap out, each with the reason for its client, and leases to swap in."""
 
     out: list[tuple[Residence, str]] = field(default_factory=list)
     back: list[Residence] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Residency:
         return any(each.waiting is not None for each in self.leases)
 
     def plan(self, now: float, available: int | None = None) -> SwapPlan:
-        """What to swap now. The leases' states say then that it has begun.
+        """The swaps to start now, which the states of the leases then show as started.
 
         Args:
             now: the time.

@@ -98,11 +98,11 @@ class SharedGpus:
         return str(path)
 
     def directories(self) -> list[Path]:
-        """What tenants' processes use together: where they stand in line, and the pipes to MPS."""
+        """The directories that tenants' processes share: the queues of time slices, and the pipes to MPS."""
         return [*([self._queues] if self._queues.exists() else ()), *(each.pipes for each in self._daemons)]
 
     def environment(self, gpu: str, memory: int, share: float) -> dict[str, str]:
-        """What lets a process see one GPU, and with MPS no more of it than its lease is for."""
+        """The environment variables that show a process one GPU and, with MPS, only the part of its lease."""
         if not self._installed:
             return {}
         index = next(each.index for each in self.gpus if each.name == gpu)
@@ -118,7 +118,7 @@ class SharedGpus:
         return max(1, round(cores * share))
 
     def measured(self) -> dict[str, InstalledGpu]:
-        """What the driver measures now, by GPU; nothing where it does not tell."""
+        """The current measurements of the driver by GPU; empty if it has none."""
         if not self._installed:
             return {}
         try:

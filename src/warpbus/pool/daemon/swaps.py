@@ -126,7 +126,8 @@ class Swapper:
         self._changed.set()
 
     def heard(self, tenant: ResidentTenant, *, connected: bool, memory: int, worked: bool) -> None:
-        """What a lease's process reports: whether it has a client, its bytes, and whether it had work lately."""
+        """Handle the report of a lease's process: whether it has a client, its bytes, and whether it had work
+        lately."""
         residence = tenant.residence
         residence.used = memory
         if worked:
@@ -157,7 +158,7 @@ class Swapper:
             self._changed.set()
 
     def report(self) -> HostResidency | None:
-        """Where the memory of each lease is; None where GPUs are not oversubscribed."""
+        """The location of each lease's memory; None if GPUs are not oversubscribed."""
         if not self._on:
             return None
         now, clock = time.monotonic(), time.time()

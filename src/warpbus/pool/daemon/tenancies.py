@@ -1,4 +1,4 @@
-"""What a machine knows of its leases: what they were started for, their processes, and what became of them."""
+"""The records of a machine's leases: their orders, their processes, and how they ended."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -85,7 +85,7 @@ class Tenancy:
 
 @dataclass(frozen=True)
 class EndedLease:
-    """What became of a lease that was here: it is at `address` now, or ended, and `why`."""
+    """The fate of a lease that was here: it moved to `address`, or it ended, and `why`."""
 
     when: float
     key: bytes

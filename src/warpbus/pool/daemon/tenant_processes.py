@@ -81,7 +81,7 @@ class TenantProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still be talked to."""
+        """Whether the process is still connected."""
         return self._socket is not None
 
     async def tell(self, operation: str, arguments: Mapping[str, Any], *descriptors: int) -> None:

@@ -1,4 +1,4 @@
-"""Who may use a pool: a file with a line for each token. Tokens are compared in constant time and kept as digests."""
+"""The tokens of a pool: a file with one line per token. They are compared in constant time and kept as digests."""
 
 import hashlib
 import hmac
@@ -94,11 +94,11 @@ class Tokens:
         return cls(found.items())
 
     def limits(self) -> dict[str, Limits]:
-        """What tenants may have at most, by their names."""
+        """The limits of the tenants, by their names."""
         return {tenant.name: tenant.limits for _, tenant in self._known}
 
     def tenant(self, token: str | None) -> Tenant | None:
-        """Whose token this is; None if it is nobody's."""
+        """The tenant of a token; None if the token is unknown."""
         if not self._known:
             return LOCAL
         found = None

@@ -1,4 +1,4 @@
-"""Which processes of this machine use its GPUs, and within which limits."""
+"""Lists the processes that use this machine's GPUs, and their limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

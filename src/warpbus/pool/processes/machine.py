@@ -1,4 +1,4 @@
-"""This machine, as far as moving its processes goes: its GPUs, its main memory, and who uses them."""
+"""The state of this machine for moving processes: its GPUs, its main memory, and their users."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,10 +15,10 @@ from warpbus.pool.processes.proc import Process, descendants, process_ids, read_
 
 
 class Machine(Protocol):
-    """What decisions are made from."""
+    """The state of the machine that decisions depend on."""
 
     def gpus(self) -> Sequence[InstalledGpu]:
-        """All of them, in order of their numbers, with what is free of each now."""
+        """All GPUs in the order of their numbers, with their current free memory."""
 
     def memory_on(self, gpu: InstalledGpu) -> Mapping[int, int | None]:
         """Bytes that each process on a GPU has of it, by process id; `None` where the driver does not say."""
@@ -27,7 +27,7 @@ class Machine(Protocol):
         """A process; StateError or AuthorizationError where there is none, or it is somebody else's."""
 
     def processes(self) -> Sequence[Process]:
-        """All that this user may look into."""
+        """All processes that this user may inspect."""
 
     def tree(self, pid: int) -> Sequence[Process]:
         """The descendants of a process."""

@@ -1,4 +1,4 @@
-"""What speaks against taking a process off its GPU, decided from what is known of it before it is touched.
+"""Obstacles to moving a process off its GPU, detected before the process is changed.
 
 The driver's checkpoint of what it cannot carry fails halfway, or never returns. So this looks first.
 """

@@ -1,4 +1,5 @@
-"""What Linux tells of a process that matters to the GPUs it uses: files mapped and open, threads, sockets, children."""
+"""The state of a process that is relevant for its GPUs, from Linux: mapped and open files, threads, sockets,
+children."""
 
 import os
 import re

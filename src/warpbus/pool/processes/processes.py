@@ -24,7 +24,7 @@ PATIENCE = 10.0
 
 
 class CheckpointDriver(Protocol):
-    """What `warpbus.cuda.checkpoint.CudaCheckpoint` does."""
+    """The interface of `warpbus.cuda.checkpoint.CudaCheckpoint`."""
 
     def state(self, pid: int) -> State: ...
     def lock(self, pid: int, seconds: float) -> None: ...
@@ -44,7 +44,7 @@ class ProcessHost:
 
 @dataclass(frozen=True)
 class Carried:
-    """What was done with a process.
+    """The result of moving a process.
 
     Attributes:
         source, target: the GPUs that it was and is on; `target` is `None` while it is suspended.

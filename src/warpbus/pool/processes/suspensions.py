@@ -1,4 +1,4 @@
-"""Which processes are off their GPU, and which GPU that was: the driver tells neither.
+"""Records the suspended processes and their GPUs, because the driver reports neither.
 
 One file a process, in this user's runtime directory. It is there before a process is taken off its GPU, so that one
 whose mover was killed midway can be resumed.
@@ -46,7 +46,7 @@ class Suspensions:
         self._directory = directory or runtime_directory("suspended")
 
     def save(self, suspension: Suspension) -> None:
-        """Write it down; what is there of the process is replaced."""
+        """Save the record of a process, replacing an earlier one."""
         path = self._path(suspension.pid)
         unfinished = path.with_suffix(".tmp")
         try:

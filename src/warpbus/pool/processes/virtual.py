@@ -32,7 +32,8 @@ _FROM_KERNEL = 0x80  # si_code: the terminal sent it to the whole group of proce
 
 
 def outside_mps() -> dict[str, str]:
-    """What keeps a process out of MPS, also where a daemon runs at its default place: a directory without pipes.
+    """The environment variables that keep a process out of MPS, even with a daemon at the default location: a directory
+    without pipes.
 
     Raises:
         StorageError: it cannot be made.
@@ -41,7 +42,7 @@ def outside_mps() -> dict[str, str]:
 
 
 def whole_gpu_environment(gpu: InstalledGpu, tenant: str) -> dict[str, str]:
-    """What makes a GPU the only one that a program sees, outside of MPS. See `outside_mps`."""
+    """The environment variables that show a program only one GPU, outside of MPS. See `outside_mps`."""
     return {"CUDA_VISIBLE_DEVICES": gpu.uuid, TENANT: tenant, **outside_mps()}
 
 

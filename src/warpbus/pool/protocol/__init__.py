@@ -1,1 +1,1 @@
-"""What the sides of a pool's connections say to each other, and over what."""
+"""The protocol between the sides of a pool's connections."""

@@ -1,4 +1,4 @@
-"""Where a pool is reached, as it is written: `warpbus://host:7700`."""
+"""Addresses of pools: `warpbus://host:7700`."""
 
 import os
 import re
@@ -25,7 +25,7 @@ _MOST_PATH = 107  # bytes of a Unix socket's path, unix(7)
 
 @dataclass(frozen=True)
 class Address:
-    """Where a pool, or one of its tenant processes, is reached; `str` gives what `address` reads.
+    """The address of a pool or of one of its tenant processes; `str` gives the form that `address` reads.
 
     Attributes:
         transport: "plain" (TCP, to this machine alone), "tls" (TCP) or "unix".

@@ -381,12 +381,12 @@ def begin(
 
 
 def context_for(address: Address, tls: Tls | None) -> ssl.SSLContext | None:
-    """What a client speaks TLS with there; None where it does not. UsageError if the authorities cannot be used."""
+    """A client's TLS context for the address; None without TLS. UsageError if the authorities cannot be used."""
     return client_context(tls or Tls(address.ca)) if address.transport == "tls" else None
 
 
 def pool_at(address: Address) -> str:
-    """What messages call the pool that is reached there."""
+    """The name of the pool at this address in messages."""
     return f"the pool at {address}"
 
 

@@ -1,4 +1,4 @@
-"""What went wrong on the pool's side, as the client gets to know it: the name of an exception, its words, and where."""
+"""A failure on the pool's side as the client gets it: the name of an exception, its message, and its operator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, PoolError, ProtocolError, WarpbusError
+from warpbus.errors import ConnectionLostError, DeviceError, PoolError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.wire import Value
 
 # Those of Python and torch that callers tell apart; each stands before what it is derived from.
@@ -51,9 +51,13 @@ class CallFailure:
         return CallFailure(plain, message, operator, batch)
 
     def exception(self) -> Exception:
-        """The exception that it is on the client's side: of the same name, or a RuntimeError."""
+        """The exception that it is on the client's side: of the same name, or a RuntimeError.
+
+        A connection that the pool has lost is a PoolError: a ConnectionLostError would mean the client's own, and the
+        client would connect again and ask again, without end.
+        """
         kind: type[Exception] = _OWN.get(self.type) or _PLAIN.get(self.type, RuntimeError)
-        return kind(self.message)
+        return (PoolError if issubclass(kind, ConnectionLostError) else kind)(self.message)
 
     def plain(self) -> dict[str, Value]:
         """As a value of `warpbus.pool.protocol.wire`, the payload of an ERROR frame."""
@@ -79,7 +83,7 @@ def sent_error(said: Mapping[str, Any]) -> WarpbusError:
 
 
 class PoisonedError(DeviceError):
-    """What is asked for was never computed.
+    """The requested value was never computed.
 
     Attributes:
         failure: of the call that should have.

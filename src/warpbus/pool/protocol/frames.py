@@ -26,7 +26,7 @@ MAX_HELLO = 4096
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     HELLO = 1  # the side that connected says who it is
     WELCOME = 2  # and is let in

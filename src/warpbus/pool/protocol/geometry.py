@@ -1,4 +1,4 @@
-"""Where a tensor lies in a storage: all that the two sides of a pool's connection say about a tensor."""
+"""The location of a tensor in a storage: everything that the two sides of a connection exchange about a tensor."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What the leases of a group do together, step by step: the payload of a GROUP instruction.
+"""The steps of a collective operation of a group of leases: the payload of a GROUP instruction.
 
 A group is a number of leases, each with a rank, whose processes have a connection to each other. Two kinds of steps are
 all that copies and collective operations consist of:

@@ -1,4 +1,4 @@
-"""What a call will give, without running it: by meta tensors, which have shapes and no memory.
+"""Infers the results of a call without running it, by meta tensors, which have shapes and no memory.
 
 The client needs it to go on without waiting for the pool; the tenant, to know what a call allocates before it does.
 """
@@ -141,7 +141,7 @@ def _changed(output: Output, dtype: torch.dtype, shape: tuple[int, ...] | None) 
 
 
 def gives_tensors(call: torch._ops.OpOverload) -> bool:
-    """Whether an operator gives tensors, or a list of them; beside tensors there may be lengths."""
+    """Whether an operator returns tensors or a list of them, possibly together with lengths."""
     kinds = [str(result.type) for result in call._schema.returns]
     if len(kinds) == 1:
         return kinds[0] in ("Tensor", "List[Tensor]")

@@ -66,7 +66,7 @@ _NUMBERS = {"int": "q", "float": "d", "bool": "Q"}
 
 
 def layout(inputs: int, numbers: Sequence[str], results: int) -> struct.Struct:
-    """The layout of what a call carries after the number of its definition."""
+    """The layout of a call's data after the number of its definition."""
     return struct.Struct("<" + "Q" * inputs + "".join(_NUMBERS[kind] for kind in numbers) + "Q" * results)
 
 
@@ -78,7 +78,7 @@ class Writer:
         self.count = 0
 
     def take(self) -> bytearray:
-        """What was written since the last time."""
+        """The data written since the last call."""
         taken, self.buffer, self.count = self.buffer, bytearray(), 0
         return taken
 
@@ -137,7 +137,7 @@ def call_prefix(number: int) -> bytes:
 
 
 def call_packer(number: int, form: struct.Struct) -> Callable[..., bytes]:
-    """What makes a CALL of a definition out of the operands that its layout packs; the client's hot path keeps it."""
+    """A function that encodes a CALL of a definition from its operands; kept for the client's hot path."""
     prefix = call_prefix(number)
     return functools.partial(struct.Struct(f"<{len(prefix)}s{form.format.removeprefix('<')}").pack, prefix)
 

@@ -19,7 +19,7 @@ from warpbus.pool.protocol.wire import decode, encode
 
 @dataclass(frozen=True)
 class Operation:
-    """What an endpoint accepts under a name.
+    """An operation that an endpoint accepts under a name.
 
     Args:
         arguments: their types by name.

@@ -1,4 +1,4 @@
-"""The operations of each endpoint: what requests (`messages`) a daemon and a tenant's process accept.
+"""The operations of each endpoint: the requests (`messages`) that a daemon and a tenant's process accept.
 
 Results of the daemon's operations; progress is {"queued": position, "why": str} for "lease" and "resume", and {"phase":
 str, "done": int, "total": int} for what moves leases:

@@ -100,7 +100,7 @@ class Signature:
 
     @property
     def results(self) -> int:
-        """How many handles for results a call of this kind carries."""
+        """The number of result handles in a call of this kind."""
         if self.outputs is None:
             return len(allowed(self.operator)._schema.returns)
         return sum(isinstance(output, New) for output in self.outputs)

@@ -22,7 +22,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_US
 
 @dataclass(frozen=True)
 class Tls:
-    """Whom a client trusts: the authorities in the file `ca`, or the system's where it is None."""
+    """The authorities that a client trusts: those in the file `ca`, or the system's if it is None."""
 
     ca: Path | None = None
 
@@ -125,7 +125,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def name_of(sock: socket.socket) -> str:
-    """What messages call the other side."""
+    """The name of the other side in messages."""
     try:
         peer = sock.getpeername()
     except OSError:
@@ -136,6 +136,6 @@ def name_of(sock: socket.socket) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line and without its number."""
+    """The message of an error in one line, without its number."""
     text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(text).split()).replace("_", " ").lower() if isinstance(error, ssl.SSLError) else str(text)

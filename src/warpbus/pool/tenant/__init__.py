@@ -1,1 +1,1 @@
-"""The process of a lease: it holds the lease's memory, executes what the client sends, and moves to other GPUs."""
+"""The process of a lease: holds the lease's memory, executes the client's operators, and migrates to other GPUs."""

@@ -1,4 +1,4 @@
-"""What has arrived of a lease that moves here, and whether it is all of it.
+"""The data that has arrived of a lease that migrates here, and whether it is complete.
 
 The source is trusted as little as a client: sizes are compared with the quota before memory is taken, every byte has to
 lie inside its storage, and the lease is only taken on if its manifest says that nothing is missing or left over.

@@ -1,4 +1,4 @@
-"""What a lease's client uploaded before, by SHA-256: weights that come a second time need not come over the network.
+"""The earlier uploads of a lease's client by SHA-256, so that the same weights are sent only once.
 
 Each lease has a directory of its own, so that nobody learns from an answer what another one has; it is removed with the
 lease. A hash is of the bytes that came, as the pool has computed it; no client can say what a file is the content of.

@@ -15,7 +15,7 @@ from warpbus.pool.protocol.operations import COPYING_REST
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.migration import MigrationSource, SourceState
+from warpbus.pool.tenant.migration_source import MigrationSource, SourceState
 from warpbus.pool.tenant.suspension import suspend
 
 SUSPENDED = "the lease is suspended: resume it with `warpbus pool resume-lease`"
@@ -25,7 +25,7 @@ _NAP = 0.001
 
 
 class MovableTenant(Protocol):
-    """The process (`warpbus.pool.tenant.process.TenantServer`)."""
+    """The process (`warpbus.pool.tenant.server.TenantServer`)."""
 
     executor: Executor
     over: DeviceError | PoolError | None

@@ -122,7 +122,7 @@ def _python() -> list[Path]:
     listed += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     if site.ENABLE_USER_SITE:
         listed.append(site.getusersitepackages())
-    for package in ("warpbus", "torch", "numpy"):
+    for package in ("warpbus", "torch", "numpy", "msgpack", "safetensors"):  # they may be on PYTHONPATH
         found = importlib.util.find_spec(package)
         listed += [str(Path(each).parent) for each in (found and found.submodule_search_locations) or ()]
     paths = ssl.get_default_verify_paths()

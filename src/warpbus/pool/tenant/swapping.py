@@ -21,7 +21,7 @@ _TELL_EVERY = 1.0
 
 
 class SwappableTenant(Protocol):
-    """The process (`warpbus.pool.tenant.process.TenantServer`)."""
+    """The process (`warpbus.pool.tenant.server.TenantServer`)."""
 
     executor: Executor
 

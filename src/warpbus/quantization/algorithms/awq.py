@@ -1,8 +1,8 @@
 """AWQ (Lin et al., 2023): channels with large inputs are scaled up before rounding, so that they lose less.
 
-Rounding W * s instead of W, with the inputs divided by s, takes error from the channels that matter to those that do
-not. Tried are powers of the inputs' mean magnitude, s = mean|x|^alpha; what they cost is measured on the layer's
-outputs. Folding s into what precedes the matrix is `warpbus.quantization.folding`'s business.
+Rounding W * s instead of W, with the inputs divided by s, moves error from important channels to less important ones.
+The candidates are powers of the inputs' mean magnitude, s = mean|x|^alpha; their loss is measured on the layer's
+outputs. `warpbus.quantization.folding` folds s into the preceding parameters.
 """
 
 import torch
@@ -17,15 +17,16 @@ TRIALS = 20
 
 
 def candidates(mean_abs: Tensor, trials: int = TRIALS) -> Tensor:
-    """The scales that are tried.
+    """The candidate scales.
 
     Args:
-        mean_abs: `[in]`, the mean of |x| over the inputs x of the matrix. A channel that never had an input (0) is
-            scaled like the average one.
+        mean_abs: `[in]`, the mean of |x| over the inputs x of the matrix. A channel without any input (0) is scaled
+            like the average one.
         trials: the powers are 0, 1 / trials, 2 / trials, ... below 1.
 
     Returns:
-        float32 `[trials, in]`, of each the greatest times the least is 1; the first is all ones.
+        float32 `[trials, in]`. In each row, the product of the largest and the smallest value is 1; the first row is
+        all ones.
     """
     magnitude = mean_abs.float()
     live = magnitude > 0
@@ -38,12 +39,12 @@ def candidates(mean_abs: Tensor, trials: int = TRIALS) -> Tensor:
 
 
 def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype) -> Tensor:
-    """What each of the scales would cost: tr(dW H dW^T) of rounding W * s to nearest and dividing by s again.
+    """The loss of each candidate: tr(dW H dW^T) of rounding W * s to nearest and dividing by s again.
 
-    Ranges are clipped as they are going to be, by `rtn` with the importance diag(H) / s^2: on glm-poet scales chosen by
-    full ranges lose 4 % more (KL) at 3 bits and 2 % more at 4.
+    Ranges are clipped as in the later rounding, by `rtn` with the importance diag(H) / s^2: on glm-poet, scales chosen
+    with full ranges have a KL that is 4 % higher at 3 bits and 2 % higher at 4 bits.
 
-    Rows do not depend on each other: the losses of all rows are the sums of those of their parts.
+    Rows are independent: the losses of all rows are the sums of the losses of parts of them.
 
     Args:
         weight: floating `[rows, in]`, all rows of a matrix or some.

@@ -1,8 +1,8 @@
-"""A Hessian made ready for rounding columns one after the other: damped, ordered, factored; and the matrix to round.
+"""A Hessian that is damped, ordered and factored for rounding column by column; and the target matrix to round.
 
-Once the layers before it are quantized, a layer gets inputs x' in place of x. W is then not the best matrix to round:
-W* = W E[x x'^T] E[x' x'^T]^-1 comes nearer to the original outputs W x. (GPTAQ, Li et al., 2025, builds the same target
-into GPTQ's loop over the columns; computed beforehand, it leaves that loop as it is.)
+After the preceding layers are quantized, a layer gets inputs x' instead of x. W is then not the best matrix to round:
+the outputs of W* = W E[x x'^T] E[x' x'^T]^-1 are closer to the original outputs W x. (GPTAQ, Li et al., 2025, builds
+the same target into GPTQ's loop over the columns; here it is computed before the loop.)
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,21 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class FactoredHessian:
-    """H = U D U^T with U unit upper triangular, in the order in which columns are going to be rounded.
+    """H = U D U^T with U unit upper triangular, in the order in which columns are rounded.
 
-    When the columns j are rounded in this order, each to make up for the errors e of those before it, the whole error
-    e^T H e is the sum over j of D_j (e_j + sum over k < j of U_kj e_k)^2 (GPTQ as Babai's nearest plane algorithm; Chen
-    et al., 2025). So U tells a column what to make up for, D what its own rounding costs, and nothing is inverted.
+    If the columns j are rounded in this order, and each compensates the errors e of the columns before it, the total
+    error e^T H e is the sum over j of D_j (e_j + sum over k < j of U_kj e_k)^2 (GPTQ as Babai's nearest plane
+    algorithm; Chen et al., 2025). So U gives the error that a column has to compensate, D the cost of its own rounding,
+    and no inverse is needed.
 
     Attributes:
         order: int64 `[in]`: the column that comes first, second, ...
         hessian: float32 `[in, in]`, damped, in this order.
         upper: float32 `[in, in]`, U; what is below its diagonal is zero.
-        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `linear_algebra`): systems are
-            solved by products alone. What the last one has beyond U means nothing.
+        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `linear_algebra`), so that
+            systems are solved by products alone. The part of the last block beyond U is undefined.
         pivots: float32 `[in]`, D, all positive.
-        damped: float32 `[in]`: what was added to the diagonal, in this order.
+        damped: float32 `[in]`: the damping that was added to the diagonal, in this order.
     """
 
     order: Tensor
@@ -49,7 +50,7 @@ class FactoredHessian:
 
     @classmethod
     def blank(cls, size: int, device: torch.device) -> Self:
-        """One for `size` columns, with any content: what it takes of memory."""
+        """An uninitialized one for `size` columns, to estimate its memory."""
         square, vector = (torch.empty(shape, device=device) for shape in ((size, size), (size,)))
         order = torch.empty(size, dtype=torch.int64, device=device)
         inverses = narrow(torch.empty(-(-size // BLOCK), BLOCK, BLOCK, device=device))
@@ -57,7 +58,7 @@ class FactoredHessian:
 
     @classmethod
     def unstack(cls, tensors: Sequence[Tensor]) -> list[Self]:
-        """Several from their stacked `tensors`, each `[n, ...]`: views of them."""
+        """Several from their stacked `tensors`, each `[n, ...]`, as views."""
         return [cls(*each) for each in zip(*tensors, strict=True)]
 
     @cached_property
@@ -72,7 +73,7 @@ class FactoredHessian:
 
     @property
     def importance(self) -> Tensor:
-        """What a squared error of rounding costs, for each column of the matrix as it stands: float32 `[in]`."""
+        """The cost of a squared rounding error for each column of the matrix, in the original order: float32 `[in]`."""
         return self.pivots[self.inverse_order]
 
     def solve(self, right: Tensor) -> Tensor:
@@ -91,12 +92,12 @@ class FactoredHessian:
 
     @cached_property
     def narrow_upper(self) -> Tensor:
-        """U as the products of its device take it."""
+        """U in the operand format of the device's products."""
         return narrow(self.upper)
 
     @cached_property
     def narrow_hessian(self) -> Tensor:
-        """H as the products of its device take it."""
+        """H in the operand format of the device's products."""
         return narrow(self.hessian)
 
 
@@ -113,13 +114,13 @@ def factored(
     Args:
         hessian: float32 `[in, in]`, the second moments of a matrix' inputs, in any unit. A column that never had an
             input (diagonal 0) is treated like an average one that is independent of the others.
-        damping: this share of the mean diagonal is added to the diagonal.
-        activation_order: columns with the largest diagonal first; otherwise as they stand.
+        damping: the fraction of the mean diagonal that is added to the diagonal.
+        activation_order: columns with the largest diagonal first; otherwise the original order.
         run: see `unit_factor`.
         name: the matrix, for messages.
 
     Raises:
-        NumericError: if there is NaN or infinity in it, or it is not positive definite.
+        NumericError: it has NaN or infinity, or is not positive definite.
     """
     diagonal = hessian.diagonal()
     if not torch.isfinite(hessian.sum()):
@@ -150,11 +151,11 @@ def factored_loss(errors: Tensor, hessian: FactoredHessian) -> Tensor:
 
 
 def aim(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: float = SHARE) -> Tensor:
-    """The matrix to quantize in place of another.
+    """The target matrix to round: W or a matrix between W and W*, see the module.
 
     Args:
         columns: float32 `[in, rows]`: rows of the matrix, transposed, in the order of `hessian`.
-        hessian: the moments E[x' x'^T] of the inputs x' that it is going to meet.
+        hessian: the moments E[x' x'^T] of the inputs x' at inference.
         drift: float32 `[in, in]`, or narrow, E[(x - x') x'^T], with x the inputs in the unquantized model, in the same
             unit and order.
         share: 0 gives `columns`, 1 the least-squares optimum.

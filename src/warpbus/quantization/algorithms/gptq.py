@@ -1,8 +1,8 @@
-"""GPTQ (Frantar et al., 2022): round one column after the other and let the columns to come make up for the error.
+"""GPTQ (Frantar et al., 2022): round one column after the other and compensate its error in the following columns.
 
-The error that counts is tr(dW H dW^T), H = X^T X of the layer's inputs X. Columns go in order of falling diagonal of
-H ("activation order"), while the groups stay those of the original columns and their grids are chosen beforehand, so
-the result needs no index of the columns.
+The error is tr(dW H dW^T), where H = X^T X of the layer's inputs X. Columns are rounded in descending order of the
+diagonal of H ("activation order"). The groups are those of the original order, and their grids are chosen before the
+first column, so the result needs no column index.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from warpbus.quantization.algorithms.factored import (
     stacked,
 )
 from warpbus.quantization.algorithms.gptq_fp4 import fp4_matrices
+from warpbus.quantization.algorithms.gptq_trellis import rotated_moments, trellis_matrices
 from warpbus.quantization.algorithms.linear_algebra import narrow, product
 from warpbus.quantization.algorithms.weights import check_scales, check_weight
 
@@ -44,18 +45,18 @@ def gptq(
     sweeps: int = SWEEPS,
     name: str = "weight",
 ) -> QTensor:
-    """Quantize a matrix for the inputs that it is going to meet.
+    """Quantize a matrix for the inputs that it gets at inference.
 
     Args:
         weight: floating `[out, in]`.
-        hessian: float32 `[in, in]`, the second moments X^T X of its inputs, in any unit. A column that never had an
-            input (diagonal 0) is rounded to nearest.
+        hessian: float32 `[in, in]`, the second moments X^T X of its inputs, in any unit. A column without any input
+            (diagonal 0) is rounded to nearest.
         scheme: bits, groups, symmetric or not.
         scale_dtype: dtype of the scales; they are rounded to it before the codes are chosen.
-        damping: this share of the mean diagonal is added to the diagonal.
-        activation_order: columns with the largest diagonal first; otherwise as they stand.
-        clip: choose each group's range by its error; otherwise the full range.
-        sweeps: of coordinate descent afterwards (see `descent`); 0 leaves the result of GPTQ.
+        damping: the fraction of the mean diagonal that is added to the diagonal.
+        activation_order: columns with the largest diagonal first; otherwise the original order.
+        clip: choose each group's range by its error; otherwise use the full range.
+        sweeps: the number of sweeps of coordinate descent after GPTQ (see `descent`).
         name: the matrix, for messages.
 
     Returns:
@@ -63,10 +64,12 @@ def gptq(
 
     Raises:
         SchemeError: if the group size does not divide `in`.
-        NumericError: if there is NaN or infinity in either matrix, or the Hessian is not positive definite.
+        NumericError: a matrix has NaN or infinity, or the Hessian is not positive definite.
     """
     scheme.groups(weight.shape[1], name)
     check_weight(weight, name)
+    if scheme.is_trellis:
+        hessian, activation_order = rotated_moments(hessian.float()), False
     prepared = factored(hessian, damping=damping, activation_order=activation_order, name=name)
     return gptq_rows(weight[None], prepared, scheme, scale_dtype=scale_dtype, clip=clip, sweeps=sweeps, name=name)[0]
 
@@ -82,18 +85,18 @@ def gptq_rows(
     sweeps: int = SWEEPS,
     name: str = "weight",
 ) -> tuple[QTensor, Tensor]:
-    """Quantize some rows of a matrix; they do not depend on the others.
+    """Quantize some rows of a matrix, which are independent of the other rows.
 
     Args:
-        weight: floating `[parts, rows, in]`: parts of one height, each of which is computed by itself, so that the bits
-            of a part do not depend on the other parts.
+        weight: floating `[parts, rows, in]`: parts with the same number of rows. Each part is computed separately, so
+            its bits do not depend on the other parts.
         hessian: of the matrix.
         scheme, scale_dtype, clip, sweeps, name: as in `gptq`.
-        drift: float32 `[in, in]`, see `aim`; without it the weights themselves are aimed at.
+        drift: float32 `[in, in]`, see `aim`; without it, the target is the weights themselves.
 
     Returns:
-        the quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: of each part tr(dW H dW^T) and tr(W H W^T),
-        without damping, W being what was aimed at.
+        The quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: tr(dW H dW^T) and tr(W H W^T) of each part,
+        without damping, where W is the target.
 
     Raises:
         NumericError: if a scale does not fit `scale_dtype`.
@@ -126,11 +129,11 @@ def gptq_matrices(
     """Quantize some rows of several matrices of one shape, such as the experts of a layer, column by column at once.
 
     Args:
-        weight: floating `[matrices, parts, rows, in]`. A part gets the same bits as by `gptq_rows` on the CPU, whatever
-            the other matrices are.
-        hessians: of the matrices, stacked: see `FactoredStack`.
+        weight: floating `[matrices, parts, rows, in]`, for a trellis whole tiles of rows. On the CPU a part gets the
+            same bits as by `gptq_rows`, for any other matrices.
+        hessians: of the matrices, stacked: see `FactoredStack`; for a trellis of rotated inputs, as the drift.
         drift: float32 `[matrices, in, in]`.
-        run: what launches the loops over the columns as one, where many matrices of one shape are to come.
+        run: launches the loops over the columns as one graph, for many matrices of one shape.
         names: of the matrices, for messages.
         scheme, scale_dtype, clip, sweeps: as in `gptq_rows`.
 
@@ -140,6 +143,8 @@ def gptq_matrices(
     Raises:
         NumericError: as `gptq_rows`.
     """
+    if scheme.is_trellis:
+        return trellis_matrices(weight, hessians, scheme, scale_dtype=scale_dtype, drift=drift, names=names)
     if scheme.element is not None:
         return fp4_matrices(weight, hessians, scheme, drift=drift, names=names)
     _, parts, height, size = weight.shape

@@ -1,14 +1,13 @@
-"""The linear algebra of a solve: products of matrices as a device computes them fast, and H = U D U^T.
+"""The linear algebra of a solve: fast matrix products, and the factorization H = U D U^T.
 
-Factors, corners and what is stored are in float32. Other products only decide to which of two codes a weight is rounded
-and at which target. Rounding their operands to bfloat16 moves that by about a hundredth of a step, by estimate, and the
-divergence of glm-poet at 3 bits by a thousandth of itself. The tensor cores are ten times as fast.
+Factors, diagonal blocks and stored results are in float32. The other products only affect rounding decisions and
+targets. Rounding their operands to bfloat16 changes these by an estimated hundredth of a step, and the KL of glm-poet
+at 3 bits by a thousandth. Tensor cores are ten times as fast.
 
-The factorization is the library's on the CPU. On a GPU the library's products in float32 would not use tensor cores and
-run at a fifteenth of their speed. There the matrix is factored by blocks, and what a block takes from the columns after
-it is a product of 16-bit numbers, two for each float32, x = high + low to 2^-22 of x or 2^-25 where that is more: H is
-scaled to a diagonal of ones, so that nothing is larger than one. Three of the four products of such pairs are computed,
-and summed in float32.
+On the CPU, torch computes the factorization. On a GPU, torch's float32 products would not use tensor cores and run at a
+fifteenth of their speed. So the matrix is factored by blocks, and the update of later columns is a product of pairs of
+16-bit numbers, x = high + low, with an error of 2^-22 of x or 2^-25, whichever is larger: H is scaled to a unit
+diagonal, so no element is larger than one. Three of the four products of such pairs are computed and summed in float32.
 """
 
 import torch
@@ -28,7 +27,7 @@ _SPAN = 4 * BLOCK  # columns that all later ones are subtracted from in one prod
 
 
 def narrow(x: Tensor) -> Tensor:
-    """An operand as the products of its device take it: bfloat16 on a GPU, itself on the CPU; a narrow one stays."""
+    """An operand in the format of the device's products: bfloat16 on a GPU, unchanged on the CPU."""
     return x.bfloat16() if x.is_cuda else x
 
 
@@ -38,7 +37,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def put_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Fill float32 `total` with left @ right, of which `total` may be the right."""
+    """Write left @ right to float32 `total`; `right` may be `total` itself."""
     if left.dtype == torch.float32:
         total.copy_(left @ right)
     else:
@@ -58,7 +57,7 @@ def unit_factor(matrix: Tensor, *, run: Replayed | None = None) -> tuple[Tensor,
 
     Args:
         matrix: H, float32 `[n, n]`, symmetric.
-        run: what launches all as one, where many matrices of one size are to come.
+        run: launches all kernels as one graph, for many matrices of one size.
 
     Returns:
         U, float32 `[n, n]`, with zeros below its diagonal; D, float32 `[n]`, all positive; and the inverses of U's

@@ -16,14 +16,14 @@ def rtn(
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> QTensor:
-    """Round a matrix to nearest, see `kernels.ops.rounding`, and refuse what has no grid.
+    """Round a matrix to nearest, see `kernels.ops.rounding`; refuse NaN and infinity.
 
     Args:
         weight: floating `[out, in]`.
-        scheme: any, those with activations of 8 bits included.
+        scheme: any scheme, including those with 8-bit activations.
         scale_dtype: dtype of the scales.
-        importance: float32 `[in]`, what a squared error in a column costs. The diagonal of the inputs' moments is the
-            cost in the layer's outputs.
+        importance: float32 `[in]`, the cost of a squared error in each column. With the diagonal of the inputs'
+            moments, it is the error of the layer's outputs.
         name: the matrix, for messages.
 
     Returns:

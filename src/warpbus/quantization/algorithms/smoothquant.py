@@ -1,8 +1,8 @@
-"""SmoothQuant (Xiao et al., 2022): part of what makes inputs hard to round is moved into the weights.
+"""SmoothQuant (Xiao et al., 2022): moves a part of the outliers of the inputs into the weights.
 
-One scale a token has to cover the largest of its channels; one a row, the largest of its weights. Dividing the inputs
-by s = max|x|^alpha / max|w|^(1 - alpha) and multiplying the columns of the matrix by it evens both out. Folding s into
-what precedes the matrix is `warpbus.quantization.folding`'s business.
+The scale of a token has to cover its largest channel, the scale of a row its largest weight. Dividing the inputs by
+s = max|x|^alpha / max|w|^(1 - alpha) and multiplying the columns of the matrix by s balances both.
+`warpbus.quantization.folding` folds s into the preceding parameters.
 """
 
 from torch import Tensor
@@ -12,12 +12,12 @@ LEAST = 1e-5
 
 
 def smoothing(input_absmax: Tensor, weight_absmax: Tensor, alpha: float = 0.5) -> Tensor:
-    """The scales of a matrix' input channels: its columns are to be multiplied by them, its inputs divided.
+    """The scales of a matrix's input channels, by which its columns are multiplied and its inputs divided.
 
     Args:
         input_absmax: `[in]`, the greatest |x| of each channel of the inputs.
         weight_absmax: `[in]`, the greatest |w| of each column.
-        alpha: how much of the difficulty goes into the weights, from 0 to 1. With 0.5 both meet halfway.
+        alpha: the part of the outliers that is moved into the weights, from 0 to 1.
 
     Returns:
         float32 `[in]`, positive.

@@ -1,4 +1,4 @@
-"""The weights of a matrix: what they must be so that they have a grid, and how much of them quantization changes."""
+"""Checks of the weights of a matrix, and the error of its quantization."""
 
 import math
 
@@ -34,8 +34,8 @@ def squared_loss(weight: Tensor, quantized: QTensor, hessian: Tensor | None = No
 
     Args:
         weight: floating `[out, in]`.
-        quantized: what became of it.
-        hessian: float32 `[in, in]`; without it, all inputs count alike.
+        quantized: the quantized matrix.
+        hessian: float32 `[in, in]`; without it, all inputs have equal weight.
 
     Returns:
         tr(dW H dW^T) and tr(W H W^T), computed in float32 slice by slice.
@@ -50,7 +50,7 @@ def squared_loss(weight: Tensor, quantized: QTensor, hessian: Tensor | None = No
 
 
 def relative(lost: float, total: float) -> float:
-    """The share of the norm that is lost; 0 where there is nothing to lose."""
+    """The relative error of the norm; 0 for a zero matrix."""
     return math.sqrt(max(lost, 0.0) / total) if total > 0 else 0.0
 
 

@@ -22,7 +22,7 @@ class CudaGenerator(generators.Generator):
 
 @functools.cache
 def install() -> None:
-    """Replace what PyTorch has for CUDA. Asks for no lease yet."""
+    """Replace PyTorch's CUDA functions. Requests no lease yet."""
     register()
     module.replace()
     translation.translate()

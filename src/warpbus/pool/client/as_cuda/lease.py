@@ -49,7 +49,7 @@ def session() -> Session:
 
 
 def is_leased() -> bool:
-    """Whether the lease was asked for already."""
+    """Whether the lease has been requested."""
     return _gpu is not None
 
 

@@ -1,4 +1,4 @@
-"""The functions of `torch.cuda` for the leased GPU; what it cannot do raises NotImplementedError."""
+"""The functions of `torch.cuda` for the leased GPU; unsupported ones raise NotImplementedError."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from warpbus.pool.client.session import is_forked
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What `torch.cuda.get_device_properties` gives of a leased GPU.
+    """The result of `torch.cuda.get_device_properties` for a leased GPU.
 
     Attributes:
         name: the model of the GPU.
@@ -109,7 +109,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def empty_cache() -> None:
-    """Nothing to do: what is freed counts as free at once."""
+    """Does nothing: freed memory counts as free immediately."""
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Translates device names: `cuda` in what a program passes to PyTorch, and the leased device in what it gets.
+"""Translates device names: `cuda` in arguments of PyTorch, and the leased device in results.
 
 A program sees its tensors on `cuda:0`, which is a PyTorch device object as any. PyTorch's dispatcher knows the same
 tensors as those of the device `warpbus:0`.

@@ -1,21 +1,18 @@
-"""Live migration of a lease to another process, on the same host or on another one.
+"""Live migration of a lease to another process, on the same host or on another one: the side that the lease leaves.
 
 The source's process drives the migration between batches:
 
-    source = Source(executor, channel, migration_token=migration_token)
-    source.begin()
-    while not source.copy_ahead(budget).stop_reason:
+    source = MigrationSource(executor, channel, migration_token=migration_token)
+    source.ask()
+    while not source.is_accepted():
+        ...                                   # execute batches
+    while not source.copy_ahead().stop_reason:
         ...                                   # execute batches
     ...                                       # tell the client: MOVED(final=False), "if I vanish, ask there"
     report = source.finish()                  # the pause
     ...                                       # MOVED(final=True), and free everything
 
-The destination's process has an empty executor with the same quota:
-
-    destination = Destination(executor, migration_token=migration_token)
-    destination.admit(channel, hello)         # for the connection whose HELLO has the migration token
-    while destination.step(timeout) not in ENDS:
-        ...                                   # and claim(), when the client asks for it
+`migration_destination` is the other side.
 
 If a method of the source raises, the lease stays there unchanged. If the client was told of the destination, it has to
 be told that the move failed before anything else is executed. Once the source begins to send COMMIT it never executes
@@ -23,12 +20,11 @@ again, even if the message is lost: the destination takes over when COMMIT arriv
 So at most one side executes; if the side that has to continue dies, the lease is lost, with a reason.
 
 This module opens no connections and starts no processes. `migration_messages` lists the messages, `precopy` chooses the
-bytes to copy ahead, `transport` transfers them, and `arrival` checks them at the destination.
+bytes to copy ahead, and `transport` transfers them.
 """
 
-import hmac
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -36,35 +32,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
+from warpbus.errors import ConnectionLostError, DeviceError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.failures import error_value, sent_error
+from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.messages import decode_dict
 from warpbus.pool.protocol.wire import Value, encode
 from warpbus.pool.tenant import migration_messages
-from warpbus.pool.tenant.acceptor import refuse
-from warpbus.pool.tenant.arrival import Arrival
 from warpbus.pool.tenant.migration_messages import ENTRY
 from warpbus.pool.tenant.precopy import LEAST, LITTLE, MOST_PIECES, Precopy
 from warpbus.pool.tenant.staging import CHUNK
-from warpbus.pool.tenant.transport import (
-    MemoryExporter,
-    MemoryReader,
-    Outgoing,
-    memory_exporter,
-    memory_reader,
-    this_host,
-)
+from warpbus.pool.tenant.transport import MemoryExporter, Outgoing, memory_exporter, this_host
 
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
 
 ANSWER = 60.0
 """Seconds within which the destination has to answer."""
-
-SILENCE = 600.0
-"""Seconds after which the destination gives up a silent source, or a client that does not claim the lease."""
 
 # Seconds between two batches, when there is nothing to do but to wait for the destination.
 _NAP = 0.001
@@ -83,29 +67,6 @@ class SourceState(Enum):
     STOPPED = "it executes nothing until it is known where it goes on"
     STAYS = "it did not move, and executes on"
     MOVED = "it never executes here again"
-
-    @property
-    def may_execute(self) -> bool:
-        """Whether batches may be executed."""
-        return self not in (SourceState.STOPPED, SourceState.MOVED)
-
-
-class DestinationState(Enum):
-    """The states of a migration on the destination's side."""
-
-    WAITING = "for a source that has the migration token"
-    RECEIVING = "the source copies"
-    PREPARED = "all is here; it executes when the source says so or the client claims it"
-    LIVING = "it executes here"
-    DISCARDED = "nothing of it is here"
-
-    @property
-    def may_execute(self) -> bool:
-        """Batches may be executed."""
-        return self is DestinationState.LIVING
-
-
-ENDS = (DestinationState.LIVING, DestinationState.DISCARDED)
 
 
 @dataclass(frozen=True)
@@ -133,7 +94,7 @@ class MigrationReport:
         ahead: bytes copied while the lease executed.
         paused: bytes copied in the pause, storages and state.
         pause: seconds from the stop to COMMIT.
-        seconds: from `begin` to COMMIT.
+        seconds: from `ask` to COMMIT.
         rounds: of copying ahead.
         stop_reason: why copying ahead ended.
         path: "sockets" or "GPU to GPU".
@@ -163,7 +124,7 @@ class MigrationSource:
         clock: returns seconds.
 
     Attributes:
-        state: `state.may_execute` tells whether batches may be executed.
+        state: batches may be executed unless it is STOPPED or MOVED.
 
     Raises (all methods):
         DeviceError, PoolError: the move failed; the message says why. The lease stays.
@@ -195,13 +156,6 @@ class MigrationSource:
         self._until = 0.0
         self._number = 0
         self._began = 0.0
-
-    def begin(self) -> None:
-        """Ask the destination to accept the lease, and wait until it does."""
-        self.ask()
-        if not self.is_accepted(self._timeout):
-            self._stay()
-            raise self._silent()
 
     def ask(self) -> None:
         """Ask the destination to accept the lease. `is_accepted` tells when it has."""
@@ -303,13 +257,6 @@ class MigrationSource:
             confirmed,
         )
 
-    def cancel(self) -> None:
-        """Cancel the migration. The lease stays."""
-        if self.state is SourceState.MOVED:
-            raise StateError("this lease has moved already: move it back from where it is")
-        if self.state is not SourceState.STAYS:
-            self._stay()
-
     def _tell_storages(self, *, ask: bool = False) -> None:
         """Tell the destination which storages are new or gone; with `ask` let it say when it has made large ones."""
         gone = self._precopy.gone()
@@ -409,189 +356,6 @@ class MigrationSource:
         with suppress(PoolError, OSError):
             self._say("cancel")
         self._channel.close()
-
-
-class MigrationDestination:
-    """The destination of a migration. Not thread-safe.
-
-    Args:
-        executor: empty, with the lease's quota.
-        migration_token: the secret of the source, valid for one connection.
-        silence: seconds without a word from the source, or when all is here from the client, after which nothing is
-            kept.
-        reads: what reads memory that a source on this host shares; None where nothing can.
-        clock: seconds.
-
-    Attributes:
-        state: where it stands.
-        reason: why nothing of the lease is here, once it is DISCARDED.
-    """
-
-    def __init__(
-        self,
-        executor: "Executor",
-        *,
-        migration_token: bytes,
-        silence: float = SILENCE,
-        reads: Callable[[torch.device], MemoryReader | None] = memory_reader,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.state = DestinationState.WAITING
-        self.reason = ""
-        self._executor = executor
-        self._migration_token = migration_token
-        self._silence = silence
-        self._clock = clock
-        self._channel: Channel | None = None
-        self._arrival = Arrival(executor, reads(executor.storages.device))
-        self._answers = 0
-        self._claimed = False
-        self._heard = clock()
-
-    def admit(self, channel: Channel, hello: Mapping[str, Value]) -> bool:
-        """Answer the HELLO of a connection with a migration token. Returns whether it is the source.
-
-        One that is not is refused and closed, and changes nothing.
-        """
-        refusal = self._refusal(hello)
-        if refusal:
-            refuse(channel, DeviceError(refusal))
-            return False
-        self._channel, self._heard = channel, self._clock()
-        self.state = DestinationState.RECEIVING
-        reads = self._arrival.reads and hello.get("shared") == this_host()
-        with self._discarding():
-            channel.send(Kind.WELCOME, 0, encode({"protocol": PROTOCOL, "reads": reads}))
-        return True
-
-    def step(self, timeout: float) -> DestinationState:
-        """Handle the source's next frame, if one arrives within `timeout` seconds.
-
-        What the source does wrong discards what is here, unless it was PREPARED already.
-        """
-        if self.state in ENDS:
-            return self.state
-        patience = self._heard + self._silence - self._clock()
-        if patience < 0:
-            self._discard(f"nothing was heard for {self._silence:.0f} seconds ({self.state.value})")
-        elif self._channel is None:
-            time.sleep(min(patience, timeout))
-        else:
-            with self._discarding():
-                frame = self._channel.receive(min(patience, timeout))
-                if frame is not None:
-                    self._heard = self._clock()
-                    self._deal(frame)
-        return self.state
-
-    def claim(self) -> bool:
-        """Claim the lease for a client that lost the source for good. Returns whether the lease runs here.
-
-        False while the source is still copying: then it does as soon as all is here, and can be asked for again.
-
-        Raises:
-            LeaseLostError: nothing of it is here.
-        """
-        if self.state is DestinationState.DISCARDED:
-            raise LeaseLostError(f"this lease is lost: it was being moved, and did not arrive: {self.reason}")
-        self._claimed = True
-        if self.state is DestinationState.PREPARED:
-            self._live()
-        return self.state is DestinationState.LIVING
-
-    def fileno(self) -> int | None:
-        """The file descriptor that becomes readable when the source sends a frame."""
-        return None if self._channel is None else self._channel.fileno()
-
-    def pending(self) -> bool:
-        """Whether a frame, or a part of one, is buffered already, so that the descriptor may not become readable."""
-        return self._channel is not None and self._channel.pending()
-
-    def close(self) -> None:
-        """Discard the copy, unless the lease runs here."""
-        if self.state not in ENDS:
-            self._discard("it was given up")
-
-    def _refusal(self, hello: Mapping[str, Value]) -> str:
-        migration_token, storages = hello.get("migration_token"), self._executor.storages
-        if not isinstance(migration_token, bytes) or not hmac.compare_digest(migration_token, self._migration_token):
-            return "this is not the migration token of the lease that is expected here"
-        if self.state is not DestinationState.WAITING:
-            return "this migration token was used before: ask for another move"
-        if hello.get("protocol") != PROTOCOL:
-            return f"protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
-        if hello.get("device") != storages.device.type:
-            return f"the lease executes on {hello.get('device')!r}, this is {storages.device.type}: choose another GPU"
-        used = hello.get("used")
-        if type(used) is not int or used > storages.memory:
-            return f"the lease holds {used!r} bytes, {storages.memory:,} are reserved for it here"
-        return ""
-
-    def _deal(self, frame: Frame) -> None:
-        if self.state is DestinationState.PREPARED:
-            self._decide(frame)
-            return
-        what, values, raw = migration_messages.heard(frame)
-        if what == "cancel":
-            self._discard("the source went on with it")
-        elif what == "copy":
-            why = self._arrival.copy(values)
-            self._answer("cannot", why) if why else self._answer("copied")
-        elif what == "ready":
-            self._answer("ready")
-        elif what == "end":
-            self._arrival.end(values, raw)
-            self._answer("prepared", self._executor.executed)
-            self.state = DestinationState.PREPARED
-            if self._claimed:
-                self._live()
-        else:
-            self._arrival.take(what, values, raw)
-
-    def _decide(self, frame: Frame) -> None:
-        what, _, _ = migration_messages.heard(frame)
-        if what == "commit":
-            self._live()
-        elif what == "cancel":
-            self._discard("the source went on with it")
-
-    def _live(self) -> None:
-        self.state = DestinationState.LIVING
-        with suppress(PoolError, OSError):
-            self._answer("living")
-        self._hang_up()
-
-    def _answer(self, what: str, *values: Value) -> None:
-        if self._channel is not None:
-            self._answers += 1
-            migration_messages.say(self._channel, self._answers, what, *values)
-
-    def _hang_up(self) -> None:
-        self._arrival.close()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
-    @contextmanager
-    def _discarding(self) -> Iterator[None]:
-        """An error discards the copy if it is incomplete; later errors only close the connection to the source."""
-        try:
-            yield
-        except Exception as error:
-            if self.state is DestinationState.PREPARED:
-                self._hang_up()
-                return
-            with suppress(PoolError, OSError):
-                if self._channel is not None and not isinstance(error, ConnectionLostError):
-                    self._channel.send(Kind.ERROR, 0, encode(error_value(DeviceError(str(error)))))
-            self._discard(str(error))
-            if not isinstance(error, DeviceError | PoolError | torch.OutOfMemoryError):
-                raise
-
-    def _discard(self, reason: str) -> None:
-        self.state, self.reason = DestinationState.DISCARDED, reason
-        self._arrival.drop()
-        self._hang_up()
 
 
 def _raise_refusal(frame: Frame) -> None:
