@@ -35,16 +35,12 @@ class BlockDisk(Protocol):
 
     def __contains__(self, key: object) -> bool: ...
 
-    def use(self, key: bytes) -> None:
-        """Make a block the most recently used one."""
-        ...
-
     def write(self, key: bytes, slot: int) -> bool:
-        """Begin to write a slot; whether it is being written."""
+        """Begin to write a slot, which is used until `HostBlocks.written`; whether it is being written."""
         ...
 
     def load(self, key: bytes, slot: int) -> None:
-        """Begin to read a block to a slot."""
+        """Begin to read a block to a slot, which is used until `HostBlocks.fetched`."""
         ...
 
     def drop(self, key: bytes) -> None:
