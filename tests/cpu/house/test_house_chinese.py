@@ -122,6 +122,11 @@ def test_a_chinese_chapter_uses_the_terms_of_the_glossary(chapter: Path) -> None
     assert [variant for never in terms().values() for variant in never if variant in page] == []
 
 
+def test_the_chat_page_uses_the_terms_of_the_glossary() -> None:
+    strings = text(ROOT / "src" / "warpbus" / "server" / "page" / "strings.js")
+    assert [variant for never in terms().values() for variant in never if variant in strings] == []
+
+
 def test_the_glossary_has_terms() -> None:
     found = terms()
     assert len(found) >= 30

@@ -52,6 +52,13 @@ def test_every_document_is_in_the_navigation(site, tmp_path):
             "一行，`x`、[另](moe.md)\n和 y，z：\n- 一\n",
         ),
         ("docs/zh/pool.md", "```\n一行\n下一行\n```\n", "```\n一行\n下一行\n```\n"),
+        ("docs/zh/moe.md", "# 题目\n\n正文，\n接着\n写。\n- 一\n", "# 题目\n\n正文，接着写。\n- 一\n"),
+        ("docs/moe.md", "![a](pictures/chat_page.png)\n", "[![a](pictures/chat_page.png)](pictures/chat_page.png)\n"),
+        (
+            "docs/moe.md",
+            "1. Why?\n\n   <details><summary>Answer</summary>\n\n   `x`\n   </details>\n",
+            '1. Why?\n\n    ??? question "Answer"\n\n        `x`\n',
+        ),
     ],
 )
 def test_links_are_rewritten(site, source, text, expected):
