@@ -26,7 +26,18 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SHELL = ("|", "||", ">", "&", "&&")
 
 # Of scripts in benchmarks/, of compute-sanitizer, of Ray's own command, and of what installs Warpbus.
-OTHERS = {"--kill", "--llama", "--small", "--tool", "--vllm", "--head"}
+OTHERS = {
+    "--kill",
+    "--llama",
+    "--small",
+    "--tool",
+    "--vllm",
+    "--head",
+    "--queue",
+    "--sequences",
+    "--cache-tokens",
+    "--patience",
+}
 OTHERS |= {"--build-arg", "--extra-index-url", "--index-url", "--pip-args", "--torch-backend"}
 
 
