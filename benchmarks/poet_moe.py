@@ -1,14 +1,16 @@
 """What quantization costs a mixture of experts: each algorithm that supports experts, at each scheme.
 
     python benchmarks/poet_moe.py MODEL [--schemes w4a16-g128 w3a16-g128] [--samples 256 8] [--limit 200]
-        [--device cuda]
+        [--device cuda] [--output benchmarks/results]
 
-MODEL is a trained mixture of experts with the vocabulary of glm-poet (docs/moe.md shows how to train one). Each
-quantized model is compared with MODEL on held-out poems and on questions for the next couplet. The table is Markdown,
-for docs/quantization.md; "few tokens" is the share of the experts that too few calibration tokens reached.
+MODEL is a trained mixture of experts with the vocabulary of glm-poet: poet_moe_training.py trains one and measures it.
+Each quantized model is compared with MODEL on held-out poems and on questions for the next couplet. The table is
+Markdown, for docs/quantization.md; "few tokens" is the share of the experts that too few calibration tokens reached.
 
 Where too few calibration tokens reach some experts, a row "reached experts only" shows what calibrating all experts is
 worth: the same model, but with those experts rounded to nearest, as quantizers do that skip them.
+
+With --output, records are written to that directory, too.
 """
 
 import argparse
@@ -16,12 +18,16 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
+import warpbus
+from warpbus.bench.cases import versions
+from warpbus.bench.records import Parameter, Peer, Record, now, ratio, write
 from warpbus.cuda.devices import resolve_device
 from warpbus.demo import calibration_path, data_path
 from warpbus.errors import UsageError, WarpbusError
@@ -118,9 +124,9 @@ def sparse_share(report: Report) -> float:
     return sum(map(len, report.sparse_experts.values())) / experts if experts else 0.0
 
 
-def table(runs: Sequence[Run], measured: Sequence[Evaluation]) -> list[str]:
-    """The lines of the table; `measured` begins with the original."""
-    original, *others = measured
+def table(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[str]:
+    """The lines of the table; `evaluations` begin with the original."""
+    original, *others = evaluations
     lines = [
         "| | scheme | samples | perplexity | KL | same first choice | next couplet | few tokens | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -133,6 +139,78 @@ def table(runs: Sequence[Run], measured: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
+def measured(
+    model: Path, schemes: Sequence[str], samples: Sequence[int], limit: int, device: str
+) -> tuple[list[Run], list[Evaluation]]:
+    """Quantize the model in all ways, and compare each with it: the runs, and the evaluations, the original first.
+
+    Args:
+        samples: numbers of conversations to calibrate on.
+        limit: held-out poems, and questions.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        runs = [
+            run
+            for scheme in schemes
+            for algorithm in algorithms(model, scheme)
+            for count in (samples if algorithm != "rtn" else [0])
+            for run in quantized(model, Path(directory), scheme, algorithm, count, device)
+        ]
+        named = [(f"{run.scheme} {run.algorithm} {run.samples}", run.output) for run in runs]
+        found = evaluate(
+            [("original", model), *named],
+            data=data_path("validation.jsonl"),
+            questions=data_path("next-verse.jsonl"),
+            limit=limit,
+            speed=False,
+            device=resolve_device(device),
+        )
+    return runs, found
+
+
+def records(
+    runs: Sequence[Run], found: Sequence[Evaluation], common: Mapping[str, Parameter], command: str, device: str
+) -> list[Record]:
+    """A record per run.
+
+    Args:
+        found: the evaluations, the original first.
+        common: parameters of all cases.
+    """
+    original, *others = found
+    made, place, date = [], resolve_device(device), now()
+    for run, own in zip(runs, others, strict=True):
+        case: dict[str, Parameter] = {
+            **common,
+            "scheme": run.scheme,
+            "algorithm": run.algorithm,
+            "samples": run.samples,
+            "few_tokens": run.sparse,
+            "kl": own.divergence,
+            "agreement": own.agreement,
+            "accuracy": own.accuracy,
+            "quantize_seconds": run.seconds,
+        }
+        made.append(
+            Record(
+                bench="poet-moe",
+                case=case,
+                metric="perplexity",
+                unit="perplexity",
+                ours=own.perplexity,
+                peer=Peer("the original", f"warpbus {warpbus.__version__}", original.perplexity),
+                ratio=ratio("perplexity", own.perplexity, original.perplexity),
+                floor=None,
+                samples={"ours": [own.perplexity], "peer": [original.perplexity]},
+                device="cpu" if place.type == "cpu" else torch.cuda.get_device_name(place),
+                versions=versions(),
+                date=date,
+                command=command,
+            )
+        )
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="directory of a trained mixture of experts")
@@ -140,29 +218,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[256, 8], help="conversations to calibrate on")
     parser.add_argument("--limit", type=int, default=200, help="held-out poems, and questions")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path, help="the directory of the records")
     options = parser.parse_args()
 
-    device = resolve_device(options.device)
-    with tempfile.TemporaryDirectory() as directory:
-        runs = [
-            run
-            for scheme in options.schemes
-            for algorithm in algorithms(options.model, scheme)
-            for samples in (options.samples if algorithm != "rtn" else [0])
-            for run in quantized(options.model, Path(directory), scheme, algorithm, samples, options.device)
-        ]
-        measured = evaluate(
-            [
-                ("original", options.model),
-                *((f"{run.scheme} {run.algorithm} {run.samples}", run.output) for run in runs),
-            ],
-            data=data_path("validation.jsonl"),
-            questions=data_path("next-verse.jsonl"),
-            limit=options.limit,
-            speed=False,
-            device=device,
-        )
-    print("\n".join(table(runs, measured)))
+    runs, found = measured(options.model, options.schemes, options.samples, options.limit, options.device)
+    print("\n".join(table(runs, found)))
+    if options.output is not None:
+        words = ["python benchmarks/poet_moe.py", options.model.name, "--schemes", *options.schemes]
+        words += ["--samples", *map(str, options.samples), "--limit", str(options.limit)]
+        common = {"model": options.model.name, "documents": options.limit}
+        print(write(records(runs, found, common, " ".join(words), options.device), options.output))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
-# Between Chinese characters a line break of the source must not become a space.
+# Between Chinese characters, and after Chinese punctuation, a line break of the source must not become a space.
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
+    r"|(?<=[，。；：、（）])\n *(?=[A-Za-z`\[])"
 )
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
+
+# The answer of an exercise, within a numbered list; a picture in a line of its own.
+ANSWER = re.compile(r"^   <details><summary>(.*?)</summary>\n(.*?)^   </details>$", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(r"^!\[[^\]]*\]\((?P<target>[^)]+)\)$", re.MULTILINE)
 
 # Anchors as GitHub makes them, of Chinese headings too. safe_dump writes no Python objects.
 SLUGIFY = "!!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}"
@@ -121,8 +126,20 @@ def rewritten(source: str, text: str, repository: str | None) -> tuple[str, list
         return f"{link['start']}{posixpath.relpath(place_of(path), here or '.')}{link['anchor'] or ''}{link['end']}"
 
     parts = FENCE.split(text)
-    parts[::2] = [CHINESE_BREAK.sub("", without_dead_links(LINK.sub(moved, part))) for part in parts[::2]]
-    return "".join(parts), linked
+    parts[::2] = [for_mkdocs(without_dead_links(LINK.sub(moved, part))) for part in parts[::2]]
+    return ANSWER.sub(admonition, "".join(parts)), linked
+
+
+def for_mkdocs(text: str) -> str:
+    """Text outside code: pictures open in their full size, and no blank comes between lines of Chinese."""
+    return CHINESE_BREAK.sub("", PICTURE.sub(r"[\g<0>](\g<target>)", text))
+
+
+def admonition(answer: re.Match[str]) -> str:
+    """A folded answer that mkdocs renders inside the item of a list; Python-Markdown ends the list at HTML."""
+    lines = [line.removeprefix("   ") for line in answer[2].splitlines()]
+    body = "\n".join(f"        {line}".rstrip() for line in lines)
+    return f'    ??? question "{answer[1]}"\n{body}'
 
 
 def without_dead_links(text: str) -> str:
@@ -158,7 +175,8 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                                 "heading_level": 3,
                                 "show_root_heading": True,
                                 "show_source": False,
-                                "separate_signature": True,
+                                "separate_signature": True,  # as code that ruff has formatted, below a short heading
+                                "line_length": 88,
                                 "members_order": "source",
                             },
                         }
@@ -168,7 +186,15 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
         ],
         "markdown_extensions": [
             {"toc": {"permalink": True, "slugify": "SLUGIFY"}},
-            *("tables", "attr_list", "md_in_html", "pymdownx.superfences", "pymdownx.highlight"),
+            *(
+                "tables",
+                "attr_list",
+                "md_in_html",
+                "pymdownx.superfences",
+                "pymdownx.details",
+                "admonition",
+                "pymdownx.highlight",
+            ),
         ],
         "not_in_nav": "files/**",
         "validation": {"links": {"anchors": "warn", "unrecognized_links": "warn"}},

@@ -30,6 +30,7 @@ DRAWINGS: tuple[Callable[[Say], Drawing], ...] = (
         products.wgmma,
         products.pipeline,
         products.im2col,
+        products.layer,
     ),
     *(models.gptq_sweep, models.paged_cache, models.migrating_lease),
     *(scaling.graph_launch, scaling.card_memory, scaling.ring_all_reduce, scaling.column_row_split),

@@ -95,7 +95,7 @@ def wgmma(say: Say) -> Drawing:
         "wgmma: four warps multiply tiles in shared memory, each warp holds 16 of 64 rows of the result",
         "wgmma：四个线程束直接乘共享内存里的分块，各持有结果 64 行中的 16 行",
     )
-    d = Drawing(760, 360, title)
+    d = Drawing(790, 360, title)
     d.text(20, 26, say("A: 64 x 16, shared memory", "A：64 × 16，共享内存"), 14, bold=True)
     d.box(60, 130, 80, 180, "yellow", label="64 x 16", size=14)
     d.text(260, 26, say("B: 16 x n, shared memory, n = 8 to 256", "B：16 × n，共享内存，n = 8 到 256"), 14, bold=True)
@@ -208,4 +208,35 @@ def im2col(say: Say) -> Drawing:
         soft=True,
     )
     d.text(20, 296, say("with c channels the columns have 9 c rows", "有 c 个通道时，列矩阵有 9c 行"), 12, soft=True)
+    return d
+
+
+def layer(say: Say) -> Drawing:
+    title = say(
+        "A layer: each output is the sigmoid of a weighted sum of all inputs",
+        "一层网络：每个输出是全部输入的加权和经过 sigmoid",
+    )
+    d = Drawing(800, 330, title)
+    inputs = [(90.0, 70.0 + 62 * i) for i in range(4)]
+    outputs = [(330.0, 101.0 + 62 * i) for i in range(3)]
+    for source in inputs:
+        for target in outputs:
+            d.line((source[0] + 19, source[1]), (target[0] - 24, target[1]), strong=target == outputs[1])
+    for i, (x, y) in enumerate(inputs):
+        d.dot(x, y, 19, "orange")
+        d.text(x, y + 5, f"x{i}", 14, anchor="middle")
+    for i, (x, y) in enumerate(outputs):
+        d.dot(x, y, 24, "green")
+        d.text(x, y + 5, f"y{i}", 14, anchor="middle")
+    d.text(90, 34, say("inputs x", "输入 x"), 14, anchor="middle", bold=True)
+    d.text(330, 34, say("outputs y", "输出 y"), 14, anchor="middle", bold=True)
+    d.text(210, 318, say("one weight per line", "每条线一个权重"), 13, anchor="middle", soft=True)
+    d.text(440, 34, say("the same as a product: y = σ(W x + b)", "写成乘积：y = σ(W x + b)"), 14, bold=True)
+    d.grid(440, 70, 3, 4, 38, lambda r, c: "blue" if r == 1 else "grey", lambda r, c: f"w{r}{c}", size=12)
+    d.grid(616, 51, 4, 1, 38, "orange", lambda r, c: f"x{r}", size=12)
+    d.text(667, 133, "+", 16, anchor="middle")
+    d.grid(682, 70, 3, 1, 38, lambda r, c: "yellow" if r == 1 else "grey", lambda r, c: f"b{r}", size=12)
+    d.text(440, 234, "y1 = σ(w10 x0 + w11 x1 + w12 x2 + w13 x3 + b1)", 12, mono=True)
+    d.text(440, 262, "σ(s) = 1 / (1 + exp(-s))", 12, mono=True)
+    d.text(440, 290, say("one row of W per output: a dot product", "W 的每一行对应一个输出：一次点积"), 13, soft=True)
     return d

@@ -12,10 +12,10 @@ import pytest
 
 
 @contextmanager
-def serving(model: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+def serving(model: str, *options: str, key: str = "") -> Iterator[subprocess.Popen[str]]:
     """The process, with its address as `url` and the lines of its stderr as `said`."""
     command = [sys.executable, "-m", "warpbus", "serve", model, "--port", "0", "--device", "cpu", *options]
-    environment = {**os.environ, "WARPBUS_API_KEY": "", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "WARPBUS_API_KEY": key, "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         said = []
         for line in process.stderr:

@@ -242,6 +242,6 @@ def test_chat_is_of_use_from_its_first_visit(chromium, server):
     assert "对话会出现在这里" in chat.page.inner_text("#conversations")
     chat.say("床前明月光，\n下一句？")
     assert titles(chat) == ["床前明月光，"]
-    assert chat.page.inner_text(".stats").startswith("输入 812 个词元（768 个已缓存） · 输出 2 个")
+    assert chat.page.inner_text(".stats").startswith("输入 812 个 token（768 个已缓存） · 输出 2 个")
     assert chat.problems == []
     chat.close()

@@ -50,7 +50,7 @@ def test_a_poem_is_written_and_kept(address, chromium):
     page.wait_for_selector(".answer .stats:has-text('输出')")  # also where the model still loads: the page asks again
     assert re.search("[\u4e00-\u9fff]{5}", page.inner_text(".markdown"))
     assert re.match(
-        r"输入 \d+ 个词元.* · 输出 \d+ 个 · 每秒 [\d.,]+ 个 · 首个词元 [\d.]+ 秒", page.inner_text(".stats")
+        r"输入 \d+ 个 token.* · 输出 \d+ 个 · 每秒 [\d.,]+ 个 · 首个 token [\d.]+ 秒", page.inner_text(".stats")
     )
     page.wait_for_selector("#context:has-text('上下文')")
     page.reload()

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from served_process import serving
 
 KEY = "a-key-for-the-poet"
 QUATRAIN = [{"role": "user", "content": "写一首题为《春夜》的五言绝句。"}]
@@ -22,35 +21,8 @@ QUATRAIN = [{"role": "user", "content": "写一首题为《春夜》的五言绝
 
 @pytest.fixture(scope="module")
 def server():
-    """The process, and its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "warpbus",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        "--max-num-seqs",
-        "8",
-    ]
-    environment = {**os.environ, "WARPBUS_API_KEY": KEY, "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if found := re.search(r"ready at (http://\S+?):? ", line):
-                break
-        else:
-            pytest.fail("".join(said))
-        # Its log would fill the pipe.
-        threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
-        process.url = found[1]
-        process.said = said
+    with serving("demo", "--max-num-seqs", "8", key=KEY) as process:
         yield process
-        process.kill()
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,11 @@
 """The adapters of the example: what they learn, and `warpbus serve demo --adapter ...` asked by OpenAI's own client."""
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import openai
 import pytest
+from served_process import serving
 
 from warpbus.demo import model_path
 from warpbus.demo.themes import THEMES
@@ -68,21 +64,9 @@ def test_adapters_that_are_there_are_used(example, adapters, capsys):
 
 @pytest.fixture(scope="module")
 def url(adapters):
-    command = [sys.executable, "-m", "warpbus", "serve", "demo", "--port", "0", "--device", "cpu"]
-    command += ["--max-num-seqs", "8", *(f"--adapter={name}={path}" for name, path in adapters.items())]
-    environment = {**os.environ, "WARPBUS_API_KEY": "", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if found := re.search(r"ready at (http://\S+?):? ", line):
-                break
-        else:
-            pytest.fail("".join(said))
-        # Its log would fill the pipe.
-        threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
-        yield found[1]
-        process.kill()
+    options = [f"--adapter={name}={path}" for name, path in adapters.items()]
+    with serving("demo", "--max-num-seqs", "8", *options) as process:
+        yield process.url
 
 
 @pytest.fixture(scope="module")

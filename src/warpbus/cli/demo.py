@@ -37,7 +37,7 @@ def demo(
         evaluations = showcase.compare(models, chosen, show)
     title = "glm-poet: the original and its quantized versions"
     report.draw(evaluations, output / "comparison.png")
-    report.write_page(evaluations, title, output / "comparison.html")
+    report.write_page(evaluations, title, output / "comparison.html", command="warpbus demo")
     poets = showcase.write_poems(models, request, str(chosen), seed)
     if as_json:
         poems = [vars(poet) for poet in poets]

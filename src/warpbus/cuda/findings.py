@@ -32,7 +32,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "device": ("device", "设备"),
     "shared": ("shared", "共享"),
     "outside": (
-        "{at}: {verb} {array}[{index}]{line}, but {array} has {elements} of {element} bytes: {hint}",
+        "{at}: {verb} {array}[{index}]{line}, but {array} has {elements}: {hint}",
         "{at}：{verb}了 {array}[{index}]{line}，但 {array} 只有 {count} 个元素（每个 {element} 字节）：{hint}",
     ),
     "one_past": (
@@ -49,7 +49,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{at}：{verb}了 {array}[{index}]{line}，它在 {array} 的起点之前",
     ),
     "padding": (
-        "kernel {kernel} wrote {array}[{index}], but {array} has {elements} of {element} bytes: {hint}",
+        "kernel {kernel} wrote {array}[{index}], but {array} has {elements}: {hint}",
         "核函数 {kernel} 写了 {array}[{index}]，但 {array} 只有 {count} 个元素（每个 {element} 字节）：{hint}",
     ),
     "padding_before": (
@@ -185,7 +185,7 @@ def explain(finding: Finding, language: str = "en") -> str:
     kind = _kind(finding)
     if kind in ("outside", "padding"):
         count = finding["count"]
-        fields |= {"last": count - 1, "elements": f"{count} element" if count == 1 else f"{count} elements"}
+        fields |= {"last": count - 1, "elements": f"{_count(count, 'element')} of {_count(finding['element'], 'byte')}"}
         fields["hint"] = _word("one_past" if finding["index"] == count else "far", language).format(**fields)
     if kind in ("barrier", "divergent", "warp"):
         fields["block"] = _word("block", language).format(**fields)
@@ -195,6 +195,10 @@ def explain(finding: Finding, language: str = "en") -> str:
     if kind == "race":
         fields["no_barrier"] = _word("no_syncwarp" if finding["same_warp"] else "no_syncthreads", language)
     return _word(kind, language).format(**fields)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _kind(finding: Finding) -> str:

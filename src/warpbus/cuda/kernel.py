@@ -134,8 +134,12 @@ class Kernel:
             packed, tensor = self.parameters.pack(arguments)
         except ValueError as error:
             raise DeviceError(f"{self.label}: {error}") from None
+        index = torch.cuda.current_device() if tensor is None else tensor.get_device()
+        if index < 0:
+            raise DeviceError(
+                f"{self.label}: a kernel runs on a GPU, and its tensors are on the CPU: move them with .cuda()"
+            )
         current = torch.cuda.current_device()
-        index = current if tensor is None else tensor.get_device()
         if index == current:
             self._launch(index, grid, block, packed, shared, cluster, dependent)
         else:

@@ -151,8 +151,11 @@ def terms(tokens: int) -> list[tuple[str, str]]:
     ]
 
 
-def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
+def write_page(evaluations: Sequence[Evaluation], title: str, path: Path, *, command: str = "warpbus eval") -> None:
     """Write one self-contained HTML page: table, picture, the meaning of the columns; in English and Chinese.
+
+    Args:
+        command: that wrote the page, as its footer tells.
 
     Raises:
         StorageError: if it cannot be written.
@@ -168,7 +171,7 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> Non
             page.Picture("A row per model: perplexity, KL divergence, size and speed", lambda: figure(evaluations))
         ],
         terms=terms(evaluations[0].tokens),
-        command="warpbus eval",
+        command=command,
     )
 
 

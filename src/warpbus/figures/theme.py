@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from matplotlib import font_manager, rc_context
+from matplotlib import font_manager, rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -53,6 +53,7 @@ _CONTENDERS = (
 )
 _OTHERS = ("#332288", "#AA4499", "#661100", "#999933", "#44AA99")
 _SHADES = (WARPBUS, "#00324F", "#6A5ACD", "#1B9AAA", "#3D7DCA", "#8E44AD")
+_ON_DARK = {"#00324F": "#9CC3E6"}  # instead of a shade that cannot be seen on a dark page
 SERIES = (WARPBUS, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933")
 """Colours of things that are not contenders: stages, matrices of a layer, curves of one run."""
 
@@ -89,7 +90,8 @@ def color_of(contender: str) -> str:
 
 def shade(index: int) -> str:
     """The colour of the variant of Warpbus with this number, the first one Warpbus's own."""
-    return _SHADES[index % len(_SHADES)]
+    colour = _SHADES[index % len(_SHADES)]
+    return _ON_DARK.get(colour, colour) if rcParams["text.color"] == _PALE else colour
 
 
 @cache

@@ -45,7 +45,7 @@ _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 # a CPU runs of gptq and awq on glm-poet are, by the time that they had a core: everything but the products took as long
 # as these, so that the products alone stay below the time of a quiet machine even where a busy one halves their rate.
 _SLOWDOWN = {
-    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 4.0},
+    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 60.0},
     "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0, "search": 8.0},
 }
 _SEARCH_FLOP = 7 * STATES / 2 * (1 + 2 * SEAM / STEPS)  # a weight: of each state and pair of weights, in both passes

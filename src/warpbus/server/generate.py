@@ -107,7 +107,7 @@ class NativeForm:
         return []
 
     def events(self, index: int, piece: TextPiece, usage: Usage) -> list[Json]:
-        """See `Form.events`: the whole answer so far."""
+        """See `Form.events`: the whole answer so far; the last event of an answer has its log probabilities."""
         asked = self._asked[index]
         asked.pieces.append(piece)
         answer = self._answer(asked, asked.pieces)
@@ -135,7 +135,8 @@ class NativeForm:
             "completion_tokens": len(tokens),
             "cached_tokens": pieces[0].cached_tokens,
         }
-        if asked.scored:
+        # In every event of a stream they would be as many as the square of the answer's length.
+        if asked.scored and pieces[-1].finish_reason is not None:
             before = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
             told = [] if before is None else list(zip(asked.prompt, before, strict=True))[asked.start :]
             meta |= self._scores("input", asked, told)

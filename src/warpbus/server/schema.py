@@ -215,13 +215,12 @@ class StructuredOutputs(Body):
 class NamesModel(Body):
     """A request that names a model."""
 
-    model: ModelName | None = None
+    model: ModelName | None = Field(None, description="by default the first model of the server")
 
 
 class Generating(NamesModel):
     """The fields of every request that generates."""
 
-    model: ModelName
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1 allows every token")

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from warpbus.cuda import driver
 from warpbus.cuda import kernel as module
@@ -149,3 +150,8 @@ def test_a_kernel_is_declared_once():
 def test_arguments_that_do_not_fit_name_the_kernel():
     with pytest.raises(DeviceError, match=r"x\.cu: x: missing arguments: x, unknown ones: y"):
         Kernel(UNIT, "x", Parameters("float* x"))(1, 1, y=None)
+
+
+def test_tensors_on_the_cpu_are_refused():
+    with pytest.raises(DeviceError, match=r"x\.cu: x: a kernel runs on a GPU, and its tensors are on the CPU"):
+        Kernel(UNIT, "x", Parameters("float* x"))(1, 1, x=torch.zeros(1))

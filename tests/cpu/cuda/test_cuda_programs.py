@@ -100,6 +100,8 @@ def changed(text: str, old: str, new: str) -> str:
                 "the sum of both: all match the CPU",
             ],
         ),
+        ("image_filter", ["150 x 100 pixels, 738 of them on an edge: all match the CPU"]),
+        ("heat", ["60 x 90 points, 50 steps, 26.6 degrees in the middle of row 5: all match the CPU"]),
         ("register_tiles", ["n = 150, 2 x 2 blocks, 8 x 8 elements per thread: all match the CPU"]),
         (
             "int4_gemv",
@@ -173,7 +175,9 @@ def test_a_write_into_the_padding_is_found(run) -> None:
         "int main() { char *x; cudaMalloc(&x, 5); k<<<1, 1>>>(x); return 0; }\n"
     )
     assert found.mistake is not None
-    assert explain(found.mistake).startswith("kernel k wrote x[5], but x has 5 elements of 1 bytes: compare")
+    assert explain(found.mistake).startswith(
+        "kernel k wrote x[5], but x has 5 elements of 1 byte: the last valid index is 4"
+    )
 
 
 STREAMS = (

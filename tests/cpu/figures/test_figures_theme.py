@@ -133,3 +133,20 @@ def test_powers_of_two_over_a_wide_range_leave_out_ticks() -> None:
         axis.plot([1, 2.0**20], [1, 2])
         theme.log_axis(axis, "x", powers_of_two=True)
     assert all(math.log2(tick) % 3 == 0 for tick in axis.xaxis.get_majorticklocs())
+
+
+def luminance(colour: str) -> float:
+    """Of "#RRGGBB", from 0 (black) to 1, by WCAG 2."""
+    channels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(("dark", "paper"), [(False, "#FFFFFF"), (True, "#121212")])
+def test_shades_are_seen_on_a_light_and_on_a_dark_page(dark: bool, paper: str) -> None:
+    with theme.style(dark=dark):
+        shades = [theme.shade(index) for index in range(6)]
+    assert len(set(shades)) == 6
+    for colour in (*shades, theme.UNQUANTIZED):
+        low, high = sorted((luminance(colour), luminance(paper)))
+        assert (high + 0.05) / (low + 0.05) > 2.5, colour

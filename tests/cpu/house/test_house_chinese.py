@@ -16,6 +16,7 @@ MORE_HEADINGS = {"glossary.md": ["## 通用术语的译法"]}
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|mailto:)(?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 TERM = re.compile(r"^\| (?P<english>[^|]+) \| (?P<chinese>[^|]+) \| (?P<never>[^|]+) \|$", re.MULTILINE)
 
 
@@ -38,6 +39,13 @@ def code(page: str) -> list[list[str]]:
         [re.sub(r"(?:(?<=\S) {2,}|(?:^|\s+)(?:#|//) ).*", "", line).rstrip() for line in block.splitlines()]
         for block in FENCE.findall(page)
     ]
+
+
+def figures(page: str, length: int) -> set[str]:
+    """The significant digits of all numbers of at least so many characters: 17 M is 1700 万 in Chinese."""
+    words = re.sub(r"\]\([^)]*\)|`[^`]*`", " ", FENCE.sub("", page))
+    found = (number.replace(",", "") for number in FIGURE.findall(words))
+    return {number.replace(".", "").strip("0") for number in found if len(number) >= length}
 
 
 def anchors(page: str) -> set[str]:
@@ -79,6 +87,13 @@ def test_twins_have_the_same_code(name: str) -> None:
     assert code(text(DOCS / name)) == code(text(CHINESE / name))
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_twins_have_the_same_figures(name: str) -> None:
+    english, chinese = text(DOCS / name), text(CHINESE / name)
+    assert sorted(figures(english, 3) - figures(chinese, 1)) == []
+    assert sorted(figures(chinese, 3) - figures(english, 1)) == []
+
+
 @pytest.mark.parametrize("path", [*DOCS.glob("*.md"), *CHINESE.glob("*.md")], ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for link in LINK.finditer(re.sub(r"`[^`\n]*`", "`", FENCE.sub("", text(path)))):
@@ -105,6 +120,11 @@ def test_a_chinese_page_uses_the_terms_of_the_glossary(name: str) -> None:
 def test_a_chinese_chapter_uses_the_terms_of_the_glossary(chapter: Path) -> None:
     page = prose(text(chapter))
     assert [variant for never in terms().values() for variant in never if variant in page] == []
+
+
+def test_the_chat_page_uses_the_terms_of_the_glossary() -> None:
+    strings = text(ROOT / "src" / "warpbus" / "server" / "page" / "strings.js")
+    assert [variant for never in terms().values() for variant in never if variant in strings] == []
 
 
 def test_the_glossary_has_terms() -> None:

@@ -26,18 +26,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SHELL = ("|", "||", ">", "&", "&&")
 
 # Of scripts in benchmarks/, of compute-sanitizer, of Ray's own command, and of what installs Warpbus.
-OTHERS = {
-    "--kill",
-    "--llama",
-    "--small",
-    "--tool",
-    "--vllm",
-    "--head",
-    "--queue",
-    "--sequences",
-    "--cache-tokens",
-    "--patience",
-}
+OTHERS = {"--kill", "--llama", "--minutes", "--small", "--tool", "--train", "--vllm", "--head"}
+OTHERS |= {"--queue", "--sequences", "--cache-tokens", "--patience", "--model"}
 OTHERS |= {"--build-arg", "--extra-index-url", "--index-url", "--pip-args", "--torch-backend"}
 
 

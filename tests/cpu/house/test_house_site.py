@@ -45,7 +45,18 @@ def test_every_document_is_in_the_navigation(site, tmp_path):
         ("docs/pool.md", "[a](#here) [b](https://x.y)", "[a](#here) [b](https://x.y)"),
         ("docs/pool.md", "see [the kernels](../src/warpbus/kernels/csrc).", "see the kernels."),
         ("docs/pool.md", "```\n[a](b.md)\n```\n", "```\n[a](b.md)\n```\n"),
+        ("docs/moe.md", "![a](pictures/chat_page.png)\n", "[![a](pictures/chat_page.png)](pictures/chat_page.png)\n"),
+        (
+            "docs/moe.md",
+            "1. Why?\n\n   <details><summary>Answer</summary>\n\n   `x`\n   </details>\n",
+            '1. Why?\n\n    ??? question "Answer"\n\n        `x`\n',
+        ),
         ("docs/zh/pool.md", "- 一行，\n  下一行\n\n另一段\n用 `x`\n", "- 一行，下一行\n\n另一段用 `x`\n"),
+        (
+            "docs/zh/pool.md",
+            "一行，\n`x`、\n[另](moe.md)\n和 y，\nz：\n- 一\n",
+            "一行，`x`、[另](moe.md)\n和 y，z：\n- 一\n",
+        ),
         ("docs/zh/pool.md", "```\n一行\n下一行\n```\n", "```\n一行\n下一行\n```\n"),
     ],
 )

@@ -68,6 +68,16 @@ def test_a_layer_is_the_sum_of_its_experts(shared):
         torch.testing.assert_close(out[row].double(), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_experts_of_other_processes_add_nothing():
+    wide, back = (stacked(matrices("w4a16-g32", 4, *shape)) for shape in ((128, 96), (96, 64)))
+    x, residual = torch.randn(5, 96).half(), torch.randn(5, 96).half()
+    experts, weights = torch.tensor([[0, 2], [-1, 3], [1, -1], [-1, -1], [3, 0]]).int(), torch.rand(5, 2)
+    out = moe_mlp(x, experts, weights, wide, back, residual=residual, absent=2)
+    without = moe_mlp(x, experts.clamp_min(0), weights * (experts >= 0), wide, back, residual=residual)
+    assert torch.equal(out, without)
+    assert torch.equal(out[3], residual[3])
+
+
 def test_a_token_without_rows():
     wide, back = matrices("w4a16-g32", 2, 128, 64), matrices("w4a16-g32", 2, 64, 64)
     empty = torch.empty(0, 64).half()

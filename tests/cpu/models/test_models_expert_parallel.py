@@ -1,6 +1,7 @@
 """Expert parallelism: processes with whole experts of their own compute what one process does."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from torch import Tensor
 from warpbus.dist import Group, Send, launch
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
+from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.models import SHAPES, Decoder, load_model, random_model, read_config
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.models.layers.cpu_experts import CpuStackedExperts
 from warpbus.models.layers.parallel import Parallel
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
 
+W4 = Scheme.parse("w4a16-g32")
 NARROW = QWEN3_MOE | {"moe_intermediate_size": 64, "decoder_sparse_step": 1}  # too narrow to be sharded three times
 
 
@@ -119,8 +124,7 @@ def test_each_process_reads_only_its_own_experts(tmp_path: Path, monkeypatch: py
 def test_experts_that_the_cpu_computes_together(tmp_path: Path) -> None:
     """The kernel of a CPU skips the experts of other processes, and the sum is that of one process."""
     config = read_config(Checkpoint(write_files(tmp_path / "m", GLM4_MOE, plain_tensors(GLM4_MOE))))
-    scheme = Scheme.parse("w4a16-g32")
-    whole = random_model(config, scheme, "cpu", torch.float32, int8_activations=True).layers[-1].mlp
+    whole = random_model(config, W4, "cpu", torch.float32, int8_activations=True).layers[-1].mlp
     x = torch.randn(2, 11, 128)
     with torch.inference_mode():
         expected = whole(x, residual=x)
@@ -145,6 +149,43 @@ def test_experts_that_the_cpu_computes_together(tmp_path: Path) -> None:
         torch.testing.assert_close(together_, one_by_one.detach(), rtol=1e-4, atol=1e-4)
         total = total + together_
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_as_the_kernels_of_a_gpu_compute_them(tmp_path: Path) -> None:
+    """By the references of the kernels: experts of other processes have no slot, and the sum is that of one process."""
+    config = read_config(Checkpoint(write_files(tmp_path / "m", GLM4_MOE, plain_tensors(GLM4_MOE))))
+    spec, draw = config.layers[-1], torch.Generator().manual_seed(3)
+    names = [matrix.name for matrix in spec.matrices if matrix.name.startswith("mlp.")]
+    drawn = {}
+    for name in names:
+        weight = 0.1 * torch.randn(spec.matrix(name).shape, generator=draw)
+        drawn[name] = round_to_nearest(weight, W4, scale_dtype=torch.float16)
+
+    def layer(part: LayerSpec) -> MoE:
+        made = MoE(part)
+        made.router.weight.copy_(torch.randn(5, 128, generator=torch.Generator().manual_seed(4)))
+        made.router.bias.zero_()
+        for matrix in part.matrices:
+            if matrix.name.startswith("mlp.") and matrix.shape == spec.matrix(matrix.name).shape:
+                parent, _, name = matrix.name.removeprefix("mlp.").rpartition(".")
+                weight = pack(drawn[matrix.name], torch.float16)
+                made.get_submodule(parent).add_module(name, QuantizedLinear(weight, dtype=torch.float16))
+        made.stack()
+        assert made.stacked
+        made.router.weight.data = made.router.weight.half()
+        return made
+
+    whole = layer(spec)
+    parts = [layer(replace(spec, mlp=replace(spec.mlp, own=own, shared=None))) for own in (range(2), range(2, 5))]
+    assert [part.experts.slots.tolist() for part in parts] == [[0, 1, -1, -1, -1], [-1, -1, 0, 1, 2]]
+    assert all(part.experts.counts is None for part in parts)
+    x = torch.randn(1, 7, 128, generator=draw).half()
+    total = whole.shared(x).float() + sum(part._by_kernels(part.experts, x, None, None).float() for part in parts)
+    expected = whole._by_kernels(whole.experts, x, None, None).float()
+    assert (total - expected).norm() <= 4 * torch.finfo(torch.float16).eps * expected.norm()
+    # Expert 3 is the second one of its process.
+    torch.testing.assert_close(parts[1]._expert(3, x[0]), whole._expert(3, x[0]), rtol=0, atol=0)
 
 
 def test_how_known_models_are_shared_out() -> None:
@@ -191,7 +232,7 @@ def test_random_models() -> None:
     config = SHAPES["glm-4.5-air"].resized(num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, ffn_size=256)
 
     def work(group: Group) -> tuple[Decoder, Tensor]:
-        model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32, group=group, expert_parallel=True)
+        model = random_model(config, W4, "cpu", torch.float32, group=group, expert_parallel=True)
         return model, model(TOKENS)
 
     (first, logits), (second, others) = together(2, work)

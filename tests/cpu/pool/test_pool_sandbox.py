@@ -9,10 +9,12 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 from pool_daemons import lease, say_hello, serving
 
+from warpbus.errors import DeviceError
 from warpbus.pool.protocol.frames import Kind
-from warpbus.pool.tenant import landlock, sandbox, seccomp
+from warpbus.pool.tenant import landlock, process, sandbox, seccomp
 
 needs_landlock = pytest.mark.skipif(landlock.version() < 6, reason="this kernel's Landlock is older than version 6")
 needs_seccomp = pytest.mark.skipif(not seccomp.available(), reason="this kernel has no seccomp filters")
@@ -108,3 +110,14 @@ def test_packages_on_the_python_path_can_be_imported(tmp_path):
         check=True,
     )
     assert said.stdout == "True\n"
+
+
+@pytest.mark.parametrize("sandboxed", [True, False])
+def test_a_gpu_that_cannot_be_used_is_named(sandboxed, monkeypatch):
+    def fail(_device):
+        raise RuntimeError("Error 304: OS call failed\nmore")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    with pytest.raises(DeviceError, match=r"cannot use its GPU \(Error 304: OS call failed\)") as caught:
+        process._check_gpu(torch.device("cuda:0"), "GPU-1", sandboxed=sandboxed)
+    assert ("--no-sandbox" in str(caught.value)) is sandboxed

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantization_models import write_model
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -40,6 +41,23 @@ def quantized(model, texts, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("trellis") / "quantized"
     made(model, output, texts)
     return output
+
+
+@pytest.fixture(scope="module")
+def expert_model(tmp_path_factory) -> Path:
+    experts = {
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    }
+    return write_model(tmp_path_factory.mktemp("trellis") / "experts", **experts)
 
 
 def made(model: Path, output: Path, texts: Path, **others: object) -> None:
@@ -114,6 +132,18 @@ def test_a_model_is_quantized_loaded_and_converted(model, quantized, tmp_path):
     assert torch.equal(logits(quantized), logits(tmp_path / "wide"))
     with pytest.raises(UsageError, match="in TRELLIS, have no such form"):
         convert(quantized, tmp_path / "new", to="gptq")
+
+
+def test_rows_by_head_and_experts(request, expert_model, texts, tmp_path):
+    """ChatGLM-6B stores its rows by head, and experts are solved several at once."""
+    for number, model in enumerate((request.getfixturevalue("tiny_chatglm"), expert_model)):
+        output = tmp_path / str(number)
+        made(model, output, texts, samples=4)
+        before, after = Checkpoint(model), dequantized(Checkpoint(output), torch.float32)
+        assert after.names() == before.names()
+        for name in after.names():
+            original = before.tensor(name).float()
+            assert (after.tensor(name).float() - original).norm() <= 0.25 * original.norm(), name
 
 
 def test_two_processes_and_a_resumed_run_write_the_same_bytes(model, texts, quantized, tmp_path):

@@ -32,6 +32,18 @@ def test_a_text_goes_on(client, served):
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": "abc"}), ("chat/completions", {"messages": [{"role": "user", "content": "abc"}]})],
+)
+def test_a_request_without_a_model_is_for_the_first(served, path, asked):
+    with served.http() as http:
+        answer = http.post(f"/v1/{path}", json=asked)
+    assert answer.status_code == 200
+    assert answer.json()["model"] == "parrot"
+    assert len(served.service.asked) == 1
+
+
 def test_texts_end_as_the_models_prompts_do(client, served, monkeypatch):
     monkeypatch.setattr(served.service.tokenizer, "prompt_suffix", (256, 258), raising=False)
     assert ask(client, "abc", echo=True).choices[0].text == "abcabc"

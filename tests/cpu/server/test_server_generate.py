@@ -3,14 +3,13 @@
 import json
 from itertools import pairwise
 
-import httpx
 import pytest
 from serving_fakes import FIRST_TAG, STOP
 
 
 @pytest.fixture(scope="module")
 def http(served):
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with served.http() as client:
         yield client
 
 
@@ -95,6 +94,7 @@ def test_each_event_has_the_whole_answer_so_far(http):
     assert [event["text"] for event in events][-1] == "abc"
     assert all(late["text"].startswith(early["text"]) for early, late in pairwise(events))
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert ["output_token_logprobs" in event["meta_info"] for event in events] == [False] * (len(events) - 1) + [True]
     assert len(events[-1]["meta_info"]["output_token_logprobs"]) == 4
     assert "index" not in events[0]
     several = streamed(http, text=["ab", "c"])

@@ -32,7 +32,7 @@ def reference_of(model):
             if module.bias is not None:
                 plain.get_submodule(name).bias.copy_(module.bias)
         elif isinstance(module, StackedExperts):
-            for number, expert in enumerate(plain.get_submodule(name)):
+            for number, expert in enumerate(plain.get_submodule(name).values()):
                 expert.gate_up.weight.copy_(dequantized(module.matrices("gate_up").expert(number)))
                 expert.down.weight.copy_(dequantized(module.matrices("down").expert(number)))
         else:

@@ -5,8 +5,8 @@ import torch
 
 from warpbus.kernels.ops.trellis import trellis_search
 from warpbus.kernels.reference.trellis import trellis_search as reference_search
-from warpbus.qtensor import Scheme
-from warpbus.qtensor.trellis import code_table, states_of
+from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor.trellis import code_table, pack_symbols, states_of
 from warpbus.quantization.algorithms.gptq import gptq
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -51,3 +51,11 @@ def test_gptq_is_as_near_as_on_the_cpu(name, seed):
         change = found.dequantize(torch.float32).cpu() - weight
         error.append(float((change @ x.T).norm() / (weight @ x.T).norm()))
     assert error[1] == pytest.approx(error[0], rel=0.05)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_matrices_are_dequantized_to_the_numbers_of_the_cpu(bits, seed):
+    symbols = torch.randint(4**bits, (6 * 16, 128), dtype=torch.uint8)
+    scheme = Scheme(bits, None, element="trellis")
+    weight = QTensor(scheme, pack_symbols(symbols, bits, 256), torch.rand(96, 1), None, (96, 256))
+    torch.testing.assert_close(weight.to(GPU).dequantize().cpu(), weight.dequantize())

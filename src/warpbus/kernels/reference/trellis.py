@@ -8,7 +8,7 @@ from warpbus.qtensor.trellis import STATES, STEPS, code_table
 SEAM = 24
 """Steps on either side of the stream's ends that decide about the bits that pass over them."""
 
-_AT_ONCE = 2**26  # states of all tiles that are looked at together
+_AT_ONCE = 2**24  # states of all tiles that are looked at together
 
 
 def trellis_search(x: Tensor, bits: int) -> Tensor:
@@ -43,11 +43,11 @@ def _search(pairs: Tensor, width: int, passing: Tensor | None) -> Tensor:
         first, second = ((pairs[:, step, i, None] - numbers[:, i]).square_() for i in (0, 1))
         cost = (least.repeat_interleave(2**width, 1) + first).add_(second)
         least, index = cost.view(tiles, 2**width, groups).min(1)
-        chosen.append(index)
+        chosen.append(index.to(torch.uint8))
     group = least.argmin(1) if passing is None else passing
     states = torch.empty(tiles, steps, dtype=torch.int64, device=pairs.device)
     for step in reversed(range(steps)):
-        state = chosen[step].gather(1, group[:, None])[:, 0] * groups + group
+        state = chosen[step].gather(1, group[:, None])[:, 0].long() * groups + group
         states[:, step] = state
         group = state >> width
     return states

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from warpbus.errors import ConnectionLostError, ProtocolError, WarpbusError
+from warpbus.errors import ConnectionLostError, DeviceError, ProtocolError, WarpbusError
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.inference import infer
@@ -67,7 +67,8 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         if device.type == "cpu":
             limit_memory(setup["memory"] + allowance(setup["memory"]))
         else:
-            _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
+            wanted = setup["environment"].get("CUDA_VISIBLE_DEVICES", "")
+            _check_gpu(device, wanted, sandboxed=setup["sandbox"])
         content = None if setup["content"] is None else ContentStore(Path(setup["content"]), setup["memory"])
         executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
         if setup["saved"] is not None:
@@ -81,9 +82,22 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         return None
 
 
-def _check_gpu(device: torch.device, wanted: str) -> None:
-    """Raises DeviceError unless this process sees the GPU of that UUID: whatever has asked the driver for GPUs before
-    the environment was set would have made it see all."""
-    found = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def _check_gpu(device: torch.device, wanted: str, *, sandboxed: bool) -> None:
+    """Check that this process sees the GPU of that UUID: whatever has asked the driver for GPUs before the environment
+    was set would have made it see all.
+
+    Raises:
+        DeviceError: it sees none.
+        ProtocolError: it sees another one.
+    """
+    try:
+        uuid = torch.cuda.get_device_properties(device).uuid
+    except RuntimeError as error:
+        advice = "see whether other programs can use it"
+        if sandboxed:
+            advice += "; if so, its driver may need what the sandbox denies: try warpbus pool serve --no-sandbox"
+        why = str(error).partition("\n")[0]
+        raise DeviceError(f"the lease's process cannot use its GPU ({why}): {advice}") from None
+    found = f"GPU-{uuid}"
     if wanted.startswith("GPU-") and found != wanted:
         raise ProtocolError(f"the lease's process got {found}, and was to get {wanted}: start another")
