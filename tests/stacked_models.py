@@ -35,7 +35,7 @@ def model_of(config, *, offloaded=0, schemes=(), seed=0):
     for layer in model.layers:
         if not isinstance(layer.mlp, MoE):
             continue
-        every = [*layer.mlp.experts, *([layer.mlp.shared] if layer.mlp.shared is not None else [])]
+        every = [*layer.mlp.experts.values(), *([layer.mlp.shared] if layer.mlp.shared is not None else [])]
         for number, expert in enumerate(every):
             scheme = schemes[number] if number < len(schemes) else W4
             for name in ("gate_up", "down"):

@@ -185,7 +185,7 @@ def training_table(plan: TrainingPlan) -> Table:
             "-" if need.time is None else str(need.time),
         )
     if plan.flops_per_second is None:
-        table.caption = "time: not estimated without a GPU, whose speed in matrix products it follows from"
+        table.caption = "time: estimated only with a GPU, from its rate of matrix products"
     else:
         rate = f"{plan.flops_per_second / 1e12:,.0f} TFLOP/s in products of {plan.device}"
         table.caption = f"time: by {rate}, without validation; longer on a busy machine"

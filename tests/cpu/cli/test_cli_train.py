@@ -100,7 +100,7 @@ def test_a_dry_run_tells_memory_and_needs_no_weights(blank_model, tmp_path, data
     found = invoke(*given)
     assert found.exit_code == 0
     assert "3 steps, 384 tokens" in found.stdout
-    assert "the time needs a GPU" in found.stdout
+    assert "time: estimated only with a GPU" in found.stdout
     assert all(name in found.stdout for name in ("weights", "gradients", "moments", "activations"))
     needs = json.loads(invoke(*given, "--json", "--sharding", "fsdp").stdout)
     assert [need["gpus"] for need in needs["needs"]] == [1, 2, 4]  # 8 cannot share 4 rows

@@ -53,7 +53,7 @@ class Memory:
     """What a graph has of its own."""
 
     between = 3
-    stream = SimpleNamespace(device_index=0)
+    stream = SimpleNamespace(device_index=0, synchronize=lambda: None)
 
     def __init__(self, calls):
         self.calls = calls

@@ -323,6 +323,7 @@ def test_a_block_that_is_dropped_while_it_is_read_is_not_used(model, space, engi
     engine.add(later)
     engine.step()
     may_read.set()
+    engine._memory.host.disk.wait(60, all_of_them=True)  # else the later one may be computed before it, for both
     finish(engine)
     assert waiting.cached_tokens == 2 * BLOCK
     assert waiting.token_ids == later.token_ids == warm(model, long)[0]

@@ -16,8 +16,9 @@ from ptx_loads import representatives
 # They take the instructions of sm_80 and sm_120a: of each source two units stand for the others. All of them would be a
 # third of the time of all tests; `warpbus doctor --compile --arch` compiles them.
 SIBLINGS = ("sm_86", "sm_100a")
-# Bytes of spilled registers a thread that are known: NVRTC 13 gives fit_scales no more than its 96 registers there.
-MOST_SPILLED = {("sm_100a", "fit_scales"): 20}
+# Bytes of spilled registers a thread that are known: NVRTC 13 gives fit_scales no more than its 96 registers there, and
+# trellis_search keeps the numbers of 64 states, which with 3 bits takes a few more than the 255 that there are.
+MOST_SPILLED = {("sm_100a", "fit_scales"): 20, ("sm_90a", "trellis_search"): 100}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -67,6 +67,6 @@ def trellis_search(x: Tensor, bits: int) -> Tensor:
 
 
 def _chosen_bytes(bits: int) -> int:
-    """kChosenBytes in trellis/search.cu: for each step and group of states, the upper bits of the best one."""
+    """kSteps * kStepBytes in trellis/search.cu: for each step and group of states, the upper bits of the best one."""
     groups = STATES >> 2 * bits
     return STEPS * groups // (2 if 2 * bits <= 4 else 1)

@@ -50,11 +50,8 @@ class TrellisPath {
     typedef float Floats __attribute__((vector_size(4 * kLanes)));
     typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
-    static Floats load(const float* from) {
-        Floats found;
-        __builtin_memcpy(&found, from, sizeof(found));
-        return found;
-    }
+    // Vectors go by reference: returned as values they would have another ABI on CPUs without AVX-512.
+    static void load(const float* from, Floats& into) { __builtin_memcpy(&into, from, sizeof(into)); }
 
     // The states of `count` steps, of which step `from` of the tile is the first and those before it follow. With
     // passing >= 0 these are the upper bits before the first state, and the lower bits of the last one.
@@ -79,10 +76,11 @@ class TrellisPath {
 
     void advance(float x0, float x1, uint8_t* chosen) {
         for (int g = 0; g < kGroups; g += kLanes) {
-            Floats best = cost(x0, x1, g);
+            Floats best, other;
+            cost(x0, x1, g, best);
             Ints index = {};
             for (int j = 1; j < kChoices; ++j) {
-                const Floats other = cost(x0, x1, j * kGroups + g);
+                cost(x0, x1, j * kGroups + g, other);
                 const Ints less = other < best;
                 best = less ? other : best;
                 index = less ? Ints{} + j : index;
@@ -93,9 +91,12 @@ class TrellisPath {
     }
 
     // Of the states s to s + kLanes - 1, which have the same predecessors.
-    Floats cost(float x0, float x1, int s) const {
-        const Floats d0 = x0 - load(task_.first + s), d1 = x1 - load(task_.second + s);
-        return least_[s >> kBits] + d0 * d0 + d1 * d1;
+    void cost(float x0, float x1, int s, Floats& into) const {
+        Floats first, second;
+        load(task_.first + s, first);
+        load(task_.second + s, second);
+        const Floats d0 = x0 - first, d1 = x1 - second;
+        into = least_[s >> kBits] + d0 * d0 + d1 * d1;
     }
 
     const TrellisSearch& task_;

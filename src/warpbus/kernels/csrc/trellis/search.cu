@@ -4,7 +4,7 @@
 //                    best for the steps around them
 //
 // Shapes: x float32 [tiles, 128, 2], finite; symbols uint8 [tiles, 128]. Macro BITS: of a weight, 2 or 3; a symbol has
-// twice as many. Launch: a block of 256 threads per tile, kChosenBytes of dynamic shared memory.
+// twice as many. Launch: a block of 256 threads per tile, kSteps * kStepBytes of dynamic shared memory.
 //
 // State t of a path is the 14 bits of a cyclic stream that begin at symbol t, so state t = (state t + 1) << kWidth | symbol t,
 // modulo 2^14. Steps are taken from the last one to the first: then the predecessors of a state are those with its upper bits
@@ -30,7 +30,6 @@ static_assert(kOwn * kThreads == kGroups && kOwn * kChoices == 64, "the states o
 // The choices of a step, by group: 4 bits each where there are 16, else bytes.
 constexpr int kChoiceBits = kWidth <= 4 ? 4 : 8;
 constexpr int kStepBytes = kGroups * kChoiceBits / 8;
-constexpr int kChosenBytes = kSteps * kStepBytes;  // ops/trellis.py asks for them
 
 __device__ __forceinline__ void store_choices(unsigned char* step, const int (&choice)[kOwn]) {
     if constexpr (kChoiceBits == 8) {
