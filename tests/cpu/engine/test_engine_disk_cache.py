@@ -38,6 +38,26 @@ def space(tmp_path):
 
 
 @pytest.fixture
+def may_read(monkeypatch):
+    """An event that all reads of files wait for."""
+    event, read_file = threading.Event(), DiskCache._read_file
+
+    def wait_and_read(self, *arguments):
+        assert event.wait(60)
+        return read_file(self, *arguments)
+
+    monkeypatch.setattr(DiskCache, "_read_file", wait_and_read)
+    return event
+
+
+def store(engine, asked):
+    """Leave the blocks of a prompt on the disk."""
+    ask(engine, asked)
+    engine.save()
+    engine.close()
+
+
+@pytest.fixture
 def engine_of(model):
     """Makes engines with a cache of eight blocks, and ends their threads."""
     made = []
@@ -211,20 +231,10 @@ def test_a_full_disk_is_a_warning(model, space, engine_of, monkeypatch, caplog):
     assert engine.stats().disk_hits == 6 * BLOCK
 
 
-def test_other_requests_go_on_while_files_are_read(model, space, engine_of, monkeypatch):
+def test_other_requests_go_on_while_files_are_read(model, space, engine_of, may_read):
     long = prompt(1, 5 * BLOCK + 1)
-    first = engine_of(space)
-    ask(first, long)
-    first.save()
-    first.close()
-    engine, may_read = engine_of(space, max_num_seqs=3), threading.Event()
-    read_file = DiskCache._read_file
-
-    def slow(self, *arguments):
-        assert may_read.wait(60)
-        return read_file(self, *arguments)
-
-    monkeypatch.setattr(DiskCache, "_read_file", slow)
+    store(engine_of(space), long)
+    engine = engine_of(space, max_num_seqs=3)
     waiting, running = request(long, tokens=6, params=SCORED), request(prompt(2, 9), tokens=20)
     engine.add(waiting)
     assert engine.step() == []  # alone it waits for a moment, and is not refused
@@ -238,15 +248,10 @@ def test_other_requests_go_on_while_files_are_read(model, space, engine_of, monk
     assert waiting.cached_tokens == 5 * BLOCK
 
 
-def test_a_request_may_go_while_its_files_are_read(model, space, engine_of, monkeypatch):
+def test_a_request_may_go_while_its_files_are_read(model, space, engine_of, may_read):
     long = prompt(1, 5 * BLOCK + 1)
-    first = engine_of(space)
-    ask(first, long)
-    first.save()
-    first.close()
-    engine, may_read = engine_of(space), threading.Event()
-    read_file = DiskCache._read_file
-    monkeypatch.setattr(DiskCache, "_read_file", lambda self, *rest: may_read.wait(60) and read_file(self, *rest))
+    store(engine_of(space), long)
+    engine = engine_of(space)
     left = request(long, tokens=6)
     engine.add(left)
     engine.step()
@@ -307,15 +312,10 @@ def test_a_request_that_fails_leaves_nothing_on_the_disk(space, engine_of):
     assert ask(engine, asked).cached_tokens == 0
 
 
-def test_a_block_that_is_dropped_while_it_is_read_is_not_used(model, space, engine_of, monkeypatch):
+def test_a_block_that_is_dropped_while_it_is_read_is_not_used(model, space, engine_of, may_read):
     long = prompt(1, 5 * BLOCK + 1)
-    first = engine_of(space)
-    ask(first, long)
-    first.save()
-    first.close()
-    engine, may_read = engine_of(space), threading.Event()
-    read_file = DiskCache._read_file
-    monkeypatch.setattr(DiskCache, "_read_file", lambda self, *rest: may_read.wait(60) and read_file(self, *rest))
+    store(engine_of(space), long)
+    engine = engine_of(space)
     waiting, later = request(long, tokens=6), request(long, tokens=6)
     engine.add(waiting)
     engine.step()
