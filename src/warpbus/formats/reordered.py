@@ -6,7 +6,6 @@ The columns of a group lie apart, and each matrix has its own order. No kernel r
 when it is read, exactly but for one rounding, and takes the memory of an unquantized one.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import TensorError
-from warpbus.formats.checkpoint import Checkpoint, StoredTensor
+from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.layout import Layout
-from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes
+from warpbus.formats.stored import ComputedTensor, StoredTensor, row_bands
 from warpbus.qtensor import Scheme
-
-_ELEMENTS_AT_ONCE = 2**22
 
 _GROUPS = {".g_idx": (".scales", 1), ".weight_g_idx": (".weight_scale", 0)}
 """The suffixes of the groups of columns, each with those of the scales, and which of their axes are the rows."""
@@ -61,7 +58,7 @@ def dequantized_reordered(checkpoint: Checkpoint, layout: Layout, dtype: torch.d
         if part == ".g_idx" and _is_by_group(groups, scheme):
             continue
         shape = unordered.shape(prefix + scales)[axis], len(groups)
-        matrix: StoredTensor = ReorderedMatrix(unordered, layout, prefix, scheme, groups, shape, dtype)
+        matrix: StoredTensor = ReorderedMatrix(shape, dtype, unordered, layout, prefix, scheme, groups)
         for stored in layout.stored(checkpoint, prefix):
             tensors.pop(stored)
         tensors[f"{prefix}.weight"] = matrix
@@ -89,8 +86,8 @@ def _is_by_group(groups: Tensor, scheme: Scheme) -> bool:
 
 
 @dataclass(frozen=True)
-class ReorderedMatrix:
-    """A reordered matrix, dequantized when it is read; see `StoredTensor`.
+class ReorderedMatrix(ComputedTensor):
+    """A reordered matrix, dequantized when it is read.
 
     Attributes:
         checkpoint: without the groups of columns.
@@ -102,30 +99,16 @@ class ReorderedMatrix:
     prefix: str
     scheme: Scheme
     groups: Tensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> Tensor:
+    def bands(self) -> Iterator[Tensor]:
         """A product in float32 is rounded once, to `dtype`. Raises what the layout's reader raises."""
         weight = self.layout.from_tensors(self.checkpoint, self.prefix, self.scheme)
         if weight.shape != self.shape:
             raise TensorError(f"{self.prefix}: expected shape {list(self.shape)}, found {list(weight.shape)}")
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        step = max(1, _ELEMENTS_AT_ONCE // self.shape[1])
-        for start in range(0, self.shape[0], step):
-            band = weight.rows(start, min(start + step, self.shape[0]))
+        for rows in row_bands(self.shape):
+            band = weight.rows(rows.start, rows.stop)
             zero: Tensor | int = self.scheme.middle_code
             if band.zeros is not None:
                 zero = band.zeros[:, self.groups].to(torch.int16)
             centred = band.codes().to(torch.int16) - zero
-            whole[start : start + step] = centred * band.scales.float()[:, self.groups]
-        return whole
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """See `Checkpoint.chunks`."""
-        data = raw_bytes(self.read())
-        return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
+            yield centred * band.scales.float()[:, self.groups]
