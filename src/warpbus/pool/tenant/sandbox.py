@@ -49,7 +49,7 @@ class Confinement:
     Attributes:
         read: files and directories.
         write: the same; directories with all below them.
-        gpu: it computes on a GPU. CUDA's driver needs Unix sockets (CUDA IPC, MPS), /dev/shm and the names of its threads.
+        gpu: it computes on a GPU. CUDA's driver needs Unix sockets (CUDA IPC, MPS) and /dev/shm, and names its threads.
     """
 
     read: tuple[str, ...]
