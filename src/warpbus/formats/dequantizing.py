@@ -9,16 +9,17 @@ The columns of a group lie apart, and each matrix has its own order. It is dequa
 takes the memory of an unquantized one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpbus.errors import TensorError
-from warpbus.formats import fp8
+from warpbus.formats import fp8, trellis
 from warpbus.formats.checkpoint import Checkpoint
-from warpbus.formats.fp4 import Fp4Matrix, dequantized_fp4
+from warpbus.formats.fp4 import Fp4Matrix, dequantized_fp4, fp4_storage
 from warpbus.formats.layout import Layout
 from warpbus.formats.stored import ComputedTensor, StoredTensor, row_bands
 from warpbus.formats.trellis import TrellisMatrix, dequantized_trellis
@@ -51,6 +52,25 @@ def dequantized_matrices(checkpoint: Checkpoint) -> list[str]:
 
 _GROUPS = {".g_idx": (".scales", 1), ".weight_g_idx": (".weight_scale", 0)}
 """The suffixes of the groups of columns, each with those of the scales, and which of their axes are the rows."""
+
+
+def dequantized_schemes(config: Mapping[str, Any]) -> str | None:
+    """What a file holds whose matrices `dequantized` dequantizes, such as "w4a16-nvfp4" or "fp8"; None for other files.
+
+    Args:
+        config: its `config.json`.
+
+    Raises:
+        CheckpointError: this kind of quantization is not supported.
+    """
+    config = dict(config)
+    if trellis.detect(config):
+        return str(trellis.read_schemes(config))
+    fp4 = fp4_storage(config)
+    if fp4 is not None:
+        return f"w4a16-{fp4.element}"
+    storage = fp8.fp8_storage(config)
+    return "fp8" if storage is not None and not storage.is_scheme else None
 
 
 def dequantized_reordered(checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype) -> Checkpoint:
