@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cpu_weights import assert_same_weight, random_weight
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError, UsageError
@@ -9,7 +10,6 @@ from warpbus.kernels.ops import cpu
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu, pack_table
 from warpbus.kernels.ops.cpu_codes import CpuCodes
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
-from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="there is a fast path on x86 CPUs alone"
@@ -25,16 +25,8 @@ SCHEMES = [
 ERRORS = {torch.float32: 3e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
 
-def random_weight(name, n, k, dtype=torch.float16):
-    scheme = Scheme.parse(name)
-    shape = n, scheme.groups(k)
-    codes = torch.randint(0, 2**scheme.bits, (n, k), dtype=torch.uint8)
-    zeros = None if scheme.symmetric else torch.randint(0, 2**scheme.bits, shape, dtype=torch.uint8)
-    return QTensor.from_codes(scheme, codes, (0.01 * torch.rand(shape) + 0.001).to(dtype), zeros)
-
-
 def packed(name, n, k):
-    weight = random_weight(name, n, k)
+    weight = random_weight(name, n, k, torch.float16)
     found = pack_table(weight)
     assert found is not None
     return weight, found
@@ -46,14 +38,6 @@ def expected(x, weight, bias=None):
 
 def error(found, wanted):
     return ((found.double() - wanted).norm() / wanted.norm()).item()
-
-
-def assert_same_weight(found, weight):
-    assert (found.scheme, found.shape) == (weight.scheme, weight.shape)
-    torch.testing.assert_close(found.qweight, weight.qweight, rtol=0, atol=0)
-    torch.testing.assert_close(found.scales, weight.scales, rtol=0, atol=0)
-    assert (found.zeros is None) == (weight.zeros is None)
-    assert weight.zeros is None or torch.equal(found.zeros, weight.zeros)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
