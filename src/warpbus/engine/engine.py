@@ -40,10 +40,10 @@ from warpbus.models import Decoder, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
 BATCHED_TOKENS = 4096
-"""The default token budget of a step."""
+"""The default token budget of a step of a dense model."""
 
 EXPERTS_BATCHED_TOKENS = 8192
-"""The same for a mixture of experts, where an expert has only a part of the tokens."""
+"""The default token budget for a mixture of experts: an expert computes only a part of the tokens."""
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
 _SAVE_SECONDS = 5.0  # at most, for writing blocks to the disk before the engine ends or sleeps

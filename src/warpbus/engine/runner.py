@@ -136,18 +136,14 @@ class Runner:
             self._outdated = drafts is not None
             guesses = drafts if drafts is not None else [()] * len(decoding)
             scores = self._scores(decoding, guesses, chunks, drafts is not None or self._step.host_embedding)
-            prefilled = [(chunk.sequence, chunk.end) for chunk in chunks if chunk.is_last]
-            rows = [sequence for sequence, own in zip(decoding, guesses, strict=True) for _ in range(len(own) + 1)]
-            rows += [sequence for sequence, _ in prefilled]
-            self._arrange(
-                [*decoding, *(sequence for sequence, _ in prefilled)],
-                None if drafts is None else [*drafts, *[()] * len(prefilled)],
-            )
-            sampling = [*decoding, *(sequence for sequence, _ in prefilled)]
-            verified = [*guesses, *[()] * len(prefilled)]
+            ending = [chunk for chunk in chunks if chunk.is_last]
+            sampling = [*decoding, *(chunk.sequence for chunk in ending)]
+            verified = [*guesses, *[()] * len(ending)]  # the drafts of each
+            self._arrange(sampling, None if drafts is None else verified)
+            rows = [sequence for sequence, own in zip(sampling, verified, strict=True) for _ in range(len(own) + 1)]
             sampled = self._sample(rows, scores, sampling, verified, propose)
             if rows and drafts is None:
-                positions = [*(each.scheduler_state.computed for each in decoding), *(end for _, end in prefilled)]
+                positions = [each.scheduler_state.computed for each in decoding] + [chunk.end for chunk in ending]
                 slots = [sequence.runner_state.slot for sequence in rows]
                 self._step.advance(slots, sampled.tokens, positions if chunks else None)
             return sampled

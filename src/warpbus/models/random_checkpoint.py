@@ -45,7 +45,6 @@ def write_random_checkpoint(
     *,
     layers: int | None = None,
     device: str | torch.device = "auto",
-    overwrite: bool = False,
 ) -> ModelConfig:
     """Write a model with random weights and a config.json in the form its family is published in; no tokenizer.
 
@@ -59,7 +58,6 @@ def write_random_checkpoint(
         seed: the same one draws the same model on the same kind of device.
         layers: decoder layers, in place of the shape's.
         device: where the numbers are drawn, "auto" for a GPU if there is one.
-        overwrite: replace a model that is there.
 
     Returns:
         the config of the model that was written.
@@ -80,7 +78,7 @@ def write_random_checkpoint(
         if found != config:
             raise UsageError(f"{directory}: config.json of {config.family} cannot say {config}: it would say {found}")
 
-    with CheckpointWriter(directory, shard_bytes=_SHARD_BYTES, overwrite=overwrite, expected_bytes=expected) as writer:
+    with CheckpointWriter(directory, shard_bytes=_SHARD_BYTES, expected_bytes=expected) as writer:
         for parameter, names in tensor_map(config).items():
             whole = draw.parameter(parameter, shapes[parameter]).to(dtype).cpu()
             rows = part_rows(config, parameter, len(names), len(whole))

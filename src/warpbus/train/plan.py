@@ -1,6 +1,5 @@
 """What a training run needs, by the number of GPUs: memory and time, computed without loading a weight."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,12 @@ def plan_training(
     device: torch.device,
     *,
     workers: int = 1,
-    counts: Sequence[int] = COUNTS,
 ) -> TrainingPlan:
     """Compute a run's memory and time.
 
     Args:
         model, data, settings, workers: as of `warpbus.train.train`.
         device: a GPU to measure; the CPU is not.
-        counts: of GPUs.
 
     Raises:
         UsageError, CheckpointError, DataError: as of `warpbus.train.train`.
@@ -97,7 +94,7 @@ def plan_training(
             training_memory(config, settings, gpus, scheme=inputs.scheme, available=available),
             None if rate is None else training_time(config, settings, tokens * flop / rate, gpus),
         )
-        for gpus in counts
+        for gpus in COUNTS
         if settings.rows_per_step % gpus == 0
     )
     return TrainingPlan(

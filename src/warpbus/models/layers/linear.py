@@ -18,8 +18,9 @@ from warpbus.kernels import ops
 from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels, has_kernels
-from warpbus.kernels.ops.cpu import pack_for_cpu
-from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates
+from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates, pack_codes
+from warpbus.kernels.ops.cpu_library import DTYPES, SCALES, is_available
+from warpbus.kernels.ops.cpu_table import pack_table
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.norm import layer_norm, rms_norm
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
@@ -166,8 +167,17 @@ class QuantizedLinear(nn.Module):
                 check_device("w8a8_linear", weight.scheme.dtype, weight.device)
             return dataclasses.replace(weight, scales=weight.scales.float())
         if weight.device.type == "cpu":
-            return pack_for_cpu(weight, dtype, int8_activations=self._int8_activations) or weight
+            return self._arranged_for_cpu(weight, dtype)
         return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
+
+    def _arranged_for_cpu(self, weight: QTensor, dtype: torch.dtype) -> Form:
+        """For `codes_linear`, if activations may be rounded and a compiler makes the kernels; else for `table_linear`,
+        or without a fast path as it is."""
+        if dtype not in DTYPES:
+            return weight
+        if self._int8_activations and weight.scales.dtype in SCALES and is_available():
+            return pack_codes(weight)
+        return pack_table(weight) or weight
 
     def _hold(self, form: Form) -> None:
         self._form = form
