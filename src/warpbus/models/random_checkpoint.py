@@ -197,6 +197,7 @@ def _glm4_moe(config: ModelConfig) -> dict[str, Any]:
         **_experts(config),
         **_grouped(attention),
         "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
         "partial_rotary_factor": config.rope.rotary_dim / attention.head_dim,
         "use_qk_norm": attention.qk_norm,
     }
@@ -209,6 +210,7 @@ def _glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
         **_huggingface(config),
         **_experts(config),
         "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
         "num_key_value_heads": attention.num_heads,
         "q_lora_rank": attention.query_rank,
         "kv_lora_rank": attention.kv_rank,
@@ -226,6 +228,7 @@ def _qwen3_moe(config: ModelConfig) -> dict[str, Any]:
         **_huggingface(config),
         **_grouped(config.grouped_attention),
         "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": experts["n_routed_experts"],
         "intermediate_size": experts["intermediate_size"],
         **{key: experts[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
