@@ -1,4 +1,4 @@
-"""Plans the conversion of a model from the headers of its files."""
+"""Plans the conversion of a model (`convert`) from the headers of its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
