@@ -1,7 +1,7 @@
 """Launches the steps of an engine and reads their tokens; on a GPU one step is launched before the last one is read.
 
-Between two steps it knows which slot of the device each sequence has. Knows nothing of how a request is admitted, of
-how memory is committed, or of moving to another device.
+It gives each sequence its slot on the device. Knows nothing of how a request is checked, of how memory is committed, or
+of what a migration copies.
 """
 
 import time
@@ -58,15 +58,15 @@ class LaunchedStep:
     time: float
 
 
-@dataclass
+@dataclass(eq=False)
 class StepPipeline:
-    """The steps that are launched and not read yet.
+    """Plans, launches and reads steps, and knows those that are launched and not read yet.
 
     Args:
         instance: computes the steps.
         memory: of the cache.
         scheduler: plans the steps.
-        budget: is told how long the steps took.
+        budget: of the scheduler; it is told how long the steps took.
         drafting: proposes draft tokens; None: without speculation. With drafts, a step is launched only after the
             tokens of the last one were read.
         max_num_seqs: the slots on the device.
