@@ -322,9 +322,9 @@ class Engine:
             self._instance.runner.experts.restart()
         self._uncommit(self._memory.blocks.forget())
 
-    def shrink(self) -> None:
-        """Empty the prefix cache, except for main memory and disk, and return the memory that no sequence needs."""
-        self._uncommit(self._memory.forget(save_seconds=1))
+    def shrink(self, *, keep: bool = True) -> None:
+        """Empty the prefix cache, except for the disk and, with `keep`, main memory, and return unused memory."""
+        self._uncommit(self._memory.forget(save_seconds=1) if keep else self._memory.blocks.forget())
 
     def sleep(self) -> None:
         """Return the memory of weights and cache; main memory and disk keep their blocks. Does nothing while asleep.

@@ -186,6 +186,15 @@ class ReplicaSet(ModelService):
         """
         await self._on_all(Service.wake)
 
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches of all replicas. If one fails, those of the others may be empty.
+
+        Raises: as `Service.reset_prefix_cache`; EngineDiedError while a replica restarts.
+        """
+        await self._on_all(Service.reset_prefix_cache)
+        for number in self.replicas:
+            self._router.forget(number)
+
     async def move(self, device: str) -> Moved:
         """Not for several replicas. Raises UsageError."""
         raise UsageError(f"move to {device}: the model has {len(self.replicas)} replicas, and only one alone can move")

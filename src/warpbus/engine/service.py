@@ -261,6 +261,21 @@ class Service(ModelService):
         """
         await asyncio.shield(asyncio.ensure_future(self._wake()))
 
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, in main memory too; a disk keeps its blocks.
+
+        Raises:
+            UsageError: requests run or wait, or the model sleeps.
+            EngineDiedError, UnavailableError: as `stats`.
+        """
+        async with self._one_at_a_time:
+            if self._state == "asleep":
+                raise UsageError("the model sleeps: wake it first")
+            self._reachable()
+            if self._pending:
+                raise UsageError(f"{len(self._pending)} requests run or wait: try again when they have ended")
+            await self._ask("forget")
+
     async def move(self, device: str) -> Moved:
         """Move the engine to another GPU of this machine (live migration); requests continue, except for a pause.
 

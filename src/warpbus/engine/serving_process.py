@@ -320,7 +320,7 @@ class _ServingLoop:
         if self._move is not None:
             self._advance_move(self._move)
         for ask in self._queries[:]:
-            # "sleep" and "wake" wait until the engine has no work; the service adds no requests meanwhile.
+            # All but "stats" wait until the engine has no work; the service adds no requests meanwhile.
             if ask.query == "stats" or not self._engine.has_work:
                 self._queries.remove(ask)
                 self._reply(ask)
@@ -397,6 +397,8 @@ class _ServingLoop:
             elif ask.query == "sleep":
                 self._engine.sleep()
                 self._asleep = True
+            elif ask.query == "forget":
+                self._engine.shrink(keep=False)
             else:
                 self._engine.wake()
                 self._asleep = False

@@ -19,15 +19,13 @@ from warpbus.server.answer_schema import AnthropicMessage, CountedTokens, docume
 from warpbus.server.blocks import Block, BlockForm
 from warpbus.server.conversations import (
     PreparedChat,
+    count_prompt,
     leave_out_tools,
     named_model,
     prepare_chat,
-    render_prompt,
-    tools_of,
     valid_chat,
 )
 from warpbus.server.failures import anthropic_body_of
-from warpbus.server.generation import unless_gone
 from warpbus.server.messages_schema import (
     InputBlock,
     MessagesPrompt,
@@ -70,11 +68,7 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         """The number of tokens of a conversation."""
         model = named_model(models, body, request, options)
         chat = _chat_request(body, request, strict=options.strict)
-        tools = tools_of(chat, model, options).offered
-        prompt = await unless_gone(
-            request.receive, model.in_thread(lambda: render_prompt(chat.messages, chat, model, tools, options))
-        )
-        return {"input_tokens": len(prompt)}
+        return {"input_tokens": await count_prompt(chat, model, request, options)}
 
 
 def _chat_request(body: MessagesPrompt, request: Request, *, strict: bool) -> ChatRequest:

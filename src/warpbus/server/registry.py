@@ -98,6 +98,9 @@ class ServiceProtocol(Protocol):
     async def wake(self) -> None:
         """Load the model to the GPUs again."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
+
     async def move(self, device: str) -> Moved:
         """Move to another GPU."""
 

@@ -329,3 +329,15 @@ def test_a_call_that_is_cut_off_is_incomplete_and_not_told_again(client, served)
     assert whole.endswith("<|user|>北京？<|user|>And?<|assistant|>")
     ask(client, "And?", previous_response_id=first.id, tools=[WEATHER])
     assert prompt_of(served.qwen)[0] == whole
+
+
+def test_tokens_of_the_input_are_counted(client, served):
+    served.qwen.script = "Hi."
+    first = ask(client, "My name is Li.")
+    found = client.responses.input_tokens.count(model="qwen3", input="What is it?", previous_response_id=first.id)
+    assert (found.object, found.input_tokens) == ("response.input_tokens", len(_tokens(served, client, first.id)))
+
+
+def _tokens(served, client, before):
+    ask(client, "What is it?", previous_response_id=before)
+    return served.qwen.asked[-1][0]
