@@ -11,6 +11,7 @@ from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import default_dtype
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
+from warpbus.evaluation.intervals import confidence
 from warpbus.evaluation.likelihood import score
 from warpbus.evaluation.speed import measure_speed
 from warpbus.formats import Checkpoint, read_schemes
@@ -42,6 +43,9 @@ class Evaluation:
         date: of the measurement, UTC, as 2026-01-31T12:00:00Z.
         kv_cache: what the checkpoint has scales of the KV cache for, with which it was measured; None: it has none.
         by_position: see `Score`.
+        change_interval: 95 % interval of the relative change of the perplexity from the first model's, by the bootstrap
+            of `confidence`; None for the first model, and if fewer than two documents have predicted tokens.
+        divergence_interval: the same of the divergence.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Evaluation:
     date: str = ""
     kv_cache: str | None = None
     by_position: dict[str, list[float]] | None = None
+    change_interval: list[float] | None = None
+    divergence_interval: list[float] | None = None
 
 
 def evaluate(
@@ -141,6 +147,7 @@ def evaluate(
             speeds = measure_speed(path, device=str(device), dtype=spelled)
             progress("speed", index + 1, len(models))
         result = scores[name]
+        sure = confidence(result, scores[first_name]) if index else None
         evaluations.append(
             Evaluation(
                 name=name,
@@ -159,6 +166,8 @@ def evaluate(
                 date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 kv_cache=caches[name],
                 by_position=result.by_position,
+                change_interval=None if sure is None else list(sure.change),
+                divergence_interval=None if sure is None else list(sure.divergence),
             )
         )
     return evaluations
