@@ -11,7 +11,7 @@ from torch import Tensor
 
 from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
 from warpbus.cuda.capture import Graph, GraphMemory, capture
-from warpbus.cuda.streams import running_on
+from warpbus.cuda.devices import running_on
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
 from warpbus.models import Decoder, ModelConfig

@@ -21,7 +21,6 @@ import torch
 from warpbus.engine.adapters import salt_of
 from warpbus.engine.answer import Answer, RequestTimes
 from warpbus.engine.blocks import block_keys
-from warpbus.engine.health import Health, State
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import LoadEngine
 from warpbus.engine.moving import Moved
@@ -32,7 +31,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scaling import QueueScaling
 from warpbus.engine.sequence import TextPiece
 from warpbus.engine.service import Service
-from warpbus.engine.service_model import ModelService, ServiceModel
+from warpbus.engine.service_model import Health, ModelService, ServiceModel, State
 from warpbus.errors import EngineDiedError, QueueFullError, UsageError, WarpbusError
 from warpbus.models import Progress
 

@@ -26,7 +26,7 @@ from warpbus.engine.pooling import PooledPrompt
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import PromptChunk, StepPlan
+from warpbus.engine.scheduler import PromptChunk
 from warpbus.engine.sequence import Sequence, TokenLogprob
 from warpbus.engine.step import FROM_DEVICE, StepExecutor, StepRows
 from warpbus.errors import DeviceError
@@ -73,23 +73,6 @@ class SampledTokens:
             (sequence, token if finite else None, logprobs.get(at))
             for at, (sequence, token, finite) in enumerate(found)
         ]
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step whose tokens are still to be read.
-
-    Attributes:
-        sampled: the tokens.
-        drafts: of its decoding sequences.
-        plan: its work.
-        time: when it was launched, by `time.perf_counter`.
-    """
-
-    sampled: SampledTokens
-    drafts: list[list[int]] | None
-    plan: StepPlan
-    time: float
 
 
 class Runner:

@@ -20,7 +20,6 @@ import torch
 from warpbus.cuda.devices import resolve_device
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
-from warpbus.engine.health import Health, State
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
     Abort,
@@ -41,7 +40,7 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.engine.pending import PendingRequests
 from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.service_model import ModelService, ServiceModel
+from warpbus.engine.service_model import Health, ModelService, ServiceModel, State
 from warpbus.engine.stats import Stats
 from warpbus.engine.supervisor import (
     EngineDied,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
+from warpbus.cuda.devices import running_on
 from warpbus.cuda.remote import Recorded, RemoteBackend, remote_backend
-from warpbus.cuda.streams import running_on
 from warpbus.engine.attention import DecodeAttention, PositionedAttention
 from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache

@@ -14,6 +14,7 @@ from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
 from warpbus.evaluation.likelihood import score
 from warpbus.evaluation.speed import measure_speed
 from warpbus.formats import Checkpoint, read_schemes
+from warpbus.formats.dequantizing import dequantized_schemes
 from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.documents import Document, read_documents
 from warpbus.models.templates import Template, find_template
@@ -27,7 +28,7 @@ class Evaluation:
     Attributes:
         name: the model's name in reports.
         model: its directory.
-        scheme: quantization scheme of its weights, or their dtype.
+        scheme: quantization scheme of its weights, or their dtype; "..., dequantized" if no kernel computes with it.
         perplexity: of the predicted tokens of the documents.
         divergence: mean KL divergence from the first model, in nats per token.
         agreement: share of tokens with the same most likely token as the first model.
@@ -139,14 +140,12 @@ def evaluate(
             spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
             speeds = measure_speed(path, device=str(device), dtype=spelled)
             progress("speed", index + 1, len(models))
-        schemes = read_schemes(checkpoints[name].config)
-        dtype_name = str(checkpoint_dtype(checkpoints[name])).removeprefix("torch.")
         result = scores[name]
         evaluations.append(
             Evaluation(
                 name=name,
                 model=str(path),
-                scheme=str(schemes) if schemes.distinct() else dtype_name,
+                scheme=_weights_of(checkpoints[name]),
                 perplexity=result.perplexity,
                 divergence=result.divergence,
                 agreement=result.agreement,
@@ -203,6 +202,16 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the largest floating-point tensor of a checkpoint."""
     floating = [name for name in checkpoint.names() if checkpoint.dtype(name).is_floating_point]
     return checkpoint.dtype(max(floating, key=checkpoint.nbytes))
+
+
+def _weights_of(checkpoint: Checkpoint) -> str:
+    """What the weights of a checkpoint are, as `Evaluation.scheme`."""
+    schemes = read_schemes(checkpoint.config)
+    if schemes.distinct():
+        return str(schemes)
+    stored = dequantized_schemes(checkpoint.config)
+    dtype = str(checkpoint_dtype(checkpoint)).removeprefix("torch.")
+    return dtype if stored is None else f"{stored}, dequantized"
 
 
 def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

@@ -13,15 +13,14 @@ from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.dequantizing import dequantized, dequantized_reordered
 from warpbus.formats.kv_cache import scale_names
 from warpbus.formats.layout import Layout, layout_of
-from warpbus.formats.reordered import dequantized_reordered
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
-from warpbus.models.families.fields import Fields
+from warpbus.models.families.family import Fields
 from warpbus.models.kv_scales import attention_prefix, kv_cache_scheme, load_kv_scales
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import MoE, QuantizedLinear

@@ -27,11 +27,10 @@ from warpbus.qtensor import QTensor
 from warpbus.quantization.algorithms.factored import stacked
 from warpbus.quantization.algorithms.weights import relative
 from warpbus.quantization.folding import divide_preceding, fold_shared
-from warpbus.quantization.kv_range import KVRange
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
-from warpbus.quantization.statistics import DRIFT, Collector, Statistics
+from warpbus.quantization.statistics import DRIFT, Collector, KVRange, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
 if TYPE_CHECKING:

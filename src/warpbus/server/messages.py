@@ -10,9 +10,11 @@ from collections import abc
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from warpbus.engine import TextPiece
+from warpbus.models.templates.tools import ToolCall
 from warpbus.server.answer_schema import AnthropicMessage, CountedTokens, documented
 from warpbus.server.blocks import Block, BlockForm
 from warpbus.server.conversations import (
@@ -237,11 +239,25 @@ def _delta(block: Block, delta: Json) -> Json:
 
 def _content(block: Block, *, begins: bool = False) -> Json:
     if block.call is not None:
-        arguments: Any = {} if begins else json.loads(block.call.arguments)
-        return {"type": "tool_use", "id": block.id, "name": block.call.name, "input": arguments}
+        return {
+            "type": "tool_use",
+            "id": block.id,
+            "name": block.call.name,
+            "input": {} if begins else _input(block.call),
+        }
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": "" if begins else block.text, "signature": ""}
     return {"type": "text", "text": "" if begins else block.text}
+
+
+def _input(call: ToolCall) -> Any:
+    """The arguments of a call; of one that is cut off those that it has so far."""
+    if call.complete:
+        return json.loads(call.arguments)
+    try:
+        return from_json(call.arguments, allow_partial="trailing-strings") if call.arguments else {}
+    except ValueError:
+        return {}
 
 
 def _counted(usage: Usage) -> Json:

@@ -137,12 +137,14 @@ def _chat_tool(tool: ResponsesTool) -> Json:
 
 
 def _messages(given: str | abc.Sequence[InputItem]) -> list[Json]:
-    """The messages of chat completions: items of one answer are one message."""
+    """The messages of chat completions: items of one answer are one message. Calls that were cut off are left out."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[Json] = []
     answer: Json | None = None  # the assistant's message that further items belong to
     for item in given:
+        if isinstance(item, CallItem) and item.status == "incomplete":
+            continue
         if isinstance(item, CallOutputItem):
             answer = None
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_contents(item.output)})
@@ -244,7 +246,8 @@ class ResponseForm(BlockForm):
                 self._of_part(name, block, text=block.text, **more),
                 self._of_part("response.content_part.done", block, part=_part(block, whole=True)),
             ]
-        return [*done, self._of_item("response.output_item.done", block, "completed")]
+        status = "completed" if block.call is None or block.call.complete else "incomplete"
+        return [*done, self._of_item("response.output_item.done", block, status)]
 
     def finish(self, usage: Usage) -> list[Json]:
         """See `BlockForm.finish`."""
@@ -329,14 +332,14 @@ def _part(block: Block, *, whole: bool = False) -> Json:
 
 
 def _turn(blocks: abc.Sequence[Block]) -> list[Json]:
-    """The answer as a message of chat completions; none if it is empty."""
-    if not blocks:
+    """The answer as a message of chat completions, without a call that is cut off; none if it is empty."""
+    if not any(block.call is None or block.call.complete for block in blocks):
         return []
     turn: Json = {"role": "assistant", "content": "".join(block.text for block in blocks if block.kind == "text")}
     thinking = "".join(block.text for block in blocks if block.kind == "thinking")
     if thinking:
         turn["reasoning_content"] = thinking
-    calls = [_item(block, "completed") for block in blocks if block.call is not None]
+    calls = [_item(block, "completed") for block in blocks if block.call is not None and block.call.complete]
     if calls:
         turn["tool_calls"] = [
             {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from warpbus.errors import DataError, NumericError
 from warpbus.evaluation import likelihood, score
-from warpbus.evaluation.batches import batches
+from warpbus.evaluation.likelihood import batches
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model
 from warpbus.models.documents import Document

@@ -49,6 +49,18 @@ def pair(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> lis
     return [("original", original), ("small", directory / "small")]
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-nvfp4", "w8a8-fp8", None])
+def test_weights_have_the_name_of_what_the_file_holds(
+    pair: list[tuple[str, Path]], data: Path, tmp_path: Path, scheme: str | None
+) -> None:
+    model = pair[0][1]
+    if scheme is not None:
+        quantize(model, tmp_path / "small", scheme=scheme, algorithm="rtn", device="cpu")
+        model = tmp_path / "small"
+    (found,) = evaluate([("it", model)], data=data, device=CPU, speed=False)
+    assert found.scheme == {"w4a16-nvfp4": "w4a16-nvfp4, dequantized", None: "float32"}.get(scheme, scheme)
+
+
 def test_what_is_gathered_is_what_was_measured(
     pair: list[tuple[str, Path]], data: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
