@@ -41,14 +41,16 @@ _ELEMENTS_AT_ONCE = 2**24
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_config(checkpoint: Checkpoint, *, mtp: Literal["unused", "stored", "required"] = "unused") -> ModelConfig:
+def read_config(
+    checkpoint: Checkpoint, *, mtp: Literal["unused", "announced", "stored", "required"] = "unused"
+) -> ModelConfig:
     """Read the model's shape from config.json, and its stop tokens from generation_config.json if that lists any.
 
     Stop ids beyond the vocabulary, which cannot be generated, are dropped.
 
     Args:
-        mtp: whether the config has the layer of multi-token prediction: "unused": no; "stored": if the checkpoint has
-            all of its tensors; "required": yes.
+        mtp: whether the config has the layer of multi-token prediction: "unused": no; "announced": if config.json
+            says so; "stored": if the checkpoint has all of its tensors, too; "required": yes.
 
     Raises:
         UnknownArchitectureError: no family declares the model_type.
@@ -64,6 +66,8 @@ def read_config(checkpoint: Checkpoint, *, mtp: Literal["unused", "stored", "req
     config = replace(config, stop_ids=tuple(token for token in stop_ids if token < config.vocab_size))
     if mtp == "unused":
         return replace(config, mtp=None)
+    if mtp == "announced":
+        return config
     missing = _missing_mtp(checkpoint, config)
     if missing is not None and mtp == "required":
         raise CheckpointError(f"{checkpoint.directory}: {missing}")

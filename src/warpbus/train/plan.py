@@ -117,7 +117,7 @@ def training_time(config: ModelConfig, settings: TrainingSettings, seconds: floa
         gpus: that share the work.
     """
     passes = settings.steps * -(-settings.rows_per_step // (settings.rows_at_once * gpus))
-    busy = max(_SLOWDOWN * seconds / gpus, _LAYER_SECONDS * config.num_layers * passes)
+    busy = max(_SLOWDOWN * seconds / gpus, _LAYER_SECONDS * len(config.all_layers) * passes)
     files = 2 * torch.bfloat16.itemsize * config.num_parameters / FILE_RATE
     least = seconds / gpus / (_FP8_SPEEDUP if settings.fp8 else 1.0)
     return TimeRange(least, busy + files + _START_SECONDS)
@@ -133,7 +133,7 @@ def flops_per_token(config: ModelConfig, settings: TrainingSettings, trained: in
         trained: numbers that are trained, see `num_trained`.
     """
     forward = forward_flop(config)
-    layers = sum(layer.active_weights for layer in config.layers)
+    layers = sum(layer.active_weights for layer in config.all_layers)
     again = 2 * layers // settings.recompute if settings.recompute else 0
     if settings.method == "full":
         return 3 * forward + again
