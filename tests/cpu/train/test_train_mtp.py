@@ -154,7 +154,9 @@ def test_the_layer_is_written_and_its_drafts_are_accepted(blank: Path, data: Pat
     assert stats.accepted > 0.6 * stats.drafted > 0
 
 
-def test_resumed_and_shared_runs_have_the_same_weights(blank: Path, data: Path, tmp_path: Path) -> None:
+def test_two_processes_have_the_weights_of_one_and_a_trained_model_is_trained_further(
+    blank: Path, data: Path, tmp_path: Path
+) -> None:
     run(blank, tmp_path / "once", data)
     run(blank, tmp_path / "two", data, processes=2)
     once, two = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "two"))
