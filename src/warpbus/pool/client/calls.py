@@ -12,7 +12,8 @@ from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, 
 
 NUMBER_KINDS: dict[type, NumberKind] = {int: "int", float: "float", bool: "bool"}
 
-_NUMBER_TYPES = frozenset({"number", "Optional[number]", "List[number]", "float", "Optional[float]"})
+# PyTorch gives the 2.0 of `x * 2.0` in place of a tensor.
+_NUMBER_TYPES = frozenset({"number", "Optional[number]", "List[number]", "float", "Optional[float]", "Tensor"})
 
 # Their numbers decide about the shape of the result, or whether there is one.
 _DEFINED_BY_NUMBERS = frozenset({"arange", "geometric", "geometric_", "histc", "range"})
@@ -66,7 +67,7 @@ class SignatureBuilder:
 
 
 class Wrapped:
-    """A number where an operator takes a tensor: how PyTorch hands over the 2.0 of `x * 2.0`."""
+    """A tensor that PyTorch has made of a number of Python's, and that counts as one where dtypes are promoted."""
 
     __slots__ = ("number",)
 

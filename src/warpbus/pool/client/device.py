@@ -19,10 +19,12 @@ from warpbus.pool.client import attention, autocast, refusals, sparse, transfers
 from warpbus.pool.client.composites import ADAPTED, COMPOSITES
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
+from warpbus.pool.client.fast_path import FastPath, load_fast_path
 from warpbus.pool.client.generators import Generator, knowing_generators
 from warpbus.pool.client.marks import knowing_marks
 from warpbus.pool.client.remote_device import RemoteDevice
 from warpbus.pool.client.selection import choosing
+from warpbus.pool.client.session import watch_current
 from warpbus.pool.client.storage_methods import replace_storage_methods
 from warpbus.pool.client.tensors import META, NAME
 from warpbus.pool.protocol.inference import gives_tensors
@@ -52,16 +54,22 @@ def register() -> None:
         NAME, backend_module=DeviceModule(), device_guard=_WarpbusDeviceGuard()
     )
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("aten", "warpbus")}
-    _register_views(libraries["aten"])
-    _register_transfers(libraries["aten"])
+    fast_path = load_fast_path()
+    _register_views(libraries["aten"], fast_path)
+    _register_transfers(libraries["aten"], fast_path)
     sparse.register(libraries["aten"])
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
         if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
-            kernel = knowing_marks(Operator(overload, transfers.upload))
+            operator = Operator(overload, transfers.upload)
+            kernel = knowing_marks(operator)
             if overload.name() in ADAPTED:
                 kernel = choosing(overload.name(), ADAPTED[overload.name()](kernel))
-            libraries[namespace].impl(name, knowing_generators(overload, kernel), _KEY)
+            kernel = knowing_generators(overload, kernel)
+            if fast_path is None or overload.name() in ADAPTED:
+                libraries[namespace].impl(name, kernel, _KEY)
+            else:
+                fast_path.register(libraries[namespace], overload, operator, kernel)
     libraries["aten"].impl("pin_memory", transfers.pin_memory, "CPU")
     composites = {"scaled_dot_product_attention": attention.scaled_dot_product_attention, **COMPOSITES}
     for name, composite in composites.items():
@@ -71,6 +79,8 @@ def register() -> None:
     refusals.register(rest)
     autocast.register(libraries["aten"], rest)
     _keep(rest, *libraries.values())
+    if fast_path is not None:
+        watch_current(fast_path.use)
     replace_storage_methods()
     torch.Generator = Generator  # type: ignore[misc]
     register_remote_backend(NAME, RemoteDevice())
@@ -114,15 +124,19 @@ def _runs_remotely(overload: OpOverload) -> bool:
     return len(overload._schema.returns) <= 1 or gives_tensors(overload)
 
 
-def _register_views(library: torch.library.Library) -> None:
+def _register_views(library: torch.library.Library, fast_path: FastPath | None) -> None:
     """Views need no bytes and no message: the kernels of meta tensors make them, on this side alone."""
     for name in _VIEWS:
         operator = getattr(torch.ops.aten, name).default
+        if fast_path is not None:
+            fast_path.register_view(operator)
+            continue
         library.impl(name, functools.partial(operator._handle.redispatch_boxed, META), _KEY)
 
 
-def _register_transfers(library: torch.library.Library) -> None:
+def _register_transfers(library: torch.library.Library, fast_path: FastPath | None) -> None:
     copies = transfers.Copies()
+    within = {"copy_": copies.within, "_to_copy": copies.converting}
     for name, kernel in {
         "_efficientzerotensor": transfers.zeros,
         "_has_compatible_shallow_copy_type": transfers.can_replace_data,
@@ -139,7 +153,10 @@ def _register_transfers(library: torch.library.Library) -> None:
         "set_.source_Storage": transfers.set_,
         "set_.source_Storage_storage_offset": transfers.set_,
     }.items():
-        library.impl(name, kernel if name in _CHOOSING else choosing(f"aten::{name}", kernel), _KEY)
+        if fast_path is None or name not in within:
+            library.impl(name, kernel if name in _CHOOSING else choosing(f"aten::{name}", kernel), _KEY)
+        else:
+            fast_path.register(library, within[name].overload, within[name], kernel)
 
 
 _kept: list[Any] = []

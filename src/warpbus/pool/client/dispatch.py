@@ -22,11 +22,14 @@ from warpbus.pool.client.session import Session, current, selected
 from warpbus.pool.client.tensors import NAME, Remote, is_remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.inference import MEASURED, OutputSizeError, gives_tensors, infer
-from warpbus.pool.protocol.instructions import call_packer, layout
+from warpbus.pool.protocol.instructions import call_packer, call_prefix, layout
 from warpbus.pool.protocol.signature import Fixed, New, Output, Same, Signature
 
 # Where PyTorch takes tensors of the CPU beside those of a GPU.
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+
+_NARROWER = {torch.float64: torch.float32, torch.int64: torch.int32}
+"""For the dtypes of tensors that PyTorch makes of numbers, others that they give way to."""
 
 _INTEGERS = {int}
 _PLAIN = {Tensor, Parameter}
@@ -39,12 +42,25 @@ _storage_of, _stride_of, _offset_of = Tensor.untyped_storage, Tensor.stride, Ten
 class _PreparedCall:
     """Everything that calls with one key have in common."""
 
-    __slots__ = ("dtype", "generation", "nbytes", "new", "outputs", "pack", "place", "shape", "single")
+    __slots__ = (
+        "carried",
+        "dtype",
+        "generation",
+        "nbytes",
+        "new",
+        "number",
+        "outputs",
+        "pack",
+        "place",
+        "shape",
+        "single",
+    )
 
     def __init__(self, session: Session, signature: Signature) -> None:
-        number = session.define(signature)
+        self.number = session.define(signature)
         self.generation = session.generation
-        self.pack = call_packer(number, layout(len(signature.inputs), signature.numbers, signature.results))
+        self.carried = len(signature.inputs), signature.numbers
+        self.pack = call_packer(self.number, layout(len(signature.inputs), signature.numbers, signature.results))
         self.outputs = signature.outputs or ()
         self.single = False
         if len(self.outputs) == 1 and isinstance(self.outputs[0], New):
@@ -54,6 +70,13 @@ class _PreparedCall:
             self.shape, self.dtype = geometry.shape, geometry.dtype
             self.place = None if geometry.is_contiguous else geometry
             self.single = True
+
+    def plan(self) -> tuple[bytes, int, str, tuple[Any, ...]]:
+        """What `dispatch.cpp` needs to do such calls: the first bytes of the encoded call, the number of tensors, the
+        first letters of the kinds of numbers, and the outputs."""
+        tensors, numbers = self.carried
+        kinds = "".join(kind[0] for kind in numbers)
+        return call_prefix(self.number), tensors, kinds, tuple(_planned(output) for output in self.outputs)
 
 
 _Kinds: TypeAlias = dict[Any, _PreparedCall]
@@ -68,6 +91,10 @@ class Operator:
     Args:
         overload: the operator.
         upload: makes a tensor of the device from one of the CPU.
+
+    Attributes:
+        kind: of the last call, if its arguments alone decide about the results; None of others.
+        positions: for each argument, whether it is a number that may change from call to call.
     """
 
     def __init__(self, overload: OpOverload, upload: Callable[[Tensor], Tensor]) -> None:
@@ -77,7 +104,8 @@ class Operator:
         self._indexed = packet in _INDEXED
         self._upload = upload
         self._is_number = number_positions(overload)
-        self._positions = tuple(self._is_number.values())
+        self.positions = tuple(self._is_number.values())
+        self.kind: _PreparedCall | None = None
         self._prepared: tuple[Session | None, _Kinds] = (None, {})
         self._returns = [str(result.type) for result in overload._schema.returns]
         self._single = self._returns == ["Tensor"]
@@ -101,7 +129,7 @@ class Operator:
             handles: list[int] = []
             numbers: list[Any] = []
             call = (key, tensors, handles, numbers)
-            for value, is_number in zip(args, self._positions, strict=False):
+            for value, is_number in zip(args, self.positions, strict=False):
                 if value.__class__ is Tensor or value.__class__ is Parameter:  # most are: written out for speed
                     try:
                         handles.append(value.untyped_storage().remote.handle)  # type: ignore[attr-defined]
@@ -125,9 +153,13 @@ class Operator:
                     kind = self._learn(session, kinds, whole, args, kwargs)
                 except OutputSizeError as error:
                     _resize_empty(tensors, error)
-                    return self(*args, **kwargs)
+                    result = self(*args, **kwargs)
+                    self.kind = None  # it is that of a call with other sizes
+                    return result
                 if kind is None:
+                    self.kind = None
                     return self._ask(session, kinds, call, whole, args, kwargs)
+            self.kind = kind
             if kind.single:
                 remote = session.remote(kind.nbytes)
                 if session.index:
@@ -275,8 +307,12 @@ class Operator:
 
 
 def _number(value: Tensor) -> int | float | bool | None:
-    """The number that a tensor of the CPU is, if it may have been one: PyTorch makes such tensors of Python's."""
-    if value.device.type != "cpu" or value.dim() or value.dtype not in (torch.float64, torch.int64, torch.bool):
+    """The number that PyTorch has made this tensor of the CPU of; None of tensors that were such from the beginning.
+
+    Only the latter decide about the dtype of a result without axes."""
+    if value.device.type != "cpu" or value.dim() or value.dtype not in _NARROWER:
+        return None
+    if torch.result_type(value, torch.empty((), dtype=_NARROWER[value.dtype])) is value.dtype:
         return None
     number = value.item()
     return number if number.__class__ in NUMBER_KINDS else None
@@ -288,6 +324,16 @@ def _resize_empty(tensors: list[Tensor], error: OutputSizeError) -> None:
         raise error
     for index, shape in error.shapes.items():
         tensors[index].resize_(shape)
+
+
+def _planned(output: Output) -> tuple[Any, ...]:
+    """An output as `dispatch.cpp` reads it."""
+    if isinstance(output, New):
+        geometry = output.geometry
+        return 0, output.nbytes, geometry.dtype, geometry.shape, geometry.stride, geometry.is_contiguous
+    if isinstance(output, Same):
+        return 1, output.index
+    return (3, output.value) if isinstance(output, Fixed) else (2, 0)
 
 
 def _given(output: Output, inputs: list[Tensor]) -> Tensor | int | None:

@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,9 +121,11 @@ class Session:
 
     def define(self, signature: Signature) -> int:
         """Define a kind of call at the tenant. Returns its number."""
-        number = self.statistics.definitions % _MAX_DEFINITIONS
-        self.generation = self.statistics.definitions // _MAX_DEFINITIONS
+        generation, number = divmod(self.statistics.definitions, _MAX_DEFINITIONS)
         self.statistics.definitions += 1
+        if generation != self.generation:
+            self.generation = generation
+            _tell_watchers()
         self.writer.define(number, signature.encode())
         return number
 
@@ -295,6 +297,8 @@ _current: Session | None = None
 
 _forked = False
 
+_watchers: list[Callable[[Session | None], None]] = []
+
 
 class _ThreadSelection(threading.local):
     """What a thread has chosen: the current device, and within a kernel the session that it is for."""
@@ -392,11 +396,24 @@ def leave(session: Session) -> None:
         _choose()
 
 
+def watch_current(watcher: Callable[[Session | None], None]) -> None:
+    """Have a function called with the session of the only GPU whenever that changes, or its definitions are numbered
+    anew; with None if there is no GPU or there are several."""
+    _watchers.append(watcher)
+    _tell_watchers()
+
+
+def _tell_watchers() -> None:
+    for watcher in _watchers:
+        watcher(None if _current is None or _current.beside else _current)
+
+
 def _choose() -> None:
     global _current
     for session in _open.values():
         session.beside = len(_open) > 1 or session.index > 0
     _current = _open[min(_open)] if _open else None
+    _tell_watchers()
 
 
 def _leave_to_parent() -> None:

@@ -133,11 +133,16 @@ def fetch(source: Tensor) -> Callable[[], Tensor]:
 
 
 class Copies:
-    """`aten::copy_` and `aten::_to_copy` in all directions."""
+    """`aten::copy_` and `aten::_to_copy` in all directions.
+
+    Attributes:
+        within: the kernel of `copy_` for two tensors of one device.
+        converting: that of `_to_copy`.
+    """
 
     def __init__(self) -> None:
-        self._copy = Operator(_aten.copy_.default, upload)
-        self._convert = Operator(_aten._to_copy.default, upload)
+        self.within = Operator(_aten.copy_.default, upload)
+        self.converting = Operator(_aten._to_copy.default, upload)
 
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy from or to the CPU; the values are converted to the target's dtype on the CPU. Between two remote GPUs
@@ -172,9 +177,9 @@ class Copies:
             if _dense(target):
                 fill(target, values)
             else:
-                self._copy(target, upload(values.contiguous()))
+                self.within(target, upload(values.contiguous()))
         elif is_remote(target):
-            self._copy(target, computed(source))
+            self.within(target, computed(source))
         else:
             target.copy_(download(source))
         return target
@@ -205,7 +210,7 @@ class Copies:
             return upload(source if kept else _aten._to_copy.default(source, **options))
         if device is not None and device.type != NAME:
             return _aten._to_copy.default(download(source), device=device, **options)
-        return self._convert(source, **options)
+        return self.converting(source, **options)
 
 
 def item(source: Tensor) -> bool | int | float | complex:
