@@ -16,14 +16,16 @@ from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.records import Parameter
 from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.attention import decode_attention
+from warpbus.kernels.ops.rope import rope_and_cache
+from warpbus.kernels.reference.cache import INT4, stored_length
 
 _HEAD_DIM = 128
 _CONTEXTS = (1024, 4096, 16384)
 _BATCHES = (1, 8, 32)
 _SCALE_BYTES = 4
 
-# What a cache is kept in: the activations' own dtype, or one byte an element and a float32 scale for each vector.
-_CACHES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# What a cache is kept in: the activations' own dtype, or 8 or 4 bits an element and a float32 scale for each vector.
+_CACHES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ class _Cache:
 
     Attributes:
         table: int32 `[batch, blocks of a sequence]`, in no order, as after hours of serving.
+        slots: int64 `[batch]`, where the last token of each sequence is.
     """
 
     table: Tensor
+    slots: Tensor
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None
@@ -82,26 +86,33 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
         q = torch.randn(batch, shape.heads, 1, _HEAD_DIM, device=run.device, dtype=dtype)
         return normal(batch, width, run.device, dtype), q, _cache(keys, values, _CACHES[variant]), keys, values
 
+    stores_first = _CACHES[variant] == INT4  # by a kernel of its own, as in the engine
+
     def ours(qkv: Tensor, q: Tensor, cache: _Cache, keys: Tensor, values: Tensor) -> Tensor:
+        of_cache = cache.keys, cache.values, cache.key_scales, cache.value_scales
+        heads, interleaved = shape.heads, shape.interleaved
+        if stores_first:
+            rope_and_cache(qkv, table, positions, cache.slots, *of_cache, heads=heads, interleaved=interleaved)
         return decode_attention(
             qkv,
             table,
             positions,
             cache.table,
-            cache.keys,
-            cache.values,
-            cache.key_scales,
-            cache.value_scales,
-            heads=shape.heads,
-            interleaved=shape.interleaved,
+            *of_cache,
+            heads=heads,
+            interleaved=interleaved,
             limit=context,
-            inputs_ready=True,
+            stored=stores_first,
+            inputs_ready=not stores_first,
         )
 
     def torch_attention(qkv: Tensor, q: Tensor, cache: _Cache, keys: Tensor, values: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
-    a_vector = _HEAD_DIM * dtype.itemsize if variant == "auto" else _HEAD_DIM + _SCALE_BYTES
+    stored = _CACHES[variant]
+    a_vector = _HEAD_DIM * dtype.itemsize
+    if stored is not None:
+        a_vector = stored_length(_HEAD_DIM, stored) * stored.itemsize + _SCALE_BYTES
     moved = 2 * batch * shape.kv_heads * context * a_vector
     moved += batch * (width + shape.heads * _HEAD_DIM) * dtype.itemsize
     return Case(
@@ -128,9 +139,13 @@ def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
     batch, kv_heads, context, head_dim = keys.shape
     count = -(-context // BLOCK)
     table = torch.randperm(batch * count, device=keys.device).int().view(batch, count)
+    slots = table[:, -1].long() * BLOCK + (context - 1) % BLOCK
     if stored is None:
-        return _Cache(table, _in_blocks(keys, table), _in_blocks(values, table), None, None)
+        return _Cache(table, slots, _in_blocks(keys, table), _in_blocks(values, table), None, None)
     shape = (batch * count, kv_heads, BLOCK)
+    if stored == INT4:
+        packed = [torch.randint(256, (*shape, head_dim // 2), device=keys.device).to(INT4) for _ in range(2)]
+        return _Cache(table, slots, *packed, *(torch.rand(shape, device=keys.device).add_(0.5) for _ in range(2)))
     largest = 127.0 if stored == torch.int8 else torch.finfo(stored).max
     # Of normal numbers the largest of a vector is about 3 deviations.
     codes = [
@@ -138,7 +153,7 @@ def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
         for _ in range(2)
     ]
     scales = [torch.rand(shape, device=keys.device).add_(0.5).mul_(3 / largest) for _ in range(2)]
-    return _Cache(table, *codes, *scales)
+    return _Cache(table, slots, *codes, *scales)
 
 
 def _in_blocks(vectors: Tensor, table: Tensor) -> Tensor:

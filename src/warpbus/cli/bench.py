@@ -211,7 +211,8 @@ for _name, _help in {
     """,
     "attention": """Decode attention over the KV cache, compared with torch's fused attention. Needs a GPU.
 
-    Variants are dtypes of the KV cache: auto (that of the activations), int8 or fp8. With --size, only these contexts.
+    Variants are dtypes of the KV cache: auto (that of the activations), int8, fp8 or int4. With --size, only these
+    contexts.
     """,
 }.items():
     bench.command(_name, help=_paragraphs(_help))(measure)

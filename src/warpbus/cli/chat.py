@@ -73,7 +73,7 @@ DEMO_GREETING = """\
     dtype="dtype of activations: auto, float32, float16 or bfloat16",
     max_model_len="maximum context length of the conversation in tokens",
     memory="GPU memory for weights, cache and workspace: 6GB, 5.5GiB, 50%; prints a plan",
-    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8 or unquantized", field="kv_dtype"),
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8, int4 or unquantized", field="kv_dtype"),
     fp8_activations="Hopper GPUs, weights of up to 4 bits: round activations of prompts to FP8, for speed",
 )
 def chat(

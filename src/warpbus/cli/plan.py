@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # both load torch
     scheme=...,
     max_model_len="context length in tokens; default: as long as fits",
     max_num_seqs=FieldOption("maximum number of sequences in a batch", default=1),
-    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8 or unquantized", field="kv_dtype"),
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8, int4 or unquantized", field="kv_dtype"),
     tensor_parallel_size=FieldOption("number of GPUs that share the model", field="tensor_parallel"),
     expert_parallel="with --tensor-parallel-size: each GPU has whole experts instead of a part of every expert",
     as_json=...,

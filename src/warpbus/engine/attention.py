@@ -17,7 +17,7 @@ from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.mla import mla_attention, mla_queries, mla_rope_and_cache
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.attention import visible
-from warpbus.kernels.reference.cache import gather
+from warpbus.kernels.reference.cache import INT4, gather
 from warpbus.kernels.reference.rope import rotate
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
@@ -194,7 +194,7 @@ class DecodeAttention(FusedAttention):
         blocks: int32 `[batch, n]`, the block table of each token's sequence, on the device.
         limit: greater than the largest position, at most n * BLOCK.
         slot_mapping: int64 `[batch]`, block * BLOCK + offset: given if several tokens may belong to one sequence; a
-            kernel of its own then stores all of them first, as it does if the cache has fixed scales.
+            kernel of its own then stores all of them first, as it does if the cache has fixed scales or 4-bit codes.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class DecodeAttention(FusedAttention):
         stored, qkv = self._cache.layers[layer], qkv_btr[:, 0]
         heads, interleaved = config.attention.num_heads, config.rope.interleaved
         fixed = self._cache.fixed_scales[layer]
-        stores_first = self._slot_mapping is not None or fixed is not None
+        stores_first = self._slot_mapping is not None or fixed is not None or stored[0].dtype == INT4
         if stores_first:
             of_cache = self._slots, *stored, fixed
             rope_and_cache(qkv, self._table, self._positions, *of_cache, heads=heads, interleaved=interleaved)

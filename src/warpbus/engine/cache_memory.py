@@ -15,7 +15,7 @@ from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.disk_cache import DiskSpace
 from warpbus.engine.host_cache import HostCache, staging_bytes
-from warpbus.engine.kv_cache import KVCache, has_decode_kernels, token_bytes, usable_dtype
+from warpbus.engine.kv_cache import KVCache, token_bytes, usable_dtype
 from warpbus.engine.prefixes import Prefixes
 from warpbus.errors import DeviceError
 from warpbus.models import Decoder
@@ -42,7 +42,7 @@ class CacheMemory:
         tokens: the most tokens of all sequences together.
 
     Raises:
-        UsageError: an 8-bit cache without kernels that read it, or as `HostCache`.
+        UsageError: a cache of codes without kernels that read it, or as `HostCache`.
         DeviceError: less memory than one sequence needs, on the device or in the host.
     """
 
@@ -60,7 +60,7 @@ class CacheMemory:
         disk: DiskSpace | None = None,
     ) -> None:
         config, dtype, device = model.config, model.final_norm.weight.dtype, model.final_norm.weight.device
-        kv_dtype = usable_dtype(model, kv_dtype, kernels=has_decode_kernels(config, dtype, device))
+        kv_dtype = usable_dtype(model, kv_dtype)
         if cache_tokens is None:
             each = -(-(max_model_len or config.max_context) // BLOCK) + prefixes.extra_blocks
             blocks = _affordable_blocks(model, prefixes, kv_dtype, wanted=max_num_seqs * each)
@@ -73,7 +73,7 @@ class CacheMemory:
         if self.tokens < least:
             raise DeviceError(
                 f"{device}: there is room for a cache of {max(0, self.tokens):,} tokens, {least:,} are needed: end "
-                "what else uses its memory, lower max_model_len, quantize the model, or give kv_dtype int8"
+                "what else uses its memory, lower max_model_len, quantize the model, or give kv_dtype int8 or int4"
             )
         count = 1 + prefixes.blocks + blocks + prefixes.extra_blocks
         self.prefixes = prefixes

@@ -57,7 +57,7 @@ class Engine:
         model: in eval mode; the engine runs on the device of its norms.
         max_model_len: the most tokens of a prompt with its answer, a prefix excluded; by default the model's context.
         max_num_seqs: the most sequences that run at once; further ones wait.
-        kv_dtype: see `KV_DTYPES`. On a CPU, 8 bits take less memory, and more time.
+        kv_dtype: see `KV_DTYPES`. On a CPU, 8 bits and 4 take less memory, and more time.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding sequences.
         inter_token_latency: the target of the seconds between two tokens of a sequence; see `StepBudget`. Not with
             several processes.
@@ -85,7 +85,7 @@ class Engine:
         dtype: of the activations.
 
     Raises:
-        UsageError: an 8-bit cache without kernels that read it, or a speculation that the model cannot do.
+        UsageError: a cache of codes without kernels that read it, or a speculation that the model cannot do.
         DeviceError: no memory for a cache.
     """
 

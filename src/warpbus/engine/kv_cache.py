@@ -15,16 +15,18 @@ from warpbus.engine.logits import to_device
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import attention, mla
+from warpbus.kernels.reference.cache import INT4, stored_length
 from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig
 from warpbus.models.cost import kv_cache_bytes
 from warpbus.models.kv_scales import KVScales
 
-KV_DTYPES = ("auto", "int8", "fp8", "unquantized")
+KV_DTYPES = ("auto", "int8", "fp8", "int4", "unquantized")
 """Storage types of a cache: that of the checkpoint's scales, else the dtype of the activations; 8 bits with the
-checkpoint's scales if it has them for this type, else with one scale per token and head; the dtype of the activations.
+checkpoint's scales if it has them for this type, else with one scale per token and head; 4 bits after a Hadamard
+rotation, with one scale per token and head; the dtype of the activations.
 """
 
-EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
 
 _GROWTH = 128 * 2**20  # bytes committed at once: each mapping has a fixed cost, and the memory is zeroed
 
@@ -48,8 +50,9 @@ class KVCache:
         count: blocks for which addresses are reserved.
         committed: how many blocks, the first ones, have memory.
         layers: of each layer, that of multi-token prediction included, keys and values `[count, kv_heads, BLOCK,
-            head_dim]`, and for 8-bit storage their float32 scales `[count, kv_heads, BLOCK]`, else None twice. With
-            multi-head latent attention the values are a view of the keys. Only committed blocks may be accessed.
+            head_dim]`, for int4 head_dim / 2 bytes; and for codes their float32 scales `[count, kv_heads, BLOCK]`, else
+            None twice. With multi-head latent attention the values are a view of the keys. Only committed blocks may be
+            accessed.
         fixed_scales: of each layer the scales that keys and values are written with, float32 `[kv_heads]` each; None if
             each vector has its own.
         index_keys: of each layer the keys of its indexer `[count, 1, BLOCK, index_dim]`; None if it has none.
@@ -69,13 +72,13 @@ class KVCache:
         self.committed = 0
         stored, entry = stored_dtype(config, kv_dtype, dtype), config.attention.cache_entry
         shape = (count, len(config.all_layers), entry.vectors, entry.heads, BLOCK)
-        self._parts = [_ArenaTensor((*shape, entry.key_dim), stored, device)]
+        self._parts = [_ArenaTensor((*shape, stored_length(entry.key_dim, stored)), stored, device)]
         if stored != dtype:
             self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for layer in range(len(config.all_layers)):
             keys, values, *own_scales = (part.data[:, layer, which] for part in self._parts for which in (0, -1))
-            values = values[..., : entry.value_dim]
+            values = values[..., : stored_length(entry.value_dim, stored)]
             key_scales, value_scales = own_scales or (None, None)
             self.layers.append((keys, values, key_scales, value_scales))
         self.fixed_scales: list[tuple[Tensor, Tensor] | None] = [None] * len(config.all_layers)
@@ -98,8 +101,8 @@ class KVCache:
 
     @property
     def kind(self) -> str | None:
-        """How 8-bit keys and values are stored, in words; None for the dtype of the activations."""
-        names = {dtype: name for name, dtype in EIGHT_BITS.items()}
+        """How keys and values are stored as codes, in words; None for the dtype of the activations."""
+        names = {dtype: name for name, dtype in CODES.items()}
         name = names.get(self._parts[0].data.dtype)
         if name is None:
             return None
@@ -190,12 +193,14 @@ def stored_dtype(config: ModelConfig, kv_dtype: str, dtype: torch.dtype) -> torc
     """
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"kv_dtype is {kv_dtype!r}: give {', '.join(KV_DTYPES)}")
-    if kv_dtype in EIGHT_BITS and not can_round(config):
+    if kv_dtype in CODES and not can_round(config):
         raise UsageError(
             f"kv_dtype is {kv_dtype!r}: the latents of multi-head latent attention are cached in the dtype of the "
             "activations only: give auto"
         )
-    return EIGHT_BITS.get(kv_dtype, dtype)
+    if kv_dtype == "int4" and (size := config.attention.cache_entry.key_dim) % 2:
+        raise UsageError(f"kv_dtype is 'int4', and heads have {size} dimensions, an odd number: give int8 or fp8")
+    return CODES.get(kv_dtype, dtype)
 
 
 def chosen_dtype(kv_dtype: str, scheme: KVCacheScheme | None) -> str:
@@ -203,27 +208,30 @@ def chosen_dtype(kv_dtype: str, scheme: KVCacheScheme | None) -> str:
     return scheme.dtype if kv_dtype == "auto" and scheme is not None else kv_dtype
 
 
-def usable_dtype(model: Decoder, kv_dtype: str, *, kernels: bool) -> str:
+def usable_dtype(model: Decoder, kv_dtype: str) -> str:
     """The `chosen_dtype` for a model.
 
-    Args:
-        kernels: there are kernels that read the cache, see `has_decode_kernels`.
-
     Raises:
-        UsageError: as `stored_dtype`; or 8 bits on a GPU without kernels. On a CPU PyTorch's operators do the work.
+        UsageError: as `stored_dtype`; or codes on a GPU without kernels. On a CPU PyTorch's operators do the work.
     """
     weight = model.final_norm.weight
     kv_dtype = chosen_dtype(kv_dtype, None if model.kv_scales is None else model.kv_scales.scheme)
-    if stored_dtype(model.config, kv_dtype, weight.dtype) != weight.dtype and not kernels and not weight.is_cpu:
+    stored, device = stored_dtype(model.config, kv_dtype, weight.dtype), weight.device
+    if stored == weight.dtype or weight.is_cpu or has_decode_kernels(model.config, weight.dtype, device, stored):
+        return kv_dtype
+    if stored == INT4 and has_decode_kernels(model.config, weight.dtype, device):
         raise UsageError(
-            f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {weight.dtype} on "
-            f"{weight.device}: give unquantized, or float16 or bfloat16 on a GPU"
+            f"kv_dtype is 'int4', but its kernels on {device} are for heads of a multiple of 32 dimensions, and this "
+            f"model's have {model.config.attention.cache_entry.key_dim}: give int8 or fp8"
         )
-    return kv_dtype
+    raise UsageError(
+        f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {weight.dtype} on {device}: give "
+        "unquantized, or float16 or bfloat16 on a GPU"
+    )
 
 
 def can_round(config: ModelConfig) -> bool:
-    """Whether a model's KV cache can be stored in 8 bits.
+    """Whether a model's KV cache can be stored in 8 or 4 bits.
 
     A latent and its rotary key differ in size, so that one scale for both would lose much of the smaller one.
     """
@@ -235,9 +243,15 @@ def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
     return kv_cache_bytes(config, dtype, stored_dtype(config, kv_dtype, dtype))
 
 
-def has_decode_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether attention of single tokens has kernels that read the cache, so that CUDA graphs can capture a step."""
+def has_decode_kernels(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, stored: torch.dtype | None = None
+) -> bool:
+    """Whether attention of single tokens has kernels that read the cache, so that CUDA graphs can capture a step.
+
+    Args:
+        dtype: of the activations; `stored`: of the cache, by default that of the activations.
+    """
     spec = config.attention
     if isinstance(spec, LatentAttentionSpec):
         return mla.has_kernel(dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device)
-    return attention.has_kernel(dtype, spec.head_dim, device)
+    return attention.has_kernel(dtype, spec.head_dim, device, stored)

@@ -102,7 +102,8 @@ class LLM:
             weights are loaded unchanged, and the cache grows as needed.
         kv_dtype: the dtype of the KV cache: "auto" (that of the checkpoint's scales, else the dtype of the activations,
             or the one that `memory` requires); "int8" or "fp8", with the checkpoint's scales for this dtype, else with
-            one scale per token and head; or "unquantized", the dtype of the activations.
+            one scale per token and head; "int4", rounded after a Hadamard rotation, with one scale per token and head;
+            or "unquantized", the dtype of the activations.
         fp8_activations: on a Hopper GPU, round the activations of prefill to FP8, which is faster; see
             `ServiceOptions`.
         adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2), by the names for `generate` and

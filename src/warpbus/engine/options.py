@@ -33,7 +33,7 @@ class ServiceOptions:
         max_num_seqs: the most requests that run at once.
         max_queue: the most requests that wait besides these; further ones are refused.
         memory: the GPU memory of the engine's process: "6GB", "50%", or bytes; see `LLM`.
-        kv_dtype: the storage type of the KV cache: "auto", "int8", "fp8" or "unquantized"; see `LLM`.
+        kv_dtype: the storage type of the KV cache: "auto", "int8", "fp8", "int4" or "unquantized"; see `LLM`.
         fp8_activations: on a Hopper GPU, products of 512 tokens and more with weights of up to 4 bits round the tokens
             to FP8: prompts are read faster, see docs/quantized_kernels.md. Not with `memory`, whose plan has no room
             for the rounded tokens.

@@ -11,6 +11,7 @@ import torch
 
 from warpbus.cuda.memory_size import short_size
 from warpbus.kernels.ops.packed import packed_shapes
+from warpbus.kernels.reference.cache import stored_length
 from warpbus.models.config import ModelConfig
 from warpbus.models.layer_spec import LayerSpec
 from warpbus.qtensor import Scheme
@@ -114,7 +115,8 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
     total = 0
     for layer in config.all_layers:
         entry = layer.attention.cache_entry
-        vector = entry.key_dim * stored.itemsize + (0 if stored == dtype else torch.float32.itemsize)
+        scale = 0 if stored == dtype else torch.float32.itemsize
+        vector = stored_length(entry.key_dim, stored) * stored.itemsize + scale
         total += entry.vectors * entry.heads * vector + entry.index_dim * dtype.itemsize
     return total
 

@@ -138,8 +138,8 @@ def test_tokens_that_follow_each_other_in_one_step(config):
     torch.testing.assert_close(found[7:], expected_of(config, cached.qkv[1]))
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.02), ("fp8", 0.1)])
-def test_a_cache_of_8_bits_is_nearly_as_good(config, kv_dtype, tolerance):
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.3)])
+def test_a_cache_of_codes_is_nearly_as_good(config, kv_dtype, tolerance):
     cached = Cached(config, kv_dtype)
     first = cached.pieces((0, 0, 20))[0]
     second = cached.pieces((0, 20, 38))[0]

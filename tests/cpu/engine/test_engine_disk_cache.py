@@ -357,8 +357,9 @@ def test_what_the_fingerprint_covers(tiny_glm, tmp_path):
         changed = replace(options, **given)
         return kv_fingerprint(open_model(directory, CPU, changed), changed)
 
-    found = {of(), of(dtype="bfloat16"), of(kv_dtype="int8"), of(dtype="float32", fp8_activations=True)}
-    assert len(found) == 4
+    kept = {of(), of(kv_dtype="int8"), of(kv_dtype="int4")}
+    found = {*kept, of(dtype="bfloat16"), of(dtype="float32", fp8_activations=True)}
+    assert len(found) == 5
     assert of() == of(max_num_seqs=3, cache_tokens=640)
     copy = tmp_path / "copy"
     copy.mkdir()

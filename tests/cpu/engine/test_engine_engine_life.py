@@ -194,9 +194,9 @@ def test_a_cache_that_is_too_small_is_refused_or_shortens_the_context(model):
     assert len(engine.decode([[1] * 60] * 3, 4)) == 3
 
 
-def test_a_cache_of_8_bits_on_a_cpu(model):
+def test_a_cache_of_codes_on_a_cpu(model):
     plain = Engine(model, cache_tokens=256)
-    for kv_dtype in ("int8", "fp8"):
+    for kv_dtype in ("int8", "fp8", "int4"):
         engine = Engine(model, kv_dtype=kv_dtype, cache_tokens=256)
         assert engine.kv_kind == kv_dtype
         assert engine._instance.cache.block_bytes < 0.5 * plain._instance.cache.block_bytes

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import SMALL
 
 from warpbus.cuda.vmm import Arena
@@ -28,7 +29,12 @@ def small_growth(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kv_dtype", "token"),
-    [("auto", VECTORS * HEAD_DIM * 2), ("int8", VECTORS * (HEAD_DIM + 4)), ("fp8", VECTORS * (HEAD_DIM + 4))],
+    [
+        ("auto", VECTORS * HEAD_DIM * 2),
+        ("int8", VECTORS * (HEAD_DIM + 4)),
+        ("fp8", VECTORS * (HEAD_DIM + 4)),
+        ("int4", VECTORS * (HEAD_DIM // 2 + 4)),
+    ],
 )
 def test_it_takes_what_its_tokens_take(kv_dtype, token):
     assert token_bytes(SMALL, torch.float16, kv_dtype) == token
@@ -39,20 +45,21 @@ def test_it_takes_what_its_tokens_take(kv_dtype, token):
     assert 0 <= cache.nbytes - 50 * BLOCK * token < 2 * 2**12
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
 def test_layers_keys_values_and_blocks_are_apart(kv_dtype):
     cache = cache_of(6, kv_dtype)
     cache.commit(6)
     assert len(cache.layers) == LAYERS
     for keys, values, key_scales, value_scales in cache.layers:
-        assert keys.shape == values.shape == (6, KV_HEADS, BLOCK, HEAD_DIM)
+        size = HEAD_DIM // 2 if kv_dtype == "int4" else HEAD_DIM
+        assert keys.shape == values.shape == (6, KV_HEADS, BLOCK, size)
         assert keys.dtype == values.dtype == stored_dtype(SMALL, kv_dtype, torch.float32)
         if kv_dtype == "auto":
             assert key_scales is value_scales is None
         else:
             assert key_scales.shape == value_scales.shape == (6, KV_HEADS, BLOCK)
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(-8, 8, part.shape, generator=generator) for part in parts(cache)]
+    drawn = [torch.randint(0, 8, part.shape, generator=generator) for part in parts(cache)]
     for part, numbers in zip(parts(cache), drawn, strict=True):
         part.copy_(numbers)
     for part, numbers in zip(parts(cache), drawn, strict=True):
@@ -74,7 +81,7 @@ def test_it_grows_where_it_is_and_keeps_what_it_holds():
 
 
 @pytest.mark.usefixtures("small_growth")
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
 def test_it_shrinks_from_the_end_and_what_comes_again_is_zero(kv_dtype):
     cache = cache_of(kv_dtype=kv_dtype)
     cache.commit(40)
@@ -140,5 +147,7 @@ def test_closing_returns_all():
 
 
 def test_a_kv_dtype_that_is_none_is_refused():
-    with pytest.raises(UsageError, match="kv_dtype is 'int4': give auto, int8, fp8"):
-        stored_dtype(SMALL, "int4", torch.float16)
+    with pytest.raises(UsageError, match="kv_dtype is 'int3': give auto, int8, fp8, int4, unquantized"):
+        stored_dtype(SMALL, "int3", torch.float16)
+    with pytest.raises(UsageError, match="kv_dtype is 'int4', and heads have 15 dimensions, an odd number: give int8"):
+        stored_dtype(with_traits(SMALL, head_dim=15), "int4", torch.float16)

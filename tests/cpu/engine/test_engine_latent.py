@@ -108,7 +108,7 @@ def test_no_plan_rounds_latents_to_eight_bits():
     plan = plan_memory(FLASH, limit, max_num_seqs=1)
     assert plan.kv_dtype == "auto"
     assert plan.total <= limit
-    for kv_dtype in ("int8", "fp8"):
+    for kv_dtype in ("int8", "fp8", "int4"):
         with pytest.raises(UsageError, match=rf"^kv_dtype is '{kv_dtype}': the latents .* give auto$"):
             plan_memory(FLASH, limit, kv_dtype=kv_dtype)
 

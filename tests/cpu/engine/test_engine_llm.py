@@ -189,7 +189,7 @@ def test_errors_come_before_the_stream_begins(llm):
         ({"max_model_len": 1}, UsageError, "max_model_len is 1"),
         ({"max_num_seqs": 0}, UsageError, "max_num_seqs is 0"),
         ({"memory": "6GB"}, UsageError, "--memory 6GB limits GPU memory, but this run is on the CPU"),
-        ({"kv_dtype": "int4"}, UsageError, "kv_dtype is 'int4': give auto, int8, fp8, unquantized"),
+        ({"kv_dtype": "int3"}, UsageError, "kv_dtype is 'int3': give auto, int8, fp8, int4, unquantized"),
     ],
 )
 def test_arguments_out_of_range_are_refused(tiny_glm, arguments, error, message):

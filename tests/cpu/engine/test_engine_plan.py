@@ -127,7 +127,7 @@ sizes = st.integers(min_value=4 * GB, max_value=80 * GB)
     limit=sizes,
     context=st.none() | st.integers(2, 32768),
     seqs=st.integers(1, 40),
-    kv=st.sampled_from(["auto", "int8", "fp8"]),
+    kv=st.sampled_from(["auto", "int8", "fp8", "int4"]),
     quantized=st.booleans(),
 )
 def test_a_plan_never_exceeds_its_limit_and_holds_what_was_asked_for(limit, context, seqs, kv, quantized):

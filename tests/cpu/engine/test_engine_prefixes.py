@@ -252,7 +252,7 @@ def test_a_seed_repeats_itself_behind_a_prefix(model, prefixes, name):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("auto", 1e-6), ("int8", 0.02), ("fp8", 0.1)])
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("auto", 1e-6), ("int8", 0.02), ("fp8", 0.1), ("int4", 0.1)])
 def test_a_cache_of_any_kind_holds_what_the_prefix_is(prefixes, kv_dtype, tolerance):
     prefix = prefixes["long"]
     cache = KVCache(SMALL, 9, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)

@@ -126,8 +126,8 @@ def test_however_they_are_computed(model, reference, options):
     assert (engine.stats().preemptions > 0) == ("cache_tokens" in options)
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.03), ("fp8", 0.1)])
-def test_a_cache_of_8_bits(model, reference, kv_dtype, tolerance):
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.03), ("fp8", 0.1), ("int4", 0.4)])
+def test_a_cache_of_codes(model, reference, kv_dtype, tolerance):
     check(reference, answered(Engine(model, kv_dtype=kv_dtype)), 40, tolerance)
 
 

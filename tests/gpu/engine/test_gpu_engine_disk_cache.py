@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = [[(7 * at + 31 * which) % 1000 for at in range(12 * BLOCK + 1)] for which in range(4)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
 def test_blocks_come_back(kv_dtype, tmp_path):
     model, space = model_of(), DiskSpace(tmp_path, 1 << 30, "fingerprint")
     assert model.final_norm.weight.device == GPU

@@ -18,7 +18,7 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import StepExecutor
-from warpbus.errors import NumericError
+from warpbus.errors import NumericError, UsageError
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import workspace
 from warpbus.models.kv_scales import KVScales
@@ -73,12 +73,19 @@ def test_other_families(changes):
         assert_best(model, prompt, answer)
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.1), ("fp8", 0.5)])
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.1), ("fp8", 0.5), ("int4", 1.0)])
 @pytest.mark.parametrize("speculation", [0, 3])
-def test_caches_of_8_bits(model, kv_dtype, tolerance, speculation):
+def test_caches_of_codes(model, kv_dtype, tolerance, speculation):
     engine = Engine(model, kv_dtype=kv_dtype, max_num_batched_tokens=64, speculation=speculation)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 30), strict=True):
         assert_best(model, prompt, answer, tolerance)
+
+
+def test_heads_that_4_bit_kernels_do_not_take_are_refused():
+    with pytest.raises(UsageError, match="for heads of a multiple of 32 dimensions, and this model's have 80"):
+        Engine(model_of(with_traits(SMALL, head_dim=80)), kv_dtype="int4")
+    with pytest.raises(UsageError, match=r"no kernels for it for this model in torch\.float32"):
+        Engine(model_of(dtype=torch.float32), kv_dtype="int4")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("int8", 0.2), ("fp8", 0.7)])
@@ -237,13 +244,13 @@ def test_memory_returns_by_the_drivers_account():
         assert abs(used() - start) <= 32 * MiB
 
 
-@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"kv_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"kv_dtype": "int8"}, {"kv_dtype": "int4"}], ids=str)
 def test_requests_give_way_where_the_cache_is_small(model, options):
     engine = Engine(model, cache_tokens=8 * BLOCK, max_model_len=7 * BLOCK, **options)
     requests = [request(prompt, tokens=100) for prompt in PROMPTS * 2]
     finish(engine, requests)
     assert engine.stats().preemptions > 0
-    tolerance = 0.15 if "kv_dtype" in options else 0.03
+    tolerance = {"int8": 0.15, "int4": 1.0}.get(options.get("kv_dtype"), 0.03)
     for each in requests:
         assert len(each.token_ids) == 100
         assert_best(model, each.prompt, each.token_ids, tolerance)

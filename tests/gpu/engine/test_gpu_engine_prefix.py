@@ -101,13 +101,13 @@ def test_however_they_are_computed(model, reference, prefixes, options):
         check(reference, prefixes, requests, TOLERANCES[torch.float16])
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.04), ("fp8", 0.15)])
-def test_a_cache_of_8_bits(model, reference, prefixes, kv_dtype, tolerance):
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.04), ("fp8", 0.15), ("int4", 0.4)])
+def test_a_cache_of_codes(model, reference, prefixes, kv_dtype, tolerance):
     engine = Engine(model, adapters=list(prefixes.values()), kv_dtype=kv_dtype)
     blocks, given = engine._memory.prefixes.of("long")
     keys, _, scales, _ = engine._instance.cache.layers[1]
     found = gather_cache(keys, scales, torch.tensor(blocks, device=GPU), given, torch.float16).float().cpu()
-    rounding = 0.02 if kv_dtype == "int8" else 0.07
+    rounding = {"int8": 0.02, "fp8": 0.07, "int4": 0.25}[kv_dtype]
     torch.testing.assert_close(found, prefixes["long"].keys_lthd[1], atol=2 * rounding, rtol=rounding)
     requests = asked(PROMPTS, [None, *prefixes], 20)
     finish(engine, requests)

@@ -67,6 +67,7 @@ def move_while_it_answers(engine, device):
         (W4, torch.float16, {}),
         (W4, torch.bfloat16, {"kv_dtype": "int8"}),
         (W4, torch.float16, {"kv_dtype": "fp8", "speculation": 3}),
+        (W4, torch.float16, {"kv_dtype": "int4"}),
         (None, torch.float32, {}),
     ],
 )

@@ -18,10 +18,11 @@ from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import cpu_attention
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
-from warpbus.kernels.ops.cache import CODES, check_cache, check_indices
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.cache import CODES, check_cache, check_indices, head_size
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import attention as reference
+from warpbus.kernels.reference.cache import INT4
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -35,7 +36,9 @@ _PARAMETERS = Parameters(
     "int units_per_group, int units_per_part, int parts_per_block, int parts, int combiners, int limit, "
     "int late, int inputs_ready, float scale"
 )
+_HADAMARD = per_dtype("step/hadamard.cu", "hadamard_rows", "ELEMENT* x, int rows, int size, int lanes", HALVES)
 _HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
+_BITS = {0: 16, **{code: 4 if dtype == INT4 else 8 for dtype, code in CODES.items()}}  # of an element, by code
 _TILE = 16  # queries of a block, all of one KV head
 _THREADS = 128
 _REGISTERS = {64: 168, 128: 168, 256: 255}  # of a thread, at most: by `kResident` in csrc/attention/block.cuh
@@ -87,17 +90,18 @@ def decode_attention(
         blocks: int32 `[b, n]`, the last stride 1: the row's block table, position p lies in block `blocks[row, p // B]`
             of the cache. Entries past a row's position are not used, whatever they are. On Hopper, what `positions` and
             `blocks` hold until the kernel ahead is done may guide a fetch into L2: let them name blocks at any time.
-        keys, values: the cache, `[blocks, kv_heads, B, d]` in the dtype of `qkv`, int8 or float8_e4m3fn, B a power of
-            two from 16 to 256; any strides, the last one 1, for the kernel the others multiples of 16 bytes. Written in
-            place. What lies past a row's position, in its last block too, may be anything, also NaN.
-        key_scales, value_scales: for int8 and float8_e4m3fn, float32 `[blocks, kv_heads, B]`, the last stride 1: the
-            largest magnitude of each head's vector / 127 or / 448. Written in place.
+        keys, values: the cache, `[blocks, kv_heads, B, d]` in the dtype of `qkv`, int8 or float8_e4m3fn, or `[blocks,
+            kv_heads, B, d / 2]` in `INT4`, B a power of two from 16 to 256; any strides, the last one 1, for the kernel
+            the others multiples of 16 bytes. Written in place. What lies past a row's position, in its last block too,
+            may be anything, also NaN.
+        key_scales, value_scales: for int8, float8_e4m3fn and `INT4`, float32 `[blocks, kv_heads, B]`, the last stride
+            1, as `rope_and_cache` writes them. Written in place.
         heads: of the queries, a multiple of `kv_heads`.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
         limit: what all positions are below, known to the host: it decides how a row is cut into pieces.
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
-            of `qkv` only the queries are used. Rows may then be consecutive tokens of one sequence. Otherwise no block
-            that is written may be another row's.
+            of `qkv` only the queries are used. `INT4` needs it. Rows may then be consecutive tokens of one sequence.
+            Otherwise no block that is written may be another row's.
         inputs_ready: `table`, `positions`, `blocks` and the cache below each row's position are not written by the last
             kernel that was launched without `dependent`, nor by any after it: that one began when all before it had
             ended. On Hopper they are then loaded while the kernel ahead is at work on `qkv`.
@@ -108,24 +112,26 @@ def decode_attention(
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
-        UsageError: `limit` does not fit the block table and the rotary table.
+        UsageError: an `INT4` cache that is not `stored`; `limit` does not fit the block table and the rotary table.
     """
     _check(qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, limit)
+    if keys.dtype == INT4 and not stored:
+        raise UsageError("decode_attention: a cache of 4-bit codes is written by rope_and_cache: call it, give stored")
     of_cache = positions, blocks, keys, values, key_scales, value_scales
     return _decode_attention(qkv, table, *of_cache, heads, interleaved, limit, stored, inputs_ready)
 
 
-def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether `decode_attention` has a kernel for such heads on a device.
+def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device, cache: torch.dtype | None = None) -> bool:
+    """Whether `decode_attention` has a kernel for such heads on a device, and for a cache of a dtype.
 
     It has on GPUs since Ampere, also on one behind a remote device, for float16 and bfloat16, where `head_dim` is a
-    multiple of 16 up to 256, for any number of heads and KV heads.
+    multiple of 16, for `INT4` of 32, up to 256, for any number of heads and KV heads.
     """
     return (
         is_gpu(device)
         and dtype in HALVES
         and 0 < head_dim <= _HEAD_DIMS[-1]
-        and head_dim % 16 == 0
+        and head_dim % (32 if cache == INT4 else 16) == 0
         and capabilities(architecture(device)).mma
     )
 
@@ -147,7 +153,7 @@ def _check(
     check_rank(name, 1, positions=positions)
     check_alike(name, qkv=qkv)
     check_cache(name, qkv, table, keys, values, key_scales, value_scales)
-    _, kv_heads, block, size = keys.shape
+    (_, kv_heads, block, _), size = keys.shape, head_size(keys)
     batch, width = qkv.shape
     if kv_heads < 1 or heads < 1 or heads % kv_heads or width != (heads + 2 * kv_heads) * size:
         raise TensorError(
@@ -233,7 +239,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Atten
         pairs: rows times KV heads; `group`: queries of each.
         size: head_dim; `bits`: of an element of the cache.
     """
-    head_dim, tiles = _row(size), -(-group // _TILE)
+    head_dim, tiles = _row(size, bits), -(-group // _TILE)
     chunks = -(-limit // _keys(head_dim))
     chunks_per_unit = -(-chunks // _UNITS)
     units = -(-chunks // chunks_per_unit)
@@ -305,14 +311,14 @@ def _shared_parts(head_dim: int, bits: int) -> tuple[int, int]:
     csrc/attention/block.cuh compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
     """
     keys, row = _keys(head_dim), head_dim * bits // 8
-    stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
+    stage = 2 * keys * row + (8 * keys if bits <= 8 else 0)
     weighed = 2 * (2 * keys + 2 * 4 * 4)
     return stage, _TILE * (2 * head_dim + weighed) + 2 * row + 16
 
 
-def _row(size: int) -> int:
+def _row(size: int, bits: int) -> int:
     """The head_dim of the kernel that takes heads of `size` dimensions."""
-    return next(bound for bound in _HEAD_DIMS if size <= bound)
+    return next(bound for bound in _HEAD_DIMS if size <= bound and (bits, bound) != (4, 64))
 
 
 def _keys(head_dim: int) -> int:
@@ -326,7 +332,7 @@ def _device(device: torch.device) -> AttentionDevice:
 
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, code: int, stored: bool) -> Kernel:
-    stage, others = _shared_parts(head_dim, 8 if code else 16)
+    stage, others = _shared_parts(head_dim, _BITS[code])
     declared = unit(
         "attention/decode.cu",
         ELEMENT=ELEMENTS[dtype],
@@ -355,17 +361,17 @@ def _launch(
     inputs_ready: bool,
 ) -> Tensor:
     batch = qkv.shape[0]
-    _, kv_heads, block, size = keys.shape
-    if not has_kernel(qkv.dtype, size, qkv.device):
+    (_, kv_heads, block, _), size = keys.shape, head_size(keys)
+    if not has_kernel(qkv.dtype, size, qkv.device, keys.dtype):
         return reference.decode_attention(
             qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored
         )
     out = qkv.new_empty(batch, heads, size)
     if batch == 0:
         return out
-    bits = 8 * keys.element_size()
+    code, width = CODES.get(keys.dtype, 0), keys.element_size()
     for of, tensor in (("keys", keys), ("values", values)):
-        if tensor.data_ptr() % 16 or any(stride * bits % 128 for stride in tensor.stride()[:3]):
+        if tensor.data_ptr() % 16 or any(stride * width % 16 for stride in tensor.stride()[:3]):
             raise TensorError(
                 f"decode_attention: {of} begin at {tensor.data_ptr():#x} and have strides {tensor.stride()}: give a "
                 "cache whose heads begin at multiples of 16 bytes"
@@ -376,7 +382,7 @@ def _launch(
     if not aligned(qkv):
         qkv = qkv.clone()
     group = heads // kv_heads
-    cut = plan(batch * kv_heads, group, size, bits, limit, _device(qkv.device))
+    cut = plan(batch * kv_heads, group, size, _BITS[code], limit, _device(qkv.device))
     part_values = part_weights = counting = None
     if cut.parts > 1:
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
@@ -384,7 +390,7 @@ def _launch(
         counting = counters(qkv.device, batch * kv_heads * cut.tiles)
     key_scale_strides = (0, 0) if key_scales is None else key_scales.stride()[:2]
     value_scale_strides = (0, 0) if value_scales is None else value_scales.stride()[:2]
-    _kernel(qkv.dtype, cut.head_dim, CODES.get(keys.dtype, 0), stored)(
+    _kernel(qkv.dtype, cut.head_dim, code, stored)(
         (cut.blocks, kv_heads * cut.tiles, batch),
         _THREADS,
         qkv=qkv,
@@ -407,10 +413,10 @@ def _launch(
         value_scale_block_stride=value_scale_strides[0],
         value_scale_head_stride=value_scale_strides[1],
         # In units of 16 bytes.
-        key_block_stride=keys.stride(0) * bits // 128,
-        key_token_stride=keys.stride(2) * bits // 128,
-        value_block_stride=values.stride(0) * bits // 128,
-        value_token_stride=values.stride(2) * bits // 128,
+        key_block_stride=keys.stride(0) * width // 16,
+        key_token_stride=keys.stride(2) * width // 16,
+        value_block_stride=values.stride(0) * width // 16,
+        value_token_stride=values.stride(2) * width // 16,
         shift=block.bit_length() - 1,
         group=group,
         head_dim=size,
@@ -431,6 +437,10 @@ def _launch(
         shared=cut.shared,
         dependent=True,
     )
+    if keys.dtype == INT4:
+        rows, lanes = batch * heads, 1 << (size // 8 - 1).bit_length()
+        grid = -(-rows * lanes // _THREADS)
+        _HADAMARD[qkv.dtype](grid, _THREADS, x=out, rows=rows, size=size, lanes=lanes, dependent=True)
     return out
 
 
@@ -453,7 +463,7 @@ def _fake(
     stored: bool,
     inputs_ready: bool,
 ) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], heads, keys.shape[3])
+    return qkv.new_empty(qkv.shape[0], heads, head_size(keys))
 
 
 _decode_attention = operator(
@@ -467,6 +477,7 @@ _decode_attention = operator(
 
 for _dtype in HALVES:
     for _head_dim in _HEAD_DIMS:
-        for _code in (0, *CODES.values()):
+        for _code, _bits in _BITS.items():
             for _stored in (False, True):
-                _kernel(_dtype, _head_dim, _code, _stored)
+                if _bits != 4 or (_stored and _row(_head_dim, _bits) == _head_dim):
+                    _kernel(_dtype, _head_dim, _code, _stored)

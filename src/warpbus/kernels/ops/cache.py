@@ -1,5 +1,7 @@
 """The cache of keys and values in blocks of tokens, as the operators take it, and `gather_cache`, which reads it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.reference import cache as reference
+from warpbus.kernels.reference.cache import INT4
 
-CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in csrc/common/cache_codes.cuh; 0 is the dtype of qkv
+CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, INT4: 3}  # as in csrc/common/cache_codes.cuh; 0 is the dtype of qkv
 
 _BLOCKS = (16, 256)  # tokens: the smallest and the largest
 _KERNEL = per_dtype(
@@ -20,7 +23,15 @@ _KERNEL = per_dtype(
     "long long head_stride, long long token_stride, long long scale_block_stride, long long scale_head_stride, "
     "long long entry_stride, int tokens, int shift, int size, int code",
 )
+_ROTATED = per_dtype(
+    "step/gather_cache.cu",
+    "gather_rotated",
+    "const unsigned char* cache, const float* scales, const int* table, ELEMENT* out, long long block_stride, "
+    "long long head_stride, long long token_stride, long long scale_block_stride, long long scale_head_stride, "
+    "long long entry_stride, int tokens, int shift, int size",
+)
 _THREADS = 256
+_LARGEST_BLOCK = 1024  # of the Hadamard matrix: 32 lanes of 32 elements
 _VECTOR = 16  # bytes
 
 
@@ -28,16 +39,17 @@ def gather_cache(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: i
     """What is stored of the first `tokens` tokens of a sequence, one after another.
 
     Args:
-        cache: keys or values, `[blocks, kv_heads, B, d]` in `dtype`, int8 or float8_e4m3fn, B a power of two from 16 to
-            256; any strides, the last one 1.
-        scales: for int8 and float8_e4m3fn, float32 `[blocks, kv_heads, B]`, the last stride 1.
+        cache: keys or values, `[blocks, kv_heads, B, d]` in `dtype`, int8 or float8_e4m3fn, or `[blocks, kv_heads, B,
+            d / 2]` in `INT4`, B a power of two from 16 to 256; any strides, the last one 1.
+        scales: for int8, float8_e4m3fn and `INT4`, float32 `[blocks, kv_heads, B]`, the last stride 1.
         blocks: int32 or int64 `[n]`: the sequence's blocks in order; those past the last token are not read.
         tokens: up to n * B.
         dtype: of the result: float32, float16 or bfloat16.
 
     Returns:
-        `[tokens, kv_heads, d]`, contiguous; codes times their scales, rounded once. On a GPU before Ampere, or where
-        heads do not begin at multiples of 16 bytes, torch's operators do the work, and never wait for the GPU.
+        `[tokens, kv_heads, d]`, contiguous; codes times their scales, those of `INT4` rotated back, rounded once. On a
+        GPU before Ampere, or where heads do not begin at multiples of 16 bytes, torch's operators do the work, and
+        never wait for the GPU.
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
@@ -56,6 +68,11 @@ def gather_cache(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: i
     if not 0 <= tokens <= held:
         raise UsageError(f"{name}: tokens is {tokens}, and the blocks hold {held}: give 0 to {held}")
     return _gather_cache(cache, scales, blocks, tokens, dtype)
+
+
+def head_size(cache: Tensor) -> int:
+    """The dimensions of the vectors that a cache `[..., d]`, or `[..., d / 2]` in `INT4`, holds."""
+    return cache.shape[-1] * (2 if cache.dtype == INT4 else 1)
 
 
 def check_cache(
@@ -118,8 +135,8 @@ def check_stored(
         )
     if cache.dtype not in (dtype, *CODES) or cache.stride(-1) != 1:
         raise TensorError(
-            f"{operator}: {name} is {cache.dtype} with strides {cache.stride()}: give {dtype}, torch.int8 or "
-            "torch.float8_e4m3fn, with 1 as the last stride"
+            f"{operator}: {name} is {cache.dtype} with strides {cache.stride()}: give {dtype}, torch.int8, "
+            "torch.float8_e4m3fn or torch.uint8 (4-bit codes), with 1 as the last stride"
         )
     if (scales is None) != (cache.dtype not in CODES):
         wanted = "float32 [blocks, kv_heads, tokens of a block]" if scales is None else "None"
@@ -135,34 +152,37 @@ def check_stored(
 
 
 def _launch(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    _, kv_heads, block, size = cache.shape
+    (_, kv_heads, block, columns), size = cache.shape, head_size(cache)
     width = cache.element_size()
-    vectors = (cache.data_ptr(), size * width, *(stride * width for stride in cache.stride()[:3]))
-    if any(place % _VECTOR for place in vectors) or not runs_on(architecture(cache.device), "sm_80"):
+    vectors = (cache.data_ptr(), columns * width, *(stride * width for stride in cache.stride()[:3]))
+    too_large = cache.dtype == INT4 and size & -size > _LARGEST_BLOCK
+    if any(place % _VECTOR for place in vectors) or too_large or not runs_on(architecture(cache.device), "sm_80"):
         return reference.gather_cache(cache, scales, blocks, tokens, dtype)
     out = cache.new_empty(tokens, kv_heads, size, dtype=dtype)
     if out.numel() == 0:
         return out
     scale_block_stride, scale_head_stride = (0, 0) if scales is None else scales.stride()[:2]
-    _KERNEL[dtype](
-        (-(-tokens // block), kv_heads),
-        _THREADS,
-        cache=cache,
-        scales=scales,
-        table=blocks,
-        out=out,
-        block_stride=cache.stride(0) * width,
-        head_stride=cache.stride(1) * width,
-        token_stride=cache.stride(2) * width,
-        scale_block_stride=scale_block_stride,
-        scale_head_stride=scale_head_stride,
+    arguments: dict[str, Any] = {
+        "cache": cache,
+        "scales": scales,
+        "table": blocks,
+        "out": out,
+        "block_stride": cache.stride(0) * width,
+        "head_stride": cache.stride(1) * width,
+        "token_stride": cache.stride(2) * width,
+        "scale_block_stride": scale_block_stride,
+        "scale_head_stride": scale_head_stride,
         # The lower half of a 64-bit entry is the block's number.
-        entry_stride=blocks.stride(0) * (blocks.element_size() // 4),
-        tokens=tokens,
-        shift=block.bit_length() - 1,
-        size=size,
-        code=CODES.get(cache.dtype, 0),
-    )
+        "entry_stride": blocks.stride(0) * (blocks.element_size() // 4),
+        "tokens": tokens,
+        "shift": block.bit_length() - 1,
+        "size": size,
+    }
+    grid = -(-tokens // block), kv_heads
+    if cache.dtype == INT4:
+        _ROTATED[dtype](grid, _THREADS, **arguments)
+    else:
+        _KERNEL[dtype](grid, _THREADS, **arguments, code=CODES.get(cache.dtype, 0))
     return out
 
 
@@ -171,6 +191,6 @@ _gather_cache = operator(
     cuda=_launch,
     reference=reference.gather_cache,
     fake=lambda cache, scales, blocks, tokens, dtype: cache.new_empty(
-        tokens, cache.shape[1], cache.shape[3], dtype=dtype
+        tokens, cache.shape[1], head_size(cache), dtype=dtype
     ),
 )

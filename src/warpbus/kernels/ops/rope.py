@@ -8,8 +8,9 @@ from warpbus.cuda.kernel import runs_on
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, check_shape, per_dtype
-from warpbus.kernels.ops.cache import CODES, check_cache, check_indices
+from warpbus.kernels.ops.cache import CODES, check_cache, check_indices, head_size
 from warpbus.kernels.reference import rope as reference
+from warpbus.kernels.reference.cache import INT4
 
 _KERNEL = per_dtype(
     "step/rope_and_cache.cu",
@@ -54,10 +55,12 @@ def rope_and_cache(
         positions: int32 `[t]`: where each token stands in its sequence; rows of the table.
         slots: int64 `[t]`: where its key and value go: block * B + the place in the block. Of tokens with the same
             slot any one stays. Neither positions nor slots are checked, since it would take the GPU's answer.
-        keys, values: the cache, `[blocks, kv_heads, B, d]` in the dtype of `qkv`, int8 or float8_e4m3fn, B a power of
-            two from 16 to 256; any strides, the last one 1. Written in place.
-        key_scales, value_scales: for int8 and float8_e4m3fn, float32 `[blocks, kv_heads, B]`, the last stride 1:
-            written with the largest magnitude of each head's vector / 127 or / 448. A vector of zeros gets 0.
+        keys, values: the cache, `[blocks, kv_heads, B, d]` in the dtype of `qkv`, int8 or float8_e4m3fn, or `[blocks,
+            kv_heads, B, d / 2]` in `INT4`, B a power of two from 16 to 256; any strides, the last one 1. Written in
+            place.
+        key_scales, value_scales: for int8, float8_e4m3fn and `INT4`, float32 `[blocks, kv_heads, B]`, the last stride
+            1: written with the largest magnitude of each head's vector / 127, / 448, or, after the Hadamard rotation,
+            / 8. A vector of zeros gets 0.
         fixed_scales: for int8 and float8_e4m3fn, the positive scales of keys and of values, float32 `[kv_heads]` each,
             contiguous: written in place of those. What exceeds the largest code becomes it.
         heads: of the queries.
@@ -94,7 +97,7 @@ def _check(
     check_rank(name, 2, qkv=qkv)
     check_alike(name, qkv=qkv)
     check_cache(name, qkv, table, keys, values, key_scales, value_scales)
-    _, kv_heads, _, size = keys.shape
+    kv_heads, size = keys.shape[1], head_size(keys)
     tokens, width = qkv.shape
     if width != (heads + 2 * kv_heads) * size or heads < 1:
         raise TensorError(
@@ -106,7 +109,7 @@ def _check(
     check_indices(name, qkv.device, torch.int32, positions=positions)
     check_indices(name, qkv.device, torch.int64, slots=slots)
     if fixed_scales is not None:
-        if key_scales is None:
+        if key_scales is None or keys.dtype == INT4:
             raise TensorError(f"{name}: fixed_scales do not go with a cache of {keys.dtype}: give None")
         for of, fixed in zip(("fixed key scales", "fixed value scales"), fixed_scales, strict=True):
             check_shape(name, {of: (kv_heads,)}, "one for each KV head", **{of: fixed})
@@ -136,7 +139,7 @@ def _launch(
     heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    _, kv_heads, block, size = keys.shape
+    (_, kv_heads, block, _), size = keys.shape, head_size(keys)
     if size > _LARGEST_HEAD or not runs_on(architecture(qkv.device), "sm_80"):
         return reference.rope_and_cache(
             *(qkv, table, positions, slots, keys, values, key_scales, value_scales),
@@ -217,7 +220,7 @@ def _fake(
     heads: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    tokens, (_, kv_heads, _, size) = qkv.shape[0], keys.shape
+    tokens, kv_heads, size = qkv.shape[0], keys.shape[1], head_size(keys)
     return qkv.new_empty(tokens, heads, size), qkv.new_empty(tokens, kv_heads, size)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.kernels.reference.cache import gather, write
+from warpbus.kernels.reference.cache import INT4, gather, hadamard, write
 from warpbus.kernels.reference.rope import rotate
 
 
@@ -24,7 +24,7 @@ def decode_attention(
 ) -> Tensor:
     """Writes the new keys and values unless they are `stored`, and attends to all up to them. See `ops.attention`."""
     if len(qkv) == 0:
-        return qkv.new_empty(0, heads, keys.shape[3])
+        return qkv.new_empty(0, heads, qkv.shape[1] // (heads + 2 * keys.shape[1]))
     kv_heads, size = keys.shape[1], keys.shape[2]
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
     last = positions.long()[:, None]
@@ -39,8 +39,12 @@ def decode_attention(
     for past in (k, v):
         past[:, :, begin:].masked_fill_(hidden, 0.0)
     # The queries of a group stand where torch has the tokens of one sequence: keys and values are read once for all.
-    grouped = rotate(q, angles, interleaved).unflatten(1, (kv_heads, -1))
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)
+    queries = rotate(q, angles, interleaved)
+    if keys.dtype == INT4:  # keys and values stay in their rotated basis: fewer vectors are rotated
+        queries = hadamard(queries)
+    grouped = queries.unflatten(1, (kv_heads, -1))
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)
+    return hadamard(attended) if keys.dtype == INT4 else attended
 
 
 def visible(positions: Tensor, blocks: Tensor, size: int, limit: int) -> tuple[Tensor, Tensor, int]:

@@ -1,5 +1,6 @@
 // The shape of a block of decode.cu, by its macros, and its shared memory.
 #pragma once
+#include "common/cache_codes.cuh"
 #include "common/tile.cuh"
 
 #if CODE
@@ -10,6 +11,7 @@ using Cache = ELEMENT;
 using Unit = unsigned short;  // the unit of tiles of the cache
 
 constexpr bool kCoded = CODE != 0;
+constexpr bool kPacked = CODE == kInt4;  // two codes per byte, of rotated vectors
 constexpr bool kStored = STORED;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
@@ -17,10 +19,12 @@ constexpr int kTile = 16;  // queries per block
 constexpr int kResident = HEAD_DIM == 256 ? 2 : 3;  // blocks per multiprocessor, limited by registers: `_REGISTERS` in ops
 constexpr int kKeys = HEAD_DIM == 256 ? 32 : 64;  // per chunk
 constexpr int kWarpKeys = kKeys / kWarps;
-constexpr int kColumns = HEAD_DIM * sizeof(Cache) / 2;  // units per row of the cache
+constexpr int kBits = kPacked ? 4 : 8 * sizeof(Cache);  // of an element of the cache
+constexpr int kColumns = HEAD_DIM * kBits / 16;         // units per row of the cache
 constexpr int kPieces = kColumns / kChunk;              // 16-byte pieces per row of the cache
 constexpr int kTileUnits = kKeys * kColumns;
 constexpr int kBlockDims = kCoded ? 32 : 16;  // dimensions of values that one ldmatrix loads
+static_assert(!kPacked || (kStored && HEAD_DIM >= 128), "packed codes are written by rope_and_cache, and fill tiles");
 constexpr int kWarpDims = HEAD_DIM / kWarps < kBlockDims ? kBlockDims : HEAD_DIM / kWarps;
 constexpr unsigned int kAll = 0xffffffff;
 

@@ -1,7 +1,9 @@
 // The layout of keys and values in the cache, and how they become operands of mma.
 //
 // 16-bit elements are used directly. 8-bit codes have a float32 scale per token and head, which the kernel multiplies into
-// scores and weights, so that the codes themselves become 16-bit elements, exactly in either element type.
+// scores and weights, so that the codes themselves become 16-bit elements, exactly in either element type. So do 4-bit codes
+// minus 7.5, of vectors that were multiplied by the Hadamard matrix: queries are multiplied by it too, which leaves scores as
+// they are, and another kernel multiplies the output by it.
 #pragma once
 #include "common/cache_codes.cuh"
 #include "common/numeric.cuh"
@@ -32,16 +34,18 @@ __device__ __forceinline__ float exp2_flushed(float x) {
     return value;
 }
 
-// The type of two elements in 32 bits.
+// The type of two elements in 32 bits, and the bits of their mantissas.
 template <typename T>
 struct PairType;
 template <>
 struct PairType<__half> {
     using Type = __half2;
+    static constexpr int kMantissa = 10;
 };
 template <>
 struct PairType<__nv_bfloat16> {
     using Type = __nv_bfloat162;
+    static constexpr int kMantissa = 7;
 };
 template <typename T>
 using PairOf = typename PairType<T>::Type;
@@ -106,6 +110,21 @@ struct Dequantizer<__nv_bfloat16, Code, First, Second> {
 template <typename T, int Code, int First, int Second>
 __device__ __forceinline__ ptx::uint32 dequantize(ptx::uint32 codes) {
     return Dequantizer<T, Code, First, Second>::of(codes);
+}
+
+// The 4-bit codes number `index` (0 to 3) of the lower and of the upper half of a word, minus 7.5, as a pair of elements. Bits
+// of the mantissa of 64 (half) or 16 (bfloat16) become the code, so that a subtraction is exact.
+template <typename T>
+__device__ __forceinline__ ptx::uint32 dequantize_packed(ptx::uint32 codes, int index) {
+    constexpr bool kHalf = PairType<T>::kMantissa == 10;
+    constexpr int kPlace = kHalf ? 4 : 3;  // of the code in the mantissa
+    constexpr ptx::uint32 kMask = kHalf ? 0x00F000F0 : 0x00780078;
+    constexpr ptx::uint32 kBase = kHalf ? 0x54005400 : 0x41804180;       // 64, 16
+    constexpr ptx::uint32 kSubtrahend = kHalf ? 0x54785478 : 0x41BC41BC;  // 71.5, 23.5
+    const int right = 4 * index - kPlace;
+    const ptx::uint32 wide = ((right < 0 ? codes << -right : codes >> right) & kMask) | kBase;
+    using Pair = PairOf<T>;
+    return as_bits(__hsub2(as_pair<Pair>(wide), as_pair<Pair>(kSubtrahend)));
 }
 
 }  // namespace attention

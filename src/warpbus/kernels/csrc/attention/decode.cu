@@ -10,14 +10,14 @@
 //   positions  int [batch]
 //   block_table  int [batch, n], last stride 1: key p of a row is in block block_table[row, p >> shift] of the cache, at p
 //              modulo the block size; n blocks hold `limit` keys; entries beyond the row's position are not used
-//   keys, values  [blocks, kv_heads, 1 << shift, head_dim]: ELEMENT, or 8-bit codes; the last stride is 1, strides of blocks
+//   keys, values  [blocks, kv_heads, 1 << shift, head_dim]: ELEMENT, or codes of 8 or, two per byte, 4 bits; the last stride is 1, strides of blocks
 //              and tokens are in units of 16 bytes, that of heads in elements; shift is at least 4
 //   key_scales, value_scales  float [blocks, kv_heads, 1 << shift], last stride 1, for codes: the largest magnitude of a
-//              head's vector / 127 (int8) or / 448 (e4m3)
-//   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous
+//              head's vector / 127 (int8), / 448 (e4m3) or / 8 (int4)
+//   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous; for int4 in the basis of the cached vectors
 //   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts is 1
 //   counters   int [batch * gridDim.y], zero before and after the kernel
-//   head_dim is a multiple of 16 up to HEAD_DIM, rotary is even and at most head_dim.
+//   head_dim is a multiple of 16, for int4 of 32, up to HEAD_DIM, rotary is even and at most head_dim.
 //   The first `rotary` dimensions rotate: as pairs (2i, 2i+1) if `interleaved`, else (i, i + rotary / 2).
 //   stages     2 to 4
 //   chunks_per_unit, units_per_group   how the keys are divided, a function of `limit` alone: at most 64 units, 16 groups; a
@@ -33,8 +33,8 @@
 // Macros
 //   ELEMENT     __half or __nv_bfloat16
 //   HEAD_DIM    64, 128 or 256: the row length in shared memory
-//   CODE        CacheCode: whether the cache holds ELEMENT or 8-bit codes, and which
-//   STORED      1: the new keys and values are in the cache already; 0: the kernel stores them
+//   CODE        CacheCode: whether the cache holds ELEMENT or codes, and which
+//   STORED      1: the new keys and values are in the cache already, as int4 needs; 0: the kernel stores them
 //   STAGE_BYTES, OTHER_BYTES  shared memory that the host requests: per stage; for everything else
 //
 // Grid: (blocks for `parts`, kv_heads * tiles, batch); a tile has up to 16 of the queries of a KV head. 128 threads. Dynamic
@@ -187,6 +187,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         begin_projected();
     }
     queries.store(at.tile, angles, query_count, head_dim);
+    if constexpr (kPacked) {
+        __syncthreads();
+        rotate_queries(at.tile, head_dim);
+    }
     const bool has_new = !kStored && range.end == position + 1;
     if (has_new && warp < 2) {
         const int inside = row_blocks.inside(position);

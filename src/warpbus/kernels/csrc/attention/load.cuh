@@ -3,6 +3,7 @@
 #include "attention/block.cuh"
 #include "attention/cache.cuh"
 #include "attention/rope.cuh"
+#include "common/hadamard.cuh"
 
 // The keys or the values of one KV head.
 struct Source {
@@ -76,7 +77,7 @@ __device__ __forceinline__ void prefetch(const Source& source, const int* table,
     const int offset = Blocks::kSpan * static_cast<int>(threadIdx.x % 32);
     const int key = first + offset;
     const int block = __ldcg(table + (min(key, limit - 1) >> shift));  // does not wait for the position
-    const int bytes = head_dim * static_cast<int>(sizeof(Cache));
+    const int bytes = head_dim * kBits / 8;
     if (offset < count && key <= position && source.token_stride * 16 == bytes) {
         ptx::bulk_prefetch(source.at(block, key & ((1 << shift) - 1)), Blocks::kSpan * bytes);
     }
@@ -90,7 +91,7 @@ __device__ __forceinline__ void fetch(Unit* tile, const Source& source, const Bl
     constexpr int kRounds = kTileUnits / kChunk / kThreads;
     constexpr int kRows = kThreads / kPieces;  // per round
     const int piece = threadIdx.x % kPieces;
-    const int dim = piece * (16 / static_cast<int>(sizeof(Cache)));
+    const int dim = piece * (128 / kBits);
     const int row0 = threadIdx.x / kPieces;
     const int first = range.begin + chunk * kKeys;
     const auto to = [&](int row) { return ptx::shared_address(tile + chunk_offset<kColumns>(row, piece)); };
@@ -137,7 +138,7 @@ __device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, 
 // The position of the pair of dimensions from `dim` on in a row of queries. ldmatrix delivers codes of keys in groups of
 // four, so that a thread has four adjacent dimensions of each 16 instead of two and two; the queries follow that order.
 __device__ __forceinline__ int query_column(int dim) {
-    if constexpr (!kCoded) return dim;
+    if constexpr (!kCoded || kPacked) return dim;  // `rotate_queries` reorders those for packed codes
     const int within = dim % 16;
     return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
 }
@@ -176,6 +177,31 @@ struct Queries {
         }
     }
 };
+
+// For packed codes: multiplies the queries by the Hadamard matrix, and writes them in the order in which a thread has its
+// codes. It has eight adjacent dimensions of each 32; code j of the lower and of the upper half of its word are a pair.
+// Called between barriers.
+__device__ __forceinline__ void rotate_queries(QueryTile* tile, int head_dim) {
+    constexpr int kLanes = HEAD_DIM / kChunk;  // of a query
+    const int chunk = threadIdx.x % kLanes;
+    const int column = chunk / 4 * 32 + chunk % 4 * 2;
+#pragma unroll
+    for (int row = threadIdx.x / kLanes; row < kTile; row += kThreads / kLanes) {
+        const ELEMENT* from = tile->queries + chunk_offset<HEAD_DIM>(row, chunk);
+        const Vector16<ELEMENT> query = *reinterpret_cast<const Vector16<ELEMENT>*>(from);
+        float x[kChunk];
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) x[i] = to_float(query.element[i]);
+        hadamard::transform(x, hadamard::block_of(head_dim));
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < kChunk / 2; ++j) {
+            const int at = column + 8 * j;
+            ELEMENT* to = tile->queries + chunk_offset<HEAD_DIM>(row, at / kChunk) + at % kChunk;
+            *reinterpret_cast<unsigned int*>(to) = pack_pair<ELEMENT>(x[j], x[j + kChunk / 2]);
+        }
+    }
+}
 
 // The new token's key or value on its way to the cache; one warp has all of it. A value has rotary 0.
 struct NewToken {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_strip(ptx::uint32 (&fragment)[4], const Uni
 // step, because a product waits for the previous one in its accumulator.
 __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* queries, const Unit* keys,
                                               const Place& place) {
-    constexpr int kSteps = kCoded ? 4 : 2;  // steps of 16 dimensions per strip
+    constexpr int kSteps = 32 / kBits;  // steps of 16 dimensions per strip
     Scores sums[2] = {};
 #pragma unroll
     for (int strip = 0; strip < kPieces / 4; ++strip) {
@@ -31,7 +31,12 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* que
             load_block<HEAD_DIM, Second::below, false>(q, queries, 0, (strip * kSteps + step) * 16);
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
-                if constexpr (kCoded) {
+                if constexpr (kPacked) {
+                    const ptx::uint32 codes = k[j][step / 2];
+                    const ptx::uint32 low = attention::dequantize_packed<ELEMENT>(codes, step % 2 * 2);
+                    const ptx::uint32 high = attention::dequantize_packed<ELEMENT>(codes, step % 2 * 2 + 1);
+                    ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, low, high);
+                } else if constexpr (kCoded) {
                     const ptx::uint32 low = attention::dequantize<ELEMENT, CODE, 0, 1>(k[j][step]);
                     const ptx::uint32 high = attention::dequantize<ELEMENT, CODE, 2, 3>(k[j][step]);
                     ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, low, high);
@@ -78,6 +83,43 @@ __device__ __forceinline__ ptx::uint32 multiply_pairs(ptx::uint32 x, ptx::uint32
     return attention::as_bits(__hmul2(attention::as_pair<Pair>(x), attention::as_pair<Pair>(y)));
 }
 
+// The weights of 16 keys from `first` on, of all warps relative to one exponent.
+__device__ __forceinline__ void load_weights(ptx::uint32 (&p)[4], const ELEMENT* weights, const Factors& factors,
+                                             int first) {
+    load_block<kKeys, Second::below, false>(p, weights, 0, first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // i % 2: which query; i / 2: which eight keys
+        p[i] = multiply_pairs(p[i], factors[i % 2][(first + i / 2 * 8) / kWarpKeys]);
+    }
+}
+
+// As `multiply_values`, for packed codes: four accumulators have every fourth dimension of 32 each.
+__device__ __forceinline__ void multiply_packed_values(float (&sums)[kOutTiles][4], const ELEMENT* weights,
+                                                       const Factors& factors, const Unit* values, const Place& place) {
+#pragma unroll
+    for (int first = 0; first < kKeys; first += 32) {
+        ptx::uint32 p[2][4];
+        load_weights(p[0], weights, factors, first);
+        load_weights(p[1], weights, factors, first + 16);
+#pragma unroll
+        for (int block = 0; block < kWarpDims / kBlockDims; ++block) {
+            ptx::uint32 v[4];  // of eight keys each
+            const int chunk = place.quarter * (kWarpDims / kBlockDims) + block;
+            const Unit* from = values + chunk_offset<kColumns>(first + static_cast<int>(threadIdx.x % 32), chunk);
+            ptx::ldmatrix_x4_trans(v, ptx::shared_address(from));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const ptx::uint32 low = attention::dequantize_packed<ELEMENT>(v[2 * half], j);
+                    const ptx::uint32 high = attention::dequantize_packed<ELEMENT>(v[2 * half + 1], j);
+                    ptx::mma_m16n8k16<ELEMENT>(sums[4 * block + j], p[half], low, high);
+                }
+            }
+        }
+    }
+}
+
 // Adds the products of the chunk's weights with the warp's dimensions of the values. Codes are in pairs, so that their
 // accumulators have the even and the odd dimensions of each 16; see output_dim.
 __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], const ELEMENT* weights,
@@ -85,11 +127,7 @@ __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], con
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
         ptx::uint32 p[4];
-        load_block<kKeys, Second::below, false>(p, weights, 0, 16 * step);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // i % 2: which query; i / 2: which eight keys
-            p[i] = multiply_pairs(p[i], factors[i % 2][(16 * step + i / 2 * 8) / kWarpKeys]);
-        }
+        load_weights(p, weights, factors, 16 * step);
 #pragma unroll
         for (int block = 0; block < kWarpDims / kBlockDims; ++block) {
             ptx::uint32 v[4];
@@ -115,9 +153,16 @@ __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], con
 // Pair number `pair` (0 or 1) of a thread's dimensions in the 16 from 16 `half` of its warp's on: its first dimension in the
 // head, and its sums in row lane / 4 (`below` 0) or 8 below.
 __device__ __forceinline__ int output_dim(const Place& place, int half, int pair) {
+    if constexpr (kPacked) {
+        return place.quarter * kWarpDims + half / 2 * 32 + 8 * place.t + 4 * (half % 2) + 2 * pair;
+    }
     return place.quarter * kWarpDims + 16 * half + (kCoded ? 4 * place.t + 2 * pair : 8 * pair + 2 * place.t);
 }
 __device__ __forceinline__ float2 output_pair(const float (&sums)[kOutTiles][4], int half, int pair, int below) {
+    if constexpr (kPacked) {
+        const float(*four)[4] = sums + half / 2 * 4 + 2 * pair;
+        return make_float2(four[0][2 * below + half % 2], four[1][2 * below + half % 2]);
+    }
     const float* first = sums[2 * half];
     const float* second = sums[2 * half + 1];
     if constexpr (kCoded) return make_float2(first[2 * below + pair], second[2 * below + pair]);
@@ -264,7 +309,11 @@ struct Unfinished {
             }
         }
         if (place.quarter * kWarpDims < HEAD_DIM) {
-            multiply_values(sums.values, weighed.weights, factors, values, place);
+            if constexpr (kPacked) {
+                multiply_packed_values(sums.values, weighed.weights, factors, values, place);
+            } else {
+                multiply_values(sums.values, weighed.weights, factors, values, place);
+            }
         }
     }
 

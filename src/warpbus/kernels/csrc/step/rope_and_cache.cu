@@ -7,12 +7,14 @@
 //   positions, slots    int and long long [tokens]: a token's row of the table, and its place in the cache: the block
 //           times the block's size, and the place in the block
 //   q       [tokens, heads, size]; k [tokens, kv_heads, size]: rotated, contiguous
-//   keys, values    [blocks, kv_heads, 1 << shift, size], the last stride 1, the others any (in elements)
+//   keys, values    [blocks, kv_heads, 1 << shift, size], the last stride 1, the others any (in elements); size / 2 bytes
+//           for codes of 4 bits
 //   key_scales, value_scales    float [blocks, kv_heads, 1 << shift], the last stride 1; null unless `code` has scales
 // The first `rotary` dimensions of a head rotate, as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
-// `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3. The scale is the largest magnitude of the token's head vector / 127 or / 448;
+// `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3, 3 int4. The scale is the largest magnitude of the token's head vector / 127 or / 448;
 // the code is the vector over the scale, rounded to nearest even. A vector of zeros has scale 0 and codes 0, and one
-// with NaN the scale NaN.
+// with NaN the scale NaN. With 4 bits the vector is first multiplied by the Hadamard matrix, the scale is its largest
+// magnitude / 8, and its ratios are rounded down to the middle of an interval.
 //   fixed_key_scales, fixed_value_scales    float [kv_heads], positive, or null: the scales to take in place of those
 // Launch: one block a token. `lanes` (a power of two, at most 32) threads share a head, 8 elements each, and a block
 // takes kBlock / lanes heads at a time. `vectorised`: size and rotary / 2 are multiples of 8, all is aligned to 16
@@ -21,6 +23,7 @@
 // A thread has the same dimensions in all its heads, so it keeps its cosines and sines in registers. What its elements
 // are paired with is read a second time, from L1: the other half of the head has been asked for by the same warp.
 #include "common/cache_codes.cuh"
+#include "common/hadamard.cuh"
 #include "common/ptx.cuh"
 #include "step/chunk.cuh"
 
@@ -82,24 +85,37 @@ __device__ __forceinline__ Chunk<ELEMENT> partners(const ELEMENT* head, const Ch
 __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_row, int chunk, int size, int lanes,
                                             int code, bool vectorised, bool stores, const float* fixed,
                                             const Chunk<ELEMENT>& value) {
+    float x[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) x[i] = to_float(value.element[i]);
+    if (code == kInt4) hadamard::transform(x, hadamard::block_of(size));
     // Magnitudes are ordered as their bits are, and NaN stands above all.
     unsigned int largest = 0;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) largest = max(largest, __float_as_uint(fabsf(to_float(value.element[i]))));
+    for (int i = 0; i < kChunk; ++i) largest = max(largest, __float_as_uint(fabsf(x[i])));
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
         largest = max(largest, __shfl_xor_sync(0xffffffff, largest, offset));
     }
     if (!stores) return;
     const float scale = fixed == nullptr ? __uint_as_float(largest) / largest_code(code) : *fixed;
-    Codes codes = {};
-    if (scale != 0.0f) {
+    Codes codes;
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            const float x = to_float(value.element[i]) / scale;
-            codes.code[i] = static_cast<unsigned char>(to_code(x, code));
-        }
+    for (int i = 0; i < kChunk; ++i) {
+        codes.code[i] = static_cast<unsigned char>(to_code(scale == 0.0f ? 0.0f : x[i] / scale, code));
     }
-    if (vectorised) {
+    if (code == kInt4) {
+        alignas(4) unsigned char packed[kChunk / 2];
+#pragma unroll
+        for (int i = 0; i < kChunk / 2; ++i) packed[i] = codes.code[2 * i] | codes.code[2 * i + 1] << 4;
+        if (vectorised) {
+            reinterpret_cast<unsigned int*>(row)[chunk] = *reinterpret_cast<const unsigned int*>(packed);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kChunk / 2; ++i) {
+                if (kChunk * chunk + 2 * i < size) row[kChunk / 2 * chunk + i] = packed[i];
+            }
+        }
+    } else if (vectorised) {
         reinterpret_cast<Codes*>(row)[chunk] = codes;
     } else {
 #pragma unroll
