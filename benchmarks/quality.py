@@ -91,7 +91,7 @@ def made_by_peer(scheme: str, run: Run, work: Path, python: str) -> Path | None:
     if not output.exists():
         command = [python, str(Path(__file__).with_name("quality_peers.py"))]
         command += ["--peer", run.algorithm, "--scheme", scheme, "--samples", str(run.samples), "--output", str(output)]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             print(f"{run} failed at {scheme}, see above; the others go on without it", file=sys.stderr, flush=True)
             return None
     return output

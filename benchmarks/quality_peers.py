@@ -179,7 +179,9 @@ def gptqmodel(model: nn.Module, scheme: Scheme, calibration: Sequences) -> nn.Mo
     """GPTQModel, which quantizes the two halves of gate_up as two matrices."""
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with fewer, it fails when it is imported
     package = importlib.import_module("gptqmodel")
-    settings = package.QuantizeConfig(bits=scheme.bits, group_size=scheme.group_size, sym=scheme.symmetric)
+    settings = package.QuantizeConfig(
+        bits=scheme.bits, group_size=scheme.group_size, sym=scheme.symmetric, offload_to_disk=False
+    )
     wrapped = package.GPTQModel.load(str(model_path()), settings, device="cpu", dtype=torch.float32)
     texts = [{"input_ids": list(each), "attention_mask": [1] * len(each)} for each in calibration]
     wrapped.quantize(texts, batch_size=1)
