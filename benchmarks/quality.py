@@ -87,11 +87,12 @@ def made(scheme: str, run: Run, work: Path) -> Path:
 
 def made_by_peer(scheme: str, run: Run, work: Path, python: str) -> Path | None:
     """The values of another program's quantized weights, as a float32 checkpoint; None if it failed."""
-    output = place(scheme, run, work)
+    output = place(scheme, run, work.resolve())
     if not output.exists():
-        command = [python, str(Path(__file__).with_name("quality_peers.py"))]
+        command = [python, str(Path(__file__).resolve().with_name("quality_peers.py"))]
         command += ["--peer", run.algorithm, "--scheme", scheme, "--samples", str(run.samples), "--output", str(output)]
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        # In `work`, because some programs write logs to the directory where they run.
+        if subprocess.run(command, cwd=work, stdout=sys.stderr, check=False).returncode:
             print(f"{run} failed at {scheme}, see above; the others go on without it", file=sys.stderr, flush=True)
             return None
     return output

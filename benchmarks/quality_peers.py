@@ -180,7 +180,11 @@ def gptqmodel(model: nn.Module, scheme: Scheme, calibration: Sequences) -> nn.Mo
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # with fewer, it fails when it is imported
     package = importlib.import_module("gptqmodel")
     settings = package.QuantizeConfig(
-        bits=scheme.bits, group_size=scheme.group_size, sym=scheme.symmetric, offload_to_disk=False
+        bits=scheme.bits,
+        group_size=scheme.group_size,
+        sym=scheme.symmetric,
+        format="gptq_v2",  # whose zero points in memory are the true ones, not one less
+        offload_to_disk=False,
     )
     wrapped = package.GPTQModel.load(str(model_path()), settings, device="cpu", dtype=torch.float32)
     texts = [{"input_ids": list(each), "attention_mask": [1] * len(each)} for each in calibration]
