@@ -2,16 +2,24 @@
 
     python benchmarks/quality.py
     python benchmarks/quality.py --schemes w4a16-g128,w3a16-g128 --runs rtn,awq:128,gptq:128,gptq:1024 --work models
+    python benchmarks/quality.py --peers autoround:128,llmcompressor-gptq-mse:128,hqq --peer-python peers/bin/python
 
 A run is an algorithm and, after a colon, how many conversations it is calibrated on. All are made as `warpbus quantize`
-makes them and are scored together with the original on the same held-out poems. The records go to benchmarks/results,
-the table for docs/quantization.md to the terminal. With --work the models stay, and what is finished is not made again.
+makes them and are scored together with the original on the same held-out poems. The intervals hold 95 % of 2,000
+resamples of the poems, the same resamples for both models of a comparison. The records go to benchmarks/results, the
+tables for docs/quantization.md to the terminal. With --work the models stay, and what is finished is not made again.
+
+--peers has other programs quantize the same model on the same conversations (benchmarks/quality_peers.py). Each is
+compared with this package's run on the same number of conversations that has the least divergence; one that needs no
+conversations, with the best of all runs.
 """
 
 import argparse
 import platform
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +28,9 @@ import torch
 import warpbus
 from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
 from warpbus.demo import calibration_path, data_path, model_path
-from warpbus.evaluation import score
-from warpbus.evaluation.likelihood import Score
+from warpbus.errors import UsageError
+from warpbus.evaluation import Score, confidence, score
+from warpbus.evaluation.intervals import Interval
 from warpbus.formats import Checkpoint
 from warpbus.models import load_model
 from warpbus.models.documents import Document, read_documents
@@ -32,6 +41,12 @@ from warpbus.quantization import quantize
 LENGTH = 512
 SCHEMES = "w4a16-g128,w4a16-g128-asym,w3a16-g128,w3a16-g128-asym,w2a16-g64,w2a16-g64-asym"
 RUNS = "rtn,gptq:128,gptq:1024"
+HEADING = """\
+| scheme | algorithm | samples | perplexity | 95 % interval | KL | agrees |
+|---|---|---|---|---|---|---|"""
+BESIDE = """\
+| scheme | ours | peer | perplexity of ours, less the peer's: 95 % interval | KL of ours, less the peer's |
+|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -50,9 +65,13 @@ class Run:
         return f"{self.algorithm}:{self.samples}" if self.samples else self.algorithm
 
 
+def place(scheme: str, run: Run, work: Path) -> Path:
+    return work / f"{scheme}-{run.algorithm}-{run.samples}"
+
+
 def made(scheme: str, run: Run, work: Path) -> Path:
     """The quantized model."""
-    output = work / f"{scheme}-{run.algorithm}-{run.samples}"
+    output = place(scheme, run, work)
     if not output.exists():
         quantize(
             model_path(),
@@ -66,14 +85,46 @@ def made(scheme: str, run: Run, work: Path) -> Path:
     return output
 
 
-def scores(scheme: str, runs: Sequence[Run], documents: list[Document], work: Path) -> dict[str, Score]:
+def made_by_peer(scheme: str, run: Run, work: Path, python: str) -> Path | None:
+    """The values of another program's quantized weights, as a float32 checkpoint; None if it failed."""
+    output = place(scheme, run, work.resolve())
+    if not output.exists():
+        command = [python, str(Path(__file__).resolve().with_name("quality_peers.py"))]
+        command += ["--peer", run.algorithm, "--scheme", scheme, "--samples", str(run.samples), "--output", str(output)]
+        # In `work`, because some programs write logs to the directory where they run.
+        if subprocess.run(command, cwd=work, stdout=sys.stderr, check=False).returncode:
+            print(f"{run} failed at {scheme}, see above; the others go on without it", file=sys.stderr, flush=True)
+            return None
+    return output
+
+
+def scores(paths: Mapping[str, Path], documents: list[Document]) -> dict[str, Score]:
     """Those of the original and of each run."""
-    paths = {"original": model_path()} | {str(run): made(scheme, run, work) for run in runs}
-    models = {name: load_model(Checkpoint(path), device="cpu", dtype=torch.float32) for name, path in paths.items()}
+    models = {
+        name: load_model(Checkpoint(path), device="cpu", dtype=torch.float32)
+        for name, path in {"original": model_path(), **paths}.items()
+    }
     return score(models, documents)
 
 
-def record(scheme: str, run: Run, found: Score, original: Score, documents: int, command: str) -> Record:
+def best(runs: Sequence[Run], found: Mapping[str, Score], peer: Run) -> Run:
+    """This package's run that a peer is compared with: see above."""
+    same = [run for run in runs if run.samples == peer.samples and peer.samples] or list(runs)
+    return min(same, key=lambda run: found[str(run)].divergence)
+
+
+def record(
+    scheme: str, run: Run, found: Mapping[str, Score], peer: Peer, other: str, case: Mapping[str, float], command: str
+) -> Record:
+    """A run beside the original or a peer, which is called `other` among the scores."""
+    own, original = found[str(run)], found["original"]
+    sure, beside = confidence(own, original), confidence(own, found[other])
+    if sure is None or beside is None:
+        raise UsageError("intervals need several poems: give --documents 2 or more")
+    limits = interval("change", sure.change) | interval("kl", sure.divergence)
+    if other != "original":
+        limits |= {"peer_kl": found[other].divergence, "peer_agreement": found[other].agreement}
+        limits |= interval("change_beside_peer", beside.change) | interval("kl_beside_peer", beside.divergence)
     return Record(
         bench="quality",
         case={
@@ -81,22 +132,50 @@ def record(scheme: str, run: Run, found: Score, original: Score, documents: int,
             "scheme": scheme,
             "algorithm": run.algorithm,
             "samples": run.samples,
-            "documents": documents,
-            "kl": found.divergence,
-            "agreement": found.agreement,
+            **case,
+            "kl": own.divergence,
+            "agreement": own.agreement,
+            **limits,
         },
         metric="perplexity",
         unit="perplexity",
-        ours=found.perplexity,
-        peer=Peer("the original", f"warpbus {warpbus.__version__}", original.perplexity),
-        ratio=ratio("perplexity", found.perplexity, original.perplexity),
+        ours=own.perplexity,
+        peer=peer,
+        ratio=ratio("perplexity", own.perplexity, peer.value),
         floor=None,
-        samples={"ours": [found.perplexity], "peer": [original.perplexity]},
+        samples={"ours": [own.perplexity], "peer": [peer.value]},
         device="cpu",
         versions={"warpbus": warpbus.__version__, "python": platform.python_version(), "torch": torch.__version__},
         date=now(),
         command=command,
     )
+
+
+def interval(name: str, limits: Interval) -> dict[str, float]:
+    """The limits of a 95 % interval, as parameters of a case."""
+    return {f"{name}_low": limits[0], f"{name}_high": limits[1]}
+
+
+def row(scheme: str, run: Run, found: Mapping[str, Score]) -> str:
+    """A line of the first table."""
+    own, original = found[str(run)], found["original"]
+    sure = confidence(own, original)
+    assert sure is not None
+    half = (sure.divergence[1] - sure.divergence[0]) / 2
+    return (
+        f"| {scheme} | {run.algorithm} | {run.samples or ''} | {own.perplexity:.2f} "
+        f"({own.perplexity / original.perplexity - 1:+.2%}) | {sure.change[0]:+.2%} to {sure.change[1]:+.2%} "
+        f"| {own.divergence:.4f} ± {half:.4f} | {own.agreement:.1%} |"
+    )
+
+
+def comparison(scheme: str, peer: Run, run: Run, found: Mapping[str, Score]) -> str:
+    """A line of the second table."""
+    sure = confidence(found[str(run)], found[str(peer)])
+    assert sure is not None
+    lower, upper = (f"{limit:+.2%}" for limit in sure.change)
+    least, most = (f"{limit:+.4f}" for limit in sure.divergence)
+    return f"| {scheme} | {run} | {peer} | {lower} to {upper} | {least} to {most} |"
 
 
 def held_out(count: int) -> list[Document]:
@@ -110,30 +189,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", default=SCHEMES, help="separated by commas")
     parser.add_argument("--runs", default=RUNS, help="separated by commas")
-    parser.add_argument("--documents", type=int, default=200, help="held-out poems")
+    parser.add_argument("--peers", default="", help="runs of other programs, separated by commas")
+    parser.add_argument("--peer-python", default=sys.executable, help="the Python that has the other programs")
+    parser.add_argument("--documents", type=int, default=500, help="held-out poems")
     parser.add_argument("--work", type=Path, help="a directory for the models, which stay there")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
     runs = [Run.parse(text) for text in options.runs.split(",")]
+    peers = [Run.parse(text) for text in options.peers.split(",") if text]
     documents, records = held_out(options.documents), []
-    # Without the directory of the models, which is one of this machine.
+    # Without the directories of the models and of the Python, which are those of one machine.
     command = f"python benchmarks/quality.py --schemes {options.schemes} --runs {options.runs}"
+    command += f" --peers {options.peers}" if peers else ""
     command += f" --documents {options.documents}"
-    print("| scheme | algorithm | samples | perplexity | KL | agrees |\n|---|---|---|---|---|---|", flush=True)
+    lines = []
     with tempfile.TemporaryDirectory() as directory:
+        work = options.work or Path(directory)
         for scheme in options.schemes.split(","):
-            found = scores(scheme, runs, documents, options.work or Path(directory))
-            original = found["original"]
+            paths = {str(run): made(scheme, run, work) for run in runs}
+            by_peers = {peer: made_by_peer(scheme, peer, work, options.peer_python) for peer in peers}
+            paths |= {str(peer): path for peer, path in by_peers.items() if path is not None}
+            finished = [peer for peer in peers if str(peer) in paths]
+            found = scores(paths, documents)
+            print(f"\n{HEADING}", *(row(scheme, run, found) for run in runs + finished), sep="\n", flush=True)
+            case = {"documents": len(documents)}
+            original = Peer("the original", f"warpbus {warpbus.__version__}", found["original"].perplexity)
             for run in runs:
-                own = found[str(run)]
-                change = own.perplexity / original.perplexity - 1
-                print(
-                    f"| {scheme} | {run.algorithm} | {run.samples or ''} | {own.perplexity:.2f} ({change:+.2%}) "
-                    f"| {own.divergence:.4f} | {own.agreement:.1%} |",
-                    flush=True,
+                records.append(record(scheme, run, found, original, "original", case, command))
+            for peer in finished:
+                made_with = (paths[str(peer)] / "made_by.txt").read_text(encoding="utf-8")
+                run = best(runs, found, peer)
+                value = Peer(peer.algorithm, made_with, found[str(peer)].perplexity)
+                records.append(
+                    record(scheme, run, found, value, str(peer), case | {"peer_samples": peer.samples}, command)
                 )
-                records.append(record(scheme, run, own, original, len(documents), command))
-    print(write(records, options.output))
+                lines.append(comparison(scheme, peer, run, found))
+            print(write(records, options.output))
+    if lines:
+        print(f"\n{BESIDE}", *lines, sep="\n")
 
 
 if __name__ == "__main__":
