@@ -2,7 +2,7 @@
 
     python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python
     python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python --part http --clients 64,256
-    python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python --fp8-activations
+    python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python --activations 16,fp8
 
 MODEL is a checkpoint that both load, such as what `warpbus quantize` writes in the format compressed-tensors; its
 weights may be random. `--vllm` is a Python that has vLLM. The engines run one after the other, each in a process of its
@@ -38,6 +38,7 @@ WORKER = Path(__file__).with_name("beside_vllm_worker.py")
 VLLM = ("-m", "vllm.entrypoints.cli.main")
 NAME = "model"  # of the model in both servers
 STARTING = 600.0  # seconds that a server may take
+FLAGS = {"16": (), "fp8": ("--fp8-activations",)}  # of our engine, by the activations of prompts
 METRICS = {  # of `vllm bench serve`: what it is, metric, unit
     "output_throughput": ("output", "speed", "tokens/s"),
     "mean_ttft_ms": ("first token, mean", "latency", "ms"),
@@ -52,6 +53,7 @@ class Measured:
     """One case of both: a record without what all records share."""
 
     case: Mapping[str, Parameter]
+    activations: str  # of our prompts: 16 or fp8
     metric: str
     unit: str
     ours: list[float]
@@ -170,11 +172,12 @@ def engines(options: argparse.Namespace) -> Iterator[Measured]:
     asked = [str(options.model), "--requests", ",".join(map(str, options.clients)), "--context", str(options.context)]
     asked += ["--prompt", str(options.prompt), "--answer", str(options.answer)]
     version, theirs = run_engine([options.vllm, str(WORKER), "vllm", *asked])
-    fp8 = ["--fp8-activations"] * options.fp8_activations
-    _, ours = run_engine([sys.executable, str(WORKER), "warpbus", *asked, *fp8])
-    for load, samples in ours.items():
-        metric, unit = ("latency", "ms") if load == "first token" else ("speed", "tokens/s")
-        yield Measured({"level": "engine", "load": load}, metric, unit, samples, theirs[load], version)
+    for activations in options.activations:
+        _, ours = run_engine([sys.executable, str(WORKER), "warpbus", *asked, *FLAGS[activations]])
+        for load, samples in ours.items():
+            metric, unit = ("latency", "ms") if load == "first token" else ("speed", "tokens/s")
+            case: dict[str, Parameter] = {"level": "engine", "load": load}
+            yield Measured(case, activations, metric, unit, samples, theirs[load], version)
 
 
 def servers(options: argparse.Namespace) -> Iterator[Measured]:
@@ -187,15 +190,22 @@ def servers(options: argparse.Namespace) -> Iterator[Measured]:
     command = [options.vllm, *VLLM, "serve", *shared, "--no-enable-prefix-caching"]
     theirs = measure_server([*command, "--gpu-memory-utilization", "0.85"], port, options)
     command = [sys.executable, "-m", "warpbus", "serve", *shared, "--no-prefix-caching"]
-    ours = measure_server([*command, *["--fp8-activations"] * options.fp8_activations], port, options)
-    for (clients, key), samples in ours.items():
-        of, metric, unit = METRICS[key]
-        case: dict[str, Parameter] = {"level": "http", "clients": clients, "of": of}
-        yield Measured(case, metric, unit, samples, theirs[clients, key], version[-1])
+    for activations in options.activations:
+        ours = measure_server([*command, *FLAGS[activations]], port, options)
+        for (clients, key), samples in ours.items():
+            of, metric, unit = METRICS[key]
+            case: dict[str, Parameter] = {"level": "http", "clients": clients, "of": of}
+            yield Measured(case, activations, metric, unit, samples, theirs[clients, key], version[-1])
 
 
 def numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
+
+
+def kinds(text: str) -> list[str]:
+    if not set(text.split(",")) <= set(FLAGS):
+        raise argparse.ArgumentTypeError(f"{text}: expected {' or '.join(FLAGS)}")
+    return text.split(",")
 
 
 def main() -> None:
@@ -208,7 +218,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer; 128 by default")
     parser.add_argument("--context", type=int, default=8192, help="8192 by default")
     parser.add_argument("--rounds", type=int, default=2, help="over HTTP; 2 by default")
-    parser.add_argument("--fp8-activations", action="store_true", help="ours rounds activations of prompts to FP8")
+    parser.add_argument(
+        "--activations", type=kinds, default=["16"], help="of our prompts: 16 (bits; the default), fp8, or 16,fp8"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
 
@@ -222,7 +234,7 @@ def main() -> None:
                 bench="vllm",
                 case={
                     "model": options.model.name,
-                    "fp8_activations": options.fp8_activations,
+                    "fp8_activations": found.activations == "fp8",
                     "prompt": options.prompt,
                     "generated": options.answer,
                     **found.case,
@@ -240,7 +252,7 @@ def main() -> None:
                 command=shlex.join(["python", "benchmarks/beside_vllm.py", *words]),
             )
             records.append(record)
-            what = ", ".join(map(str, found.case.values()))
+            what = ", ".join([*map(str, found.case.values()), f"activations {found.activations}"])
             print(f"{what}: {ours:,.1f} {found.unit}, vLLM {theirs:,.1f}: {record.ratio:.2f} times as good", flush=True)
     print(write(records, options.output))
 

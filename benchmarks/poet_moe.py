@@ -92,6 +92,7 @@ def quantized(model: Path, directory: Path, scheme: str, algorithm: str, samples
         device=device,
     )
     seconds = time.perf_counter() - started
+    print(f"{output.name}: quantized in {seconds:.0f} s", flush=True)
     runs = [Run(scheme, algorithm, samples, output, sparse_share(report), seconds)]
     if runs[0].sparse and not METHODS[algorithm].folds:  # else other experts' norms would not fit
         only = directory / f"{output.name}-reached"

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name, normal
 from warpbus.bench.ceilings import copy_bandwidth
-from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
 from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.attention import decode_attention

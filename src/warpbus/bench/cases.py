@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 import warpbus
@@ -339,3 +340,14 @@ def distribution(*names: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def normal(rows: int, columns: int, device: torch.device, dtype: torch.dtype, std: float = 1.0) -> Tensor:
+    """A matrix of normal numbers. Activations have a deviation of 1, a weight with `in` columns one of in**-0.5, so
+    that products are about normal again."""
+    return torch.randn(rows, columns, device=device, dtype=dtype).mul_(std)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As flags and records have it."""
+    return str(dtype).removeprefix("torch.")

@@ -9,9 +9,8 @@ import torch
 import warpbus
 from warpbus.bench import decoders
 from warpbus.bench.breakdown import breakdown, described, launches
-from warpbus.bench.cases import Benchmark, Plot, Result, Run, Task, distribution
+from warpbus.bench.cases import Benchmark, Plot, Result, Run, Task, distribution, dtype_name
 from warpbus.bench.ceilings import copy_bandwidth
-from warpbus.bench.data import dtype_name
 from warpbus.bench.decoders import Generate, random_prompt
 from warpbus.bench.footprint import measure_memory
 from warpbus.engine.engine import Engine, request

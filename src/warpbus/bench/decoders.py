@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
+from warpbus.bench.plain import Int4Linear, PlainDecoder
 from warpbus.cuda.capture import Graph, GraphMemory, capture
-from warpbus.cuda.streams import running_on
+from warpbus.cuda.devices import running_on
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
 from warpbus.models import Decoder, ModelConfig
@@ -49,12 +49,12 @@ class Plain:
     all that a step uses is kept here, for as long as the graph.
     """
 
-    def __init__(self, config: ModelConfig, length: int, device: torch.device, linear: Linear = Int4Linear) -> None:
+    def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         _check_peer(config, "the plain decoder")
         # Else functions compiled before this count towards torch's limit.
         torch.compiler.reset()
         with torch.device(device), torch.no_grad():
-            model = PlainDecoder(config, length, linear)
+            model = PlainDecoder(config, length, Int4Linear)
             if device.type == "cuda":
                 model = model.to(torch.bfloat16)
             self._token, self._position = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)

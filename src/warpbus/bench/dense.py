@@ -15,10 +15,11 @@ from warpbus.bench.cases import (
     Run,
     cublas_rival,
     cublas_vector_rival,
+    dtype_name,
+    normal,
     torch_rival,
 )
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
-from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call
 from warpbus.kernels.ops.gemm import VARIANTS, gemm, linear

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name, normal
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
-from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.quantized import Shelf, random_weight
 from warpbus.bench.records import Parameter
 from warpbus.kernels.ops.moe_mlp import moe_mlp

@@ -7,9 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cpu_rival, cublas_rival, cublas_vector_rival
+from warpbus.bench.cases import (
+    Benchmark,
+    Case,
+    PeerContender,
+    Plot,
+    Run,
+    cpu_rival,
+    cublas_rival,
+    cublas_vector_rival,
+    dtype_name,
+    normal,
+)
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
-from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.findings import gpu_against_cpu, rungs
 from warpbus.bench.timing import Inputs, Timing, measure
 from warpbus.cuda.jit import architecture

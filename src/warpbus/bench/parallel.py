@@ -7,9 +7,8 @@ from functools import partial
 import torch
 
 import warpbus
-from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
+from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, dtype_name
 from warpbus.bench.ceilings import copy_bandwidth
-from warpbus.bench.data import dtype_name
 from warpbus.bench.decode import step_bytes
 from warpbus.bench.decoders import decode_once
 from warpbus.bench.findings import scaling

@@ -299,7 +299,7 @@ class _PoolMeasurements:
         )
 
     def links(self) -> list[Result]:
-        """The same over links as slow as networks."""
+        """What the other parts measure, over links as slow as networks."""
         reason = why_no_links()
         if reason is not None:
             self.run.note(f"links were left out: {reason}")

@@ -122,7 +122,7 @@ Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], 
 
 
 class RecordedTraining(Training):
-    """The same, whose steps are recorded after the first ones: since then each is one launch, or one message."""
+    """Training whose steps are recorded after the first ones: from then on each step is one launch, or one message."""
 
     _STEPS_BEFORE = 3  # in which libraries load, and AdamW makes its moments
 

@@ -11,9 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import warpbus
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cublas_rival, distribution
+from warpbus.bench.cases import (
+    Benchmark,
+    Case,
+    PeerContender,
+    Plot,
+    Run,
+    cublas_rival,
+    distribution,
+    dtype_name,
+    normal,
+)
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
-from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.dense import LAYERS
 from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
 from warpbus.bench.records import Parameter

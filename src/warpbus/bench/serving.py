@@ -13,8 +13,7 @@ import torch
 
 import warpbus
 from warpbus.bench import serving_http
-from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution
-from warpbus.bench.data import dtype_name
+from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution, dtype_name
 from warpbus.bench.options import ServingBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import drive

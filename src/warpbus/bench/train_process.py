@@ -169,7 +169,7 @@ def _round(model: Decoder, scheme: Scheme, device: torch.device, dtype: torch.dt
 
 
 def _plain(task: TrainBenchTask, device: torch.device) -> PlainModel:
-    """The same weights as ours has."""
+    """The model of the peer, with the weights that ours has."""
     settings = task.settings
     source = random_model(task.config, None, device, _weights_dtype(settings))
     with torch.device("meta"):

@@ -30,6 +30,9 @@ from warpbus.train.options import TrainingOptions
     weight_decay=FieldOption("of matrices; biases and norms have none (0.1; adapters: 0)", default=None),
     clip=FieldOption("maximum gradient norm", least=0.0),
     balance_speed=FieldOption("full, experts: what correction biases change by per step", least=0.0),
+    mtp_weight=FieldOption(
+        "full: weight of the loss of multi-token prediction; 0: that layer is not trained", least=0.0
+    ),
     rank="lora: rank",
     alpha=FieldOption("lora: scaling times rank", least=0.0),
     dropout="lora: dropout rate of its inputs",

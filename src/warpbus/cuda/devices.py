@@ -1,7 +1,9 @@
-"""What the flags `--device` and `--dtype` mean, and the context that the driver wants of each thread."""
+"""What the flags `--device` and `--dtype` mean, and the context and the stream in which a thread launches."""
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -128,3 +130,15 @@ def enter_context() -> None:
     if not getattr(_in_thread, "has_context", False):
         torch.cuda.set_device(torch.cuda.current_device())
         _in_thread.has_context = True
+
+
+@contextmanager
+def running_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let this thread's torch launch on a stream, behind what it launched before, and ahead of what comes then."""
+    before = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)

@@ -1,19 +1,20 @@
-"""The energy that GPUs take, as their own sensors tell it through NVML, the library that manages NVIDIA's driver.
+"""The energy that GPUs take, as their own sensors tell it through NVML (`Inventory`).
 
 Volta and later count the energy of the whole board since the driver was loaded; older GPUs tell their power alone,
 which is then sampled. What other programs do on a GPU meanwhile is counted too, what the rest of the machine takes is
 not. See "NVML API Reference Guide", nvmlDeviceGetTotalEnergyConsumption and nvmlDeviceGetPowerUsage.
 """
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
-_LIBRARY = "libnvidia-ml.so.1"
+from warpbus.cuda.inventory import Inventory
+from warpbus.errors import DeviceError
+
 _INTERVAL = 0.05  # seconds between two samples of the power; NVML averages it over more
 
 
@@ -25,37 +26,6 @@ class Sensors(Protocol):
 
     def power(self, uuid: str) -> float | None:
         """Watts now; `None` where the GPU does not say."""
-
-
-class Nvml:
-    """The sensors of this machine's GPUs, through the library that comes with the driver.
-
-    Args:
-        library: that library, loaded.
-
-    Raises:
-        OSError: if the machine has no NVML, or it does not start.
-    """
-
-    def __init__(self, library: Any = None) -> None:
-        self._library = ctypes.CDLL(_LIBRARY) if library is None else library
-        if self._library.nvmlInit_v2():
-            raise OSError(f"{_LIBRARY}: does not start")
-
-    def energy(self, uuid: str) -> float | None:
-        """See `Sensors`; the library counts millijoules."""
-        return self._read(self._library.nvmlDeviceGetTotalEnergyConsumption, uuid, ctypes.c_ulonglong())
-
-    def power(self, uuid: str) -> float | None:
-        """See `Sensors`; the library tells milliwatts."""
-        return self._read(self._library.nvmlDeviceGetPowerUsage, uuid, ctypes.c_uint())
-
-    def _read(self, function: Callable[..., int], uuid: str, value: ctypes.c_ulonglong | ctypes.c_uint) -> float | None:
-        """A thousandth of what a function of the library says; `None` if it fails, as for what a GPU cannot do."""
-        device = ctypes.c_void_p()
-        if self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
-            return None
-        return None if function(device, ctypes.byref(value)) else value.value / 1000
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -137,6 +107,6 @@ class EnergyMeter:
 
 def _this_machine() -> Sensors | None:
     try:
-        return Nvml()
-    except OSError:
+        return Inventory()
+    except DeviceError:
         return None

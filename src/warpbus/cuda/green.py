@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from warpbus.cuda import driver
-from warpbus.cuda.streams import running_on
+from warpbus.cuda.devices import running_on
 from warpbus.errors import DeviceError, UsageError
 
 _SM = 1  # CUdevResourceType

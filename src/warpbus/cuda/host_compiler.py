@@ -7,7 +7,6 @@ aside and renamed), and one process compiles while others that want the same wai
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import subprocess
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.cuda.cpu import INSTALL, cpu_instructions, find_compiler
-from warpbus.cuda.jit import alone, cache_directory, closure
+from warpbus.cuda.jit import alone, cache_directory, source_key
 from warpbus.errors import DeviceError
 
 # No contraction of products and sums on the compiler's own account: the same bits from every compiler.
@@ -111,13 +110,7 @@ def _is_ours(entry: Path) -> bool:
 
 
 def _key(source: Path, root: Path, variant: CpuVariant, compiler: tuple[str, ...]) -> str:
-    deciding = compiler, _version(compiler), _FLAGS, variant.flags, platform.machine()
-    digest = hashlib.sha256("".join(f"{each}\n" for each in deciding).encode())
-    for path in closure(source, root):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(root)} {len(text)}\n".encode())
-        digest.update(text)
-    return digest.hexdigest()[:40]
+    return source_key(source, root, compiler, _version(compiler), _FLAGS, variant.flags, platform.machine())
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The GPUs that are installed in this machine, and the processes on them, as NVML tells.
+"""The GPUs that are installed in this machine, their processes and their energy, as NVML tells.
 
 NVML, the library that manages NVIDIA's driver, sees all GPUs whatever CUDA_VISIBLE_DEVICES says, makes no CUDA context,
 and numbers them as nvidia-smi does. Source: "NVML API Reference Guide", device queries.
@@ -117,6 +117,21 @@ class Inventory:
         devices = self._device(first.index), self._device(second.index)
         not_told = self._library.nvmlDeviceGetP2PStatus(*devices, ctypes.c_int(_NVLINK), ctypes.byref(status))
         return not not_told and status.value == 0
+
+    def energy(self, uuid: str) -> float | None:
+        """Joules that a GPU took since the driver was loaded; None where it does not count them."""
+        return self._thousandth("nvmlDeviceGetTotalEnergyConsumption", uuid, ctypes.c_ulonglong())  # millijoules
+
+    def power(self, uuid: str) -> float | None:
+        """Watts that a GPU takes now; None where it does not say."""
+        return self._thousandth("nvmlDeviceGetPowerUsage", uuid, ctypes.c_uint())  # milliwatts
+
+    def _thousandth(self, name: str, uuid: str, value: ctypes.c_ulonglong | ctypes.c_uint) -> float | None:
+        """A thousandth of what a function tells of a GPU; None if it fails, as for what a GPU cannot do."""
+        device = ctypes.c_void_p()
+        if self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
+            return None
+        return None if getattr(self._library, name)(device, ctypes.byref(value)) else value.value / 1000
 
     def _running(self, name: str, device: ctypes.c_void_p) -> list[_ProcessInfo]:
         room = 64

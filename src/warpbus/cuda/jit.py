@@ -171,7 +171,11 @@ def _header_version() -> str:
 
 
 def _key(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> str:
-    deciding = _FORMAT, compiler_version(), arch, macros, json.dumps(_OPTIONS, sort_keys=True)
+    return source_key(source, root, _FORMAT, compiler_version(), arch, macros, json.dumps(_OPTIONS, sort_keys=True))
+
+
+def source_key(source: Path, root: Path, *deciding: object) -> str:
+    """The name of a cache entry: a hash of a source with all files it includes, and of what else decides about it."""
     digest = hashlib.sha256("".join(f"{each}\n" for each in deciding).encode())
     for path in closure(source, root):
         text = path.read_bytes()

@@ -66,6 +66,8 @@ def gpu_limits(index: int) -> GpuLimits:
         DeviceError: there is no driver, or it knows no such GPU.
     """
 
+    driver.check(driver.library().cuInit(0), "starting CUDA")
+
     def get(which: int) -> int:
         return driver.attribute(which, index)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.cards import CARDS, Card
-from warpbus.cuda.pinned import pinned_bytes
+from warpbus.cuda.staging import pinned_bytes
 
 _GPU_SIZE, _CPU_SIZE = 4096, 512  # rows and columns: as fast as larger ones, and done within a millisecond or a few
 _ROUNDS = 5

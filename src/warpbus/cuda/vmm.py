@@ -18,7 +18,7 @@ from torch import Tensor
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.dlpack import bytes_at
 from warpbus.cuda.remote import remote_backend
-from warpbus.cuda.virtual_memory import VirtualMemory
+from warpbus.cuda.vmm_driver import VirtualMemory
 from warpbus.errors import DeviceError, UsageError
 
 PIECE = 64 * 2**20
@@ -60,7 +60,7 @@ class AddressSpace(Protocol):
 
 
 class VirtualMemoryDriver(Protocol):
-    """The interface of `warpbus.cuda.virtual_memory.VirtualMemory` that `DeviceSpace` uses."""
+    """The interface of `warpbus.cuda.vmm_driver.VirtualMemory` that `DeviceSpace` uses."""
 
     granularity: int
 

@@ -171,6 +171,7 @@ _SHAPES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 128,
         "n_routed_experts": 16,
         "num_hidden_layers": 9,
+        "num_nextn_predict_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 128,

@@ -24,14 +24,12 @@ class TreeSum:
 
     Args:
         group: the processes; each makes its own `TreeSum` and calls `total`.
-        shape: of each tensor and of the sum.
-        dtype: of each tensor and of the sum.
+        shape: of each tensor and of the sum, which are float32.
     """
 
-    def __init__(self, group: Group, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, group: Group, shape: tuple[int, ...]) -> None:
         self._group = group
         self._shape = shape
-        self._dtype = dtype
         self._nodes: dict[range, Tensor] = {}
         self._next = group.shares().start
 
@@ -45,9 +43,9 @@ class TreeSum:
             raise ValueError(f"share {share}: the next of this process is one of {self._next} to {own.stop - 1}")
         if tensor is None:
             return
-        if tuple(tensor.shape) != self._shape or tensor.dtype != self._dtype or not tensor.is_contiguous():
+        if tuple(tensor.shape) != self._shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             raise ValueError(
-                f"share {share}: {tensor.dtype} {tuple(tensor.shape)}: expected {self._dtype} {self._shape}, contiguous"
+                f"share {share}: {tensor.dtype} {tuple(tensor.shape)}: expected torch.float32 {self._shape}, contiguous"
             )
         self._next = share + 1
         self._nodes[range(share, share + 1)] = tensor
@@ -71,7 +69,7 @@ class TreeSum:
 
     def _nothing(self) -> Tensor:
         # x + -0.0 has the bits of x, even for x = -0.0: as if the share did not exist.
-        return torch.full(self._shape, -0.0, dtype=self._dtype, device=self._group.device)
+        return torch.full(self._shape, -0.0, device=self._group.device)
 
     def _add_slices(self, mine: list[Tensor]) -> Tensor:
         """Finish the tree: each process sums its slice of the elements over all subtrees, then all slices are exchanged.

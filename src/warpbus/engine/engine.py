@@ -11,9 +11,7 @@ the waiting prompts. Knows nothing of files or HTTP. A benchmark decodes token i
             ...
 """
 
-import time
-from collections import abc, deque
-from dataclasses import dataclass
+from collections import abc
 from functools import partial
 
 import torch
@@ -23,51 +21,33 @@ from warpbus.engine.adapters import BlockSalts, adapt, check_adapter, lora_numbe
 from warpbus.engine.cache_memory import CacheMemory
 from warpbus.engine.disk_cache import DiskSpace
 from warpbus.engine.drafting import Drafting
-from warpbus.engine.kv_cache import KVCache, has_decode_kernels
-from warpbus.engine.logits import LogitsRow
+from warpbus.engine.kv_cache import has_decode_kernels
 from warpbus.engine.logprobs import check_prompt_logprobs
 from warpbus.engine.mtp import check_mtp
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
-from warpbus.engine.runner import LaunchedStep, Runner
+from warpbus.engine.runner import Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Scheduler, StepBudget
-from warpbus.engine.sequence import NoText, RunnerState, SchedulerState, Sequence, TextPiece, unsplit_tokens
+from warpbus.engine.sequence import NoText, SchedulerState, Sequence, TextPiece, unsplit_tokens
 from warpbus.engine.speculation import Speculation
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
-from warpbus.errors import ContextLengthError, UnavailableError, UsageError
+from warpbus.engine.step_pipeline import ModelInstance, StepPipeline
+from warpbus.errors import ContextLengthError, UsageError
 from warpbus.models import Decoder, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
 BATCHED_TOKENS = 4096
-"""The default token budget of a step."""
+"""The default token budget of a step of a dense model."""
 
 EXPERTS_BATCHED_TOKENS = 8192
-"""The same for a mixture of experts, where an expert has only a part of the tokens."""
+"""The default token budget for a mixture of experts: an expert computes only a part of the tokens."""
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
 _SAVE_SECONDS = 5.0  # at most, for writing blocks to the disk before the engine ends or sleeps
 _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
-
-
-@dataclass
-class ModelInstance:
-    """The state of an engine on one device; a migration to another device replaces all of it.
-
-    Attributes:
-        on_gpu: the device computes on a GPU, of this machine or remote.
-        offloadable: the model's weights, if they can be offloaded; else None.
-    """
-
-    model: Decoder
-    device: torch.device
-    on_gpu: bool
-    cache: KVCache
-    step: StepExecutor
-    runner: Runner
-    offloadable: OffloadableModel | None
 
 
 class Engine:
@@ -137,7 +117,6 @@ class Engine:
         experts = any(isinstance(layer.mlp, MoESpec) for layer in config.layers)
         self._most_tokens = max_num_batched_tokens or (EXPERTS_BATCHED_TOKENS if experts else BATCHED_TOKENS)
         parsed = Speculation.parse(speculation)
-        self._drafting = Drafting(parsed, max_num_seqs) if parsed.tokens else None
         rows, drafts = parsed.rows(max_num_seqs), parsed.tokens if parsed.mtp else 0
         if drafts:
             check_mtp(config, adapters)
@@ -168,21 +147,25 @@ class Engine:
             drafts=drafts,
         )
         runner = Runner(model, cache, step, batch_bucket(rows), mtp=drafts > 0)
-        self._instance = ModelInstance(model, device, is_gpu(device), cache, step, runner, offloadable)
         self._memory.begin(self.dtype, "end what else uses it, or quantize the model")
-        self._budget = StepBudget(
+        budget = StepBudget(
             self._most_tokens,
             mixed=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
             clears_backlogs=kernels,  # elsewhere a large chunk takes seconds
             latency=inter_token_latency,
         )
-        self._scheduler = Scheduler(self._memory.blocks, max_num_seqs=max_num_seqs, budget=self._budget)
-        self._slots = list(range(max_num_seqs))[::-1]
-        self._launched: deque[LaunchedStep] = deque()
-        self._steps = 0
-        self._planning = self._read_time = self._launching = 0.0
+        self._scheduler = Scheduler(self._memory.blocks, max_num_seqs=max_num_seqs, budget=budget)
         self.adapters = {adapter.name: adapter for adapter in adapters}
-        self._loras, self._salts = lora_numbers(adapters), BlockSalts(outliving=disk is not None)
+        self._salts = BlockSalts(outliving=disk is not None)
+        self._pipeline = StepPipeline(
+            ModelInstance(model, device, is_gpu(device), cache, step, runner, offloadable),
+            self._memory,
+            self._scheduler,
+            budget,
+            Drafting(parsed, max_num_seqs) if parsed.tokens else None,
+            max_num_seqs,
+            lora_numbers(adapters),
+        )
         self._make_replica = partial(
             type(self),
             max_model_len=self.max_model_len,
@@ -223,6 +206,10 @@ class Engine:
         return self._instance.device
 
     @property
+    def _instance(self) -> ModelInstance:
+        return self._pipeline.instance
+
+    @property
     def has_work(self) -> bool:
         """Requests wait or run."""
         return len(self._scheduler) > 0
@@ -230,11 +217,11 @@ class Engine:
     def stats(self) -> Stats:
         """Counters and gauges."""
         scheduler, blocks, host = self._scheduler, self._memory.blocks, self._memory.host
-        drafting, experts = self._drafting, self._instance.runner.experts
+        pipeline, drafting, experts = self._pipeline, self._pipeline.drafting, self._instance.runner.experts
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            steps=self._steps,
+            steps=pipeline.steps,
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
@@ -247,8 +234,8 @@ class Engine:
             cache_bytes=self._instance.cache.nbytes,
             **({} if drafting is None else {"drafted": drafting.drafted, "accepted": drafting.accepted}),
             **({} if experts is None else experts.stats()),
-            planning=self._planning,
-            launching=self._launching,
+            planning=pipeline.planning,
+            launching=pipeline.launching,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -282,13 +269,7 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a request if it waits or runs: it gets no more tokens, and its memory is free."""
-        if not sequence.scheduler_state.active:
-            return
-        # The blocks of a request that failed may hold the cause of the failure.
-        self._scheduler.remove(sequence, unshare=sequence.error is not None)
-        if sequence.runner_state.slot >= 0:
-            self._slots.append(sequence.runner_state.slot)
-        sequence.runner_state = RunnerState()
+        self._pipeline.remove(sequence)
 
     def step(self) -> list[tuple[Sequence, TextPiece]]:
         """Launch a step, and read one: the new tokens of each sequence, possibly of none.
@@ -303,38 +284,7 @@ class Engine:
         Raises:
             DeviceError: the device's memory is full.
         """
-        try:
-            return self._launch_and_read()
-        except BaseException:
-            self._restart()
-            raise
-
-    def _launch_and_read(self) -> list[tuple[Sequence, TextPiece]]:
-        ahead = self._runs_ahead()
-        if not ahead and self._launched:
-            return self._read()
-        started = time.perf_counter()
-        drafting, host = self._drafting, self._memory.host
-        if host is not None:
-            host.poll()
-        plan = self._scheduler.plan() if drafting is None else drafting.plan(self._scheduler, ahead=ahead)
-        planned = time.perf_counter()
-        self._planning += planned - started
-        if plan:
-            self._steps += 1
-            drafts, propose = (None, 0) if drafting is None else drafting.drafts(plan, ahead=ahead)
-            for chunk in plan.chunks:
-                self._assign_slot(chunk.sequence)
-            if host is not None:
-                host.begin_step([*plan.decoding, *(chunk.sequence for chunk in plan.chunks)])
-            sampled = self._instance.runner.launch(plan.decoding, plan.chunks, drafts, propose)
-            self._launched.append(LaunchedStep(sampled, drafts, plan, planned))
-            self._launching += time.perf_counter() - planned
-        elif not self._launched and self._scheduler.waiting:
-            if host is None or not self._scheduler.fetching:
-                return [self._refuse_first()]
-            host.wait_for_disk()
-        return self._read() if self._launched and (not ahead or not plan or len(self._launched) > 1) else []
+        return self._pipeline.advance()
 
     def decode(self, prompts: abc.Sequence[list[int]], tokens: int) -> list[list[int]]:
         """Decode `tokens` tokens greedily after each prompt.
@@ -372,9 +322,9 @@ class Engine:
             self._instance.runner.experts.restart()
         self._uncommit(self._memory.blocks.forget())
 
-    def shrink(self) -> None:
-        """Empty the prefix cache, except for main memory and disk, and return the memory that no sequence needs."""
-        self._uncommit(self._memory.forget(save_seconds=1))
+    def shrink(self, *, keep: bool = True) -> None:
+        """Empty the prefix cache, except for the disk and, with `keep`, main memory, and return unused memory."""
+        self._uncommit(self._memory.forget(save_seconds=1) if keep else self._memory.blocks.forget())
 
     def sleep(self) -> None:
         """Return the memory of weights and cache; main memory and disk keep their blocks. Does nothing while asleep.
@@ -421,10 +371,9 @@ class Engine:
             torch.cuda.synchronize(self.device)  # a graph may still run whose LoRAs are dropped
         self._instance.step.use_selection(readapt(self.model, adapters))
         self._memory.blocks.forget()  # an adapter may have got the name of another
-        self.adapters, self._loras = {adapter.name: adapter for adapter in adapters}, lora_numbers(adapters)
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+        self._pipeline.use_loras(lora_numbers(adapters))
         self._make_replica.keywords["adapters"] = adapters
-        for sequence in self._scheduler:
-            sequence.runner_state.adapter = self._loras.get(sequence.adapter, 0)
         return pieces
 
     @property
@@ -440,14 +389,7 @@ class Engine:
 
     def drain(self) -> list[tuple[Sequence, TextPiece]]:
         """Read all launched steps, and launch none. Raises: as `step`."""
-        pieces: list[tuple[Sequence, TextPiece]] = []
-        try:
-            while self._launched:
-                pieces += self._read()
-        except BaseException:
-            self._restart()
-            raise
-        return pieces
+        return self._pipeline.drain()
 
     def filled_blocks(self) -> dict[int, bytes]:
         """The full blocks, whose content does not change as long as they have the same key, with these keys."""
@@ -484,19 +426,9 @@ class Engine:
 
         The replica gets what this engine had on its device, for `close`; it cannot generate.
         """
-        self._instance, replica._instance = replica._instance, self._instance
-        now = self._instance
-        self._memory.use_cache(now.cache, now.model.group)
-        placed = [sequence for sequence in self._scheduler if sequence.runner_state.slot >= 0]
-        now.step.load(
-            [
-                (sequence.runner_state.slot, sequence.scheduler_state.ids[-1], sequence.scheduler_state.computed)
-                for sequence in placed
-            ]
-        )
-        now.runner.restart()
-        for sequence in placed:
-            sequence.runner_state.table_length = 0
+        here, there = self._pipeline.instance, replica._pipeline.instance
+        replica._pipeline.instance = here
+        self._pipeline.use_instance(there)
 
     @property
     def asleep(self) -> bool:
@@ -518,79 +450,6 @@ class Engine:
                 "that out, or give the lease back"
             )
         return self._instance.offloadable
-
-    def _runs_ahead(self) -> bool:
-        """A step can be launched before the tokens of the last one are read."""
-        return (
-            self._instance.on_gpu
-            and not self._instance.step.host_embedding
-            and not (self._drafting is not None and self._drafting.needs_host(self._scheduler))
-            and self._samples_without_host()
-        )
-
-    def _samples_without_host(self) -> bool:
-        """The next token of every running sequence can be sampled before the host knows its last one."""
-        return not any(LogitsRow(each).needs_host for each in self._scheduler if each.runner_state.slot >= 0)
-
-    def _restart(self) -> None:
-        """Forget launched steps: rely on the tokens that were read, and nothing else."""
-        self._launched.clear()
-        for sequence in self._scheduler:
-            sequence.rewind()
-        self._scheduler.restart()
-        if self._drafting is not None:
-            self._drafting.restart()
-        self._instance.runner.restart()
-
-    def _assign_slot(self, sequence: Sequence) -> None:
-        """Give a sequence that is computed for the first time its slot on the device."""
-        if sequence.runner_state.slot < 0:
-            state = sequence.scheduler_state
-            sequence.cached_tokens = state.cached_tokens
-            sequence.queue_seconds = time.perf_counter() - state.arrived
-            sequence.runner_state = RunnerState(self._slots.pop(), self._loras.get(sequence.adapter, 0))
-
-    def _read(self) -> list[tuple[Sequence, TextPiece]]:
-        """Read the tokens of the earliest launched step."""
-        pieces: list[tuple[Sequence, TextPiece]] = []
-        launched = self._launched.popleft()
-        found, drafts = launched.sampled.read(), launched.drafts
-        # A step that was launched early begins when the last one ends.
-        before, self._read_time = self._read_time, time.perf_counter()
-        rows = len(launched.plan.decoding) + sum(map(len, drafts or ()))
-        self._budget.record(rows, launched.plan.prompt_tokens, self._read_time - max(before, launched.time))
-        at = 0
-        # The decoding sequences come first, each with one token more than it has drafts.
-        while at < len(found):
-            guess = drafts.pop(0) if drafts else []
-            own = found[at : at + len(guess) + 1]
-            at += len(own)
-            sequence = own[0][0]
-            if sequence.scheduler_state.active:  # else it ended with the step before, or was aborted
-                with sequence.contain_faults():
-                    kept = sequence.extend(guess, [(token, logprob) for _, token, logprob in own])
-                    if self._drafting is not None:
-                        self._drafting.record(len(guess), len(kept) - 1)
-                    self._scheduler.append_tokens(sequence, kept)
-                if sequence.ended:
-                    self.abort(sequence)
-                pieces.append((sequence, sequence.take()))
-        if not self.has_work:
-            self._launched.clear()
-        return pieces
-
-    def _refuse_first(self) -> tuple[Sequence, TextPiece]:
-        """End the first waiting request: nothing runs, and there still is no memory for its cache."""
-        sequence = self._scheduler.waiting[0]
-        sequence.fail(
-            UnavailableError(
-                f"{self.device}: out of memory for the cache of this request alone, of "
-                f"{sequence.scheduler_state.length:,} tokens: end what else uses the device, or lower max_model_len, "
-                "and send it again"
-            )
-        )
-        self.abort(sequence)
-        return sequence, sequence.take()
 
 
 def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Sequence:

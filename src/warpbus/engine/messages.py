@@ -18,7 +18,7 @@ from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.stats import Stats
 from warpbus.models import Progress
 
-Query = Literal["stats", "sleep", "wake"]
+Query = Literal["stats", "sleep", "wake", "forget"]
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class ServedEngine(Protocol):
         """Counters and gauges."""
         ...
 
-    def shrink(self) -> None:
-        """Return the cache memory that no sequence needs."""
+    def shrink(self, *, keep: bool = True) -> None:
+        """Return the cache memory that no sequence needs; without `keep`, main memory forgets its blocks, too."""
         ...
 
     def save(self) -> None:

@@ -21,7 +21,6 @@ import torch
 from warpbus.engine.adapters import salt_of
 from warpbus.engine.answer import Answer, RequestTimes
 from warpbus.engine.blocks import block_keys
-from warpbus.engine.health import Health, State
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import LoadEngine
 from warpbus.engine.moving import Moved
@@ -32,7 +31,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scaling import QueueScaling
 from warpbus.engine.sequence import TextPiece
 from warpbus.engine.service import Service
-from warpbus.engine.service_model import ModelService, ServiceModel
+from warpbus.engine.service_model import Health, ModelService, ServiceModel, State
 from warpbus.errors import EngineDiedError, QueueFullError, UsageError, WarpbusError
 from warpbus.models import Progress
 
@@ -186,6 +185,15 @@ class ReplicaSet(ModelService):
         Raises: as `Service.wake`, of the first replica that stays asleep; the others are awake.
         """
         await self._on_all(Service.wake)
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches of all replicas. If one fails, those of the others may be empty.
+
+        Raises: as `Service.reset_prefix_cache`; EngineDiedError while a replica restarts.
+        """
+        await self._on_all(Service.reset_prefix_cache)
+        for number in self.replicas:
+            self._router.forget(number)
 
     async def move(self, device: str) -> Moved:
         """Not for several replicas. Raises UsageError."""

@@ -26,7 +26,7 @@ from warpbus.engine.pooling import PooledPrompt
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import PromptChunk, StepPlan
+from warpbus.engine.scheduler import PromptChunk
 from warpbus.engine.sequence import Sequence, TokenLogprob
 from warpbus.engine.step import FROM_DEVICE, StepExecutor, StepRows
 from warpbus.errors import DeviceError
@@ -73,23 +73,6 @@ class SampledTokens:
             (sequence, token if finite else None, logprobs.get(at))
             for at, (sequence, token, finite) in enumerate(found)
         ]
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step whose tokens are still to be read.
-
-    Attributes:
-        sampled: the tokens.
-        drafts: of its decoding sequences.
-        plan: its work.
-        time: when it was launched, by `time.perf_counter`.
-    """
-
-    sampled: SampledTokens
-    drafts: list[list[int]] | None
-    plan: StepPlan
-    time: float
 
 
 class Runner:
@@ -153,18 +136,14 @@ class Runner:
             self._outdated = drafts is not None
             guesses = drafts if drafts is not None else [()] * len(decoding)
             scores = self._scores(decoding, guesses, chunks, drafts is not None or self._step.host_embedding)
-            prefilled = [(chunk.sequence, chunk.end) for chunk in chunks if chunk.is_last]
-            rows = [sequence for sequence, own in zip(decoding, guesses, strict=True) for _ in range(len(own) + 1)]
-            rows += [sequence for sequence, _ in prefilled]
-            self._arrange(
-                [*decoding, *(sequence for sequence, _ in prefilled)],
-                None if drafts is None else [*drafts, *[()] * len(prefilled)],
-            )
-            sampling = [*decoding, *(sequence for sequence, _ in prefilled)]
-            verified = [*guesses, *[()] * len(prefilled)]
+            ending = [chunk for chunk in chunks if chunk.is_last]
+            sampling = [*decoding, *(chunk.sequence for chunk in ending)]
+            verified = [*guesses, *[()] * len(ending)]  # the drafts of each
+            self._arrange(sampling, None if drafts is None else verified)
+            rows = [sequence for sequence, own in zip(sampling, verified, strict=True) for _ in range(len(own) + 1)]
             sampled = self._sample(rows, scores, sampling, verified, propose)
             if rows and drafts is None:
-                positions = [*(each.scheduler_state.computed for each in decoding), *(end for _, end in prefilled)]
+                positions = [each.scheduler_state.computed for each in decoding] + [chunk.end for chunk in ending]
                 slots = [sequence.runner_state.slot for sequence in rows]
                 self._step.advance(slots, sampled.tokens, positions if chunks else None)
             return sampled

@@ -20,7 +20,6 @@ import torch
 from warpbus.cuda.devices import resolve_device
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
-from warpbus.engine.health import Health, State
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
     Abort,
@@ -41,7 +40,7 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.engine.pending import PendingRequests
 from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.service_model import ModelService, ServiceModel
+from warpbus.engine.service_model import Health, ModelService, ServiceModel, State
 from warpbus.engine.stats import Stats
 from warpbus.engine.supervisor import (
     EngineDied,
@@ -261,6 +260,21 @@ class Service(ModelService):
             EngineDiedError, UnavailableError: as `stats`.
         """
         await asyncio.shield(asyncio.ensure_future(self._wake()))
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, in main memory too; a disk keeps its blocks.
+
+        Raises:
+            UsageError: requests run or wait, or the model sleeps.
+            EngineDiedError, UnavailableError: as `stats`.
+        """
+        async with self._one_at_a_time:
+            if self._state == "asleep":
+                raise UsageError("the model sleeps: wake it first")
+            self._reachable()
+            if self._pending:
+                raise UsageError(f"{len(self._pending)} requests run or wait: try again when they have ended")
+            await self._ask("forget")
 
     async def move(self, device: str) -> Moved:
         """Move the engine to another GPU of this machine (live migration); requests continue, except for a pause.

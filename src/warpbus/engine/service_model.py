@@ -1,10 +1,10 @@
-"""What a service knows of its model without weights; several services of one model share it."""
+"""The state of a service, and what it knows of its model without weights; several services of one model share this."""
 
 import asyncio
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.speculation import Speculation
@@ -15,6 +15,25 @@ from warpbus.models import ModelConfig, check_loadable, read_config
 from warpbus.models.generation_defaults import read_generation_defaults
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
+
+State = Literal["ready", "unresponsive", "asleep", "restarting", "failed", "closing", "closed"]
+
+
+@dataclass(frozen=True)
+class Health:
+    """The state of a service.
+
+    Attributes:
+        state: "ready", "unresponsive" (the engine lives but makes no progress; requests are accepted and wait),
+            "asleep" (see `Service.sleep`), "restarting" (the engine died), "failed" (it died too often and is not
+            restarted any more), "closing" (no new requests are accepted) or "closed".
+        reason: why it is not ready; empty if it is.
+        restarts: how often the engine has been restarted.
+    """
+
+    state: State
+    reason: str
+    restarts: int
 
 
 @dataclass(frozen=True)

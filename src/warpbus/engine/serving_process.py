@@ -1,17 +1,23 @@
 """The engine's process: receives commands, runs the engine's steps and sends the results.
 
 With tensor parallelism there are several processes, which run the same steps with the same sequences in the same order.
-The first process receives the commands and broadcasts them before each step; only its results are sent.
+The first process receives the commands and broadcasts them before each step; only its results are sent. A migration to
+another GPU is prepared in a thread and advanced between the steps.
 """
 
+import threading
+from collections import abc
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed
 
+from warpbus.cuda.devices import resolve_device
 from warpbus.dist import Group, JobPipe
 from warpbus.dist.outcome import JobFailure
+from warpbus.engine.adapters import cut
+from warpbus.engine.engine import Engine
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
 from warpbus.engine.messages import (
     Abort,
@@ -31,16 +37,104 @@ from warpbus.engine.messages import (
     Stop,
     UseAdapters,
 )
+from warpbus.engine.moving import EngineMigration, Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
 from warpbus.engine.sequence import Sequence, TextPiece, request_fault
-from warpbus.engine.serving_adapters import use_adapters
-from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.engine.stats import Stats
 from warpbus.engine.thinking import matcher_of
 from warpbus.errors import DeviceError, UsageError, WarpbusError
-from warpbus.models import Progress
+from warpbus.formats import Checkpoint
+from warpbus.models import Progress, read_config
+from warpbus.models.adapters import Lora, Prefix, load_adapter
+from warpbus.models.parallel import Part
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
+
+
+def use_adapters(
+    engine: ServedEngine, model: Path, named: abc.Sequence[tuple[str, str]], group: Group
+) -> list[tuple[Sequence, TextPiece]]:
+    """Have an engine use some adapters, of which it keeps those that it has; the results of its launched steps.
+
+    Args:
+        model: the directory of the engine's model.
+        named: (name, directory) of each adapter.
+        group: the processes that share the model; each calls this.
+
+    Raises:
+        UsageError, DeviceError, CheckpointError, TensorError: as `load_adapter` and `Engine.use_adapters`; nothing has
+            changed.
+    """
+    if not isinstance(engine, Engine):
+        raise UsageError("this engine cannot change its adapters")
+    adapters = [engine.adapters.get(name) or _load(model, name, path, engine, group) for name, path in named]
+    return engine.use_adapters(adapters)
+
+
+def _load(model: Path, name: str, directory: str, engine: Engine, group: Group) -> Lora | Prefix:
+    config = read_config(Checkpoint(model, weights=False))
+    adapter = load_adapter(directory, config, name=name, dtype=engine.dtype)
+    if group.world == 1:
+        return adapter
+    return cut(adapter, Part(config, group.rank, group.world, engine.model.config.expert_parallel))
+
+
+PAUSE = 0.01
+"""Seconds between two calls of `ServedMove.advance` for an engine without requests."""
+
+
+class ServedMove:
+    """A migration that the service has asked for.
+
+    Args:
+        number: of the command.
+        engine: continues to step between the calls of `advance`.
+        device: as in a CLI flag.
+
+    Raises:
+        UsageError: the engine cannot move there.
+        DeviceError: there is no such GPU.
+    """
+
+    def __init__(self, number: int, engine: ServedEngine, device: str) -> None:
+        if not isinstance(engine, Engine):
+            raise UsageError("this engine cannot move")
+        self.number = number
+        self._move = EngineMigration(engine, resolve_device(device))
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._prepare, name="warpbus-move", daemon=True)
+        self._thread.start()
+
+    def advance(self) -> tuple[list[tuple[Sequence, TextPiece]], Moved] | None:
+        """Copy blocks ahead; when few are left, finish the migration.
+
+        Returns:
+            None while it is not finished; then the results of the last steps on the first GPU, and the cost.
+
+        Raises:
+            WarpbusError: the migration failed; the engine stays where it is.
+        """
+        if self._thread.is_alive():
+            return None
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if not self._move.copy_ahead():
+                return None
+            finished = self._move.finish()
+        except BaseException:
+            self._move.release()
+            raise
+        # In a thread: unmapping takes time.
+        threading.Thread(target=self._move.release, name="warpbus-release", daemon=True).start()
+        return finished
+
+    def _prepare(self) -> None:
+        try:
+            self._move.prepare()
+        except Exception as error:
+            self._failure = error
+
 
 # Progress of loading is sent at most so many times.
 _PARTS_TOLD = 200
@@ -226,7 +320,7 @@ class _ServingLoop:
         if self._move is not None:
             self._advance_move(self._move)
         for ask in self._queries[:]:
-            # "sleep" and "wake" wait until the engine has no work; the service adds no requests meanwhile.
+            # All but "stats" wait until the engine has no work; the service adds no requests meanwhile.
             if ask.query == "stats" or not self._engine.has_work:
                 self._queries.remove(ask)
                 self._reply(ask)
@@ -303,6 +397,8 @@ class _ServingLoop:
             elif ask.query == "sleep":
                 self._engine.sleep()
                 self._asleep = True
+            elif ask.query == "forget":
+                self._engine.shrink(keep=False)
             else:
                 self._engine.wake()
                 self._asleep = False

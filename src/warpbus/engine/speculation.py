@@ -20,7 +20,7 @@ MOST_NGRAM_DRAFTS = 1024
 """The most draft tokens of n-gram lookup per sequence and step: each needs a row of logits."""
 
 MOST_MTP_DRAFTS = 4
-"""The same of multi-token prediction."""
+"""The most draft tokens of multi-token prediction."""
 
 MOST_MTP_SEQUENCES = 32
 """With more running sequences, multi-token prediction drafts no tokens: their rows fill the device by themselves."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
+from warpbus.cuda.devices import running_on
 from warpbus.cuda.remote import Recorded, RemoteBackend, remote_backend
-from warpbus.cuda.streams import running_on
 from warpbus.engine.attention import DecodeAttention, PositionedAttention
 from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache
@@ -345,7 +345,7 @@ class StepExecutor:
             self._capture_drafts(rows, limit)
 
     def _capture_drafts(self, rows: int, limit: int) -> None:
-        """The same for multi-token prediction: prompts, and all drafts of few sequences."""
+        """Capture the graphs of multi-token prediction: for prompts, and for all drafts of few sequences."""
         assert self._graphs is not None
         few = [count for count in _CAPTURED_DRAFTING if count <= rows]
         verified = {batch_bucket(count * (self._drafts + 1)) for count in few}
@@ -532,8 +532,8 @@ class _GraphCache:
 
 
 class _ProgramCache:
-    """The same on a remote device, with recorded programs: one short message runs a program, and the pool's side makes
-    a graph of it.
+    """Keeps the recorded programs of steps on a remote device: one short message runs a program, and the pool
+    makes a CUDA graph of it.
 
     Args:
         most: programs that are kept; None: all.

@@ -1,12 +1,14 @@
 """Measures the quality and speed of models and compares them."""
 
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
+from warpbus.evaluation.intervals import Confidence, confidence
 from warpbus.evaluation.likelihood import Score, score
 from warpbus.evaluation.side_by_side import Evaluation, check_data, evaluate
 from warpbus.evaluation.speed import Speed, measure_speed
 from warpbus.evaluation.verdict import Verdict, judge
 
 __all__ = [
+    "Confidence",
     "Evaluation",
     "Question",
     "Score",
@@ -14,6 +16,7 @@ __all__ = [
     "Verdict",
     "check_data",
     "choice_accuracy",
+    "confidence",
     "evaluate",
     "judge",
     "measure_speed",

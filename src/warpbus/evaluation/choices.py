@@ -9,8 +9,7 @@ from typing import Any, Self
 import torch
 
 from warpbus.errors import DataError, NumericError, UsageError
-from warpbus.evaluation.batches import grouped
-from warpbus.evaluation.likelihood import as_cached
+from warpbus.evaluation.likelihood import as_cached, grouped
 from warpbus.models import Decoder
 from warpbus.models.documents import Document, parse_line, read_lines
 from warpbus.models.layers import BranchedAttention, CausalAttention

@@ -14,6 +14,7 @@ from warpbus.figures.theme import QUIET, SERIES, caption, footer, paper, said, s
 from warpbus.train.results import CURVE, LOG, SUMMARY
 
 _SMOOTHED_FROM = 30  # steps; fewer are drawn as they are
+_SMOOTHING = 0.97  # of the loss: the weight of all earlier steps
 
 
 def draw_training(output: Path) -> Path:
@@ -122,11 +123,11 @@ def _of(log: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]
     return [(entry["step"], entry[name]) for entry in log if name in entry]
 
 
-def _smoothed(values: Sequence[float], weight: float = 0.97) -> list[float]:
+def _smoothed(values: Sequence[float]) -> list[float]:
     """An exponential average, corrected for its start."""
     average, total, smoothed = 0.0, 0.0, []
     for value in values:
-        average = weight * average + (1 - weight) * value
-        total = weight * total + (1 - weight)
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * value
+        total = _SMOOTHING * total + (1 - _SMOOTHING)
         smoothed.append(average / total)
     return smoothed

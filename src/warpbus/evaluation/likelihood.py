@@ -1,6 +1,6 @@
-"""Perplexity, and the divergence of models from a reference, over the same documents."""
+"""Perplexity, and the divergence of models from a reference, over the same documents in batches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -8,10 +8,41 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import DataError, NumericError
-from warpbus.evaluation.batches import batches
 from warpbus.models import Decoder
 from warpbus.models.documents import Document
 from warpbus.models.layers import CausalAttention, WholeAttention
+
+
+def grouped(lengths: Sequence[int], tokens: int = 8192) -> Iterator[list[int]]:
+    """The numbers of rows of similar length, at most `tokens` tokens each time they are padded to one length."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    while order:
+        count = max(1, tokens // max(1, lengths[order[-1]]))
+        picked, order = order[-count:], order[:-count]
+        yield picked
+
+
+def batches(
+    documents: Sequence[Document], device: torch.device, tokens: int = 8192
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Batches of documents of similar length, padded on the right, at most `tokens` tokens each.
+
+    Padding needs no mask: attention is causal, so no token sees what stands to its right.
+
+    Yields:
+        the documents' indexes, their ids int64 `[batch, longest]`, and bool `[batch, longest]`: true where the token
+        is to be predicted (never the first of a document, which has nothing before it).
+    """
+    for picked in grouped([len(document.ids) for document in documents], tokens):
+        longest = len(documents[picked[-1]].ids)
+        ids = torch.zeros(len(picked), longest, dtype=torch.int64)
+        predicted = torch.zeros(len(picked), longest, dtype=torch.bool)
+        for row, index in enumerate(picked):
+            document = documents[index]
+            ids[row, : len(document.ids)] = torch.tensor(document.ids)
+            predicted[row, : len(document.ids)] = torch.tensor(document.answers)
+        predicted[:, 0] = False
+        yield picked, ids.to(device), predicted.to(device)
 
 
 @dataclass(frozen=True)
@@ -25,6 +56,9 @@ class Score:
         tokens: number of predicted tokens.
         by_position: perplexity and divergence of the predicted tokens with so many tokens before them, by a text such
             as "512-2,047", if there are several such ranges; else None.
+        likelihoods: negative log-likelihood of each document, the sum over its predicted tokens.
+        divergences: divergence of each document, the sum over its predicted tokens.
+        counts: predicted tokens of each document.
     """
 
     perplexity: float
@@ -32,6 +66,9 @@ class Score:
     agreement: float
     tokens: int
     by_position: dict[str, list[float]] | None = None
+    likelihoods: tuple[float, ...] = ()
+    divergences: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
 
 
 _Context = TypeVar("_Context", bound=WholeAttention)
@@ -66,28 +103,34 @@ def score(
     device = {name: next(model.parameters()).device for name, model in models.items()}
     sums = {name: torch.zeros(len(_RANGES), 3, dtype=torch.float64) for name in models}
     counts = torch.zeros(len(_RANGES), dtype=torch.int64)
+    of_documents = {name: torch.zeros(len(documents), 3, dtype=torch.float64) for name in models}
+    lengths = torch.zeros(len(documents), dtype=torch.int64)
     reference_name = next(iter(models))
     predicted_tokens = done = 0
     for picked, ids, predicted in batches(documents, device[reference_name]):
         hidden, targets = {}, ids[:, 1:][predicted[:, 1:]]
-        before = predicted[:, 1:].cpu().nonzero()[:, 1] + 1  # tokens before each target
+        rows, before = predicted[:, 1:].cpu().nonzero().unbind(1)
+        before = before + 1  # tokens before each target
+        owners = torch.tensor(picked)[rows]  # the document of each target
         ranges = torch.bucketize(before, torch.tensor(_RANGES), right=True) - 1
         counts += torch.bincount(ranges, minlength=len(_RANGES))
+        lengths += torch.bincount(owners, minlength=len(documents))
         for name, model in models.items():
             # The logits of a position predict the token after it.
             chosen = predicted[:, 1:].to(device[name])
             states = model.hidden(ids.to(device[name]), context=as_cached(CausalAttention(), model))
             hidden[name] = states[:, :-1][chosen]
-        rows = max(1, _HELD // models[reference_name].config.vocab_size)
-        for start in range(0, len(targets), rows):
-            piece = slice(start, start + rows)
+        at_once = max(1, _HELD // models[reference_name].config.vocab_size)
+        for start in range(0, len(targets), at_once):
+            piece = slice(start, start + at_once)
             reference = models[reference_name].logits(hidden[reference_name][piece]).float().log_softmax(-1)
             for name, model in models.items():
                 log_probs = reference
                 if name != reference_name:
                     log_probs = model.logits(hidden[name][piece]).float().log_softmax(-1)
-                rows_of = _scores(log_probs, reference.to(device[name]), targets[piece].to(device[name]))
-                sums[name].index_add_(0, ranges[piece], rows_of.cpu())
+                found = _scores(log_probs, reference.to(device[name]), targets[piece].to(device[name])).cpu()
+                sums[name].index_add_(0, ranges[piece], found)
+                of_documents[name].index_add_(0, owners[piece], found)
         predicted_tokens += len(targets)
         done += len(picked)
         progress(done, len(documents))
@@ -104,7 +147,17 @@ def score(
         perplexity, divergence, agreement = float(mean[0].exp()), float(mean[1]), float(mean[2])
         # Rounding can make a divergence of zero slightly negative.
         by_position = _by_position(total, counts.tolist())
-        scores[name] = Score(perplexity, max(0.0, divergence), agreement, predicted_tokens, by_position)
+        likelihoods, divergences, _ = (tuple(column) for column in of_documents[name].T.tolist())
+        scores[name] = Score(
+            perplexity,
+            max(0.0, divergence),
+            agreement,
+            predicted_tokens,
+            by_position,
+            likelihoods,
+            divergences,
+            tuple(lengths.tolist()),
+        )
     return scores
 
 

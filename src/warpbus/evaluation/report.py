@@ -20,6 +20,9 @@ from warpbus.figures.theme import UNQUANTIZED, caption, footer, paper, save, sha
 
 Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
 
+INTERVAL = "95 % interval"
+"""The term of a page that explains intervals; only a verdict shows them."""
+
 _NAME: Column = ("model", lambda e, first: e.name)
 
 
@@ -142,6 +145,11 @@ def terms(tokens: int) -> list[tuple[str, str]]:
         ),
         ("change", "Change of the perplexity, relative to the first model."),
         ("KL", "Kullback-Leibler divergence of the model's predictions from those of the first, in nats per token."),
+        (
+            INTERVAL,
+            "95 % of 2,000 resamples of the texts, the same for both models, lie in it: texts other than these would "
+            "give another value.",
+        ),
         ("agrees", "Share of tokens for which both models find the same token most likely."),
         ("choices", "Share of multiple-choice questions that are answered correctly."),
         (
@@ -170,7 +178,7 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path, *, com
         pictures=[
             page.Picture("A row per model: perplexity, KL divergence, size and speed", lambda: figure(evaluations))
         ],
-        terms=terms(evaluations[0].tokens),
+        terms=[term for term in terms(evaluations[0].tokens) if term[0] != INTERVAL],
         command=command,
     )
 

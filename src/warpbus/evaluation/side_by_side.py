@@ -11,9 +11,11 @@ from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import default_dtype
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
+from warpbus.evaluation.intervals import confidence
 from warpbus.evaluation.likelihood import score
 from warpbus.evaluation.speed import measure_speed
 from warpbus.formats import Checkpoint, read_schemes
+from warpbus.formats.dequantizing import dequantized_schemes
 from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.documents import Document, read_documents
 from warpbus.models.templates import Template, find_template
@@ -27,7 +29,7 @@ class Evaluation:
     Attributes:
         name: the model's name in reports.
         model: its directory.
-        scheme: quantization scheme of its weights, or their dtype.
+        scheme: quantization scheme of its weights, or their dtype; "..., dequantized" if no kernel computes with it.
         perplexity: of the predicted tokens of the documents.
         divergence: mean KL divergence from the first model, in nats per token.
         agreement: share of tokens with the same most likely token as the first model.
@@ -41,6 +43,9 @@ class Evaluation:
         date: of the measurement, UTC, as 2026-01-31T12:00:00Z.
         kv_cache: what the checkpoint has scales of the KV cache for, with which it was measured; None: it has none.
         by_position: see `Score`.
+        change_interval: 95 % interval of the relative change of the perplexity from the first model's, by the bootstrap
+            of `confidence`; None for the first model, and if fewer than two documents have predicted tokens.
+        divergence_interval: the same of the divergence.
     """
 
     name: str
@@ -59,6 +64,8 @@ class Evaluation:
     date: str = ""
     kv_cache: str | None = None
     by_position: dict[str, list[float]] | None = None
+    change_interval: list[float] | None = None
+    divergence_interval: list[float] | None = None
 
 
 def evaluate(
@@ -139,14 +146,13 @@ def evaluate(
             spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
             speeds = measure_speed(path, device=str(device), dtype=spelled)
             progress("speed", index + 1, len(models))
-        schemes = read_schemes(checkpoints[name].config)
-        dtype_name = str(checkpoint_dtype(checkpoints[name])).removeprefix("torch.")
         result = scores[name]
+        sure = confidence(result, scores[first_name]) if index else None
         evaluations.append(
             Evaluation(
                 name=name,
                 model=str(path),
-                scheme=str(schemes) if schemes.distinct() else dtype_name,
+                scheme=_weights_of(checkpoints[name]),
                 perplexity=result.perplexity,
                 divergence=result.divergence,
                 agreement=result.agreement,
@@ -160,6 +166,8 @@ def evaluate(
                 date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 kv_cache=caches[name],
                 by_position=result.by_position,
+                change_interval=None if sure is None else list(sure.change),
+                divergence_interval=None if sure is None else list(sure.divergence),
             )
         )
     return evaluations
@@ -203,6 +211,16 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the largest floating-point tensor of a checkpoint."""
     floating = [name for name in checkpoint.names() if checkpoint.dtype(name).is_floating_point]
     return checkpoint.dtype(max(floating, key=checkpoint.nbytes))
+
+
+def _weights_of(checkpoint: Checkpoint) -> str:
+    """What the weights of a checkpoint are, as `Evaluation.scheme`."""
+    schemes = read_schemes(checkpoint.config)
+    if schemes.distinct():
+        return str(schemes)
+    stored = dequantized_schemes(checkpoint.config)
+    dtype = str(checkpoint_dtype(checkpoint)).removeprefix("torch.")
+    return dtype if stored is None else f"{stored}, dequantized"
 
 
 def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

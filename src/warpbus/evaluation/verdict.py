@@ -106,6 +106,12 @@ class Verdict:
             ("KL divergence (nats)", "", f"{after.divergence:.4f}", ""),
             ("agrees on the token", "", f"{after.agreement:.1%}", ""),
         ]
+        if after.change_interval is not None:
+            lower, upper = after.change_interval
+            rows.insert(1, ("perplexity, 95 % interval", "", "", f"[{lower:+.2%}, {upper:+.2%}]"))
+        if after.divergence_interval is not None:
+            lower, upper = after.divergence_interval
+            rows.insert(-1, ("KL, 95 % interval", "", f"[{lower:.4f}, {upper:.4f}]", ""))
         for positions, (perplexity, _) in (before.by_position or {}).items():
             changed, divergence = (after.by_position or {})[positions]
             cells = f"{perplexity:.3f}", f"{changed:.3f}", f"{changed / perplexity - 1:+.2%}"
@@ -197,6 +203,7 @@ class Verdict:
         if done.stages:
             stages = [[stage, f"{seconds:.2f}"] for stage, seconds in done.stages.items()]
             tables.append(PageTable(["stage", "seconds"], [stages], "where the time went (s)"))
+        left_out = {"change"} if self.after.change_interval else {"change", evaluations.INTERVAL}
         write_page(
             path,
             title=self.title,
@@ -207,7 +214,7 @@ class Verdict:
                 Picture("Perplexity, KL divergence, size and speed of both models, errors of the matrices", self.figure)
             ],
             terms=[
-                *(term for term in evaluations.terms(self.before.tokens) if term[0] != "change"),
+                *(term for term in evaluations.terms(self.before.tokens) if term[0] not in left_out),
                 (
                     "energy of the GPUs",
                     "Measured by the sensors of the GPUs while the model was quantized, without the rest of the "

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,21 +18,8 @@ from torch import Tensor
 from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats.gguf.reading import WEIGHTS as GGUF_WEIGHTS
 from warpbus.formats.gguf.reading import ConvertedRows, read_weights
-from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes, read_header, shown
-
-
-class StoredTensor(Protocol):
-    """A tensor on disk."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def nbytes(self) -> int: ...
-    def read(self) -> Tensor: ...
-    def chunks(self) -> Iterator[bytes | memoryview]: ...
-
+from warpbus.formats.safetensors_io import read_header, shown
+from warpbus.formats.stored import ComputedTensor, StoredTensor
 
 _Reader = Callable[[Path], dict[str, StoredTensor]]
 
@@ -256,25 +243,22 @@ def _read_gguf(file: Path) -> dict[str, StoredTensor]:
 
 
 @dataclass(frozen=True)
-class _Pickled:
+class _Pickled(ComputedTensor):
     """A tensor of a `.bin` file. The file is opened again for each tensor, so that its memory map is freed with it."""
 
     file: Path
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
+
+    def bands(self) -> Iterator[Tensor]:
+        """All at once."""
+        yield self.read()
 
     def read(self) -> Tensor:
+        """The whole tensor, mapped from the file."""
         tensor = _load_pickle(self.file).get(self.name)
         if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
         return tensor.contiguous()
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """See `Checkpoint.chunks`."""
-        data = raw_bytes(self.read())
-        return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
 
 
 def _read_pickle(file: Path) -> dict[str, StoredTensor]:
@@ -287,7 +271,7 @@ def _read_pickle(file: Path) -> dict[str, StoredTensor]:
                 f"{file.name}: tensor {shown(name)} would have {nbytes:,} bytes, the file has {limit:,}: "
                 "convert it to safetensors"
             )
-        found[name] = _Pickled(file, name, tuple(tensor.shape), tensor.dtype, nbytes)
+        found[name] = _Pickled(tuple(tensor.shape), tensor.dtype, file, name)
     return found
 
 

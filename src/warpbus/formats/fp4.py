@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError
-from warpbus.formats.checkpoint import Checkpoint, StoredTensor
+from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.reading import matrix_shape, require, section, unreadable
-from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes
+from warpbus.formats.stored import ComputedTensor, StoredTensor, row_bands
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.qtensor.fp4 import fp4_values
 from warpbus.qtensor.scheme import ELEMENTS
@@ -47,7 +47,6 @@ _COMMON_EXPONENT = -6
 """The power of two of NVFP4's global scales, one for all matrices: engines that fuse q, k and v want them equal."""
 
 _SHARE = 2.0**-9  # of the common scale's range that the largest scale of a matrix has to reach
-_ELEMENTS_AT_ONCE = 2**22
 _ACTIVATIONS = (".input_scale", ".input_global_scale")
 
 
@@ -143,35 +142,21 @@ def _prefix(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Fp4Matrix:
-    """An FP4 matrix, dequantized when it is read; see `StoredTensor`."""
+class Fp4Matrix(ComputedTensor):
+    """An FP4 matrix, dequantized when it is read."""
 
     checkpoint: Checkpoint
     prefix: str
     storage: Fp4
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> Tensor:
+    def bands(self) -> Iterator[Tensor]:
         """A product in float32 is rounded once, to `dtype`."""
         codes = self.checkpoint.tensor(self.prefix + self.storage.packed)
         scales, size = read_scales(self.checkpoint, self.prefix, self.storage), ELEMENTS[self.storage.element]
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        step = max(1, _ELEMENTS_AT_ONCE // self.shape[1])
-        for start in range(0, self.shape[0], step):
-            band = codes[start : start + step]
+        for rows in row_bands(self.shape):
+            band = codes[rows]
             numbers = fp4_values(torch.stack([band & 15, band >> 4], -1).flatten(1), torch.float32)
-            whole[start : start + step] = numbers * scales[start : start + step].repeat_interleave(size, 1)
-        return whole
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """See `Checkpoint.chunks`."""
-        data = raw_bytes(self.read())
-        return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
+            yield numbers * scales[rows].repeat_interleave(size, 1)
 
 
 def _matrix(checkpoint: Checkpoint, prefix: str, storage: Fp4, dtype: torch.dtype) -> Fp4Matrix:
@@ -194,7 +179,7 @@ def _matrix(checkpoint: Checkpoint, prefix: str, storage: Fp4, dtype: torch.dtyp
             )
     if storage.factor is not None:
         _factor(checkpoint, prefix, storage)
-    return Fp4Matrix(checkpoint, prefix, storage, (out, half * 2), dtype)
+    return Fp4Matrix((out, half * 2), dtype, checkpoint, prefix, storage)
 
 
 def _factor(checkpoint: Checkpoint, prefix: str, storage: Fp4) -> float:

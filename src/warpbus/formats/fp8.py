@@ -24,17 +24,16 @@ from torch import Tensor
 
 from warpbus.errors import TensorError
 from warpbus.formats import compressed_tensors
-from warpbus.formats.checkpoint import Checkpoint, StoredTensor
+from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.reading import require, unreadable
-from warpbus.formats.safetensors_io import raw_bytes
+from warpbus.formats.stored import ComputedTensor, StoredTensor, row_bands
 
 _WHERE = "quantization_config"
 _WEIGHT, _INPUT_SCALE = ".weight", ".input_scale"
 _E4M3 = torch.float8_e4m3fn
 _FP8 = (_E4M3, torch.float8_e5m2)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-_ELEMENTS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
@@ -131,43 +130,21 @@ def fp8_matrices(checkpoint: Checkpoint) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Dequantized:
-    """An FP8 matrix with its scales, read as a tensor of another dtype; see `StoredTensor`."""
+class _Dequantized(ComputedTensor):
+    """An FP8 matrix with its scales, read as a tensor of another dtype."""
 
     values: StoredTensor
     scales: StoredTensor
     storage: Fp8
-    dtype: torch.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> Tensor:
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        start = 0
-        for band in self._bands():
-            whole[start : start + len(band)] = band
-            start += len(band)
-        return whole
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        return map(raw_bytes, self._bands())
-
-    def _bands(self) -> Iterator[Tensor]:
-        """The matrix, a few rows at a time. A product in float32 is rounded once, to `dtype`."""
+    def bands(self) -> Iterator[Tensor]:
+        """A product in float32 is rounded once, to `dtype`."""
         (rows, columns), (height, width) = self.shape, self.storage.block
         values = self.values.read()
         scales = self.scales.read().float().view(self.storage.scales_shape(rows, columns))
-        step = max(1, _ELEMENTS_AT_ONCE // columns)
-        for start in range(0, rows, step):
-            band = values[start : start + step].float()
-            own = scales[torch.arange(start, start + len(band)) // (height or rows)]
-            yield band.mul_(own.repeat_interleave(width or columns, 1)[:, :columns]).to(self.dtype)
+        for band in row_bands(self.shape):
+            own = scales[torch.arange(band.start, band.stop) // (height or rows)]
+            yield values[band].float().mul_(own.repeat_interleave(width or columns, 1)[:, :columns])
 
 
 def _matrix(checkpoint: Checkpoint, name: str, storage: Fp8, dtype: torch.dtype) -> _Dequantized:
@@ -189,7 +166,7 @@ def _matrix(checkpoint: Checkpoint, name: str, storage: Fp8, dtype: torch.dtype)
             f"{checkpoint.directory}: {scales}: expected shape {list(expected)} for a matrix of shape {list(shape)}, "
             f"found {list(found)}: check that config.json belongs to these weights"
         )
-    return _Dequantized(checkpoint.stored(name), checkpoint.stored(scales), storage, dtype)
+    return _Dequantized(shape, dtype, checkpoint.stored(name), checkpoint.stored(scales), storage)
 
 
 def _check_values(checkpoint: Checkpoint, name: str, scales: str) -> None:

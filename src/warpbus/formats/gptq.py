@@ -12,7 +12,7 @@ transposed; the zero point of a symmetric file is `2**(bits - 1)` everywhere.
 
 Columns in an order of their own (`desc_act`, unless the groups were static) make a `g_idx` that goes back and forth
 between groups. A `QTensor` has its groups side by side, and no order of the columns would serve the next matrix too,
-which has another: such matrices are dequantized (`reordered`). Whole groups may lie in any order.
+which has another: such matrices are dequantized (`dequantizing`). Whole groups may lie in any order.
 """
 
 import re

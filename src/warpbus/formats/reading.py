@@ -11,11 +11,11 @@ from warpbus.formats.checkpoint import Checkpoint
 from warpbus.qtensor import Scheme
 
 
-def section(config: dict[str, Any], where: str = "quantization_config") -> dict[str, Any]:
-    """The object `where` of a config.json. Raises CheckpointError if it is something else."""
-    found = config.get(where)
+def section(config: dict[str, Any]) -> dict[str, Any]:
+    """The object `quantization_config` of a config.json. Raises CheckpointError if it is something else."""
+    found = config.get("quantization_config")
     if not isinstance(found, dict):
-        raise unreadable(where, found, "an object")
+        raise unreadable("quantization_config", found, "an object")
     return found
 
 

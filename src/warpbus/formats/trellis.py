@@ -12,7 +12,6 @@ and `config.json` holds under `quantization_config` the method "warpbus", the tr
 Matrices are dequantized when they are read.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError
-from warpbus.formats.checkpoint import Checkpoint, StoredTensor
+from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.reading import matrix_shape, read_scales, read_tensor, require, section, unreadable
-from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes
+from warpbus.formats.stored import ComputedTensor, StoredTensor
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.qtensor.qtensor import check_trellis
 
@@ -110,27 +109,16 @@ def _shape(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> tuple[int, in
 
 
 @dataclass(frozen=True)
-class TrellisMatrix:
-    """A matrix that is dequantized when it is read; see `StoredTensor`."""
+class TrellisMatrix(ComputedTensor):
+    """A matrix that is dequantized when it is read."""
 
     checkpoint: Checkpoint
     prefix: str
     scheme: Scheme
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> Tensor:
+    def bands(self) -> Iterator[Tensor]:
         """Computed in float32 and rounded once, to `dtype`."""
-        return from_tensors(self.checkpoint, self.prefix, self.scheme).dequantize(self.dtype)
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """See `Checkpoint.chunks`."""
-        data = raw_bytes(self.read())
-        return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
+        yield from_tensors(self.checkpoint, self.prefix, self.scheme).dequantize(self.dtype)
 
 
 def dequantized_trellis(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
@@ -164,5 +152,5 @@ def dequantized_trellis(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoin
                         f"{checkpoint.directory}: {prefix}{part}: expected shape {list(expected)}, found "
                         f"{list(checkpoint.shape(prefix + part))}: use an undamaged checkpoint"
                     )
-            tensors[prefix + _WEIGHT] = TrellisMatrix(checkpoint, prefix, scheme, shape, dtype)
+            tensors[prefix + _WEIGHT] = TrellisMatrix(shape, dtype, checkpoint, prefix, scheme)
     return Checkpoint.of_tensors(checkpoint.directory, tensors, config)

@@ -14,7 +14,7 @@ from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.safetensors_io import raw_bytes
-from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare, refuse_kv_scales
+from warpbus.models.conversion_plan import ConversionPlan, ConvertedMatrix, prepare, refuse_kv_scales
 from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
 from warpbus.models.fp8_blocks import write_fp8_blocks
 from warpbus.models.gguf.export import TARGETS, GGUFExport, export_gguf

@@ -13,15 +13,14 @@ from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.dequantizing import dequantized, dequantized_reordered
 from warpbus.formats.kv_cache import scale_names
 from warpbus.formats.layout import Layout, layout_of
-from warpbus.formats.reordered import dequantized_reordered
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
-from warpbus.models.families.fields import Fields
+from warpbus.models.families.family import Fields
 from warpbus.models.kv_scales import attention_prefix, kv_cache_scheme, load_kv_scales
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import MoE, QuantizedLinear
@@ -42,14 +41,16 @@ _ELEMENTS_AT_ONCE = 2**24
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_config(checkpoint: Checkpoint, *, mtp: Literal["unused", "stored", "required"] = "unused") -> ModelConfig:
+def read_config(
+    checkpoint: Checkpoint, *, mtp: Literal["unused", "announced", "stored", "required"] = "unused"
+) -> ModelConfig:
     """Read the model's shape from config.json, and its stop tokens from generation_config.json if that lists any.
 
     Stop ids beyond the vocabulary, which cannot be generated, are dropped.
 
     Args:
-        mtp: whether the config has the layer of multi-token prediction: "unused": no; "stored": if the checkpoint has
-            all of its tensors; "required": yes.
+        mtp: whether the config has the layer of multi-token prediction: "unused": no; "announced": if config.json
+            says so; "stored": if the checkpoint has all of its tensors, too; "required": yes.
 
     Raises:
         UnknownArchitectureError: no family declares the model_type.
@@ -65,6 +66,8 @@ def read_config(checkpoint: Checkpoint, *, mtp: Literal["unused", "stored", "req
     config = replace(config, stop_ids=tuple(token for token in stop_ids if token < config.vocab_size))
     if mtp == "unused":
         return replace(config, mtp=None)
+    if mtp == "announced":
+        return config
     missing = _missing_mtp(checkpoint, config)
     if missing is not None and mtp == "required":
         raise CheckpointError(f"{checkpoint.directory}: {missing}")

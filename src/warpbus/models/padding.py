@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.errors import UsageError
-from warpbus.models.families.fields import MAX_SIZE
+from warpbus.models.families.family import MAX_SIZE
 from warpbus.qtensor import QTensor, Scheme
 
 _GPUS = 4  # that may share a padded FFN without cutting a group or a word

@@ -45,7 +45,6 @@ def write_random_checkpoint(
     *,
     layers: int | None = None,
     device: str | torch.device = "auto",
-    overwrite: bool = False,
 ) -> ModelConfig:
     """Write a model with random weights and a config.json in the form its family is published in; no tokenizer.
 
@@ -59,7 +58,6 @@ def write_random_checkpoint(
         seed: the same one draws the same model on the same kind of device.
         layers: decoder layers, in place of the shape's.
         device: where the numbers are drawn, "auto" for a GPU if there is one.
-        overwrite: replace a model that is there.
 
     Returns:
         the config of the model that was written.
@@ -80,7 +78,7 @@ def write_random_checkpoint(
         if found != config:
             raise UsageError(f"{directory}: config.json of {config.family} cannot say {config}: it would say {found}")
 
-    with CheckpointWriter(directory, shard_bytes=_SHARD_BYTES, overwrite=overwrite, expected_bytes=expected) as writer:
+    with CheckpointWriter(directory, shard_bytes=_SHARD_BYTES, expected_bytes=expected) as writer:
         for parameter, names in tensor_map(config).items():
             whole = draw.parameter(parameter, shapes[parameter]).to(dtype).cpu()
             rows = part_rows(config, parameter, len(names), len(whole))
@@ -199,6 +197,7 @@ def _glm4_moe(config: ModelConfig) -> dict[str, Any]:
         **_experts(config),
         **_grouped(attention),
         "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
         "partial_rotary_factor": config.rope.rotary_dim / attention.head_dim,
         "use_qk_norm": attention.qk_norm,
     }
@@ -211,6 +210,7 @@ def _glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
         **_huggingface(config),
         **_experts(config),
         "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
         "num_key_value_heads": attention.num_heads,
         "q_lora_rank": attention.query_rank,
         "kv_lora_rank": attention.kv_rank,
@@ -228,6 +228,7 @@ def _qwen3_moe(config: ModelConfig) -> dict[str, Any]:
         **_huggingface(config),
         **_grouped(config.grouped_attention),
         "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": experts["n_routed_experts"],
         "intermediate_size": experts["intermediate_size"],
         **{key: experts[key] for key in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},

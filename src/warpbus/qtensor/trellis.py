@@ -119,13 +119,13 @@ def rotate(x: Tensor) -> Tensor:
         x: floating `[..., columns]`.
     """
     columns = x.shape[-1]
-    return _hadamard(x.float() * _signs(columns, x.device), rotation_block(columns))
+    return _hadamard(x.float() * column_signs(columns, x.device), rotation_block(columns))
 
 
 def rotate_back(x: Tensor) -> Tensor:
     """x R^T along the last axis, float32: undoes `rotate`."""
     columns = x.shape[-1]
-    return _hadamard(x.float(), rotation_block(columns)) * _signs(columns, x.device)
+    return _hadamard(x.float(), rotation_block(columns)) * column_signs(columns, x.device)
 
 
 def _hadamard(x: Tensor, block: int) -> Tensor:
@@ -139,7 +139,7 @@ def _hadamard(x: Tensor, block: int) -> Tensor:
 
 
 @functools.cache
-def _signs(columns: int, device: torch.device) -> Tensor:
+def column_signs(columns: int, device: torch.device) -> Tensor:
     """1 or -1 for each column, by a hash of its number: float32 `[columns]`."""
     hashed = torch.arange(1, columns + 1, dtype=torch.int64)
     for multiplier in _MULTIPLIERS:

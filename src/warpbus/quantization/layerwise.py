@@ -27,11 +27,10 @@ from warpbus.qtensor import QTensor
 from warpbus.quantization.algorithms.factored import stacked
 from warpbus.quantization.algorithms.weights import relative
 from warpbus.quantization.folding import divide_preceding, fold_shared
-from warpbus.quantization.kv_range import KVRange
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
-from warpbus.quantization.statistics import DRIFT, Collector, Statistics
+from warpbus.quantization.statistics import DRIFT, Collector, KVRange, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ returns the factors `[in]` that it has folded into what precedes the matrix, or 
 not divided, since what precedes was rounded to the dtype that it is stored in."""
 
 SolveAlike = Callable[[Sequence[str], Sequence[Statistics]], Sequence[Tensor | None]]
-"""The same for matrices of several experts, of one shape and scheme."""
+"""As `Solve`, for matrices of several experts that have one shape and scheme."""
 
 _Inputs = tuple[int, Tensor, Tensor | None]
 """What enters a stage: the share of all tokens, `[tokens, features]`, and the same of the first of these tokens in the
@@ -101,6 +100,7 @@ class LayerQuantization:
         self.watch = watch
         self.scale_dtype = scale_dtype
         self.damping = damping
+        self.matrices = matrices or {}
         self.quantized: dict[str, QTensor] = {}
         self.changed: dict[str, Tensor] = {}
         self.results: list[LayerResult] = []
@@ -109,7 +109,6 @@ class LayerQuantization:
         self._states = states
         self._needed = needed
         self._keep = keep
-        self.matrices = matrices or {}
         self._tell = tell
         self._watch_kv = watch_kv
         self._started = time.perf_counter()
@@ -314,7 +313,7 @@ class LayerQuantization:
         fold_norm: FoldNorm,
         at_once: Callable[[str], int],
     ) -> None:
-        """The same for a mixture of experts: the first stage of all experts, then the second one.
+        """Visit the matrices of a mixture of experts: those of the first stage of all experts, then of the second one.
 
         The sublayer is then computed again to move the states. The tokens that the router sends to an expert in this
         layer are also those of the expert in the unquantized one.
@@ -340,7 +339,7 @@ class LayerQuantization:
             each.move(self.layer.feed_forward(each.x), original)
 
     def _finish(self, sublayer: str, stage: str, solve: Solve) -> None:
-        """The same for the last stage of a sublayer; then the states are moved past the sublayer."""
+        """Visit the matrix of the last stage of a sublayer, then move the states past the sublayer."""
         layer, unquantized = self.layer, self._unquantized
         # Attention takes longest to compute again, and its output is no larger than the states.
         keep = self._keep or sublayer == "attention"
@@ -403,12 +402,8 @@ class LayerQuantization:
     def _alike(self, one: str, other: str) -> bool:
         """Whether two matrices of experts have one shape and scheme; both are routed experts', or neither."""
         first, second = self.matrices[one], self.matrices[other]
-        return (first.rows, first.columns, first.scheme, first.experts) == (
-            second.rows,
-            second.columns,
-            second.scheme,
-            second.experts,
-        )
+        kinds = [(each.rows, each.columns, each.scheme, each.experts) for each in (first, second)]
+        return kinds[0] == kinds[1]
 
     def _every_token(self, stage: str, needed: frozenset[str]) -> Iterator[_Inputs]:
         """What enters a stage, of all tokens."""

@@ -91,7 +91,7 @@ def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dt
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The same as one CUDA graph, as the engine decodes: launches from the host would take longer than the products."""
+    """The step as one CUDA graph, as the engine decodes: its kernels take less time than launching them one by one."""
     memory = GraphMemory(device)
     torch.cuda.synchronize(device)
     with torch.cuda.stream(memory.stream):

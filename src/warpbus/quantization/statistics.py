@@ -1,7 +1,7 @@
-"""Statistics of the inputs of a linear layer during calibration, over all tokens of all processes."""
+"""Statistics over all calibration tokens of all processes: of the inputs of a linear layer, and of keys and values."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from warpbus.dist import Group, TreeSum
 from warpbus.errors import NumericError
+from warpbus.formats.kv_cache import KVCacheScheme
+from warpbus.kernels.reference.grid import LARGEST
 from warpbus.quantization.algorithms.linear_algebra import add_product
 
 # Columns of a panel. Of a symmetric product only the panels' parts on and below the diagonal are computed, added up and
@@ -160,3 +162,36 @@ def _panels(packed: Tensor, columns: int) -> Iterator[tuple[int, Tensor]]:
 
 def _panel_shapes(columns: int) -> list[tuple[int, int]]:
     return [(columns - start, min(_PANEL, columns - start)) for start in range(0, columns, _PANEL)]
+
+
+class KVRange:
+    """An attention context that records the ranges of keys and values and does not attend.
+
+    Args:
+        tokens: from `[batch, tokens, features]` to `[n, features]`, without padding.
+
+    Attributes:
+        largest: float32 `[2, kv_heads]`, the largest magnitudes of the keys, after rotary positions, and the values.
+    """
+
+    def __init__(self, tokens: Callable[[Tensor], Tensor]) -> None:
+        self._tokens = tokens
+        self.largest: Tensor
+
+    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
+        del layer, positions_bt
+        heads = k_bthd.shape[2]
+        found = [self._tokens(x.flatten(2)).unflatten(1, (heads, -1)).abs().amax((0, 2)) for x in (k_bthd, v_bthd)]
+        self.largest = torch.stack(found).float()
+        return q_bthd
+
+
+def scales_of(scheme: KVCacheScheme, largest: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The scales of keys and values, float32 `[kv_heads]` each, that map the largest magnitudes to the largest code;
+    all equal unless the scheme has one per head. For zeros the scale is 1."""
+    found = []
+    for each in largest:
+        own = each if scheme.per_head else each.max().expand(len(each))
+        scales = own / LARGEST[scheme.stored]
+        found.append(torch.where(scales > 0, scales, 1.0))
+    return found[0], found[1]

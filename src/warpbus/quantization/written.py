@@ -10,8 +10,8 @@ from warpbus.models.kv_scales import attention_prefix
 from warpbus.models.loading import part_rows
 from warpbus.models.row_order import in_file_order
 from warpbus.qtensor import QTensor
-from warpbus.quantization.kv_range import scales_of
 from warpbus.quantization.preflight import Matrix, Plan
+from warpbus.quantization.statistics import scales_of
 
 # Bytes of a part that holds tensors from outside of the layers. Embedding and head are parts of their own: what is
 # being written counts as this process's memory.

@@ -18,6 +18,7 @@ from warpbus.server.answer_schema import (
     Detokenized,
     HealthAnswer,
     ModelList,
+    ResetAnswer,
     ServedModel,
     SleepAnswer,
     Tokenized,
@@ -69,30 +70,38 @@ def _described(model: Model) -> dict[str, Any]:
 
 
 def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
+    @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", **documented(Tokenized))
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        """The token ids of a text, as /v1/completions has it, or of a conversation."""
+        """The token ids of a text, as /v1/completions has it, of several, or of a conversation."""
         model = named_model(models, body, request, options)
         service = model.service
 
-        def work() -> tuple[list[int], list[str] | None]:
-            if body.messages is not None:
-                tokens = render_prompt(body.messages, body, model, offered_tools(body.tools or ()), options)
-            elif body.add_special_tokens is None:
-                tokens = encode_prompt(service.tokenizer, body.prompt or "")
-            else:
-                tokens = service.tokenizer.encode(body.prompt or "")
-                if body.add_special_tokens:
-                    tokens = [*model.heads.before, *tokens, *model.heads.after]
-            texts = [token_text(service.tokenizer, token)[0] for token in tokens] if body.return_token_strs else None
-            return tokens, texts
+        def encoded(text: str) -> list[int]:
+            if body.add_special_tokens is None:
+                return encode_prompt(service.tokenizer, text)
+            tokens = service.tokenizer.encode(text)
+            return [*model.heads.before, *tokens, *model.heads.after] if body.add_special_tokens else tokens
 
-        tokens, texts = await unless_gone(request.receive, model.in_thread(work))
+        def work() -> tuple[list[list[int]], list[list[str]] | None]:
+            if body.messages is not None:
+                tools = offered_tools(() if body.tool_choice == "none" else body.tools or ())
+                found = [render_prompt(body.messages, body, model, tools, options)]
+            else:
+                texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or body.content or ""]
+                found = [encoded(text) for text in texts]
+            if not body.return_token_strs:
+                return found, None
+            return found, [[token_text(service.tokenizer, token)[0] for token in tokens] for tokens in found]
+
+        found, texts = await unless_gone(request.receive, model.in_thread(work))
+        several = isinstance(body.prompt, list)
+        counts = [len(tokens) for tokens in found]
         return {
-            "tokens": tokens,
-            "count": len(tokens),
+            "tokens": found if several else found[0],
+            "count": counts if several else counts[0],
             "max_model_len": service.max_model_len,
-            "token_strs": texts,
+            "token_strs": texts if several or texts is None else texts[0],
         }
 
     @app.get("/tokenizer_info", **documented(TokenizerAnswer))
@@ -104,13 +113,14 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
             lambda: tokenizer_facts(service.model, type(service.tokenizer).__name__, service.max_model_len)
         )
 
+    @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", **documented(Detokenized))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
         """The text of token ids."""
         model = named_model(models, body, request, options)
         service = model.service
         text = await unless_gone(request.receive, model.in_thread(lambda: service.tokenizer.decode(body.tokens)))
-        return {"prompt": text}
+        return dict.fromkeys(("prompt", "text", "content"), text)
 
 
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
@@ -155,6 +165,13 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     async def version() -> dict[str, str]:
         """Of Warpbus."""
         return {"version": warpbus.__version__}
+
+    @app.post("/flush_cache", include_in_schema=False)
+    @app.post("/reset_prefix_cache", **documented(ResetAnswer))
+    async def reset_prefix_cache(model: str | None = None) -> dict[str, bool]:
+        """Empty the prefix cache of a model, or of all. Not while requests run. Blocks on disk are kept."""
+        await asyncio.gather(*[one.service.reset_prefix_cache() for one in _chosen(models, model)])
+        return {"success": True}
 
     @app.post("/sleep", **documented(SleepAnswer))
     async def sleep(model: str | None = None) -> dict[str, bool]:

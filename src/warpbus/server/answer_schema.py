@@ -194,12 +194,12 @@ class ModelList(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """The token ids of a text, and their texts if they were asked for."""
+    """The token ids of a text or of several, and their texts if they were asked for."""
 
-    tokens: list[int]
-    count: int
+    tokens: list[int] | list[list[int]]
+    count: int | list[int]
     max_model_len: int
-    token_strs: list[str] | None
+    token_strs: list[str] | list[list[str]] | None
 
 
 class TokenizerAnswer(BaseModel):
@@ -219,9 +219,11 @@ class LoadAnswer(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """The text of token ids."""
+    """The text of token ids, by its names in vLLM, SGLang and llama.cpp."""
 
     prompt: str
+    text: str
+    content: str
 
 
 class ReplicaHealth(BaseModel):
@@ -244,6 +246,12 @@ class VersionAnswer(BaseModel):
     """The version of Warpbus."""
 
     version: str
+
+
+class ResetAnswer(BaseModel):
+    """The prefix caches are empty."""
+
+    success: bool
 
 
 class SleepAnswer(BaseModel):
@@ -329,6 +337,12 @@ class CountedTokens(BaseModel):
     """The number of tokens of a conversation."""
 
     input_tokens: int
+
+
+class InputTokens(CountedTokens):
+    """The number of tokens of the input of a response."""
+
+    object: Literal["response.input_tokens"]
 
 
 class ResponseError(BaseModel):

@@ -14,7 +14,7 @@ from warpbus.models.tokenizers import StreamDecoder, Tokenizer
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """What a piece adds to an answer; `calls` are complete."""
+    """What a piece adds to an answer; `calls` are complete, but for the last one if `max_tokens` cuts it off."""
 
     reasoning: str = ""
     text: str = ""
@@ -72,7 +72,7 @@ class AnswerReader:
         self.reasoning_tokens = 0
 
     def read(self, piece: TextPiece) -> AnswerDelta:
-        """What the piece adds; a call is complete at its end, never in a message that is cut off."""
+        """What the piece adds; a call is added at its end, or at that of an answer that `max_tokens` cuts off."""
         self.finish_reason = piece.finish_reason
         self._count_reasoning(piece.token_ids)
         self._find_ends(piece.token_ids)
@@ -88,13 +88,13 @@ class AnswerReader:
         self._taken += len(rest)
         last: list[ToolCall] = []
         if piece.finish_reason is not None:
-            end = self._flush()
+            end = self._flush(cut=piece.finish_reason == "length")
             last = end.calls
             found.append(end)
         calls = [call for delta in found for call in delta.calls]
         calls = calls if self._most is None else calls[: max(0, self._most - self.calls)]
         self.calls += len(calls)
-        if last or (self.calls and piece.finish_reason == "stop"):
+        if (last and last[-1].complete) or (self.calls and piece.finish_reason == "stop"):
             self.finish_reason = "tool_calls"
         reasoning = "".join(delta.reasoning for delta in found) if self._show_reasoning else ""
         return AnswerDelta(reasoning, "".join(delta.text for delta in found), calls)
@@ -106,12 +106,12 @@ class AnswerReader:
         shown, calls = (text, []) if self._stream is None else self._stream.push(text)
         return AnswerDelta(reasoning, shown, calls)
 
-    def _flush(self) -> AnswerDelta:
+    def _flush(self, *, cut: bool) -> AnswerDelta:
         reasoning, text = ("", "") if self._thoughts is None else self._thoughts.flush()
         if self._stream is None:
             return AnswerDelta(reasoning, text)
         shown, calls = self._stream.push(text)
-        more, last = self._stream.flush()
+        more, last = self._stream.cut_off() if cut else self._stream.flush()
         return AnswerDelta(reasoning, shown + more, calls + last)
 
     def _find_ends(self, tokens: Sequence[int]) -> None:

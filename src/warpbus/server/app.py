@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 import warpbus
 from warpbus.server import adapter_routes, admin, embeddings, failures, generate, messages, openapi, responses_api
-from warpbus.server.answer_schema import ChatCompletion, LoadAnswer, TextCompletion, documented
+from warpbus.server.answer_schema import ChatCompletion, CountedTokens, LoadAnswer, TextCompletion, documented
 from warpbus.server.chat import ChatForm
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
-from warpbus.server.conversations import named_model, prepare_chat, valid_body
+from warpbus.server.conversations import count_prompt, named_model, prepare_chat, valid_body
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
@@ -104,6 +104,11 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
             per_prompt=len(chat.requests),
             stream=bool(body.stream),
         )
+
+    @app.post("/v1/chat/completions/input_tokens", **documented(CountedTokens))
+    async def input_tokens(body: ChatRequest, request: Request) -> dict[str, int]:
+        """The number of tokens of a conversation."""
+        return {"input_tokens": await count_prompt(body, named_model(models, body, request, options), request, options)}
 
     @app.post("/v1/completions", **documented(TextCompletion, events="TextCompletion, then [DONE]"))
     async def completions(body: CompletionRequest, request: Request) -> Response:

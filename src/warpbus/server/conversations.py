@@ -190,6 +190,15 @@ async def prepare_chat(
     )
 
 
+async def count_prompt(body: ChatRequest, model: Model, request: Request, options: ServerOptions) -> int:
+    """The number of tokens of a conversation. Raises as `prepare_chat`, but a prompt may have any length."""
+    tools = tools_of(body, model, options).offered
+    prompt = await unless_gone(
+        request.receive, model.in_thread(lambda: render_prompt(body.messages, body, model, tools, options))
+    )
+    return len(prompt)
+
+
 def render_prompt(
     messages: abc.Sequence[ChatMessage],
     body: Templated,

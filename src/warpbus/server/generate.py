@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import abc
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from warpbus.engine import TextPiece, TokenLogprob
+import warpbus
+from warpbus.engine import SamplingParams, TextPiece, TokenLogprob
+from warpbus.engine.blocks import BLOCK
 from warpbus.models.tokenizers import Tokenizer, encode_prompt
-from warpbus.server.answer_schema import documented
+from warpbus.server.answer_schema import HealthAnswer, documented
 from warpbus.server.conversations import named_model, valid_body
 from warpbus.server.failures import body_of
-from warpbus.server.generate_schema import GenerateRequest, ModelInfo, NativeAnswer, NativeSampling
+from warpbus.server.generate_schema import GenerateRequest, ModelInfo, NativeAnswer, NativeSampling, ServerInfo
 from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import cache_salt
 from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params
@@ -34,6 +38,8 @@ _RENAMED = {
     "no_stop_trim": "include_stop_str_in_output",
     "sampling_seed": "seed",
 }
+
+_PROBE_SECONDS = 20  # as in SGLang
 
 T = TypeVar("T")
 
@@ -60,6 +66,48 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         model = models.find(None)
         names = dict.fromkeys(("model_path", "tokenizer_path"), model.name)
         return {**names, "is_generation": True, "max_model_len": model.context}
+
+    @app.get("/get_server_info", include_in_schema=False)
+    @app.get("/server_info", **documented(ServerInfo))
+    async def server_info() -> dict[str, Any]:
+        """The same model, and the size of its KV cache, all replicas together. Errors as of a request to it."""
+        model = models.find(None)
+        service = model.service
+        stats = await asyncio.gather(*[replica.stats() for replica in service.replicas.values()])
+        names = dict.fromkeys(("model_path", "tokenizer_path", "served_model_name"), model.name)
+        return {
+            **names,
+            "version": warpbus.__version__,
+            "context_length": service.max_model_len,
+            "page_size": BLOCK,
+            "max_total_num_tokens": BLOCK * sum(each.blocks for each in stats),
+            "num_running_reqs": sum(each.running for each in stats),
+            "num_waiting_reqs": sum(each.waiting for each in stats),
+        }
+
+    @app.get("/health_generate", **documented(HealthAnswer))
+    async def health_generate(request: Request) -> dict[str, str]:
+        """Whether every model generates a token: 200, or the error of such a request; 503 after 20 seconds."""
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await unless_gone(request.receive, _probe(models.bases()))
+        except TimeoutError:
+            message = f"no token in {_PROBE_SECONDS} s: the engine hangs, or has much to do"
+            raise RequestError(503, message, kind="service_unavailable", code="model_not_ready") from None
+        return {"status": "ready"}
+
+
+async def _probe(models: abc.Collection[Model]) -> None:
+    """Generate a token with each model."""
+
+    async def one(model: Model) -> None:
+        tokenizer = model.awake().tokenizer
+        prompt = await model.in_thread(lambda: encode_prompt(tokenizer, "a"))
+        async with aclosing(model.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0))) as answer:
+            async for _ in answer:
+                pass
+
+    await asyncio.gather(*[one(model) for model in models])
 
 
 @dataclass

@@ -140,3 +140,17 @@ class ModelInfo(BaseModel):
     tokenizer_path: str
     is_generation: bool
     max_model_len: int | None
+
+
+class ServerInfo(BaseModel):
+    """The same model, the size of its KV cache in tokens, and how busy it is; `page_size` is that of a block."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    version: str
+    context_length: int
+    page_size: int
+    max_total_num_tokens: int
+    num_running_reqs: int
+    num_waiting_reqs: int

@@ -10,22 +10,22 @@ from collections import abc
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from warpbus.engine import TextPiece
+from warpbus.models.templates.tools import ToolCall
 from warpbus.server.answer_schema import AnthropicMessage, CountedTokens, documented
 from warpbus.server.blocks import Block, BlockForm
 from warpbus.server.conversations import (
     PreparedChat,
+    count_prompt,
     leave_out_tools,
     named_model,
     prepare_chat,
-    render_prompt,
-    tools_of,
     valid_chat,
 )
 from warpbus.server.failures import anthropic_body_of
-from warpbus.server.generation import unless_gone
 from warpbus.server.messages_schema import (
     InputBlock,
     MessagesPrompt,
@@ -68,11 +68,7 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         """The number of tokens of a conversation."""
         model = named_model(models, body, request, options)
         chat = _chat_request(body, request, strict=options.strict)
-        tools = tools_of(chat, model, options).offered
-        prompt = await unless_gone(
-            request.receive, model.in_thread(lambda: render_prompt(chat.messages, chat, model, tools, options))
-        )
-        return {"input_tokens": len(prompt)}
+        return {"input_tokens": await count_prompt(chat, model, request, options)}
 
 
 def _chat_request(body: MessagesPrompt, request: Request, *, strict: bool) -> ChatRequest:
@@ -237,11 +233,25 @@ def _delta(block: Block, delta: Json) -> Json:
 
 def _content(block: Block, *, begins: bool = False) -> Json:
     if block.call is not None:
-        arguments: Any = {} if begins else json.loads(block.call.arguments)
-        return {"type": "tool_use", "id": block.id, "name": block.call.name, "input": arguments}
+        return {
+            "type": "tool_use",
+            "id": block.id,
+            "name": block.call.name,
+            "input": {} if begins else _input(block.call),
+        }
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": "" if begins else block.text, "signature": ""}
     return {"type": "text", "text": "" if begins else block.text}
+
+
+def _input(call: ToolCall) -> Any:
+    """The arguments of a call; of one that is cut off those that it has so far."""
+    if call.complete:
+        return json.loads(call.arguments)
+    try:
+        return from_json(call.arguments, allow_partial="trailing-strings") if call.arguments else {}
+    except ValueError:
+        return {}
 
 
 def _counted(usage: Usage) -> Json:

@@ -11,7 +11,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from warpbus.engine.health import State
+from warpbus.engine.service_model import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import WarpbusError
 from warpbus.server.registry import STATES, Models, ReplicaProtocol

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar, get_args
 
 from warpbus.engine import SamplingParams, TextPiece
-from warpbus.engine.health import State
 from warpbus.engine.moving import Moved
+from warpbus.engine.service_model import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError
 from warpbus.models.pooling import TextHeads, read_text_heads
@@ -44,11 +44,11 @@ class AnswerProtocol(Protocol):
 
 
 class HealthProtocol(Protocol):
-    """The state of a service; see `warpbus.engine.health.Health`."""
+    """The state of a service; see `warpbus.engine.service_model.Health`."""
 
     @property
     def state(self) -> str:
-        """One of `warpbus.engine.health.State`."""
+        """One of `warpbus.engine.service_model.State`."""
 
     @property
     def reason(self) -> str:
@@ -97,6 +97,9 @@ class ServiceProtocol(Protocol):
 
     async def wake(self) -> None:
         """Load the model to the GPUs again."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
 
     async def move(self, device: str) -> Moved:
         """Move to another GPU."""

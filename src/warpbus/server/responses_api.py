@@ -15,11 +15,18 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from warpbus.engine import TextPiece
-from warpbus.server.answer_schema import DeletedAnswer, ResponseAnswer, documented
+from warpbus.server.answer_schema import DeletedAnswer, InputTokens, ResponseAnswer, documented
 from warpbus.server.blocks import Block, BlockForm
-from warpbus.server.conversations import PreparedChat, leave_out_tools, named_model, prepare_chat, valid_chat
+from warpbus.server.conversations import (
+    PreparedChat,
+    count_prompt,
+    leave_out_tools,
+    named_model,
+    prepare_chat,
+    valid_chat,
+)
 from warpbus.server.guard import cache_salt
-from warpbus.server.registry import Models
+from warpbus.server.registry import Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Json, Responder, Usage, new_id
 from warpbus.server.responses_schema import (
@@ -85,17 +92,21 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
     options = responder.options
     stored = StoredResponses(options.max_stored_responses)
 
-    @app.post("/v1/responses", **documented(ResponseAnswer, events="OpenAI's response events"))
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation, in the form of OpenAI's Responses API."""
+    def begun(body: ResponsesRequest, request: Request) -> tuple[Model, Exchange]:
+        """The model of a request, and its conversation with the kept one before it."""
         model = named_model(models, body, request, options)
-        owner = cache_salt(request.scope)
         previous = body.previous_response_id
-        before = [] if previous is None else _kept(stored, previous, owner, missing=400).messages
+        before = [] if previous is None else _kept(stored, previous, cache_salt(request.scope), missing=400).messages
         tools = leave_out_tools(
             body.tools or (), lambda tool: tool.type if tool.hosted else None, request, strict=options.strict
         )
-        exchange = Exchange(body, tools, [*before, *_messages(body.input)])
+        return model, Exchange(body, tools, [*before, *_messages(body.input)])
+
+    @app.post("/v1/responses", **documented(ResponseAnswer, events="OpenAI's response events"))
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, in the form of OpenAI's Responses API."""
+        model, exchange = begun(body, request)
+        owner = cache_salt(request.scope)
         chat = await prepare_chat(exchange.chat(), model, request, options, cut_to_context=True)
 
         def keep(answer: Json, messages: list[Json]) -> None:
@@ -104,6 +115,13 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
 
         form = ResponseForm(chat, exchange, keep)
         return await responder.respond(request, chat.model, form, chat.requests, per_prompt=1, stream=bool(body.stream))
+
+    @app.post("/v1/responses/input_tokens", **documented(InputTokens))
+    async def input_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
+        """The number of tokens of a conversation."""
+        model, exchange = begun(body, request)
+        count = await count_prompt(exchange.chat(), model, request, options)
+        return {"object": "response.input_tokens", "input_tokens": count}
 
     @app.get("/v1/responses/{name}", **documented(ResponseAnswer))
     async def one_response(name: str, request: Request) -> dict[str, Any]:
@@ -137,12 +155,14 @@ def _chat_tool(tool: ResponsesTool) -> Json:
 
 
 def _messages(given: str | abc.Sequence[InputItem]) -> list[Json]:
-    """The messages of chat completions: items of one answer are one message."""
+    """The messages of chat completions: items of one answer are one message. Calls that were cut off are left out."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     found: list[Json] = []
     answer: Json | None = None  # the assistant's message that further items belong to
     for item in given:
+        if isinstance(item, CallItem) and item.status == "incomplete":
+            continue
         if isinstance(item, CallOutputItem):
             answer = None
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": joined_contents(item.output)})
@@ -244,7 +264,8 @@ class ResponseForm(BlockForm):
                 self._of_part(name, block, text=block.text, **more),
                 self._of_part("response.content_part.done", block, part=_part(block, whole=True)),
             ]
-        return [*done, self._of_item("response.output_item.done", block, "completed")]
+        status = "completed" if block.call is None or block.call.complete else "incomplete"
+        return [*done, self._of_item("response.output_item.done", block, status)]
 
     def finish(self, usage: Usage) -> list[Json]:
         """See `BlockForm.finish`."""
@@ -329,14 +350,14 @@ def _part(block: Block, *, whole: bool = False) -> Json:
 
 
 def _turn(blocks: abc.Sequence[Block]) -> list[Json]:
-    """The answer as a message of chat completions; none if it is empty."""
-    if not blocks:
+    """The answer as a message of chat completions, without a call that is cut off; none if it is empty."""
+    if not any(block.call is None or block.call.complete for block in blocks):
         return []
     turn: Json = {"role": "assistant", "content": "".join(block.text for block in blocks if block.kind == "text")}
     thinking = "".join(block.text for block in blocks if block.kind == "thinking")
     if thinking:
         turn["reasoning_content"] = thinking
-    calls = [_item(block, "completed") for block in blocks if block.call is not None]
+    calls = [_item(block, "completed") for block in blocks if block.call is not None and block.call.complete]
     if calls:
         turn["tool_calls"] = [
             {

@@ -361,11 +361,15 @@ class CompletionRequest(Generating):
 
 
 class TokenizeRequest(NamesModel, Templated):
-    """POST /tokenize: a text, which becomes what it is in a completion, or a conversation."""
+    """POST /tokenize: a text, or several, which become what they are in a completion, or a conversation."""
 
-    prompt: str | None = None
+    prompt: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None = None
+    content: str | None = Field(None, description="llama.cpp's name of prompt")
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="none: the prompt has no tools"
+    )
     add_special_tokens: bool | None = Field(
         None, description="of a text: with those that the model's tokenizer puts around texts, or none"
     )
@@ -373,8 +377,8 @@ class TokenizeRequest(NamesModel, Templated):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+        if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
+            raise ValueError("give either prompt (or its other name, content) or messages")
         return self
 
 
@@ -393,6 +397,6 @@ class UnloadAdapterRequest(Body):
 
 
 class DetokenizeRequest(NamesModel):
-    """POST /detokenize."""
+    """POST /detokenize. Special tokens have no text."""
 
     tokens: TokenIds

@@ -167,7 +167,7 @@ class _Fp8Product(torch.autograd.Function):
 
 
 class _FrozenFp8Product(torch.autograd.Function):
-    """The same, with a weight that is rounded already, given as `[n, k]` and as `[k, n]`, and a bias that is frozen."""
+    """As `_Fp8Product`, with a weight that was rounded before, given as `[n, k]` and as `[k, n]`, and a frozen bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ class Inputs:
         checkpoint = Checkpoint(model, weights=any(weight_files(model)))
         if layout_of(checkpoint.config) is None:
             checkpoint = dequantized(checkpoint)  # a trained model is not written in FP8
-        config = read_config(checkpoint)
+        config = _config_of(checkpoint, settings)
         _check_fit(checkpoint, config, settings)
         documents = _read(data, checkpoint, config, settings.length, workers)
         batches = Batches(documents, settings.length, settings.rows_per_step, settings.seed)
@@ -69,6 +69,20 @@ def weight_files(directory: Path) -> Iterator[Path]:
     return (file for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
 
 
+def _config_of(checkpoint: Checkpoint, settings: TrainingSettings) -> ModelConfig:
+    """The config of the model, with the layer of multi-token prediction if that is trained."""
+    if not settings.mtp_weight:
+        return read_config(checkpoint)
+    fresh = not checkpoint.names()
+    config = read_config(checkpoint, mtp="announced" if fresh else "required")
+    if config.mtp is None:
+        raise UsageError(
+            f"--mtp-weight {settings.mtp_weight}: config.json of {checkpoint.directory} announces no layer of "
+            "multi-token prediction (num_nextn_predict_layers): drop it, or use another model"
+        )
+    return config
+
+
 def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings) -> None:
     model = checkpoint.directory
     if isinstance(config.attention, LatentAttentionSpec):
@@ -86,7 +100,7 @@ def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSe
         if settings.quantize is not None:
             raise UsageError(f"--quantize {settings.quantize}: {model} is quantized already: drop --quantize")
     if settings.quantize is not None:
-        for matrix in (matrix for layer in dict.fromkeys(config.layers) for matrix in layer.matrices):
+        for matrix in (matrix for layer in dict.fromkeys(config.all_layers) for matrix in layer.matrices):
             Scheme.parse(settings.quantize).groups(matrix.columns.length, f"--quantize: {matrix.name}")
     if settings.length > config.max_context:
         raise UsageError(f"--length {settings.length}: the context of {model} is {config.max_context} tokens: lower it")

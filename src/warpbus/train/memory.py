@@ -59,8 +59,8 @@ def training_memory(
     rows = -(-settings.rows_per_step // world)
     tokens = min(rows, settings.rows_at_once) * settings.length
     share = world if settings.sharding == "fsdp" else 1
-    of_spec = {spec: _LayerActivations(spec, config, settings, half, shared=share > 1) for spec in config.layers}
-    layers = [of_spec[spec] for spec in config.layers]
+    of_spec = {spec: _LayerActivations(spec, config, settings, half, shared=share > 1) for spec in config.all_layers}
+    layers = [of_spec[spec] for spec in config.all_layers]
     recomputed = settings.recompute or 0
     activations = sum(
         tokens * (layer.inputs if recomputed and index % recomputed == 0 else layer.kept)
@@ -157,7 +157,7 @@ def _part(shape: _Shape, share: int) -> int:
 
 def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: int, trained: int) -> int:
     """Weights as the products take them, where they are not held like that; `trained` is their number."""
-    of_layer = [layer.num_weights for layer in config.layers]
+    of_layer = [layer.num_weights for layer in config.all_layers]
     layer = max(of_layer)
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     per_weight = _BYTE if settings.fp8 else half

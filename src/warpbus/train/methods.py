@@ -13,7 +13,7 @@ from warpbus.models.adapters import Lora, Prefix
 from warpbus.models.layers import CausalAttention
 from warpbus.qtensor import Scheme
 from warpbus.train.balance import correction_biases
-from warpbus.train.dataset import Documents
+from warpbus.train.dataset import IGNORED, Documents
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora, lora_of
 from warpbus.train.loss import summed_cross_entropy
@@ -49,18 +49,48 @@ class TrainingMethod(nn.Module):
         """What the tokens of packed rows attend to."""
         return CausalAttention(documents)
 
+    def take_predicted(self) -> Tensor | None:
+        """The loss of multi-token prediction, summed over its targets since the last call, and their number.
+
+        Float32 `[2]`; None if it is not trained.
+        """
+        return None
+
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
 
 class FullMethod(TrainingMethod):
-    """Trains all weights, in float32, but for the correction biases of experts (`warpbus.train.balance`)."""
+    """Trains all weights, in float32, but for the correction biases of experts (`warpbus.train.balance`).
 
-    def __init__(self, model: Decoder) -> None:
+    Args:
+        mtp_weight: of the loss of multi-token prediction; above 0 the model has a layer for it.
+    """
+
+    def __init__(self, model: Decoder, mtp_weight: float = 0.0) -> None:
         super().__init__(model.requires_grad_(True))
         for bias in correction_biases(model).values():
             bias.requires_grad_(False)
+        self.mtp_weight = mtp_weight
+        self._predicted: Tensor | None = None
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        if not (self.mtp_weight and self.training):
+            return super().forward(tokens, targets, positions, documents)
+        hidden = self.hidden(tokens, positions, documents)
+        loss = summed_cross_entropy(hidden, self.model.head, targets)
+        later = later_targets(targets, documents)
+        # The last column has no token after it and no target; its token is any.
+        states = self.model.predict(tokens.roll(-1, 1), hidden, positions, self.context(documents))
+        predicted = summed_cross_entropy(states, self.model.head, later)
+        sums = torch.stack((predicted.detach().float(), (later != IGNORED).sum().float()))
+        self._predicted = sums if self._predicted is None else self._predicted + sums
+        return loss + self.mtp_weight * predicted
+
+    def take_predicted(self) -> Tensor | None:
+        taken, self._predicted = self._predicted, None
+        return taken
 
 
 class LoraMethod(TrainingMethod):
@@ -89,6 +119,19 @@ class PrefixMethod(TrainingMethod):
         return Prefix(name, whole(self.learnt.keys).cpu(), whole(self.learnt.values).cpu())
 
 
+def later_targets(targets: Tensor, documents: Tensor | None) -> Tensor:
+    """The targets of multi-token prediction: of each token, the target of the token after it in the same document.
+
+    Args:
+        targets, documents: `[rows, length]`, see `warpbus.train.dataset`.
+    """
+    later = torch.full_like(targets, IGNORED)
+    later[:, :-1] = targets[:, 1:]
+    if documents is not None:
+        later[:, :-1].masked_fill_(documents[:, 1:] != documents[:, :-1], IGNORED)
+    return later
+
+
 def prepare(
     checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings, data: Documents, device: torch.device
 ) -> TrainingMethod:
@@ -104,7 +147,8 @@ def prepare(
         DeviceError: the GPU has no FP8.
     """
     if settings.method == "full":
-        made: TrainingMethod = FullMethod(_whole_model(checkpoint, config, settings.seed, device))
+        decoder = _whole_model(checkpoint, config, settings.seed, device)
+        made: TrainingMethod = FullMethod(decoder, settings.mtp_weight)
         model = made.model
     else:
         model = _frozen_model(checkpoint, settings, device)
@@ -131,7 +175,7 @@ def prepare(
 def _whole_model(checkpoint: Checkpoint, config: ModelConfig, seed: int, device: torch.device) -> Decoder:
     """The decoder with the weights of the checkpoint, or random weights if it has none."""
     if checkpoint.names():
-        return load_model(checkpoint, device=device, dtype=torch.float32)
+        return load_model(checkpoint, device=device, dtype=torch.float32, mtp=config.mtp is not None)
     model = Decoder(config)
     # Drawn on the CPU, so that every device and every process starts with the same weights.
     model.initialize(torch.Generator().manual_seed(seed))

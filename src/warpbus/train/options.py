@@ -24,6 +24,9 @@ class TrainingOptions:
         clip: maximum gradient norm.
         balance_speed: of "full", for routers with a correction bias: what the bias of each expert changes by per step,
             so that all experts get the same number of tokens (`warpbus.train.balance`).
+        mtp_weight: of "full": the weight of the loss of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437,
+            section 2.2, trains with 0.3, later 0.1), which is added to that of the next token. 0: the layer that drafts
+            is neither trained nor written.
         compile: use `torch.compile` for the layers (`warpbus.train.compiling`).
         dtype: "bfloat16" for mixed precision, or "float32". Trained parameters and optimizer states are float32;
             frozen weights have this dtype.
@@ -56,6 +59,7 @@ class TrainingOptions:
     weight_decay: float = 0.1
     clip: float = 1.0
     balance_speed: float = 1e-3
+    mtp_weight: float = 0.0
     compile: bool = False
     dtype: str = "float32"
     fp8: bool = False
@@ -89,4 +93,5 @@ class TrainingOptions:
         "recompute": 0,
         "dropout": 0,
         "balance_speed": 0,
+        "mtp_weight": 0,
     }

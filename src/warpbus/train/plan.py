@@ -1,6 +1,5 @@
 """What a training run needs, by the number of GPUs: memory and time, computed without loading a weight."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,12 @@ def plan_training(
     device: torch.device,
     *,
     workers: int = 1,
-    counts: Sequence[int] = COUNTS,
 ) -> TrainingPlan:
     """Compute a run's memory and time.
 
     Args:
         model, data, settings, workers: as of `warpbus.train.train`.
         device: a GPU to measure; the CPU is not.
-        counts: of GPUs.
 
     Raises:
         UsageError, CheckpointError, DataError: as of `warpbus.train.train`.
@@ -97,7 +94,7 @@ def plan_training(
             training_memory(config, settings, gpus, scheme=inputs.scheme, available=available),
             None if rate is None else training_time(config, settings, tokens * flop / rate, gpus),
         )
-        for gpus in counts
+        for gpus in COUNTS
         if settings.rows_per_step % gpus == 0
     )
     return TrainingPlan(
@@ -120,7 +117,7 @@ def training_time(config: ModelConfig, settings: TrainingSettings, seconds: floa
         gpus: that share the work.
     """
     passes = settings.steps * -(-settings.rows_per_step // (settings.rows_at_once * gpus))
-    busy = max(_SLOWDOWN * seconds / gpus, _LAYER_SECONDS * config.num_layers * passes)
+    busy = max(_SLOWDOWN * seconds / gpus, _LAYER_SECONDS * len(config.all_layers) * passes)
     files = 2 * torch.bfloat16.itemsize * config.num_parameters / FILE_RATE
     least = seconds / gpus / (_FP8_SPEEDUP if settings.fp8 else 1.0)
     return TimeRange(least, busy + files + _START_SECONDS)
@@ -136,7 +133,7 @@ def flops_per_token(config: ModelConfig, settings: TrainingSettings, trained: in
         trained: numbers that are trained, see `num_trained`.
     """
     forward = forward_flop(config)
-    layers = sum(layer.active_weights for layer in config.layers)
+    layers = sum(layer.active_weights for layer in config.all_layers)
     again = 2 * layers // settings.recompute if settings.recompute else 0
     if settings.method == "full":
         return 3 * forward + again

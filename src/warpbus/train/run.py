@@ -170,12 +170,13 @@ class _TrainingRun:
         before = time.monotonic()
         for rows in _ahead(self.inputs.batches.steps(course.step, settings.steps, group.rank, group.world)):
             rate = settings.rate(course.step)
-            loss, norm, number = self._update(rows, rate, stopping())
+            losses, norm, number = self._update(rows, rate, stopping())
+            loss = losses["loss"]
             load = None if self.balance is None else self.balance.update()
             course.step += 1
             seconds = time.monotonic() - before
             last = course.step == settings.steps
-            entry = {"step": course.step, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+            entry = {"step": course.step, **losses, "learning_rate": rate, "gradient_norm": norm}
             entry["seconds"] = seconds
             if load is not None:
                 entry["expert_load"] = load
@@ -195,12 +196,12 @@ class _TrainingRun:
             before = time.monotonic()
         return 0
 
-    def _update(self, rows: PackedBatch, rate: float, stopping: int) -> tuple[float, float, int]:
+    def _update(self, rows: PackedBatch, rate: float, stopping: int) -> tuple[dict[str, float], float, int]:
         """One optimizer step.
 
         Returns:
-            the mean loss of the targets and the gradient norm, over all processes; and the number of a signal that one
-            of them caught, or 0.
+            the mean loss of the targets, "loss", and if it is trained that of multi-token prediction, "mtp_loss"; the
+            gradient norm; both over all processes; and the number of a signal that one of them caught, or 0.
         """
         settings, group = self.settings, self.group
         targets = group.sum((rows.targets != IGNORED).sum().to(group.device, non_blocking=True))
@@ -218,14 +219,21 @@ class _TrainingRun:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         flags = [float(stopping == number) for number in STOPPING]
-        summed = group.sum(torch.cat((total[None], torch.tensor(flags, device=group.device))))
+        predicted = self.method.take_predicted()
+        if predicted is not None:
+            total -= settings.mtp_weight * predicted[0]
+        own = [total[None], torch.zeros(2, device=group.device) if predicted is None else predicted]
+        summed = group.sum(torch.cat((*own, torch.tensor(flags, device=group.device))))
         mean = float(summed[0] / targets)
+        losses = {"loss": mean}
+        if predicted is not None:
+            losses["mtp_loss"] = float(summed[1] / summed[2].clamp(min=1))
         if not math.isfinite(mean) or not math.isfinite(norm):
             raise self._numeric_error(self.course.step + 1, f"the loss is {mean}, the gradient norm {norm}")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        asked = [int(number) for number, count in zip(STOPPING, summed[1:].tolist(), strict=True) if count]
-        return mean, norm, next(iter(asked), 0)
+        asked = [int(number) for number, count in zip(STOPPING, summed[3:].tolist(), strict=True) if count]
+        return losses, norm, next(iter(asked), 0)
 
     def _loss(self, compute: Callable[..., Tensor], rows: PackedBatch, picked: slice) -> Tensor:
         device, own = self.group.device, rows.pick(picked)
@@ -320,7 +328,7 @@ class _TrainingRun:
         recent = course.log[-50:]
         figures: dict[str, float] = {
             name: sum(entry[name] for entry in recent) / len(recent)
-            for name in ("loss", "expert_load")
+            for name in ("loss", "mtp_loss", "expert_load")
             if name in recent[-1]
         }
         return {

@@ -16,7 +16,11 @@ METHODS = ("full", "lora", "ptuning")
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
 
 # Settings of a single method.
-_ONLY = {"full": ("balance_speed",), "lora": ("rank", "alpha", "dropout", "targets"), "ptuning": ("prefix_tokens",)}
+_ONLY = {
+    "full": ("balance_speed", "mtp_weight"),
+    "lora": ("rank", "alpha", "dropout", "targets"),
+    "ptuning": ("prefix_tokens",),
+}
 
 # Defaults for adapters: small batches, a higher learning rate, and no weight decay.
 _ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
@@ -60,6 +64,8 @@ class TrainingSettings(TrainingOptions):
         for name, known in (choices | {"keep": ("last", "best")}).items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: expected {', '.join(known[:-1])} or {known[-1]}")
+        if self.mtp_weight and self.sharding == "fsdp":
+            raise UsageError("mtp_weight: the layer of multi-token prediction cannot be sharded by fsdp: use ddp")
         self._check_quantize()
 
     def _check_quantize(self) -> None:

@@ -58,8 +58,9 @@ def test_as_many_steps_as_there_is_time_for(scripts: Any, tmp_path: Path, monkey
     log = [{"seconds": 60.0}] * 6 + [{"seconds": 0.5}] * 6  # compilation counts among the first ones
     (tmp_path / "probe" / "training-log.json").write_text(json.dumps(log))
     monkeypatch.setattr(scripts.training.time, "monotonic", lambda: 130.0)
-    options = Namespace(minutes=9.0, reserve=200.0, steps=3000, rows=256)
-    assert scripts.training.affordable(tmp_path, 100.0, options) == (540 - 200 - 60) / 0.5
+    monkeypatch.setattr(scripts.training, "tokenizing", lambda work, workers: 120.0 / workers)
+    options = Namespace(minutes=9.0, reserve=200.0, steps=3000, rows=256, workers=4)
+    assert scripts.training.affordable(tmp_path, 100.0, options) == (540 - 200 - 30 - 30) / 0.5
     assert scripts.training.affordable(tmp_path, 100.0, Namespace(**vars(options) | {"steps": 50})) == 50
     with pytest.raises(UsageError, match="there is no time to train: give more, or fewer --rows"):
         scripts.training.affordable(tmp_path, 100.0, Namespace(**vars(options) | {"minutes": 4.0}))

@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
-from warpbus.cuda.energy import EnergyMeter, Nvml
+from warpbus.cuda.energy import EnergyMeter
+from warpbus.cuda.inventory import Inventory
+from warpbus.errors import DeviceError
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 
@@ -115,7 +117,7 @@ class Library:
 
 
 def test_nvml_counts_in_thousandths() -> None:
-    sensors = Nvml(Library())
+    sensors = Inventory(Library())
     assert sensors.energy("GPU-new") == 2**40 / 1000
     assert sensors.power("GPU-new") == 350.5
     for uuid in ("GPU-old", "GPU-none"):
@@ -124,5 +126,5 @@ def test_nvml_counts_in_thousandths() -> None:
 
 
 def test_nvml_that_does_not_start() -> None:
-    with pytest.raises(OSError, match="does not start"):
-        Nvml(Library(started=9))
+    with pytest.raises(DeviceError, match="nvmlInit"):
+        Inventory(Library(started=9))

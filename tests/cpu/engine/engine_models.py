@@ -128,9 +128,5 @@ class Recorder:
 def as_on_a_gpu(engine):
     """Steps go ahead of what is read, and are those of graphs."""
     engine._instance.step._graphs = Recorder()
-    engine._runs_ahead = lambda: (
-        (engine._drafting is None or not engine._drafting.needs_host(engine._scheduler))
-        and not engine._instance.step.host_embedding
-        and engine._samples_without_host()
-    )
+    engine._pipeline.instance = replace(engine._instance, on_gpu=True)
     return engine

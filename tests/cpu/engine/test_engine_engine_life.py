@@ -290,7 +290,6 @@ def test_an_engine_goes_with_its_last_user_and_not_by_the_garbage_collector(mode
     collects = gc.isenabled()
     gc.disable()
     try:
-        vars(engine).pop("_runs_ahead", None)  # what `as_on_a_gpu` made refers to it
         del engine
         assert [each() for each in gone] == [None, None, None]
     finally:

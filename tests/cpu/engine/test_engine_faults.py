@@ -102,7 +102,7 @@ def test_scores_that_are_no_numbers_end_their_request_alone(model, adapters, kin
         assert isinstance(each.error, NumericError)
         assert "scores hold NaN or infinity: the checkpoint or the adapter overflow" in str(each.error)
         assert (each.finish_reason, each.token_ids) == (None, [])
-    assert sorted(engine._slots) == list(range(engine.max_num_seqs))
+    assert sorted(engine._pipeline.slots) == list(range(engine.max_num_seqs))
 
 
 @KINDS
@@ -399,7 +399,7 @@ def answered(engine, all_wanted, together):
         engine.step()
     stats = engine.stats()
     assert (engine.has_work, stats.running, stats.waiting, stats.blocks_used) == (False, 0, 0, 0)
-    assert sorted(engine._slots) == list(range(engine.max_num_seqs))
+    assert sorted(engine._pipeline.slots) == list(range(engine.max_num_seqs))
     return made
 
 

@@ -58,7 +58,7 @@ def test_an_engine_is_made_as_the_options_say(tiny_glm):
     assert other.max_model_len == 130
     assert other.decode(prompts, 20) == expected
     stats = other.stats()
-    assert (stats.prefix_hits, stats.blocks, other._drafting.rows) == (0, 4 * 5, 4 + 3)
+    assert (stats.prefix_hits, stats.blocks, other._pipeline.drafting.rows) == (0, 4 * 5, 4 + 3)
     assert (plain.kv_kind, engine_of(tiny_glm, kv_dtype="int8").kv_kind) == (None, "int8")
 
 

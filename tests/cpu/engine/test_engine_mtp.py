@@ -249,7 +249,7 @@ def test_it_goes_on_after_a_rest(monkeypatch):
     checked = 0
     while engine.has_work:
         for sequence, _ in engine.step():
-            verifies = engine._drafting._proposed and not engine._launched
+            verifies = engine._pipeline.drafting._proposed and not engine._pipeline.launched
             if sequence.finish_reason is None and sequence.token_ids and verifies:
                 assert sequence.runner_state.drafts == reference_drafts(model, sequence.scheduler_state.ids, 2)
                 checked += 1
@@ -296,7 +296,7 @@ def test_sampled_tokens_have_the_models_distribution():
     model = predictable(replace(config, vocab_size=5), share=0.6)
     params = [SamplingParams(temperature=0.9, seed=seed) for seed in range(4000)]
     engine = Engine(model, speculation="mtp:2", max_num_seqs=MOST_MTP_SEQUENCES)
-    engine._drafting._policy.count = lambda running: 2
+    engine._pipeline.drafting._policy.count = lambda running: 2
     requests = [request([1, 2, 3], tokens=3, params=each) for each in params]
     finish(engine, requests)
     stats = engine.stats()

@@ -246,6 +246,16 @@ def test_sleep_is_of_all_or_none() -> None:
     with_replicas(test)
 
 
+def test_the_prefix_caches_of_all_are_emptied() -> None:
+    async def test(replicas: ReplicaSet) -> None:
+        await collect(replicas, [10], 3)
+        await replicas.reset_prefix_cache()
+        for replica in replicas.replicas.values():
+            assert (await replica.stats()).shrunk >= 100
+
+    with_replicas(test)
+
+
 def test_adapters_are_loaded_by_all_or_none(tiny_glm: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     four = str(adapters["four"])
 

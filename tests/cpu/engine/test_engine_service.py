@@ -120,9 +120,10 @@ class Counting:
     def stats(self) -> Counted:
         return Counted(os.getpid(), len(self._running), self._added, self._aborted, self._asleep, self._shrunk)
 
-    def shrink(self) -> None:
+    def shrink(self, *, keep: bool = True) -> None:
         assert not self._asleep
-        self._shrunk += 1
+        assert keep or not self.has_work
+        self._shrunk += 1 if keep else 100
 
     def save(self) -> None:
         pass
@@ -419,6 +420,8 @@ def test_sleep_wants_a_pause_and_requests_a_model_that_is_awake(lasting: tuple[a
         await service.sleep()
         await service.sleep()
         assert (await service.stats()).asleep
+        with pytest.raises(UsageError, match="sleeps: wake it"):
+            await service.reset_prefix_cache()
         assert (service.alive, service.health.state) == (True, "asleep")
         with pytest.raises(UnavailableError, match="asleep: wake it"):
             service.generate([10], params(1))
@@ -426,6 +429,22 @@ def test_sleep_wants_a_pause_and_requests_a_model_that_is_awake(lasting: tuple[a
         await service.wake()
         assert not (await service.stats()).asleep
         assert await collect(service, [10], 2) == (tokens(2, [10]), "length")
+
+    runner.run(run())
+
+
+def test_the_prefix_cache_is_emptied_between_requests(lasting: tuple[asyncio.Runner, Service]) -> None:
+    runner, service = lasting
+
+    async def run() -> None:
+        answer = service.generate([SLOW], params(1000))
+        with pytest.raises(UsageError, match="1 requests run or wait"):
+            await service.reset_prefix_cache()
+        await answer.aclose()
+        await until(lambda: service.pending == 0)
+        before = (await service.stats()).shrunk
+        await service.reset_prefix_cache()
+        assert (await service.stats()).shrunk >= before + 100
 
     runner.run(run())
 

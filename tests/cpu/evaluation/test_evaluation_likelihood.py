@@ -1,5 +1,6 @@
 """Perplexity and divergence against a slow computation, one document at a time."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from warpbus.errors import DataError, NumericError
 from warpbus.evaluation import likelihood, score
-from warpbus.evaluation.batches import batches
+from warpbus.evaluation.likelihood import batches
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model
 from warpbus.models.documents import Document
@@ -99,6 +100,13 @@ def test_batches_change_nothing(models: dict[str, Decoder], monkeypatch: pytest.
     tokens = sum(scores["second"].tokens for scores in alone)
     mean = sum(scores["second"].divergence * scores["second"].tokens for scores in alone) / tokens
     assert mean == pytest.approx(expected["second"].divergence, rel=1e-5)
+    whole = expected["second"]
+    of_documents = zip(whole.likelihoods, whole.divergences, whole.counts, strict=True)
+    answered = [each for each in of_documents if each[2]]
+    for (loss, divergence, count), own in zip(answered, (scores["second"] for scores in alone), strict=True):
+        assert loss == pytest.approx(count * math.log(own.perplexity), rel=1e-5)
+        assert divergence == pytest.approx(count * own.divergence, rel=1e-4)
+        assert count == own.tokens
     # Scores of the vocabulary a few tokens at a time.
     monkeypatch.setattr(likelihood, "_HELD", 7 * models["first"].config.vocab_size)
     pieces = score(models, documents)

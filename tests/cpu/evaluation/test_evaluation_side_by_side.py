@@ -10,7 +10,7 @@ import torch
 
 from warpbus.cuda.cpu import cpu_model
 from warpbus.errors import CheckpointError, DataError, UsageError
-from warpbus.evaluation import Evaluation, choice_accuracy, evaluate, read_questions, score
+from warpbus.evaluation import Evaluation, choice_accuracy, confidence, evaluate, read_questions, score
 from warpbus.evaluation.side_by_side import checkpoint_dtype
 from warpbus.evaluation.speed import Speed
 from warpbus.formats import Checkpoint
@@ -49,6 +49,18 @@ def pair(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> lis
     return [("original", original), ("small", directory / "small")]
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-nvfp4", "w8a8-fp8", None])
+def test_weights_have_the_name_of_what_the_file_holds(
+    pair: list[tuple[str, Path]], data: Path, tmp_path: Path, scheme: str | None
+) -> None:
+    model = pair[0][1]
+    if scheme is not None:
+        quantize(model, tmp_path / "small", scheme=scheme, algorithm="rtn", device="cpu")
+        model = tmp_path / "small"
+    (found,) = evaluate([("it", model)], data=data, device=CPU, speed=False)
+    assert found.scheme == {"w4a16-nvfp4": "w4a16-nvfp4, dequantized", None: "float32"}.get(scheme, scheme)
+
+
 def test_what_is_gathered_is_what_was_measured(
     pair: list[tuple[str, Path]], data: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +82,8 @@ def test_what_is_gathered_is_what_was_measured(
     template = find_template(pair[0][1], checkpoints[0].config, tokenizer)
     assert template is not None
     scores = score(models, read_documents(data, tokenizer, template, length=512))
+    sure = confidence(scores["small"], scores["original"])
+    assert sure is not None
     for index, (name, path) in enumerate(pair):
         assert found[index] == Evaluation(
             name=name,
@@ -86,6 +100,8 @@ def test_what_is_gathered_is_what_was_measured(
             peak_bytes=1000,
             device=cpu_model(),
             date=found[index].date,
+            change_interval=list(sure.change) if index else None,
+            divergence_interval=list(sure.divergence) if index else None,
         )
     assert (found[0].divergence, found[0].agreement) == (0.0, 1.0)
     assert found[1].divergence > 0

@@ -271,4 +271,17 @@ def test_the_cache_and_long_contexts_are_rows_of_their_own() -> None:
     assert rows["perplexity, tokens 512-2,047"] == ("16.000", "20.000", "+25.00%")
     assert rows["KL, tokens 512-2,047"] == ("", "0.0200", "")
     plain = [row[0] for rows in Verdict(BEFORE, AFTER, DONE).sections() for row in rows]
+    assert not any("interval" in name for name in plain)
     assert not any("KV cache" in name or "tokens 0" in name for name in plain)
+
+
+def test_intervals_are_rows_and_explained(tmp_path: Path) -> None:
+    after = replace(AFTER, change_interval=[0.021, 0.0289], divergence_interval=[0.0119, 0.0128])
+    verdict = Verdict(BEFORE, after, DONE)
+    rows = {row[0]: row[1:] for row in verdict.sections()[0]}
+    assert rows["perplexity, 95 % interval"] == ("", "", "[+2.10%, +2.89%]")
+    assert rows["KL, 95 % interval"] == ("", "[0.0119, 0.0128]", "")
+    verdict.write_page(tmp_path / "sure.html")
+    VERDICT.write_page(tmp_path / "unsure.html")
+    assert "resamples of the texts" in (tmp_path / "sure.html").read_text(encoding="utf-8")
+    assert "resamples of the texts" not in (tmp_path / "unsure.html").read_text(encoding="utf-8")

@@ -68,7 +68,7 @@ def test_the_dtype_is_that_of_the_model(tmp_path: Path, declared: dict[str, str]
 
 
 def test_chunks_are_the_bytes_of_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warpbus.formats.fp8._ELEMENTS_AT_ONCE", 7 * 70)  # bands that end within a block
+    monkeypatch.setattr("warpbus.formats.stored._ELEMENTS_AT_ONCE", 7 * 70)  # bands that end within a block
     values, scales = to_fp8(matrix(), 48, 32)
     read = dequantized(checkpoint(tmp_path, BLOCK, {NAME: values, BLOCK_SCALES: scales}))
     chunks = [bytes(chunk) for chunk in read.chunks(NAME)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cpu_weights import assert_same_weight, random_weight
 from torch.nn import functional as F
 
 from warpbus.cuda.host_compiler import VARIANTS
@@ -20,14 +21,6 @@ BLOCK = 128  # columns that share a scale of x
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(1)
-
-
-def random_weight(name, n, k, dtype=torch.float32):
-    scheme = Scheme.parse(name)
-    shape = (n, scheme.groups(k))
-    codes = torch.randint(0, 2**scheme.bits, (n, k), dtype=torch.uint8)
-    zeros = None if scheme.symmetric else torch.randint(0, 2**scheme.bits, shape, dtype=torch.uint8)
-    return QTensor.from_codes(scheme, codes, (0.01 * torch.rand(shape) + 0.001).to(dtype), zeros)
 
 
 def blocks_of(x, weight):
@@ -51,14 +44,6 @@ def assert_close(found, wanted, bound):
     # Beside the rounding of x there are the sums in float32, of at most a few hundred blocks.
     error, sums = (found.double() - wanted).abs(), 1e-5 * wanted.abs().max()
     assert bool((error <= bound + sums).all()), (error - bound).max().item()
-
-
-def assert_same_weight(found, weight):
-    assert (found.scheme, found.shape) == (weight.scheme, weight.shape)
-    torch.testing.assert_close(found.qweight, weight.qweight, rtol=0, atol=0)
-    torch.testing.assert_close(found.scales, weight.scales, rtol=0, atol=0)
-    assert (found.zeros is None) == (weight.zeros is None)
-    assert weight.zeros is None or torch.equal(found.zeros, weight.zeros)
 
 
 def test_this_cpu_runs_the_plain_variant_at_least():

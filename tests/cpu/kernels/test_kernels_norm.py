@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.norm import layer_norm, rms_norm, warps_of_row
-from warpbus.models.layers.norm import RMSNorm
+from warpbus.models.layers.linear import RMSNorm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5

@@ -1,19 +1,16 @@
-"""The wgmma product with packed weights without a GPU: a model of how its blocks share the work; its plans."""
+"""The wgmma product with packed weights without a GPU: its plans, and what its tilings take of a multiprocessor."""
 
 import itertools
-import random
 import re
 
 import pytest
 import torch
 
-from warpbus.kernels.ops.wna16_sm90 import _GROUP, TILINGS, Wna16Sm90Plan, _waves, choose
+from warpbus.kernels.ops.wna16_sm90 import TILINGS, Wna16Sm90Plan, _waves, choose
 from warpbus.kernels.ops.workspace import MOST_OF_A_PRODUCT
 from warpbus.kernels.units import CSRC
 
 GRIDS = [1, 2, 7, 78, 114, 132, 148]
-SIZES = [(1, 1), (1, 64), (1, 1000), (2, 3), (9, 64), (36, 64), (107, 64), (131, 5), (132, 5), (133, 5), (16, 214)]
-MORE = [(118, 64), (119, 64), (237, 64), (238, 64), (264, 2), (265, 2), (350, 7), (396, 64), (400, 1), (1700, 64)]
 
 
 def resident(tiling, splits):
@@ -23,85 +20,6 @@ def resident(tiling, splits):
 
 def plan(m, n, k=4096):
     return choose(m, n, k, 132, resident)
-
-
-def run_begin(block, left, chunks, grid):
-    """`Schedule::begin_of` in sm90_wna16.cu, in unsigned integers of 32 bits."""
-    product = left * chunks
-    assert product < 2**31
-    assert product * grid < 2**32
-    return product * block // grid
-
-
-def segments(block, tiles, chunks, grid, waves):
-    """What `Schedule::next` gives a block, in order: (tile, begin, end)."""
-    found = []
-    for wave in range(waves):
-        tile = wave * grid + block
-        if tile >= tiles:
-            return found  # nothing is left then
-        found.append((tile, 0, chunks))
-    left = max(tiles - waves * grid, 0)
-    unit, last = (run_begin(at, left, chunks, grid) for at in (block, block + 1))
-    while unit < last:
-        begin = unit % chunks
-        end = min(chunks, begin + last - unit)
-        found.append((waves * grid + unit // chunks, begin, end))
-        unit += end - begin
-    return found
-
-
-def gathered(block, tile, tiles, chunks, grid, waves):
-    """The blocks whose sums `gather` adds, in order."""
-    end = (tile - waves * grid + 1) * chunks
-    left = max(tiles - waves * grid, 0)
-    return list(itertools.takewhile(lambda b: run_begin(b, left, chunks, grid) < end, range(block + 1, grid)))
-
-
-def check(tiles, chunks, processors):
-    grid = min(processors, tiles * chunks)
-    waves = _waves(tiles, grid)
-    of_block = [segments(block, tiles, chunks, grid, waves) for block in range(grid)]
-    parts = {}
-    for block, mine in enumerate(of_block):
-        left_over = [segment for segment in mine if segment[1] > 0]
-        # A block has room for the sums of one part, and leaves them before it waits for others.
-        assert left_over in ([], [segment for segment in mine if segment[0] >= waves * grid][:1])
-        for tile, begin, end in mine:
-            assert 0 <= begin < end <= chunks
-            parts.setdefault(tile, []).append((begin, end, block))
-    assert sorted(parts) == list(range(tiles))
-    for tile, cut in parts.items():
-        cut.sort()
-        ends = [0, *(end for _, end, _ in cut)]
-        assert [begin for begin, _, _ in cut] == ends[:-1]
-        assert ends[-1] == chunks
-        owner, *others = (block for _, _, block in cut)
-        if others:
-            assert tiles > waves * grid  # partial sums and flags are there
-            assert others == gathered(owner, tile, tiles, chunks, grid, waves)
-    longest, shortest = (pick(sum(end - begin for _, begin, end in mine) for mine in of_block) for pick in (max, min))
-    assert longest - shortest <= (chunks if waves and tiles <= waves * grid else 1)
-
-
-@pytest.mark.parametrize("processors", GRIDS)
-@pytest.mark.parametrize(("tiles", "chunks"), [*SIZES, *MORE])
-def test_every_part_of_every_tile_belongs_to_one_block(tiles, chunks, processors):
-    check(tiles, chunks, processors)
-
-
-def test_the_same_of_sizes_at_random():
-    dice = random.Random(0)
-    for _ in range(60):
-        check(dice.randint(1, 700), dice.randint(1, 220), dice.choice(GRIDS))
-
-
-def test_sums_of_millions_are_shared_by_32_bits():
-    for processors, tiles in itertools.product((132, 148), (1, 100, 147, 263)):
-        grid = processors
-        left = tiles - _waves(tiles, grid) * grid
-        for block in (0, 1, grid // 2, grid):
-            run_begin(block, max(left, 0), 6_000_000 // 64, grid)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -116,22 +34,6 @@ def test_waves_are_whole_or_leave_enough_to_share(grid):
         else:
             assert left < 2 * grid
             assert waves == 0 or left >= grid
-
-
-@pytest.mark.parametrize("m", [1, 16, 17, 33, 64, 65, 100, 128, 129, 256, 300, 1000, 4096, 5000])
-@pytest.mark.parametrize("n", [1, 100, 256, 4608, 27392])
-def test_every_tile_has_its_place(m, n):
-    """`place_of` in sm90_wna16.cu, with what `multiply` gives it."""
-    tiling = plan(m, n).tiling
-    group = max(_GROUP // tiling.tokens, 1)
-    tokens, rows = -(-m // tiling.tokens), -(-n // tiling.rows)
-    places = set()
-    for tile in range(tokens * rows):
-        first = tile // (group * rows) * group
-        height = min(group, tokens - first)
-        within = tile % (group * rows)
-        places.add((first + within % height, within // height))
-    assert places == set(itertools.product(range(tokens), range(rows)))
 
 
 def test_tilings_go_from_the_smallest_tile_to_the_largest():
@@ -192,43 +94,6 @@ def test_all_clusters_are_resident(m):
         assert chosen.splits <= -(-k // 64)
     none = choose(m, 4096, 4096, 132, lambda tiling, splits: 0)
     assert none.splits == 1
-
-
-@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8])
-def test_the_blocks_of_a_cluster_share_a_tile(splits):
-    """`Schedule` with `splits`: a segment each, one behind the other."""
-    for tiles, chunks in itertools.product((1, 2, 7), (8, 9, 53, 214)):
-
-        def begin_of(block, chunks=chunks):
-            return block // splits * chunks + block % splits * chunks // splits
-
-        for tile in range(tiles):
-            at = tile * chunks
-            for block in range(tile * splits, (tile + 1) * splits):
-                assert begin_of(block) == at
-                at = begin_of(block + 1)
-                assert begin_of(block) < at
-            assert at == (tile + 1) * chunks
-
-
-@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
-def test_every_sum_of_a_shared_tile_is_added_up_once(tiling, splits):
-    """`share`: which of a thread's sums a block takes, and whose they are by the fragments of wgmma (PTX ISA)."""
-    for m in range(1, tiling.tokens + 1, 7):
-        taken = []
-        for rank in range(splits):
-            for unit in range(rank, min(tiling.tokens, m + 15) // 16, splits):
-                # theirs[0] and theirs[128], from 2 unit 128 on: the fours 2 unit and 2 unit + 1 of a thread
-                for place, index in enumerate(range(8 * unit, 8 * unit + 8)):
-                    for lane in range(4):
-                        token = 8 * (index // 4) + 2 * lane + index % 2
-                        assert token == 16 * unit + 8 * (place // 4) + 2 * lane + place % 2
-                        assert index % 4 // 2 == place % 4 // 2  # its row: g or g + 8
-                        taken.append((token, index & 2))
-        needed = set(itertools.product(range(m), (0, 2)))
-        assert len(taken) == len(set(taken))
-        assert needed <= set(taken)
 
 
 @pytest.mark.parametrize("n", [4096, 27392])

@@ -11,8 +11,8 @@ from warpbus.errors import DeviceError, TensorError
 from warpbus.formats import Checkpoint
 from warpbus.kernels import ops
 from warpbus.kernels.ops import w8a8
-from warpbus.kernels.ops.cpu import CpuWeight, pack_for_cpu
 from warpbus.kernels.ops.cpu_codes import CpuCodes
+from warpbus.kernels.ops.cpu_table import CpuTable, pack_table
 from warpbus.kernels.ops.packed import PackedWeight, pack
 from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.kernels.reference.w8a8 import quantize
@@ -48,7 +48,7 @@ def test_the_weight_comes_back_from_every_form(scheme):
     packed = QuantizedLinear(pack(half, torch.float16))
     rounding = QuantizedLinear(weight, dtype=torch.float32, int8_activations=True)
     assert isinstance(plain.form, QTensor)
-    assert isinstance(arranged.form, QTensor | CpuWeight)  # as the CPU has it
+    assert isinstance(arranged.form, QTensor | CpuTable)  # as the CPU has it
     assert isinstance(rounding.form, CpuCodes)
     same(rounding.weight, weight)
     assert isinstance(packed.form, PackedWeight)
@@ -290,7 +290,7 @@ def test_kernels_of_weights_alone_refuse_w8a8(scheme):
     weight = values(scheme)
     for call in (
         lambda: pack(weight, torch.float16),
-        lambda: pack_for_cpu(weight, torch.float32),
+        lambda: pack_table(weight),
         lambda: ops.wna16_linear(torch.randn(2, 128), weight),
     ):
         with pytest.raises(TensorError, match=rf"the weight is {scheme}, expected w<bits>a16: use w8a8_linear"):

@@ -148,6 +148,47 @@ def test_the_empty_first_line_of_an_answer_is_not_shown(dialect, names):
     assert split(dialect, "\n 你好\nget_time\n{}", 1, names) == ("你好\nget_time\n{}", [])
 
 
+@pytest.mark.parametrize(
+    ("dialect", "text", "calls"),
+    [
+        (GLM4, 'get_weather\n{"city": "北', [("get_weather", '{"city": "北', False)]),
+        (GLM4, 'get_weather\n{"city": "北"}', [("get_weather", '{"city": "北"}', True)]),
+        (GLM4, "get_weather\n", [("get_weather", "", False)]),
+        (GLM4, 'get_time\n{}\nget_weather\n{"c', [("get_time", "{}", True), ("get_weather", '{"c', False)]),
+        (GLM4, 'python\nprint("', [("python", '{"code": "print(\\"', False)]),
+        (GLM4, 'python\n{"code": "pri', [("python", '{"code": "pri', False)]),
+        (GLM3, "get_weather\n ```python\ntool_call(city='北", [("get_weather", "", False)]),
+        (GLM3, "get_weather\n ``", [("get_weather", "", False)]),
+        (GLM3, "get_time\n ```python\ntool_call()\n```", [("get_time", "{}", True)]),
+        (GLM3, "interpreter\n ```python\nprint(1)\n``", [("interpreter", '{"code": "print(1)\\n', False)]),
+    ],
+)
+def test_a_call_that_is_cut_off_keeps_the_beginning_of_its_arguments(dialect, text, calls):
+    stream = dialect.stream([WEATHER, TIME, PYTHON, INTERPRETER])
+    assert stream.push(text) == ("", [])
+    shown, found = stream.cut_off()
+    assert (shown, [(call.name, call.arguments, call.complete) for call in found]) == ("", calls)
+    assert stream.cut_off() == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (GLM4, "get_wea"),
+        (GLM4, "get_weather"),
+        (GLM4, "get_weather\nis a tool"),
+        (GLM4, "get_weather\n[1"),
+        (GLM3, "get_weather\nis a tool"),
+        (GLM3, "get_weather\n ```c\nx"),
+    ],
+)
+def test_a_cut_off_answer_that_is_no_call_is_text(dialect, text):
+    stream = dialect.stream([WEATHER, TIME])
+    shown = stream.push(text)[0]
+    last, calls = stream.cut_off()
+    assert (shown + last, calls) == (text, [])
+
+
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call():
     stream = GLM4.stream([WEATHER, TIME])
     assert [stream.push(char)[0] for char in "get me"] == ["", "", "", "", "get m", "e"]

@@ -226,6 +226,72 @@ def test_without_a_call_no_text_is_lost(dialect, text, size):
     assert split(dialect, text, size, tools=[]) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("dialect", "text", "calls"),
+    [
+        (QWEN, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "北', [("get_weather", '{"city": "北')]),
+        (QWEN, '<tool_call>{"name": "get_weather", "arguments": ', [("get_weather", "")]),
+        (QWEN, QWEN_CALL[:-14], [("get_weather", '{"city": "北京"}')]),
+        (GLM, "<tool_call>get_weather\n<arg_key>ci", [("get_weather", "{")]),
+        (GLM, '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>北"<', [("get_weather", '{"city": "北\\"')]),
+        (GLM, GLM_CALL.partition("2</arg")[0] + "2</arg_v", [("get_weather", '{"city": "北京", "days": 2')]),
+        (GLM, GLM_CALL[:-12], [("get_weather", '{"city": "北京", "days": 2')]),
+        (LLAMA, '{"name": "get_weather", "parameters": {"city": "北', [("get_weather", '{"city": "北')]),
+        (
+            LLAMA,
+            f'{LLAMA_CALL}; {{"type": "function", "name": "get_time", "parameters": {{"a',
+            [("get_weather", '{"city": "北京"}'), ("get_time", '{"a')],
+        ),
+    ],
+)
+def test_a_call_that_is_cut_off_keeps_the_beginning_of_its_arguments(dialect, text, calls):
+    stream = dialect.stream(TOOLS)
+    shown, found = stream.push(text)
+    last, cut = stream.cut_off()
+    assert (shown + last, [(call.name, call.arguments) for call in found + cut]) == ("", calls)
+    assert not cut[-1].complete
+    assert stream.cut_off() == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (QWEN, "a <tool"),
+        (QWEN, '<tool_call>\n{"name": "get_'),
+        (QWEN, '<tool_call>\n{"name": "other", "arguments": {"a'),
+        (QWEN, '<tool_call>\n{"name": "get_time", "arguments": 5'),
+        (GLM, "<tool_call>get_"),
+        (GLM, "<tool_call>other\n<arg_key>ci"),
+        (LLAMA, '{"name": "get_wea'),
+        (LLAMA, '{"name": "other", "parameters": {"a'),
+        (LLAMA, f"{LLAMA_CALL} and"),
+    ],
+)
+def test_a_cut_off_answer_without_a_known_tool_is_text(dialect, text):
+    stream = dialect.stream(TOOLS)
+    shown = stream.push(text)[0]
+    last, calls = stream.cut_off()
+    assert (shown + last, calls) == (text, [])
+
+
+@given(text=st.text(max_size=20), cut=st.integers(0, 80), dialect=st.sampled_from([QWEN, GLM, LLAMA]))
+def test_calls_may_be_cut_off_anywhere(text, cut, dialect):
+    written = json.dumps({"city": text}, ensure_ascii=False)
+    call = {
+        QWEN: f'<tool_call>\n{{"name": "get_weather", "arguments": {written}}}\n</tool_call>',
+        GLM: f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        LLAMA: f'{{"name": "get_weather", "parameters": {written}}}',
+    }[dialect][:cut]
+    stream = dialect.stream(TOOLS)
+    shown, found = stream.push(call)
+    last, calls = stream.cut_off()
+    if found + calls:
+        assert shown + last == ""
+        assert written.startswith((found + calls)[0].arguments)
+    else:
+        assert shown + last == call
+
+
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call():
     stream = QWEN.stream(TOOLS)
     assert [stream.push(char)[0] for char in "a <tb"] == ["a", "", "", "", " <tb"]

@@ -112,6 +112,32 @@ def test_packages_on_the_python_path_can_be_imported(tmp_path):
     assert said.stdout == "True\n"
 
 
+NAMING = """
+import sys, threading
+from warpbus.pool.tenant.sandbox import Confinement, enter
+enter(Confinement.of([], [], gpu=sys.argv[1] == "gpu"))
+done = threading.Event()
+thread = threading.Thread(target=done.wait)
+thread.start()
+name = f"/proc/self/task/{thread.native_id}/comm"
+try:
+    with open(name, "wb") as file:
+        file.write(b"driver")
+    print(open(name).read().strip())
+except PermissionError:
+    print("denied")
+done.set()
+"""
+
+
+@needs_landlock
+@pytest.mark.parametrize(("device", "expected"), [("gpu", "driver"), ("cpu", "denied")])
+def test_threads_can_be_named_as_the_driver_of_a_gpu_does(device, expected):
+    """As CUDA's driver names them; without it, cuInit returns error 304."""
+    said = subprocess.run([sys.executable, "-c", NAMING, device], capture_output=True, text=True, check=True)
+    assert said.stdout == f"{expected}\n"
+
+
 @pytest.mark.parametrize("sandboxed", [True, False])
 def test_a_gpu_that_cannot_be_used_is_named(sandboxed, monkeypatch):
     def fail(_device):

@@ -1,16 +1,20 @@
 """Tiny random models with tokenizer and template, runs of them, and what they lose."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts
 from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.saving import named_tensors
 from warpbus.models.tokenizers.training import train_sentencepiece
 from warpbus.quantization import Calibration, Report, quantize
+from warpbus.quantization.report import LayerResult
 
 SPECIALS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 VERSE = "床前明月光，疑是地上霜。举头望明月，低头思故乡。"
@@ -37,6 +41,18 @@ TINY = {
     "pad_token_id": 0,
     "eos_token_id": [0],
 }
+MOE: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+"""Changes to `TINY`: a layer with routed experts behind a dense one."""
+
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -103,8 +119,44 @@ def run(model: Path, output: Path, algorithm: str = "gptq", *, samples: int = SA
     return quantize(model, output, algorithm=algorithm, calibration=data, **chosen)
 
 
+def stop_after_layer(output: Path, layer: int) -> Callable[[int, int, LayerResult], None]:
+    """For `Progress.matrix`: interrupts the run at the next layer, when the files of this one are complete."""
+
+    def stop(done: int, total: int, result: LayerResult) -> None:
+        end = time.monotonic() + 60
+        while result.layer == layer + 1:
+            if FinishedParts(output).facts(f"layer-{layer:05}") is not None:
+                raise KeyboardInterrupt
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    return stop
+
+
+def rewrite(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a model with `change` applied to its dictionary of tensors."""
+    checkpoint = Checkpoint(source)
+    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
+    change(tensors)
+    with CheckpointWriter(target) as writer:
+        for file in source.iterdir():
+            if not file.name.startswith("model"):
+                writer.copy_file(file)
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        writer.finish()
+    return target
+
+
 def loaded(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
     return load_model(Checkpoint(directory), device="cpu", dtype=dtype, **options)
+
+
+@torch.no_grad()
+def logits(directory: Path, **options: Any) -> Tensor:
+    """Of tokens 0 to 39, `[1, 40, vocabulary]`; arguments as `loaded`."""
+    found: Tensor = loaded(directory, **options)(torch.arange(40)[None])
+    return found
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from quantization_models import write_model, write_texts
+from quantization_models import write_model
 from quantization_runs import fingerprint
 
 from warpbus.errors import CheckpointError, DeviceError, StorageError, UsageError
@@ -27,11 +27,6 @@ LAYERS = 6
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 @pytest.fixture(scope="module")

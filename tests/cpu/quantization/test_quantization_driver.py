@@ -1,23 +1,21 @@
 """A whole model: what is written, and that it computes what was meant."""
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantization_models import VERSE, write_model, write_texts
+from quantization_models import VERSE, rewrite, stop_after_layer, write_model
 from torch import Tensor
 
 from warpbus.errors import NumericError
-from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts, from_tensors, layout_named, read_schemes
+from warpbus.formats import Checkpoint, FinishedParts, from_tensors, layout_named, read_schemes
 from warpbus.models import load_model, read_config, tensor_map
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme, Schemes
-from warpbus.quantization import Calibration, LayerResult, Progress, QuantizationEstimate, job, quantize
+from warpbus.quantization import Calibration, Progress, QuantizationEstimate, job, quantize
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.states import States
 
@@ -38,11 +36,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "single", num_hidden_layers=1)
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
-
-
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_model(Checkpoint(directory), device="cpu", dtype=dtype)
 
@@ -61,21 +54,6 @@ def matrices(directory: Path) -> dict[str, QTensor]:
         for index, layer in enumerate(loaded.layers)
         for linear in LINEARS
     }
-
-
-def rewrite(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of a model with `change` applied to its dictionary of tensors."""
-    checkpoint = Checkpoint(source)
-    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
-    change(tensors)
-    with CheckpointWriter(target) as writer:
-        for file in source.iterdir():
-            if not file.name.startswith("model"):
-                writer.copy_file(file)
-        for name, tensor in tensors.items():
-            writer.add(name, tensor)
-        writer.finish()
-    return target
 
 
 @pytest.mark.parametrize(
@@ -342,17 +320,9 @@ def test_progress(tmp_path: Path, model: Path, algorithm: str) -> None:
 
 
 def test_the_estimate_leaves_out_what_an_earlier_run_has_finished(tmp_path: Path, model: Path) -> None:
-    def stop_after_a_layer(done: int, total: int, result: LayerResult) -> None:
-        end = time.monotonic() + 60
-        while result.layer == 1:
-            if FinishedParts(tmp_path / "out").facts("layer-00000") is not None:
-                raise KeyboardInterrupt
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
     estimates: list[QuantizationEstimate] = []
     arguments: dict[str, Any] = {"algorithm": "gptq", "scheme": "w8a16", "calibration": SEQUENCES}
-    stopping = Progress(estimated=estimates.append, matrix=stop_after_a_layer)
+    stopping = Progress(estimated=estimates.append, matrix=stop_after_layer(tmp_path / "out", 0))
     with pytest.raises(KeyboardInterrupt):
         quantize(model, tmp_path / "out", progress=stopping, **arguments)
     for more in ({}, {"restart": True}):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantization_models import write_model, write_texts
+from quantization_models import rewrite, write_model
 from torch import Tensor
 
 from warpbus.errors import (
@@ -21,7 +21,6 @@ from warpbus.errors import (
     UsageError,
     WarpbusError,
 )
-from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization import Calibration, driver, job, quantize
 
@@ -31,11 +30,6 @@ SMALL = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "tiny", **SMALL)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 def refused(kind: type[WarpbusError], tmp_path: Path, model: Path, match: str, **options: Any) -> str:
@@ -214,21 +208,6 @@ def test_models_that_cannot_be_quantized(tmp_path: Path, model: Path) -> None:
     assert "model.layers.0.mlp.down_proj.weight: 144 columns" in found
     quantize(model, tmp_path / "done", algorithm="rtn", scheme="w8a16")
     refused(CheckpointError, tmp_path, tmp_path / "done", "quantized already", algorithm="rtn")
-
-
-def rewrite(source: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of a model with `change` applied to its dictionary of tensors."""
-    checkpoint = Checkpoint(source)
-    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
-    change(tensors)
-    with CheckpointWriter(target) as writer:
-        for file in source.iterdir():
-            if not file.name.startswith("model"):
-                writer.copy_file(file)
-        for name, tensor in tensors.items():
-            writer.add(name, tensor)
-        writer.finish()
-    return target
 
 
 def test_weights_that_do_not_fit_the_config(tmp_path: Path, model: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import LENGTH, SAMPLES, calibration, divergence, loaded, run, write_model
+from quantization_models import LENGTH, MOE, SAMPLES, calibration, divergence, loaded, run, write_model
 from quantization_runs import fingerprint
 from torch import Tensor
 
@@ -16,18 +16,7 @@ from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import LEAST_TOKENS
 
 EXPERTS, TOP_K = 6, 2
-CONFIG = {
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "moe_intermediate_size": 64,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "num_nextn_predict_layers": 0,
-}
+CONFIG = MOE | {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "use_qk_norm": True}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model, write_texts
+from quantization_models import write_model
 from quantization_runs import Runs, fingerprint
 from safetensors.torch import load_file, save_file
 
@@ -48,11 +48,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs() -> Iterator[Runs]:
     with Runs() as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 def command(model: Path, output: Path, texts: Path) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model, write_texts
+from quantization_models import write_model
 from quantization_runs import Outcome, Runs, fingerprint
 
 from warpbus.errors import NumericError
@@ -24,11 +24,6 @@ SMALL = {"num_hidden_layers": LAYERS, "hidden_size": 64, "head_dim": 16, "interm
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "tiny", **SMALL)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 @pytest.fixture(scope="module")

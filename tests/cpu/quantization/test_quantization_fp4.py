@@ -1,11 +1,10 @@
 """Models in NVFP4 and MXFP4: quantized by rtn and GPTQ, resumed, loaded, converted, and read by transformers."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from quantization_models import logits
 from typer.testing import CliRunner
 
 import warpbus
@@ -13,7 +12,6 @@ from warpbus.cli import app
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.dequantizing import dequantized
-from warpbus.models import load_model
 from warpbus.models.convert import convert
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms.gptq import gptq
@@ -25,19 +23,6 @@ SCHEMES = ("w4a16-nvfp4", "w4a16-mxfp4")
 @pytest.fixture(scope="module")
 def model(make_model, tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("fp4") / "model")
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("fp4") / "texts.jsonl"
-    path.write_text("\n".join(json.dumps({"text": "床前明月光，疑是地上霜。"}, ensure_ascii=False) for _ in range(4)))
-    return path
-
-
-def logits(directory: Path) -> Tensor:
-    loaded = load_model(Checkpoint(directory), device="cpu", dtype=torch.float32)
-    with torch.no_grad():
-        return loaded(torch.arange(40)[None])
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -69,8 +54,8 @@ def test_rows_do_not_depend_on_each_other(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
-def test_a_model_is_quantized_loaded_and_converted(model, texts, tmp_path, name, algorithm):
-    calibration = {} if algorithm == "rtn" else {"calibration": str(texts)}
+def test_a_model_is_quantized_loaded_and_converted(model, verses, tmp_path, name, algorithm):
+    calibration = {} if algorithm == "rtn" else {"calibration": str(verses)}
     report = warpbus.quantize(
         str(model), str(tmp_path / "q"), scheme=name, algorithm=algorithm, device="cpu", **calibration
     )

@@ -1,37 +1,25 @@
 """Quantizing an FP8 model gives what quantizing the dequantized model gives."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fp8_files import BLOCK, PER_TOKEN, STATIC, compressed, copy_companions, stored, write_fp8
-from quantization_models import write_model
+from quantization_models import MOE, stop_after_layer, write_model
 from torch import Tensor
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.formats import Checkpoint, FinishedParts
+from warpbus.formats import Checkpoint
 from warpbus.formats.fp8 import dequantized
 from warpbus.quantization import Calibration, quantize
 from warpbus.quantization.driver import Progress
-from warpbus.quantization.report import LayerResult
 
 KINDS = {
     "fp8": BLOCK,
     "channel": compressed("channel", PER_TOKEN),
     "tensor": compressed("tensor", STATIC),
-}
-EXPERTS = {
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
 }
 
 
@@ -97,7 +85,7 @@ def test_the_bits_are_those_of_the_dequantized_model(
 
 
 def test_experts_in_fp8(tmp_path: Path) -> None:
-    in_fp8, twin = pair(tmp_path, BLOCK, torch.bfloat16, **EXPERTS)
+    in_fp8, twin = pair(tmp_path, BLOCK, torch.bfloat16, **MOE)
     for model in (in_fp8, twin):
         run(model, tmp_path / f"{model.name}-out", "rtn")
     found, expected = tensors_of(tmp_path / "fp8-out"), tensors_of(tmp_path / "twin-out")
@@ -107,17 +95,9 @@ def test_experts_in_fp8(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_notices_scales_that_have_changed(tmp_path: Path) -> None:
-    def stop_after_a_layer(done: int, total: int, result: LayerResult) -> None:
-        end = time.monotonic() + 60
-        while result.layer == 1:
-            if FinishedParts(tmp_path / "out").facts("layer-00000") is not None:
-                raise KeyboardInterrupt
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
     in_fp8, _ = pair(tmp_path, BLOCK, torch.bfloat16)
     with pytest.raises(KeyboardInterrupt):
-        run(in_fp8, tmp_path / "out", "gptq", Progress(matrix=stop_after_a_layer))
+        run(in_fp8, tmp_path / "out", "gptq", Progress(matrix=stop_after_layer(tmp_path / "out", 0)))
     tensors = tensors_of(in_fp8)
     name = "model.layers.0.mlp.down_proj.weight_scale_inv"
     tensors[name] = tensors[name] * 2

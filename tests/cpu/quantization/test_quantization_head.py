@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from quantization_models import logits
 from typer.testing import CliRunner
 
 import warpbus
@@ -32,12 +32,6 @@ def tied(make_model, tmp_path_factory) -> Path:
 
 def quantized(model: Path, output: Path, head: str | None, scheme: str = "w4a16-g32", **options) -> Report:
     return warpbus.quantize(model, output, scheme=scheme, algorithm="rtn", device="cpu", head=head, **options)
-
-
-def logits(directory: Path, **options) -> Tensor:
-    loaded = load_model(Checkpoint(directory), device="cpu", dtype=torch.float32, **options)
-    with torch.no_grad():
-        return loaded(torch.arange(40)[None])
 
 
 def head_group(directory: Path) -> dict:

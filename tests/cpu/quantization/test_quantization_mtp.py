@@ -1,18 +1,16 @@
 """Quantizing the layer of multi-token prediction: it is calibrated on what enters it, and its projection is kept."""
 
 import json
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from quantization_models import LENGTH, calibration, loaded, run, write_model
+from quantization_models import LENGTH, calibration, loaded, run, stop_after_layer, write_model
 from safetensors.torch import save_file
 
 from warpbus.dist import Group
 from warpbus.engine import Engine
-from warpbus.formats import Checkpoint, FinishedParts
+from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, PredictionLayer, load_layer, load_model, read_config
 from warpbus.models.convert import convert
 from warpbus.models.families import family_of
@@ -123,16 +121,8 @@ def test_processes_give_the_same_bits(model: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_interrupted_goes_on_with_it(tmp_path: Path, model: Path) -> None:
     output = tmp_path / "out"
 
-    def stop(done: int, total: int, result: Any) -> None:
-        end = time.monotonic() + 60
-        while result.layer == 2:
-            if FinishedParts(output).facts("layer-00001") is not None:
-                raise KeyboardInterrupt
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
     with pytest.raises(KeyboardInterrupt):
-        run(model, output, progress=Progress(matrix=stop))
+        run(model, output, progress=Progress(matrix=stop_after_layer(output, 1)))
     assert run(model, output).resumed_layers >= 2
     run(model, tmp_path / "whole")
     files = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model
+from quantization_models import MOE, logits, write_model
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -30,45 +30,20 @@ def model(make_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("trellis") / "texts.jsonl"
-    path.write_text("\n".join(json.dumps({"text": "床前明月光，疑是地上霜。"}, ensure_ascii=False) for _ in range(4)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def quantized(model, texts, tmp_path_factory) -> Path:
+def quantized(model, verses, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("trellis") / "quantized"
-    made(model, output, texts)
+    made(model, output, verses)
     return output
 
 
 @pytest.fixture(scope="module")
 def expert_model(tmp_path_factory) -> Path:
-    experts = {
-        "model_type": "glm4_moe",
-        "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "num_nextn_predict_layers": 0,
-    }
-    return write_model(tmp_path_factory.mktemp("trellis") / "experts", **experts)
+    return write_model(tmp_path_factory.mktemp("trellis") / "experts", **MOE, use_qk_norm=True)
 
 
-def made(model: Path, output: Path, texts: Path, **others: object) -> None:
-    options = {"scheme": "w3a16-trellis", "layout": "warpbus", "calibration": str(texts), "device": "cpu"}
+def made(model: Path, output: Path, verses: Path, **others: object) -> None:
+    options = {"scheme": "w3a16-trellis", "layout": "warpbus", "calibration": str(verses), "device": "cpu"}
     warpbus.quantize(str(model), str(output), **(options | others))
-
-
-def logits(directory: Path) -> Tensor:
-    loaded = load_model(Checkpoint(directory), device="cpu", dtype=torch.float32)
-    with torch.no_grad():
-        return loaded(torch.arange(40)[None])
 
 
 def weights(directory: Path) -> dict[str, bytes]:
@@ -134,11 +109,11 @@ def test_a_model_is_quantized_loaded_and_converted(model, quantized, tmp_path):
         convert(quantized, tmp_path / "new", to="gptq")
 
 
-def test_rows_by_head_and_experts(request, expert_model, texts, tmp_path):
+def test_rows_by_head_and_experts(request, expert_model, verses, tmp_path):
     """ChatGLM-6B stores its rows by head, and experts are solved several at once."""
     for number, model in enumerate((request.getfixturevalue("tiny_chatglm"), expert_model)):
         output = tmp_path / str(number)
-        made(model, output, texts, samples=4)
+        made(model, output, verses, samples=4)
         before, after = Checkpoint(model), dequantized(Checkpoint(output), torch.float32)
         assert after.names() == before.names()
         for name in after.names():
@@ -146,8 +121,8 @@ def test_rows_by_head_and_experts(request, expert_model, texts, tmp_path):
             assert (after.tensor(name).float() - original).norm() <= 0.25 * original.norm(), name
 
 
-def test_two_processes_and_a_resumed_run_write_the_same_bytes(model, texts, quantized, tmp_path):
-    made(model, tmp_path / "two", texts, processes=2)
+def test_two_processes_and_a_resumed_run_write_the_same_bytes(model, verses, quantized, tmp_path):
+    made(model, tmp_path / "two", verses, processes=2)
     assert weights(tmp_path / "two") == weights(quantized)
 
     class StoppedError(Exception):
@@ -158,9 +133,9 @@ def test_two_processes_and_a_resumed_run_write_the_same_bytes(model, texts, quan
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        made(model, tmp_path / "again", texts, progress=Progress(matrix=stop))
+        made(model, tmp_path / "again", verses, progress=Progress(matrix=stop))
     assert any((tmp_path / "again.quantization").iterdir())
-    made(model, tmp_path / "again", texts)
+    made(model, tmp_path / "again", verses)
     assert weights(tmp_path / "again") == weights(quantized)
 
 
@@ -175,29 +150,29 @@ def test_two_processes_and_a_resumed_run_write_the_same_bytes(model, texts, quan
         ({"head": "w8a16"}, "format warpbus holds no quantized head"),
     ],
 )
-def test_what_does_not_go_together_is_refused(model, texts, tmp_path, arguments, message):
+def test_what_does_not_go_together_is_refused(model, verses, tmp_path, arguments, message):
     with pytest.raises(WarpbusError, match=message):
-        made(model, tmp_path / "q", texts, **arguments)
+        made(model, tmp_path / "q", verses, **arguments)
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_that_are_no_tiles_are_refused_before_the_work(make_model, texts, tmp_path):
+def test_rows_that_are_no_tiles_are_refused_before_the_work(make_model, verses, tmp_path):
     model = make_model(tmp_path / "odd", intermediate_size=72)
     with pytest.raises(SchemeError, match=r"cannot be cut into tiles .*: use w3a16 or w2a16"):
-        made(model, tmp_path / "q", texts)
+        made(model, tmp_path / "q", verses)
     with pytest.raises(SchemeError, match="not found by rounding"):
         rtn(torch.ones(16, 32), Scheme.parse("w3a16-trellis"), scale_dtype=torch.bfloat16)
 
 
-def test_the_command(model, texts, tmp_path):
-    arguments = ["--scheme", "w2a16-trellis", "--format", "warpbus", "--calibration", str(texts), "--device", "cpu"]
+def test_the_command(model, verses, tmp_path):
+    arguments = ["--scheme", "w2a16-trellis", "--format", "warpbus", "--calibration", str(verses), "--device", "cpu"]
     run = CliRunner().invoke(app, ["quantize", str(model), str(tmp_path / "q"), *arguments])
     assert run.exit_code == 0, run.output
     assert "w2a16-trellis" in run.output
 
 
-def test_it_is_not_among_what_is_recommended(model, texts):
-    arguments = ["--scheme", "w3a16-trellis", "--format", "warpbus", "--calibration", str(texts), "--device", "cpu"]
+def test_it_is_not_among_what_is_recommended(model, verses):
+    arguments = ["--scheme", "w3a16-trellis", "--format", "warpbus", "--calibration", str(verses), "--device", "cpu"]
     run = CliRunner().invoke(app, ["quantize", str(model), *arguments, "--recommend"])
     assert isinstance(run.exception, UsageError)
     assert "no speed to compare: use --algorithm gptq" in str(run.exception)

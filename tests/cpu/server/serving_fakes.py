@@ -85,6 +85,7 @@ class FakeService:
         asked: the prompts and parameters of all requests.
         adapters: that they named.
         cache_salts: that they had.
+        resets: how often its prefix cache was emptied.
         loaded: adapters loaded while it runs, and their directories.
         running: requests that have begun and not ended.
         ended: how they ended, counted: "done" or "aborted".
@@ -114,6 +115,7 @@ class FakeService:
         self.reason = ""
         self.closed = False
         self.loaded = {}
+        self.resets = 0
 
     @property
     def replicas(self):
@@ -234,6 +236,11 @@ class FakeService:
 
     async def wake(self):
         self.state = "ready"
+
+    async def reset_prefix_cache(self):
+        if self.running:
+            raise UsageError("requests run: wait for them")
+        self.resets += 1
 
     async def move(self, device):
         if device != "cuda:1":

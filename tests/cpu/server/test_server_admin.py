@@ -1,5 +1,6 @@
 """The routes beside generation, and the schema of all."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_fakes import FakeReplicas, FakeService, Running, until
 
+from warpbus.errors import EngineDiedError
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
 
@@ -53,13 +55,80 @@ def test_a_model_that_loads_is_listed_but_not_ready():
 def test_text_becomes_tokens_and_back(http):
     found = http.post("/tokenize", json={"model": "parrot", "prompt": "好"}).json()
     assert found == {"tokens": list("好".encode()), "count": 3, "max_model_len": 2048, "token_strs": None}
-    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "好"}
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {
+        "prompt": "好",
+        "text": "好",
+        "content": "好",
+    }
     messages = http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     assert bytes(messages) == b"user: ab\nassistant: "
     bare = http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
     assert bytes(bare) == b"user: ab\n"
-    assert http.post("/tokenize", json={"model": "parrot"}).status_code == 400
+    for empty in ({}, {"prompt": "a", "content": "a"}, {"prompt": []}):
+        assert http.post("/tokenize", json={"model": "parrot", **empty}).status_code == 400
     assert http.post("/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_several_texts_become_tokens(http):
+    found = http.post("/v1/tokenize", json={"prompt": ["a", "好"], "return_token_strs": True}).json()
+    assert (found["tokens"], found["count"]) == ([[97], list("好".encode())], [1, 3])
+    assert found["token_strs"][0] == ["a"]
+    assert http.post("/tokenize", json={"content": "ab"}).json()["tokens"] == [97, 98]
+    assert http.post("/v1/detokenize", json={"tokens": [97]}).json()["text"] == "a"
+
+
+def test_tools_that_may_not_be_called_are_not_in_the_prompt(http):
+    tool = {"type": "function", "function": {"name": "get_time"}}
+    body = {"model": "glm-4", "messages": HELLO}
+    tokens = [
+        http.post("/tokenize", json={**body, **more}).json()["tokens"]
+        for more in ({}, {"tools": [tool], "tool_choice": "none"}, {"tools": [tool]})
+    ]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[2]) > len(tokens[0])
+    for more, expected in (({}, tokens[0]), ({"tools": [tool]}, tokens[2])):
+        counted = http.post("/v1/chat/completions/input_tokens", json={**body, **more}).json()
+        assert counted == {"input_tokens": len(expected)}
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+def test_the_prefix_cache_is_emptied(http, served, path):
+    before = served.service.resets, served.glm4.resets
+    assert http.post(path, params={"model": "glm-4"}).json() == {"success": True}
+    assert (served.service.resets, served.glm4.resets) == (before[0], before[1] + 1)
+    assert http.post(path).json() == {"success": True}
+    assert (served.service.resets, served.glm4.resets) == (before[0] + 1, before[1] + 2)
+    assert http.post(path, params={"model": "other"}).status_code == 404
+
+
+def test_health_by_generating(http, served, monkeypatch):
+    assert http.get("/health_generate").json() == {"status": "ready"}
+    assert served.service.asked[-1][1].max_tokens == 1
+    monkeypatch.setattr(served.service, "fails", EngineDiedError("the engine died"))
+    assert http.get("/health_generate").status_code == 503
+    monkeypatch.setattr(served.service, "fails", None)
+    monkeypatch.setattr("warpbus.server.generate._PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(served.service, "generate", lambda *_, **__: _Endless())
+    response = http.get("/health_generate")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "model_not_ready")
+
+
+class _Endless:
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.Event().wait()
+
+    async def aclose(self):
+        pass
+
+
+def test_the_server_tells_of_its_cache(http, served):
+    found = http.get("/server_info").json()
+    assert found == http.get("/get_server_info").json()
+    assert found["max_total_num_tokens"] == 100 * found["page_size"]
+    assert (found["context_length"], found["num_waiting_reqs"]) == (2048, 2)
 
 
 def test_sleeping_models_do_not_answer(http, served):

@@ -228,6 +228,16 @@ def test_answers_that_are_cut_off(client, served):
     assert answer.usage.output_tokens == 2048 - len(served.qwen.asked[-1][0])
 
 
+@pytest.mark.parametrize(("tokens", "given"), [(CALL.index("京") + 2, {"city": "北"}), (45, {})])
+def test_a_call_that_is_cut_off_has_the_input_so_far(client, served, tokens, given):
+    served.qwen.script = CALL
+    message = ask(client, tools=[WEATHER], max_tokens=tokens)
+    assert message.stop_reason == "max_tokens"
+    assert [(block.type, block.input) for block in message.content] == [("tool_use", given)]
+    _, message = streamed(client, tools=[WEATHER], max_tokens=tokens)
+    assert (message.stop_reason, message.content[0].type) == ("max_tokens", "tool_use")
+
+
 def test_an_answer_follows_a_schema(client, served):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ask(client, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})

@@ -162,6 +162,8 @@ def test_answers_of_the_other_apis_have_the_fields_that_are_declared(script, pat
         ("POST", "/tokenize", {"prompt": "a"}, "Tokenized"),
         ("POST", "/detokenize", {"tokens": [97]}, "Detokenized"),
         ("GET", "/health", None, "HealthAnswer"),
+        ("GET", "/server_info", None, "ServerInfo"),
+        ("POST", "/reset_prefix_cache", None, "ResetAnswer"),
         ("GET", "/version", None, "VersionAnswer"),
         ("GET", "/is_sleeping", None, "SleepAnswer"),
         ("GET", "/nothing", None, "ErrorAnswer"),

@@ -310,3 +310,34 @@ def test_an_answer_that_is_cut_off_is_incomplete(client, served):
     answer = ask(client, max_output_tokens=3)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.output_text, answer.output[0].status) == ("abc", "incomplete")
+
+
+def test_a_call_that_is_cut_off_is_incomplete_and_not_told_again(client, served):
+    served.qwen.script = CALL
+    with client.responses.stream(
+        model="qwen3", input="北京？", tools=[WEATHER], max_output_tokens=CALL.index("北") - 1
+    ) as stream:
+        [done] = [event.item for event in stream if event.type == "response.output_item.done"]
+    assert (done.type, done.status, done.arguments) == ("function_call", "incomplete", '{"city": ')
+    first = ask(client, tools=[WEATHER], max_output_tokens=CALL.index("北") - 1)
+    [call] = first.output
+    assert (first.status, call.status, call.arguments) == ("incomplete", "incomplete", '{"city": ')
+    served.qwen.script = "晴"
+    history = [{"role": "user", "content": "北京？"}, call, {"role": "user", "content": "And?"}]
+    assert ask(client, history, tools=[WEATHER]).output_text == "晴"
+    whole = prompt_of(served.qwen)[0]
+    assert whole.endswith("<|user|>北京？<|user|>And?<|assistant|>")
+    ask(client, "And?", previous_response_id=first.id, tools=[WEATHER])
+    assert prompt_of(served.qwen)[0] == whole
+
+
+def test_tokens_of_the_input_are_counted(client, served):
+    served.qwen.script = "Hi."
+    first = ask(client, "My name is Li.")
+    found = client.responses.input_tokens.count(model="qwen3", input="What is it?", previous_response_id=first.id)
+    assert (found.object, found.input_tokens) == ("response.input_tokens", len(_tokens(served, client, first.id)))
+
+
+def _tokens(served, client, before):
+    ask(client, "What is it?", previous_response_id=before)
+    return served.qwen.asked[-1][0]

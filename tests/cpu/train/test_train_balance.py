@@ -67,17 +67,6 @@ def blank(blank_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def data(tmp_path: Path, write_lines: WriteLines) -> Path:
-    verses = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡", "光")
-
-    def conversation(index: int) -> dict[str, object]:
-        turns = [{"role": "user", "content": f"写诗{index}"}, {"role": "assistant", "content": verses[index % 5]}]
-        return {"messages": turns}
-
-    return write_lines(tmp_path / "data.jsonl", *map(conversation, range(15)))
-
-
 def method(seed: int = 0) -> FullMethod:
     values = recipe.config(64, "poet-moe-small") | SHAPE
     family = family_of(values)

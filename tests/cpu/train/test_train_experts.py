@@ -74,17 +74,6 @@ def qwen(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return make_model(tmp_path_factory.mktemp("experts") / "qwen", **QWEN)
 
 
-@pytest.fixture
-def data(tmp_path: Path, write_lines: WriteLines) -> Path:
-    verses = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡")
-
-    def conversation(index: int) -> dict[str, object]:
-        turns = [{"role": "user", "content": f"写诗{index}"}, {"role": "assistant", "content": verses[index % 4]}]
-        return {"messages": turns}
-
-    return write_lines(tmp_path / "data.jsonl", *map(conversation, range(12)))
-
-
 def loaded(directory: Path) -> Decoder:
     return load_model(Checkpoint(directory), device="cpu", dtype=torch.float32)
 

@@ -59,17 +59,6 @@ V1 = dense_config(
 )
 
 
-@pytest.fixture
-def data(tmp_path: Path, write_lines: WriteLines) -> Path:
-    verses = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡")
-
-    def conversation(index: int) -> dict[str, object]:
-        turns = [{"role": "user", "content": f"写诗{index}"}, {"role": "assistant", "content": verses[index % 4]}]
-        return {"messages": turns}
-
-    return write_lines(tmp_path / "data.jsonl", *map(conversation, range(12)))
-
-
 def run(
     model: Path, output: Path, data: Path, settings: TrainingSettings
 ) -> tuple[dict[str, Any], list[TrainingProgress]]:

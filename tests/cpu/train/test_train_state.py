@@ -50,17 +50,6 @@ train(model, output, data=data, valid=data, settings=TrainingSettings(**eval(sys
 """
 
 
-@pytest.fixture
-def data(tmp_path: Path, write_lines: WriteLines) -> Path:
-    verses = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡", "光")
-
-    def conversation(index: int) -> dict[str, object]:
-        turns = [{"role": "user", "content": f"写诗{index}"}, {"role": "assistant", "content": verses[index % 5]}]
-        return {"messages": turns}
-
-    return write_lines(tmp_path / "data.jsonl", *map(conversation, range(15)))
-
-
 def log(output: Path) -> list[dict[str, float]]:
     found: list[dict[str, float]] = json.loads((output / "training-log.json").read_text(encoding="utf-8"))
     return found

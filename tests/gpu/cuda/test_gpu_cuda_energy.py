@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from warpbus.cuda.energy import EnergyMeter, Nvml, gpu_uuid
+from warpbus.cuda.energy import EnergyMeter, gpu_uuid
+from warpbus.cuda.inventory import Inventory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -13,7 +14,7 @@ GPU = torch.device("cuda", 0)
 
 
 def test_the_sensors_know_the_gpu_that_torch_means() -> None:
-    watts = Nvml().power(gpu_uuid(GPU))
+    watts = Inventory().power(gpu_uuid(GPU))
     assert watts is not None
     assert 5 < watts < 2000
 

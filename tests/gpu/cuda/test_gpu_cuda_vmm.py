@@ -12,8 +12,8 @@ import torch
 
 from warpbus.cuda import driver
 from warpbus.cuda.dlpack import bytes_at
-from warpbus.cuda.virtual_memory import VirtualMemory
 from warpbus.cuda.vmm import PIECE, Arena, mapped_bytes, rounded_up
+from warpbus.cuda.vmm_driver import VirtualMemory
 from warpbus.errors import DeviceError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -153,7 +153,7 @@ def test_the_same_requests_get_the_same_in_the_same_order(params, most):
     for ahead in (True, False):
         engine = Engine(model, max_num_seqs=most)
         if not ahead:
-            engine._runs_ahead = lambda: False
+            engine._pipeline._runs_ahead = lambda: False
         requests = [request(prompt, tokens=5 + 7 * at, params=params) for at, prompt in enumerate(prompts)]
         for each in requests:
             engine.add(each)

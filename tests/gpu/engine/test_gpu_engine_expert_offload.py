@@ -10,7 +10,7 @@ from gpu_engine_models import GLM, GPU, PROMPTS, QWEN, W4, model_of
 from stacked_models import SMALL as FILE
 
 from warpbus.cuda import rates
-from warpbus.cuda.pinned import pinned_bytes
+from warpbus.cuda.staging import pinned_bytes
 from warpbus.engine import Engine, expert_placement
 from warpbus.engine.moving import EngineMigration
 from warpbus.errors import UsageError

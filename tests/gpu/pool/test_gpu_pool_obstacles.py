@@ -1,5 +1,6 @@
 """What real programs show of themselves: ordinary ones can be carried, others are seen."""
 
+import os
 import subprocess
 import sys
 
@@ -39,8 +40,9 @@ def found():
 
     def look(code):
         program = f"import torch\ntorch.zeros(1, device='cuda')\n{code}\nprint('ready', flush=True)\ninput()"
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}  # a program opens all GPUs that it sees
         with subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         ) as process:
             assert process.stdout.readline() == "ready\n"
             machine = ThisMachine()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MEGABYTE = 1 << 20
 PROGRAM = """
 import sys, torch, warpbus
-gpu = warpbus.pool.connect(sys.argv[1], memory=int(sys.argv[2]), priority=int(sys.argv[3]), on="mill/0")
+gpu = warpbus.pool.connect(sys.argv[1], memory=int(sys.argv[2]), share=0.7, priority=int(sys.argv[3]), on="mill/0")
 layer = torch.nn.Linear(1024, 1024).to(gpu.device)
 x = torch.ones(64, 1024, device=gpu.device)
 ballast = torch.full((int(sys.argv[2]) // 2,), 7, dtype=torch.uint8, device=gpu.device)

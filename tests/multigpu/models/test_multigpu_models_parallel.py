@@ -77,7 +77,8 @@ def write(directory: Path, family: str, scheme: Scheme | None) -> Path:
         fused = torch.randn(shape, generator=generator) * 512**-0.5 + parameter.endswith("norm.weight")
         parts = fused.half().split(part_rows(config, parameter, len(names), shape[0]))
         for name, part in zip(names, parts, strict=True):
-            if scheme is None or not name.endswith(".weight") or "norm" in name or ".layers." not in name:
+            linear = name.endswith(".weight") and "norm" not in name and ".layers." in name
+            if scheme is None or not linear or name.endswith(".mlp.gate.weight"):  # the router is never quantized
                 tensors[name] = part.clone()
             else:
                 tensors |= to_tensors(name.removesuffix(".weight"), quantized(part, scheme, generator))

@@ -6,7 +6,6 @@ since no scheme has their minima or their nested scales. Matrices that the decod
 all dequantized if their types differ.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from warpbus.errors import TensorError
 from warpbus.formats.gguf.architectures import Keys, SourceRows, source_tensors
 from warpbus.formats.gguf.blocks import GROUP, half, q4_0_codes, q5_0_codes, q8_0_codes
 from warpbus.formats.gguf.file import read_header
-from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes
+from warpbus.formats.stored import ComputedTensor, row_bands
 from warpbus.qtensor import Scheme, pack, packed_words
 
 WEIGHTS = "model.gguf"
@@ -29,7 +28,6 @@ SCHEMES = {"Q4_0": Scheme(4, GROUP), "Q5_0": Scheme(5, GROUP), "Q8_0": Scheme(8,
 
 _CODES: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": q4_0_codes, "Q5_0": q5_0_codes, "Q8_0": q8_0_codes}
 _DEQUANTIZED = torch.float16
-_ELEMENTS_AT_ONCE = 2**22
 _WEIGHT = ".weight"
 _FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 
@@ -79,40 +77,38 @@ def stored_tensors(tensors: Mapping[str, SourceRows]) -> dict[str, "ConvertedRow
                 f"{list(rows.tensor.shape)} of type {rows.tensor.kind.name}"
             )
         if prefix not in quantized:
-            found[name] = ConvertedRows(rows, rows.tensor.kind.dtype or _DEQUANTIZED, rows.shape, _plain)
+            found[name] = ConvertedRows(rows.shape, rows.tensor.kind.dtype or _DEQUANTIZED, rows, _plain)
             continue
         (out, columns), bits = rows.shape, quantized[prefix].bits
         words = packed_words(columns, bits)
-        found[f"{prefix}.weight_packed"] = ConvertedRows(rows, torch.int32, (out, words), _packed)
-        found[f"{prefix}.weight_scale"] = ConvertedRows(rows, torch.float16, (out, columns // GROUP), _scales)
-        found[f"{prefix}.weight_shape"] = ConvertedRows(rows, torch.int64, (2,), None)
+        found[f"{prefix}.weight_packed"] = ConvertedRows((out, words), torch.int32, rows, _packed)
+        found[f"{prefix}.weight_scale"] = ConvertedRows((out, columns // GROUP), torch.float16, rows, _scales)
+        found[f"{prefix}.weight_shape"] = ConvertedRows((2,), torch.int64, rows, None)
     return found
 
 
 @dataclass(frozen=True)
-class ConvertedRows:
-    """A tensor that is computed from rows of a GGUF file when it is read; see `StoredTensor`.
+class ConvertedRows(ComputedTensor):
+    """A tensor that is computed from rows of a GGUF file when it is read.
 
     Attributes:
         rows: in the file.
-        dtype, shape: of the tensor.
         convert: from the bytes of some rows to those rows of the tensor; None for the shape of the matrix.
     """
 
     rows: SourceRows
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     convert: Callable[[SourceRows, Tensor], Tensor] | None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_dequantized(self) -> bool:
         return self.convert is _plain and self.rows.tensor.kind.decode is not None
 
+    def bands(self) -> Iterator[Tensor]:
+        """All at once, since the rows may be in another order in the file."""
+        yield self.read()
+
     def read(self) -> Tensor:
+        """The whole tensor."""
         if self.convert is None:
             return torch.tensor(self.rows.shape, dtype=torch.int64)
         tensor = self.rows.tensor
@@ -120,17 +116,10 @@ class ConvertedRows:
             whole = tensor.read_rows(0, 1).view(self.dtype).flatten()
             return self.rows.in_order(whole[self.rows.start : self.rows.stop].clone())
         found = torch.empty(self.shape, dtype=self.dtype)
-        step = max(1, _ELEMENTS_AT_ONCE // tensor.shape[1])
-        for start in range(0, self.shape[0], step):
-            stop = min(start + step, self.shape[0])
-            raw = tensor.read_rows(self.rows.start + start, self.rows.start + stop)
-            found[start:stop] = self.convert(self.rows, raw)
+        for band in row_bands((self.shape[0], tensor.shape[1])):
+            raw = tensor.read_rows(self.rows.start + band.start, self.rows.start + band.stop)
+            found[band] = self.convert(self.rows, raw)
         return self.rows.in_order(found)
-
-    def chunks(self) -> Iterator[bytes | memoryview]:
-        """See `Checkpoint.chunks`."""
-        data = raw_bytes(self.read())
-        return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
 
 
 def _blocks(rows: SourceRows, raw: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import functools
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,11 @@ def aligned(*tensors: Tensor) -> bool:
         tensor.data_ptr() % 16 == 0 and (tensor.dim() < 2 or tensor.shape[-1] * tensor.element_size() % 16 == 0)
         for tensor in tensors
     )
+
+
+def strides(*axes: str, **tensors: Tensor) -> dict[str, Any]:
+    """The strides of the first axes of some tensors: a kernel's parameters `<tensor>_<axis>`, in elements."""
+    return {f"{name}_{axis}": tensor.stride(at) for name, tensor in tensors.items() for at, axis in enumerate(axes)}
 
 
 def blocks(*sides: tuple[int, int]) -> int:

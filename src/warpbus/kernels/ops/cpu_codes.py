@@ -22,10 +22,8 @@ from torch.nn import functional as F
 
 from warpbus.cuda.host_compiler import CpuVariant
 from warpbus.errors import TensorError
-from warpbus.kernels.ops.cpu_library import SCALES, CpuMatrix, Task, as_float, pointer
+from warpbus.kernels.ops.cpu_library import SCALES, CpuMatrix, Task, as_float, check_operands, pointer
 from warpbus.qtensor import QTensor, Scheme
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 TILE = 16  # rows: kTile in csrc/cpu/matrix.h
 _PADDING = 16  # columns: kPadding
@@ -165,7 +163,12 @@ def codes_linear(
         TensorError: other shapes, dtypes or devices.
     """
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    _check(x, weight, bias, norm, residual, gated)
+    check_operands("codes_linear", x, weight.shape, columns, bias=bias, norm=norm, residual=residual)
+    if gated and (bias is not None or not fuses_gates(weight)):
+        raise TensorError(
+            f"codes_linear: gates are fused for weights without a bias whose halves are multiples of {TILE} rows; this "
+            f"one has {weight.shape[0]} rows{'' if bias is None else ' and a bias'}: compute them apart"
+        )
     m = prod(x.shape[:-1])
     rows, norm, bias, before = as_float(x), as_float(norm), as_float(bias), as_float(residual)
     out = torch.empty(*x.shape[:-1], columns)
@@ -176,29 +179,3 @@ def codes_linear(
         )
         task.run("linear", variant)
     return out if x.dtype == torch.float32 else out.to(x.dtype)
-
-
-def _check(
-    x: Tensor, weight: CpuCodes, bias: Tensor | None, norm: Tensor | None, residual: Tensor | None, gated: bool
-) -> None:
-    n, k = weight.shape
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise TensorError(f"codes_linear: x has shape {list(x.shape)}, the weight expects {k} features")
-    if x.dtype not in DTYPES or not x.is_cpu:
-        raise TensorError(
-            f"codes_linear: x is {x.dtype} on {x.device}, expected float32, bfloat16 or float16 on the CPU: "
-            "convert it with .to()"
-        )
-    if gated and (bias is not None or not fuses_gates(weight)):
-        raise TensorError(
-            f"codes_linear: gates are fused for weights without a bias whose halves are multiples of {TILE} rows; this "
-            f"one has {n} rows{'' if bias is None else ' and a bias'}: compute them apart"
-        )
-    columns = n // 2 if gated else n
-    expected = {"bias": (n,), "norm": (k,), "residual": (*x.shape[:-1], columns)}
-    for name, tensor in (("bias", bias), ("norm", norm), ("residual", residual)):
-        if tensor is not None and (tensor.shape != expected[name] or not tensor.is_cpu):
-            raise TensorError(
-                f"codes_linear: {name} has shape {list(tensor.shape)} on {tensor.device}, expected "
-                f"{list(expected[name])} on the CPU"
-            )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from warpbus.cuda.host_compiler import CpuVariant
 from warpbus.errors import TensorError
-from warpbus.kernels.ops.cpu_codes import DTYPES, CpuCodes, fuses_gates
-from warpbus.kernels.ops.cpu_library import CpuMatrix, Task, as_float, pointer
+from warpbus.kernels.ops.cpu_codes import CpuCodes, fuses_gates
+from warpbus.kernels.ops.cpu_library import DTYPES, CpuMatrix, Task, as_float, pointer
 
 
 class _ExpertsTask(Task):

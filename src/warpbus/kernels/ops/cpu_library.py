@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.host_compiler import CpuVariant, load_library, own_variant
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError, TensorError, UsageError
 from warpbus.kernels.units import CSRC
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of activations."""
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of scales; their places here are `scale_type` in csrc/cpu/matrix.h."""
@@ -47,6 +50,37 @@ def as_float(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
         return tensor
     return tensor.float().contiguous()
+
+
+def check_operands(
+    operator: str, x: Tensor, shape: tuple[int, int], columns: int | None = None, **others: Tensor | None
+) -> None:
+    """The operands of a product `x @ weight.T` fit the weight and are on the CPU.
+
+    Args:
+        operator: for the messages.
+        shape: `[n, k]`, of the weight.
+        columns: of the result; n by default.
+        others: of "bias" `[n]`, "norm" `[k]` and "residual", which has the shape of the result.
+
+    Raises:
+        TensorError: other shapes, dtypes or devices.
+    """
+    n, k = shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise TensorError(f"{operator}: x has shape {list(x.shape)}, the weight expects {k} features")
+    if x.dtype not in DTYPES or not x.is_cpu:
+        raise TensorError(
+            f"{operator}: x is {x.dtype} on {x.device}, expected float32, bfloat16 or float16 on the CPU: "
+            "convert it with .to()"
+        )
+    expected = {"bias": (n,), "norm": (k,), "residual": (*x.shape[:-1], columns or n)}
+    for name, tensor in others.items():
+        if tensor is not None and (tensor.shape != expected[name] or not tensor.is_cpu):
+            raise TensorError(
+                f"{operator}: {name} has shape {list(tensor.shape)} on {tensor.device}, expected "
+                f"{list(expected[name])} on the CPU"
+            )
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from warpbus.kernels.ops.arguments import (
     check_rank,
     check_shape,
     per_dtype,
+    strides,
 )
 from warpbus.kernels.ops.gemm import gemm
 from warpbus.kernels.reference import ladder as reference
@@ -231,39 +232,13 @@ def _launch_matmul(a: Tensor, b: Tensor, rung: str) -> Tensor:
 def _launch_naive(a: Tensor, b: Tensor, out: Tensor) -> None:
     (m, n), k = out.shape, a.shape[1]
     grid = (blocks((n, 32)), min(blocks((m, 8)), _LARGEST_GRID_SIDE))
-    _NAIVE[a.dtype](
-        grid,
-        (32, 8),
-        a=a,
-        b=b,
-        out=out,
-        m=m,
-        n=n,
-        k=k,
-        a_row=a.stride(0),
-        a_column=a.stride(1),
-        b_row=b.stride(0),
-        b_column=b.stride(1),
-    )
+    _NAIVE[a.dtype](grid, (32, 8), a=a, b=b, out=out, m=m, n=n, k=k, **strides("row", "column", a=a, b=b))
 
 
 def _launch_tiled(a: Tensor, b: Tensor, out: Tensor) -> None:
     (m, n), k = out.shape, a.shape[1]
     grid = blocks((m, _TILE), (n, _TILE))
-    _TILED[a.dtype](
-        grid,
-        (_TILE, _TILE),
-        a=a,
-        b=b,
-        out=out,
-        m=m,
-        n=n,
-        k=k,
-        a_row=a.stride(0),
-        a_column=a.stride(1),
-        b_row=b.stride(0),
-        b_column=b.stride(1),
-    )
+    _TILED[a.dtype](grid, (_TILE, _TILE), a=a, b=b, out=out, m=m, n=n, k=k, **strides("row", "column", a=a, b=b))
 
 
 def _launch_wmma(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -8,7 +8,7 @@ from warpbus.errors import UsageError
 WGMMA_KEYS = 64
 """Keys of a chunk with wgmma."""
 KEYS = (32, 16)
-"""The same with mma.sync, the latter where shared memory is small."""
+"""Keys of a chunk with mma.sync; 16 where shared memory is small."""
 HEADS = (8, 16, 24, 32)
 """Heads of a tile, rounded up: what the kernels are compiled for."""
 GROUP = 8

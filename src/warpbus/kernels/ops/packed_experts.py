@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from warpbus.cuda.pinned import pinned_bytes
+from warpbus.cuda.staging import pinned_bytes
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.arguments import blocks
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack

@@ -5,6 +5,7 @@ norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies 
 `wna16/sm80_wna16.cu` by mma.sync on every GPU since Ampere. If allowed to, `wna8` rounds many tokens to 8 bits.
 """
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -91,12 +92,7 @@ def wna16_linear(
 
 def _launch(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    bits: int,
-    group: int,
+    weight: PackedWeight,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
@@ -104,8 +100,7 @@ def _launch(
     activation: str,
     fp8: bool,
 ) -> Tensor:
-    m, k = x.shape
-    weight = PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k))
+    m, (n, k) = len(x), weight.shape
     gated = activation == "swiglu"
     if 0 in (m, n, k):
         return reference_linear(x, unpack(weight), bias, norm, eps, residual, activation)
@@ -134,12 +129,7 @@ def _launch(
 
 def _reference(
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    bits: int,
-    group: int,
+    packed: PackedWeight,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
@@ -147,9 +137,8 @@ def _reference(
     activation: str,
     fp8: bool,
 ) -> Tensor:
-    m, k = x.shape
-    weight = unpack(PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k)))
-    if not (fp8 and m >= wna8.LEAST_ROWS and wna8.supports(weight.scheme)):
+    weight = unpack(packed)
+    if not (fp8 and len(x) >= wna8.LEAST_ROWS and wna8.supports(weight.scheme)):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     if norm is not None:
         x = rms_norm(x, norm, eps)
@@ -161,10 +150,22 @@ def _fake(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int
     return x.new_empty(x.shape[0], n // 2 if activation == "swiglu" else n)
 
 
+def _packing(implementation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An implementation of the operator, whose parameters are tensors and numbers, from one that takes the weight."""
+
+    def run(
+        x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, bits: int, group: int, *others: Any
+    ) -> Tensor:
+        scheme = Scheme(bits, group or None, zeros is None)
+        return implementation(x, PackedWeight(codes, scales, zeros, scheme, (n, x.shape[1])), *others)
+
+    return run
+
+
 _wna16 = operator(
     "wna16(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int n, int bits, int group, Tensor? bias, "
     "Tensor? norm, float eps, Tensor? residual, str activation, bool fp8) -> Tensor",
-    cuda=_launch,
-    reference=_reference,
+    cuda=_packing(_launch),
+    reference=_packing(_reference),
     fake=_fake,
 )

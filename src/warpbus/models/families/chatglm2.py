@@ -6,8 +6,16 @@ from typing import Any
 from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families import glm
-from warpbus.models.families.family import Family, TensorMap, expand
-from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields, refuse_unsupported
+from warpbus.models.families.family import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    Family,
+    Fields,
+    TensorMap,
+    expand,
+    refuse_unsupported,
+)
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {

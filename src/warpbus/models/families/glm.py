@@ -5,8 +5,7 @@ from typing import Any
 
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import native
-from warpbus.models.families.family import Family, TensorMap
-from warpbus.models.families.fields import Fields
+from warpbus.models.families.family import Family, Fields, TensorMap
 
 # <|endoftext|>, <|user|>, <|observation|>
 STOP_IDS = (151329, 151336, 151338)

@@ -6,8 +6,7 @@ from typing import Any
 
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import mla, moe, native
-from warpbus.models.families.family import Family, TensorMap
-from warpbus.models.families.fields import MAX_LAYERS, Fields
+from warpbus.models.families.family import MAX_LAYERS, Family, Fields, TensorMap
 from warpbus.models.families.glm4_moe import mixture
 from warpbus.models.families.glm4_moe_lite import STOP_IDS, layer_mlps
 from warpbus.models.latent_spec import IndexerSpec

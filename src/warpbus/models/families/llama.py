@@ -5,8 +5,7 @@ from typing import Any
 
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import native
-from warpbus.models.families.family import Family
-from warpbus.models.families.fields import Fields
+from warpbus.models.families.family import Family, Fields
 
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:

@@ -1,6 +1,6 @@
 """Multi-head latent attention as Hugging Face names it: its tensors, and the keys that size it."""
 
-from warpbus.models.families.fields import Fields
+from warpbus.models.families.family import Fields
 from warpbus.models.latent_spec import LatentAttentionSpec
 
 ATTENTION = {

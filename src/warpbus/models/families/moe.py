@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from warpbus.models.families.fields import Fields
+from warpbus.models.families.family import Fields
 from warpbus.models.layer_spec import MLPSpec, MoESpec
 
 EXPERTS = {

@@ -6,12 +6,13 @@ from typing import Any
 
 from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
-from warpbus.models.families.family import TensorMap, expand
-from warpbus.models.families.fields import (
+from warpbus.models.families.family import (
     MAX_CONTEXT,
     MAX_LAYERS,
     MAX_VOCABULARY,
     Fields,
+    TensorMap,
+    expand,
     refuse_unsupported,
     refuse_windows,
 )

@@ -5,8 +5,7 @@ from typing import Any
 
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import moe, native
-from warpbus.models.families.family import Family, TensorMap
-from warpbus.models.families.fields import MAX_LAYERS, Fields
+from warpbus.models.families.family import MAX_LAYERS, Family, Fields, TensorMap
 from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 
 _FIRST_WINDOW = 28

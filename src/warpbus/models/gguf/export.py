@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.dequantizing import dequantized, dequantized_reordered
 from warpbus.formats.files import check_space, replace_file
 from warpbus.formats.gguf.architectures import ROPE_FACTORS, llama3_factors, permuted
 from warpbus.formats.gguf.blocks import GROUP, PLAIN, TYPES, BlockType
@@ -42,7 +42,6 @@ from warpbus.formats.gguf.encoding import FALLBACK, assemble, encode
 from warpbus.formats.gguf.file import SUFFIX, PlannedTensor, Value, read_header, write_file
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.layout import Layout, layout_of
-from warpbus.formats.reordered import dequantized_reordered
 from warpbus.models.config import ModelConfig
 from warpbus.models.gguf.vocabulary import vocabulary_metadata
 from warpbus.models.layer_spec import AttentionSpec, MatrixSpec

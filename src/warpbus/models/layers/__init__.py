@@ -11,10 +11,8 @@ from warpbus.models.layers.attention import (
 )
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
-from warpbus.models.layers.linear import QuantizedLinear, project
-from warpbus.models.layers.mlp import MLP
+from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear, RMSNorm, make_norm, project
 from warpbus.models.layers.moe import MoE, Router, Routing
-from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
 from warpbus.models.layers.rope import Rotary, coordinates, prompt_lengths, rotate
 
 __all__ = [

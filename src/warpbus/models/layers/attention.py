@@ -13,8 +13,7 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models.config import RopeConfig
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
-from warpbus.models.layers.linear import project
-from warpbus.models.layers.norm import Norm, RMSNorm
+from warpbus.models.layers.linear import Norm, RMSNorm, project
 from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
 from warpbus.models.layers.rope import rotate
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from warpbus.kernels.operators import autocast
 from warpbus.kernels.ops import wna16_linear
 from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
-from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear
 from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear
+from warpbus.kernels.ops.cpu_table import CpuTable, table_linear
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.w8a8 import w8a8_linear
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES, times_packed, wna16_frozen
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.qtensor import QTensor
 
-Form = QTensor | PackedWeight | CpuCodes | CpuWeight
+Form = QTensor | PackedWeight | CpuCodes | CpuTable
 """A quantized weight in memory: unpacked, or packed for the kernels of a GPU or of the CPU."""
 
 _COLUMNS = 32  # whole words for any number of bits
@@ -31,8 +31,8 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None, *, fp8: bool 
     """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`, and `wna16_linear` for `fp8`."""
     if isinstance(weight, CpuCodes):
         return codes_linear(x, weight, bias)
-    if isinstance(weight, CpuWeight):
-        return cpu_linear(x, weight, bias)
+    if isinstance(weight, CpuTable):
+        return table_linear(x, weight, bias)
     if isinstance(weight, QTensor) and weight.holds_values:
         kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
         linear = w8a8_linear if kernels else reference_w8a8_linear
@@ -66,7 +66,7 @@ def times_frozen(dy: Tensor, weight: Form) -> Tensor:
     """`dy @ weight` for dy `[m, n]` and a quantized weight `[n, k]`, in the dtype of dy."""
     if isinstance(weight, PackedWeight):
         return times_packed(dy, weight)
-    if isinstance(weight, CpuCodes | CpuWeight):
+    if isinstance(weight, CpuCodes | CpuTable):
         weight = weight.unpack()
     n, k = weight.shape
     unit = math.lcm(_COLUMNS, weight.scheme.group_size or 1)  # no group may be cut
@@ -80,7 +80,7 @@ def times_frozen(dy: Tensor, weight: Form) -> Tensor:
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QTensor | CpuCodes | CpuWeight, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QTensor | CpuCodes | CpuTable, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         return quantized_linear(x, weight, bias)
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.models.latent_spec import IndexerSpec
-from warpbus.models.layers.linear import project
-from warpbus.models.layers.norm import LayerNorm
+from warpbus.models.layers.linear import LayerNorm, project
 
 _SCORES_AT_ONCE = 2**24  # of all heads, in float32
 _NORM_EPS = 1e-6

@@ -16,8 +16,7 @@ from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers.attention import AttentionContext, FusedAttention, WholeAttention
 from warpbus.models.layers.indexer import Indexer, IndexFeatures
-from warpbus.models.layers.linear import project
-from warpbus.models.layers.norm import Norm, RMSNorm
+from warpbus.models.layers.linear import Norm, RMSNorm, project
 from warpbus.models.layers.rope import rotate
 
 

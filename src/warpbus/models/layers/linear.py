@@ -1,4 +1,7 @@
-"""Quantized linear layers, and `project`, which computes every projection of a decoder layer."""
+"""Norms, quantized linear layers, the dense MLP, and `project`, which computes every projection of a decoder layer.
+
+A projection may do the norm before it and the activation or the residual's sum behind it in the same kernel.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,16 +18,63 @@ from warpbus.kernels import ops
 from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels, has_kernels
-from warpbus.kernels.ops.cpu import pack_for_cpu
-from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates
+from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates, pack_codes
+from warpbus.kernels.ops.cpu_library import DTYPES, SCALES, is_available
+from warpbus.kernels.ops.cpu_table import pack_table
 from warpbus.kernels.ops.gemv import gemv
+from warpbus.kernels.ops.norm import layer_norm, rms_norm
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
 from warpbus.kernels.ops.w8a8 import check_device
+from warpbus.models.layer_spec import MatrixSpec, NormSpec
 from warpbus.models.layers.adapted import Adapted
 from warpbus.models.layers.frozen import Form, frozen_linear, quantized_linear
-from warpbus.models.layers.norm import LayerNorm, Norm
 from warpbus.models.layers.parallel import Parallel
 from warpbus.qtensor import QTensor
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich, 2019), the mean in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_kernels(x) and self.weight.dtype == x.dtype:
+            return rms_norm(x, self.weight, self.eps)
+        if torch.is_grad_enabled() and x.device.type == "cuda" and self.weight.dtype == x.dtype:
+            # torch's own kernel has a gradient, and keeps x for it instead of a float32 copy.
+            with torch.autocast("cuda", enabled=False):
+                return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` over the last axis, in float32 and rounded once."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_kernels(x) and self.weight.dtype == x.dtype:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), weight.shape, weight, bias, self.eps).to(x.dtype)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(spec: NormSpec, size: int) -> Norm:
+    """A norm over `size` features, of the kind in `spec`."""
+    return (LayerNorm if spec.kind == "layer" else RMSNorm)(size, spec.eps)
 
 
 class QuantizedLinear(nn.Module):
@@ -117,8 +167,17 @@ class QuantizedLinear(nn.Module):
                 check_device("w8a8_linear", weight.scheme.dtype, weight.device)
             return dataclasses.replace(weight, scales=weight.scales.float())
         if weight.device.type == "cpu":
-            return pack_for_cpu(weight, dtype, int8_activations=self._int8_activations) or weight
+            return self._arranged_for_cpu(weight, dtype)
         return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
+
+    def _arranged_for_cpu(self, weight: QTensor, dtype: torch.dtype) -> Form:
+        """For `codes_linear`, if activations may be rounded and a compiler makes the kernels; else for `table_linear`,
+        or without a fast path as it is."""
+        if dtype not in DTYPES:
+            return weight
+        if self._int8_activations and weight.scales.dtype in SCALES and is_available():
+            return pack_codes(weight)
+        return pack_table(weight) or weight
 
     def _hold(self, form: Form) -> None:
         self._form = form
@@ -245,3 +304,35 @@ def _swiglu(x: Tensor) -> Tensor:
 def _tensors(form: Form) -> dict[str, Tensor | None]:
     named = {field.name: getattr(form, field.name) for field in dataclasses.fields(form)}
     return {name: value for name, value in named.items() if isinstance(value, Tensor) or name == "zeros"}
+
+
+class MLP(nn.Module):
+    """`down(inner(x))`, where inner is `silu(gate(x)) * up(x)` (SwiGLU; Shazeer, 2020) or `gelu(up(x))`.
+
+    Gate and up are one fused projection, gate first. Its name is that in the layer's table: `gate_up` or `up`.
+
+    Args:
+        widening: the matrix that produces the inner features.
+        down: the matrix back to the residual stream.
+        gated: whether `widening` is gate and up.
+    """
+
+    def __init__(self, widening: MatrixSpec, down: MatrixSpec, *, gated: bool) -> None:
+        super().__init__()
+        self._widening = widening.name.rpartition(".")[2]
+        self._activation = "swiglu" if gated else "gelu"
+        self.add_module(self._widening, nn.Linear(widening.shape[1], widening.shape[0], bias=widening.bias))
+        self.down = nn.Linear(down.shape[1], down.shape[0], bias=down.bias)
+
+    @property
+    def output(self) -> nn.Module:
+        """The projection back to the residual stream."""
+        return self.down
+
+    def inner(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
+        """The input of `down`, `[..., ffn]`, from x `[..., hidden]`."""
+        return project(getattr(self, self._widening), x, norm=norm, activation=self._activation)
+
+    def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """The output `[..., hidden]`, plus `residual` if there is one."""
+        return project(self.down, self.inner(x, norm=norm), residual=residual)

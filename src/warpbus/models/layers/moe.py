@@ -19,9 +19,7 @@ from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
 from warpbus.models.layers.cpu_experts import CpuStackedExperts
-from warpbus.models.layers.linear import QuantizedLinear
-from warpbus.models.layers.mlp import MLP
-from warpbus.models.layers.norm import LayerNorm, Norm
+from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear
 from warpbus.models.layers.parallel import Parallel
 from warpbus.models.layers.stacked_experts import StackedExperts
 

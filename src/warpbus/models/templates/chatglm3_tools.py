@@ -71,7 +71,7 @@ class ChatGLM3Tools:
 
     def stream(self, tools: Sequence[Tool]) -> LineCallStream:
         """See `ToolDialect.stream`."""
-        return LineCallStream(self.read, names_of(tools))
+        return LineCallStream(self.read, self.read_cut, names_of(tools))
 
     def free_grammar(self, tools: Sequence[Tool]) -> str | None:
         """See `ToolDialect.free_grammar`: there is none."""
@@ -87,6 +87,22 @@ class ChatGLM3Tools:
         if arguments is not None:
             return [ToolCall(name, arguments)]
         return [code_call(name, source)] if name == self.interpreter else []
+
+    def read_cut(self, text: str, names: Collection[str]) -> list[ToolCall]:
+        """The same of a message that is cut off. Arguments in Python's syntax are not converted before they end."""
+        calls = self.read(text, names)
+        if calls:
+            return calls
+        name, _, rest = text.partition("\n")
+        name = name.strip()
+        opening, line_feed, source = rest.strip(" ").partition("\n")
+        fence = f"{_FENCE}python"
+        opening = opening.rstrip(" \t")
+        if name not in names or not (opening in (_FENCE, fence) if line_feed else fence.startswith(opening)):
+            return []
+        if name == self.interpreter and source:
+            return [code_call(name, source.rstrip("`"), complete=False)]
+        return [ToolCall(name, "", complete=False)]
 
     def grammar(self, tools: Sequence[Tool], *, several: bool = False) -> str:
         """See `ToolDialect.grammar`. There is one call, whatever `several` says.

@@ -25,10 +25,16 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool; `arguments` is the text of a JSON object."""
+    """A call of a tool.
+
+    Attributes:
+        arguments: the text of a JSON object.
+        complete: False if `max_tokens` ended the answer within the call: `arguments` is then only its beginning.
+    """
 
     name: str
     arguments: str
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,12 @@ class AnswerStream(Protocol):
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """The text that was held back, or the calls, at the end of the answer."""
+
+    def cut_off(self) -> tuple[str, list[ToolCall]]:
+        """The same at the end of an answer that has as many tokens as it may: its last call may be incomplete.
+
+        A call whose tool is not known yet remains text.
+        """
 
 
 class ToolDialect(Protocol):
@@ -111,9 +123,10 @@ def code_of(call: ToolCall, interpreter: str) -> str | None:
     return code if call.name == interpreter and len(arguments) == 1 and isinstance(code, str) else None
 
 
-def code_call(name: str, code: str) -> ToolCall:
-    """A call of the code interpreter."""
-    return ToolCall(name, json.dumps({"code": code}, ensure_ascii=False))
+def code_call(name: str, code: str, *, complete: bool = True) -> ToolCall:
+    """A call of the code interpreter; of code that is cut off, if it is not complete."""
+    arguments = json.dumps({"code": code}, ensure_ascii=False)
+    return ToolCall(name, arguments if complete else arguments.removesuffix('"}'), complete)
 
 
 def messages_of_turns(turns: Sequence[Turn], head: str, write: Callable[[ToolCall], Message]) -> list[Message]:

@@ -24,6 +24,7 @@ from warpbus.models.templates.dialect import (
     split_tools,
 )
 from warpbus.models.templates.line_calls import LineCallStream
+from warpbus.models.templates.partial_calls import cut_call
 
 HEADING = "# 可用工具"
 
@@ -63,7 +64,7 @@ class GLM4Tools:
 
     def stream(self, tools: Sequence[Tool]) -> LineCallStream:
         """See `ToolDialect.stream`."""
-        return LineCallStream(self.read, names_of(tools))
+        return LineCallStream(self.read, self.read_cut, names_of(tools))
 
     def _head(self, tools: Sequence[Tool]) -> str:
         functions, interpreter = split_tools(tools, self.interpreter)
@@ -77,6 +78,13 @@ class GLM4Tools:
 
     def read(self, text: str, names: Collection[str]) -> list[ToolCall]:
         """The calls that a message consists of, from its first line on; none if it is not exactly that."""
+        return self._read(text, names, cut=False)
+
+    def read_cut(self, text: str, names: Collection[str]) -> list[ToolCall]:
+        """The same of a message that is cut off: the last call may be incomplete."""
+        return self._read(text, names, cut=True)
+
+    def _read(self, text: str, names: Collection[str], *, cut: bool) -> list[ToolCall]:
         calls: list[ToolCall] = []
         rest = text.rstrip()
         # Models write line feeds into strings, where JSON has none.
@@ -91,11 +99,12 @@ class GLM4Tools:
                 written = _written(rest[:end], arguments)
             except (ValueError, RecursionError):
                 arguments, end, written = None, 0, ""
-            if name == self.interpreter and rest and end < len(rest):
+            if name == self.interpreter and rest and end < len(rest) and not (cut and rest.startswith("{")):
                 # Code goes on to the end of the message.
-                return [*calls, code_call(name, code)]
+                return [*calls, code_call(name, code, complete=not cut)]
             if not isinstance(arguments, dict):
-                return []
+                last = cut_call(name, rest) if cut and end == 0 else None
+                return [] if last is None else [*calls, last]
             calls.append(ToolCall(name, written))
             rest = rest[end:].lstrip()
         return [] if rest else calls

@@ -19,11 +19,18 @@ class LineCallStream:
 
     Args:
         read: the calls that a message consists of, from its first line on; none if it is not exactly that.
+        read_cut: the same of a message that is cut off behind its first line; the last call may be incomplete.
         names: of the tools that may be called; if empty, the answer is text.
     """
 
-    def __init__(self, read: Callable[[str, Collection[str]], list[ToolCall]], names: Collection[str]) -> None:
+    def __init__(
+        self,
+        read: Callable[[str, Collection[str]], list[ToolCall]],
+        read_cut: Callable[[str, Collection[str]], list[ToolCall]],
+        names: Collection[str],
+    ) -> None:
         self._read = read
+        self._read_cut = read_cut
         self._names = frozenset(names)
         self._between = ""  # what stands before the text of a further message
         self._begin()
@@ -70,6 +77,14 @@ class LineCallStream:
         held = self._give_up()
         calls = self._read(held, self._names) if held else []
         return ("", calls) if calls else (self._text(held), [])
+
+    def cut_off(self) -> tuple[str, list[ToolCall]]:
+        """See `AnswerStream.cut_off`."""
+        calls = [] if self._call is None else self._read_cut("".join(self._call), self._names)
+        if not calls:
+            return self.flush()
+        self._give_up()
+        return "", calls
 
     def _give_up(self) -> str:
         """What was kept back. From now on all is text."""

@@ -19,6 +19,7 @@ from warpbus.models.templates.dialect import (
     openai_messages,
     openai_tools,
 )
+from warpbus.models.templates.partial_calls import cut_json_call
 
 _HEAD = '{"name": %s, "parameters": '
 
@@ -53,6 +54,17 @@ class WholeCallStream:
         """See `AnswerStream.flush`."""
         held, self._held = self._held, ""
         calls = [] if self._is_text else _calls(held, self._names)
+        return ("", calls) if calls else (held, [])
+
+    def cut_off(self) -> tuple[str, list[ToolCall]]:
+        """See `AnswerStream.cut_off`."""
+        if self._is_text:
+            return self.flush()
+        held, self._held = self._held, ""
+        calls, rest = _read_calls(held, self._names)
+        if rest:
+            last = cut_json_call(rest, self._names)
+            calls = [] if last is None else [*calls, last]
         return ("", calls) if calls else (held, [])
 
 
@@ -91,6 +103,12 @@ class LlamaTools:
 
 def _calls(text: str, names: frozenset[str]) -> list[ToolCall]:
     """The calls that a text consists of; none if it is not exactly that."""
+    calls, rest = _read_calls(text, names)
+    return [] if rest else calls
+
+
+def _read_calls(text: str, names: frozenset[str]) -> tuple[list[ToolCall], str]:
+    """The calls that a text begins with, and the rest of it."""
     decoder = json.JSONDecoder(parse_constant=no_constant, strict=False)
     calls: list[ToolCall] = []
     rest = text.strip()
@@ -99,12 +117,12 @@ def _calls(text: str, names: frozenset[str]) -> list[ToolCall]:
             found, end = decoder.raw_decode(rest)
             call = _call(found, names)
         except (ValueError, RecursionError):
-            return []
+            break
         if call is None:
-            return []
+            break
         calls.append(call)
         rest = rest[end:].lstrip(" \n;")
-    return calls
+    return calls, rest
 
 
 def _call(found: Any, names: frozenset[str]) -> ToolCall | None:

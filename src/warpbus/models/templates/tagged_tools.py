@@ -23,9 +23,11 @@ from warpbus.models.templates.dialect import (
     openai_messages,
     openai_tools,
 )
+from warpbus.models.templates.partial_calls import cut_json_call
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_CUT_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
 _SPACE = " \t\r\n"
 
 
@@ -36,11 +38,15 @@ class TaggedCallStream:
 
     Args:
         read: the call that a text between the tags is; None if it is none.
+        read_cut: the call that a text behind an opening tag begins; None if it begins none.
         calls: tools may be called; otherwise all of the answer is text.
     """
 
-    def __init__(self, read: Callable[[str], ToolCall | None], *, calls: bool) -> None:
+    def __init__(
+        self, read: Callable[[str], ToolCall | None], read_cut: Callable[[str], ToolCall | None], *, calls: bool
+    ) -> None:
         self._read = read
+        self._read_cut = read_cut
         self._calls = calls
         self._held = ""  # whitespace, and text that may begin a tag; or a call so far, without its opening tag
         self._inside = False
@@ -85,11 +91,18 @@ class TaggedCallStream:
         self._held, self._inside = "", False
         return held, []
 
+    def cut_off(self) -> tuple[str, list[ToolCall]]:
+        """See `AnswerStream.cut_off`."""
+        call = self._read_cut(self._held) if self._inside else None
+        if call is None:
+            return self.flush()
+        self._held, self._inside = "", False
+        return "", [call]
+
 
 def _certain(text: str) -> str:
     """The beginning of a text that no later text can make a tag, or whitespace before one."""
-    begun = next((size for size in range(len(_OPENING) - 1, 0, -1) if text.endswith(_OPENING[:size])), 0)
-    return text[: len(text) - begun].rstrip(_SPACE)
+    return _without_tag(text, _OPENING).rstrip(_SPACE)
 
 
 class _TaggedTools:
@@ -105,10 +118,16 @@ class _TaggedTools:
 
     def stream(self, tools: Sequence[Tool]) -> TaggedCallStream:
         """See `ToolDialect.stream`."""
-        return TaggedCallStream(lambda text: self.read(text, tools), calls=bool(tools))
+        return TaggedCallStream(
+            lambda text: self.read(text, tools), lambda text: self.read_cut(text, tools), calls=bool(tools)
+        )
 
     def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
         """The call that a text between the tags is; None if it is not exactly that."""
+        raise NotImplementedError
+
+    def read_cut(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
+        """The call that a text behind an opening tag begins; None if its tool is not known yet."""
         raise NotImplementedError
 
     def rules(self, tool: Tool, name: str) -> list[str]:
@@ -146,6 +165,10 @@ class JsonTagTools(_TaggedTools):
             return None
         return ToolCall(name, written) if isinstance(arguments, dict) and name in names_of(tools) else None
 
+    def read_cut(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
+        """See `_TaggedTools.read_cut`."""
+        return cut_json_call(text, names_of(tools))
+
     def rules(self, tool: Tool, name: str) -> list[str]:
         """See `_TaggedTools.rules`."""
         head = json.dumps(f'\n{{"name": {json.dumps(tool["name"])}, "arguments": ')
@@ -161,26 +184,30 @@ class ArgumentTagTools(_TaggedTools):
 
     def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
         """See `_TaggedTools.read`."""
-        name, tag, rest = text.partition("<arg_key>")
-        name, rest = name.strip(), tag + rest
-        tool = next((tool for tool in tools if tool["name"] == name), None)
-        if tool is None:
-            return None
-        properties = _properties(tool)
-        arguments: dict[str, Any] = {}
-        at = 0
-        while (pair := _PAIR.match(rest, at)) is not None:
-            key, value = pair[1].strip(), pair[2]
-            if key in arguments:
-                return None
-            arguments[key] = _value(value, properties.get(key))
-            at = pair.end()
-        if rest[at:].strip():
+        begun = _begun(text, tools)
+        if begun is None or begun[2].strip():
             return None
         try:
-            return ToolCall(name, as_json(arguments))
+            return ToolCall(str(begun[0]["name"]), as_json(begun[1]))
         except (ValueError, RecursionError):
             return None
+
+    def read_cut(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
+        """See `_TaggedTools.read_cut`. The value that is cut off is the end of the arguments."""
+        begun = _begun(text, tools)
+        if begun is None:
+            return None
+        tool, arguments, rest = begun
+        try:
+            written = as_json(arguments)[:-1]  # without the closing brace
+            pair = _CUT_PAIR.fullmatch(rest)
+            if pair is not None and pair[1].strip() not in arguments:
+                key, value = pair[1].strip(), _without_tag(pair[2], "</arg_value>")
+                value = as_json(value)[:-1] if _is_text(_properties(tool).get(key)) else value
+                written += f"{', ' if arguments else ''}{as_json(key)}: {value}"
+        except (ValueError, RecursionError):
+            return None
+        return ToolCall(str(tool["name"]), written, complete=False)
 
     def rules(self, tool: Tool, name: str) -> list[str]:
         """See `_TaggedTools.rules`.
@@ -200,6 +227,38 @@ class ArgumentTagTools(_TaggedTools):
             parts.append(pair if key in required else f"({pair})?")
             rules += own
         return [f'{name}: {" ".join(parts)} "{_CLOSING}"', *rules]
+
+
+def _begun(text: str, tools: Sequence[Tool]) -> tuple[Tool, dict[str, Any], str] | None:
+    """The tool that a call names, its arguments that are complete, and the text behind them.
+
+    None if the name is not complete, or not that of a tool, or an argument is given twice.
+    """
+    name, tag, rest = text.partition("<arg_key>")
+    rest = tag + rest
+    tool = next((tool for tool in tools if tool["name"] == name.strip()), None)
+    if tool is None:
+        return None
+    properties = _properties(tool)
+    arguments: dict[str, Any] = {}
+    at = 0
+    while (pair := _PAIR.match(rest, at)) is not None:
+        key, value = pair[1].strip(), pair[2]
+        if key in arguments:
+            return None
+        arguments[key] = _value(value, properties.get(key))
+        at = pair.end()
+    return tool, arguments, rest[at:]
+
+
+def _without_tag(text: str, tag: str) -> str:
+    """A text without the beginning of a tag at its end."""
+    return text[: len(text) - _begun_tag(text, tag)]
+
+
+def _begun_tag(text: str, tag: str) -> int:
+    """How many characters of a tag a text ends with; 0 if with none, or with all."""
+    return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def _properties(tool: Tool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError
-from warpbus.models.tokenizers.base import Tokenizer, encode_prompt
+from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt
 from warpbus.models.tokenizers.chatglm import FILE as CHATGLM_FILE
 from warpbus.models.tokenizers.chatglm import ChatGLMTokenizer, load_chatglm
 from warpbus.models.tokenizers.huggingface import HuggingFaceTokenizer
@@ -18,7 +18,6 @@ from warpbus.models.tokenizers.spm import (
     SentencePieceTokenizer,
     is_sentencepiece,
 )
-from warpbus.models.tokenizers.stream import StreamDecoder
 
 __all__ = [
     "ChatGLMTokenizer",

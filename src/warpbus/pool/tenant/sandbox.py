@@ -37,6 +37,7 @@ _SYSTEM = (
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _GPU_DEVICES = ("nvidia*", "dxg", "shm")
+_OWN_THREADS = "/proc/self/task"  # CUDA's driver names its threads in it: where it cannot, cuInit returns error 304
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,7 +49,7 @@ class Confinement:
     Attributes:
         read: files and directories.
         write: the same; directories with all below them.
-        gpu: it computes on a GPU. CUDA's driver needs Unix sockets (CUDA IPC, MPS) and /dev/shm.
+        gpu: it computes on a GPU. CUDA's driver needs Unix sockets (CUDA IPC, MPS) and /dev/shm, and names its threads.
     """
 
     read: tuple[str, ...]
@@ -59,6 +60,7 @@ class Confinement:
     def of(cls, read: Iterable[Path], write: Iterable[Path], *, gpu: bool) -> Self:
         """What this Python and its packages need, and these paths."""
         devices = [*map(Path, _DEVICES), *(each for name in _GPU_DEVICES * gpu for each in Path("/dev").glob(name))]
+        devices += [Path(_OWN_THREADS)] * gpu
         return cls(
             tuple(sorted({*_SYSTEM, *map(str, (*_python(), *read))})), tuple(sorted(map(str, (*devices, *write)))), gpu
         )
@@ -88,6 +90,8 @@ def enter(confinement: Confinement) -> None:
     _no_new_privileges()
     _drop_capabilities()
     if landlock.version():
+        if confinement.gpu:  # it stays open: a rule is for an inode, and procfs drops those that nobody has open
+            os.open(_OWN_THREADS, os.O_PATH | os.O_CLOEXEC)
         landlock.restrict(map(Path, confinement.read), map(Path, confinement.write), unix_sockets=confinement.gpu)
 
 

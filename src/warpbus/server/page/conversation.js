@@ -72,7 +72,17 @@ export function withFiles({ content, files }) {
   return [content, ...parts].filter(Boolean).join("\n\n");
 }
 
-/** The messages of the API. */
+/** Whether the arguments of a call are JSON: those of a call that the maximum of tokens has cut off are not. */
+function isComplete(given) {
+  try {
+    JSON.parse(given);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** The messages of the API, without calls that were cut off. */
 export function apiMessages(messages) {
   return messages.flatMap((message) => {
     const version = versionOf(message);
@@ -80,8 +90,9 @@ export function apiMessages(messages) {
     if (message.role === "tool") return version.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
     const answer = { role: "assistant", content: version.content };
     if (version.reasoning) answer.reasoning_content = version.reasoning;
-    if (version.calls.length) {
-      answer.tool_calls = version.calls.map(({ id, name, arguments: given }) => ({
+    const calls = version.calls.filter((call) => isComplete(call.arguments));
+    if (calls.length) {
+      answer.tool_calls = calls.map(({ id, name, arguments: given }) => ({
         id,
         type: "function",
         function: { name, arguments: given },

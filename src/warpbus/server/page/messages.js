@@ -119,7 +119,7 @@ class AnswerView {
     if (!this.markdown.finished || this.markdown.written !== this.version.content) {
       this.markdown.update(this.version.content, true);
     }
-    this.showCalls(last && !busy);
+    this.showCalls(last && !busy && this.version.finish === "stop");
     this.foot.replaceChildren(...this.footer(index, last, busy));
   }
 

@@ -262,6 +262,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, int parity) {
         : "memory");
 }
 
+// Whether the phase of parity `parity` has ended: mbarrier_wait for GPUs before Hopper, which init, arrive and test exist on.
+__device__ __forceinline__ bool mbarrier_test(uint32 barrier, int parity) {
+    uint32 done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // ---- The copy engine (TMA) ----
 
 // Copy `bytes` contiguous bytes to shared memory and count them at `barrier`. Addresses and size are multiples of 16. One

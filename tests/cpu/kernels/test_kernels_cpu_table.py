@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from cpu_weights import assert_same_weight, random_weight
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops import cpu
-from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu, pack_table
+from warpbus.kernels.ops import cpu_table
 from warpbus.kernels.ops.cpu_codes import CpuCodes
-from warpbus.kernels.ops.cpu_library import activations_in_8_bits
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.kernels.ops.cpu_library import DTYPES, activations_in_8_bits
+from warpbus.kernels.ops.cpu_table import CpuTable, pack_table, table_linear
+from warpbus.models.layers import linear
+from warpbus.models.layers.linear import QuantizedLinear
+from warpbus.qtensor import QTensor
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="there is a fast path on x86 CPUs alone"
@@ -25,16 +28,8 @@ SCHEMES = [
 ERRORS = {torch.float32: 3e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
 
-def random_weight(name, n, k, dtype=torch.float16):
-    scheme = Scheme.parse(name)
-    shape = n, scheme.groups(k)
-    codes = torch.randint(0, 2**scheme.bits, (n, k), dtype=torch.uint8)
-    zeros = None if scheme.symmetric else torch.randint(0, 2**scheme.bits, shape, dtype=torch.uint8)
-    return QTensor.from_codes(scheme, codes, (0.01 * torch.rand(shape) + 0.001).to(dtype), zeros)
-
-
 def packed(name, n, k):
-    weight = random_weight(name, n, k)
+    weight = random_weight(name, n, k, torch.float16)
     found = pack_table(weight)
     assert found is not None
     return weight, found
@@ -48,14 +43,6 @@ def error(found, wanted):
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
-def assert_same_weight(found, weight):
-    assert (found.scheme, found.shape) == (weight.scheme, weight.shape)
-    torch.testing.assert_close(found.qweight, weight.qweight, rtol=0, atol=0)
-    torch.testing.assert_close(found.scales, weight.scales, rtol=0, atol=0)
-    assert (found.zeros is None) == (weight.zeros is None)
-    assert weight.zeros is None or torch.equal(found.zeros, weight.zeros)
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme(name):
     torch.manual_seed(2)
@@ -64,7 +51,7 @@ def test_every_scheme(name):
         assert_same_weight(fast.unpack(), weight)
         for rows in (1, 5, 17):
             x = torch.randn(rows, k) + 0.5
-            assert error(cpu_linear(x, fast), expected(x, weight)) < ERRORS[torch.float32]
+            assert error(table_linear(x, fast), expected(x, weight)) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["w3a16", "w4a16-asym", "w8a16"])
@@ -74,16 +61,16 @@ def test_any_number_of_columns(name):
         weight, fast = packed(name, 19, k)
         assert_same_weight(fast.unpack(), weight)
         x = torch.randn(2, k)
-        assert error(cpu_linear(x, fast), expected(x, weight)) < ERRORS[torch.float32]
+        assert error(table_linear(x, fast), expected(x, weight)) < ERRORS[torch.float32]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
-@pytest.mark.parametrize("dtype", cpu.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_biases(dtype, rows):
     torch.manual_seed(4)
     weight, fast = packed("w4a16-g64-asym", 600, 192)
     x, bias = torch.randn(rows, 192).to(dtype), torch.randn(600).to(dtype)
-    found = cpu_linear(x, fast, bias)
+    found = table_linear(x, fast, bias)
     assert found.dtype == dtype
     # Many rows of bfloat16 are multiplied by weights that are rounded to it.
     limit = ERRORS[dtype] * (2 if dtype == torch.bfloat16 and rows > 16 else 1)
@@ -93,11 +80,11 @@ def test_dtypes_and_biases(dtype, rows):
 def test_shapes():
     weight, fast = packed("w4a16-g32", 48, 64)
     x = torch.randn(2, 3, 128)[..., ::2]
-    found = cpu_linear(x, fast)
+    found = table_linear(x, fast)
     assert found.shape == (2, 3, 48)
     assert error(found, expected(x, weight)) < ERRORS[torch.float32]
-    assert cpu_linear(x[0, 0], fast).shape == (48,)
-    assert cpu_linear(x[:0], fast).shape == (0, 3, 48)
+    assert table_linear(x[0, 0], fast).shape == (48,)
+    assert table_linear(x[:0], fast).shape == (0, 3, 48)
 
 
 @pytest.mark.parametrize("name", ["w2a16-g32", "w4a16-g128-asym", "w8a16"])
@@ -105,10 +92,10 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(name):
     torch.manual_seed(5)
     _, fast = packed(name, 1100, 256)
     x = torch.randn(16, 256)
-    together = cpu_linear(x, fast)
-    assert torch.equal(cpu_linear(x, fast), together)
+    together = table_linear(x, fast)
+    assert torch.equal(table_linear(x, fast), together)
     for row in range(16):
-        assert torch.equal(cpu_linear(x[row], fast), together[row])
+        assert torch.equal(table_linear(x[row], fast), together[row])
 
 
 @pytest.mark.parametrize("rows", [3, 20])
@@ -117,9 +104,9 @@ def test_gradients(rows):
     weight, fast = packed("w4a16-g32-asym", 530, 96)
     x = torch.randn(rows, 96)
     with torch.inference_mode():
-        alone = cpu_linear(x, fast)
+        alone = table_linear(x, fast)
     x.requires_grad_()
-    found = cpu_linear(x, fast)
+    found = table_linear(x, fast)
     torch.testing.assert_close(found.detach(), alone.clone(), rtol=1e-4, atol=1e-5)
     found.square().sum().backward()
     wanted = x.detach().double().requires_grad_()
@@ -137,22 +124,24 @@ def test_memory():
 def test_a_cpu_without_torchs_kernels(monkeypatch):
     weight = random_weight("w4a16-g32", 8, 32)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    cpu._bag.cache_clear()
+    cpu_table._bag.cache_clear()
     try:
         assert pack_table(weight) is None
     finally:
-        cpu._bag.cache_clear()
+        cpu_table._bag.cache_clear()
     monkeypatch.undo()
     assert pack_table(weight) is not None
 
 
 def test_which_form_a_weight_gets(monkeypatch):
-    weight = random_weight("w4a16-g32", 8, 32)
-    assert isinstance(pack_for_cpu(weight, torch.float32), CpuWeight)
-    assert isinstance(pack_for_cpu(weight, torch.float32, int8_activations=True), CpuCodes)
-    assert pack_for_cpu(weight, torch.float64, int8_activations=True) is None
-    monkeypatch.setattr(cpu, "is_available", lambda: False)
-    assert isinstance(pack_for_cpu(weight, torch.float32, int8_activations=True), CpuWeight)
+    def form(dtype, **options):
+        return QuantizedLinear(random_weight("w4a16-g32", 8, 32), dtype=dtype, **options).form
+
+    assert isinstance(form(torch.float32), CpuTable)
+    assert isinstance(form(torch.float32, int8_activations=True), CpuCodes)
+    assert isinstance(form(torch.float64, int8_activations=True), QTensor)
+    monkeypatch.setattr(linear, "is_available", lambda: False)
+    assert isinstance(form(torch.float32, int8_activations=True), CpuTable)
 
 
 def test_whether_activations_are_rounded(monkeypatch):
@@ -167,11 +156,9 @@ def test_whether_activations_are_rounded(monkeypatch):
 
 def test_rejects():
     _, fast = packed("w4a16-g32", 8, 64)
-    with pytest.raises(TensorError, match="x has 63 features, the weight expects 64"):
-        cpu_linear(torch.ones(63), fast)
+    with pytest.raises(TensorError, match=r"x has shape \[63\], the weight expects 64 features"):
+        table_linear(torch.ones(63), fast)
     with pytest.raises(TensorError, match=r"x is torch.float64 on cpu, expected"):
-        cpu_linear(torch.ones(64, dtype=torch.float64), fast)
-    with pytest.raises(TensorError, match=r"bias has shape \[1\], expected \[8\]"):
-        cpu_linear(torch.ones(64), fast, torch.ones(1))
-    with pytest.raises(TensorError, match="the weight is on meta, expected the CPU"):
-        pack_for_cpu(random_weight("w4a16-g32", 8, 64).to("meta"), torch.float32)
+        table_linear(torch.ones(64, dtype=torch.float64), fast)
+    with pytest.raises(TensorError, match=r"bias has shape \[1\] on cpu, expected \[8\]"):
+        table_linear(torch.ones(64), fast, torch.ones(1))

@@ -1,5 +1,4 @@
-"""`wna16` on a CPU. `cpu_codes` has the kernels for activations in 8 bits; this module decides between them and its own
-form of a weight for activations in floating point, which PyTorch's operators compute.
+"""`wna16` on a CPU with activations in floating point, by PyTorch's operators; `cpu_codes` rounds them to 8 bits.
 
 Decoding reads the codes themselves, and never a matrix of floating-point weights.
 
@@ -36,8 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError
-from warpbus.kernels.ops.cpu_codes import DTYPES, CpuCodes, pack_codes
-from warpbus.kernels.ops.cpu_library import SCALES, is_available
+from warpbus.kernels.ops.cpu_library import check_operands
 from warpbus.kernels.ops.packed import check_weight_only
 from warpbus.qtensor import QTensor, Scheme, pack, unpack
 
@@ -49,7 +47,7 @@ _Bag = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class CpuWeight:
+class CpuTable:
     """A `QTensor` transposed for the CPU; `unpack` gives it back exactly.
 
     Attributes:
@@ -88,35 +86,15 @@ class CpuWeight:
         return QTensor.from_codes(self.scheme, parts[0], scales, None if self.scheme.symmetric else parts[1])
 
 
-def pack_for_cpu(weight: QTensor, dtype: torch.dtype, *, int8_activations: bool = False) -> CpuCodes | CpuWeight | None:
-    """Reorder a matrix for the CPU's kernels.
+def pack_table(weight: QTensor) -> CpuTable | None:
+    """Reorder a matrix on the CPU for `table_linear`; None on other CPUs than x86 with AVX2.
 
     Takes as much memory as the matrix, and a few MB in between.
 
-    Args:
-        weight: on the CPU.
-        dtype: of the activations.
-        int8_activations: the activations may be rounded to 8 bits.
-
-    Returns:
-        for `codes_linear` if activations may be rounded, and a compiler makes the kernels; else for `cpu_linear`; None
-        where there is no fast path, and the reference is to be used.
-
     Raises:
-        TensorError: if the weight is on another device, or of a w8a8 scheme.
+        TensorError: the weight has a w8a8 scheme.
     """
-    check_weight_only("pack_for_cpu", weight.scheme)
-    if weight.device.type != "cpu":
-        raise TensorError(f"pack_for_cpu: the weight is on {weight.device}, expected the CPU: move it with .to('cpu')")
-    if dtype not in DTYPES:
-        return None
-    if int8_activations and weight.scales.dtype in SCALES and is_available():
-        return pack_codes(weight)
-    return pack_table(weight)
-
-
-def pack_table(weight: QTensor) -> CpuWeight | None:
-    """Reorder a matrix for `cpu_linear`; None on other CPUs than x86 with AVX2."""
+    check_weight_only("pack_table", weight.scheme)
     bits = _stored_bits(weight.scheme)
     if _bag(bits) is None:
         return None
@@ -139,10 +117,10 @@ def pack_table(weight: QTensor) -> CpuWeight | None:
             codes[:, -1, :rows] = part.zeros.T
         table[index, ..., :code_bytes] = pack(codes, bits).view(torch.uint8)[..., :code_bytes]
         scales[index, :, :rows] = part.scales.T
-    return CpuWeight(table.flatten(0, 2), scales, weight.scheme, weight.shape)
+    return CpuTable(table.flatten(0, 2), scales, weight.scheme, weight.shape)
 
 
-def cpu_linear(x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> Tensor:
+def table_linear(x: Tensor, weight: CpuTable, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`.
 
     Few rows of `x` are multiplied by the codes, each as if it were alone: a row has the same bits in every such batch.
@@ -161,22 +139,14 @@ def cpu_linear(x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> Tens
         TensorError: other shapes, dtypes or devices.
     """
     n, k = weight.shape
-    if x.shape[-1] != k:
-        raise TensorError(f"cpu_linear: x has {x.shape[-1]} features, the weight expects {k}")
-    if x.dtype not in DTYPES or x.device.type != "cpu":
-        raise TensorError(
-            f"cpu_linear: x is {x.dtype} on {x.device}, expected float32, bfloat16 or float16 on the CPU: "
-            "convert it with .to()"
-        )
-    if bias is not None and bias.shape != (n,):
-        raise TensorError(f"cpu_linear: bias has shape {list(bias.shape)}, expected {[n]}: one element for each row")
+    check_operands("table_linear", x, weight.shape, bias=bias)
     rows = x.reshape(-1, k)
     few = 0 < len(rows) <= _FEW_ROWS and not (torch.is_grad_enabled() and x.requires_grad)
     out = (_by_codes if few else _by_weights)(rows, weight, bias)
     return out.to(x.dtype).view(*x.shape[:-1], n)
 
 
-def _by_codes(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
+def _by_codes(x: Tensor, weight: CpuTable, bias: Tensor | None) -> Tensor:
     m = len(x)
     chunks, groups, chunk = weight.scales.shape
     grouped = x.float().view(m, groups, -1)
@@ -191,7 +161,7 @@ def _by_codes(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def _by_weights(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
+def _by_weights(x: Tensor, weight: CpuTable, bias: Tensor | None) -> Tensor:
     chunks, groups, chunk = weight.scales.shape
     # Where products of bfloat16 are fast they are the fastest; those of float16 are slower than float32's.
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
@@ -210,11 +180,11 @@ def _by_weights(x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
     return torch.cat(products, dim=1)
 
 
-def _call(weight: CpuWeight, indices: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
+def _call(weight: CpuTable, indices: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
     """Sums of the table's rows `indices` times `factors`, float32; a bag begins at each of `offsets`."""
     bag = _bag(_stored_bits(weight.scheme))
     if bag is None:
-        raise TensorError("cpu_linear: the weight was packed for another CPU: pack it here")
+        raise TensorError("table_linear: the weight was packed for another CPU: pack it here")
     return bag(weight.table, indices, offsets, per_sample_weights=factors)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from warpbus.errors import NumericError, UsageError
 from warpbus.qtensor import Scheme
-from warpbus.quantization import sensitivity
-from warpbus.quantization.sensitivity import Cost, choose
+from warpbus.quantization import mixed
+from warpbus.quantization.mixed import Cost, choose
 
 SCHEMES = [Scheme.parse(name) for name in ("w2a16-g128", "w3a16-g128", "w4a16-g128", "w8a16")]
 W2, W3, W4, W8 = SCHEMES
@@ -81,7 +81,7 @@ def test_many_partial_choices_are_thinned_within_the_budget(monkeypatch):
     matrices = instance(draw, 14, largest=10**6)
     smallest = sum(min(cost.nbytes for cost in costs.values()) for costs in matrices.values())
     exact = totals(matrices, choose(matrices, smallest + 10**6))
-    monkeypatch.setattr(sensitivity, "KEPT", 200)
+    monkeypatch.setattr(mixed, "KEPT", 200)
     loss, nbytes = totals(matrices, choose(matrices, smallest + 10**6))
     assert nbytes <= smallest + 10**6
     assert exact[0] <= loss <= 1.02 * exact[0]

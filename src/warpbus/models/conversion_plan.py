@@ -1,4 +1,4 @@
-"""Plans the conversion of a model from the headers of its files."""
+"""Plans the conversion of a model (`convert`) from the headers of its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,13 +9,12 @@ import torch
 
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
-from warpbus.formats.dequantizing import dequantized, dequantized_matrices
+from warpbus.formats.dequantizing import ReorderedMatrix, dequantized, dequantized_matrices, dequantized_reordered
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.layout import WRITABLE
-from warpbus.formats.reordered import ReorderedMatrix, dequantized_reordered
 from warpbus.formats.trellis import detect as is_trellis
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
