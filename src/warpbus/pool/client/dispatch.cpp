@@ -171,8 +171,8 @@ class Kernel final : public c10::OperatorKernel {
       if (!handle_of(*tensor, handle)) return false;
       operands.push_back(handle);
     }
-    const auto found = plans_.find(call.key);
-    if (found == plans_.end() || found->second->epoch != current->epoch) {
+    const auto found = plans_->find(call.key);
+    if (found == plans_->end() || found->second->epoch != current->epoch) {
       learn(op, stack, call);
       return true;
     }
@@ -325,7 +325,7 @@ class Kernel final : public c10::OperatorKernel {
 
   // Let Python do the call, and keep the plan of it. The session's lock is held, so that the plan is of this call.
   void learn(const c10::OperatorHandle& op, torch::jit::Stack* stack, const Call& call) {
-    if (!plans_.empty() && plans_.begin()->second->epoch != current->epoch) plans_.clear();
+    if (!plans_->empty() && plans_->begin()->second->epoch != current->epoch) plans_->clear();
     const auto epoch = current->epoch;
     if (PyObject_SetAttr(function_, name_kind, Py_None) < 0) raise();
     const auto inputs = call.tensors.size();
@@ -337,7 +337,7 @@ class Kernel final : public c10::OperatorKernel {
     if (kind.get() != Py_None)
       plan->usable = read(*plan, kind.get(), inputs, call.kinds) &&
                      (gives_list(op.schema()) || plan->outputs.size() == op.schema().returns().size());
-    plans_.insert_or_assign(call.key, std::move(plan));
+    plans_->insert_or_assign(call.key, std::move(plan));
   }
 
   // Read a plan: (prefix, number of inputs, kinds of numbers, outputs). False if the call was taken apart differently.
@@ -450,7 +450,9 @@ class Kernel final : public c10::OperatorKernel {
 
   PyObject* function_;
   std::vector<bool> is_number_;
-  std::unordered_map<std::string, std::shared_ptr<Plan>> plans_;
+  // Never destroyed: the dispatcher destroys its kernels after Python has shut down, and plans hold objects of Python.
+  std::unordered_map<std::string, std::shared_ptr<Plan>>* const plans_ =
+      new std::unordered_map<std::string, std::shared_ptr<Plan>>();
 };
 
 // Views are computed by the kernels of the meta device, which touch no memory.
