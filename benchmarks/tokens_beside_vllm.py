@@ -82,7 +82,8 @@ def written(work: Path, model: str, options: argparse.Namespace) -> Path:
     if not output.exists():
         vocabulary = json.loads((model_path() / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         shape = shape_of(model, vocabulary)
-        write_random_checkpoint(original, shape, getattr(torch, options.dtype), device="cpu", overwrite=True)
+        shutil.rmtree(original, ignore_errors=True)  # of a run that was cut off
+        write_random_checkpoint(original, shape, getattr(torch, options.dtype), device="cpu")
         for name in VOCABULARY:
             shutil.copy(model_path() / name, original)
         warpbus.quantize(original, output, scheme=options.scheme, algorithm="rtn", overwrite=True)

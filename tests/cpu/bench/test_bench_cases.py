@@ -243,7 +243,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "wna8": 16,
         "w8a8": 16,
         "moe": 14,
-        "attention": 36,
+        "attention": 48,
         "decode": 3,
     }
     asked.quick = True

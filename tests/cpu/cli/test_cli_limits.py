@@ -1,6 +1,7 @@
 """`warpbus doctor --limits`: the device query, on this CPU and on a GPU that is not here."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_a_gpu_by_its_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 [test]")
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuInit=lambda flags: 0))
     monkeypatch.setattr(driver, "attribute", lambda which, device: H100[which])
     lines = {" ".join(line.split()) for line in limits().splitlines()}
     assert "NVIDIA H100 [test]" in lines

@@ -143,6 +143,7 @@ def test_leases_take_turns_and_the_status_tells_it(first, second, control, serve
     assert (gpu["oversubscribe"], gpu["promised"], gpu["used"]) == (3.0, 150_000_000, 2 * MEMORY)
     assert gpu["resident"] == MEMORY
     assert status["host_memory"] == [{"host": "mill", "swapped": gpu["swapped"], "limit": 1_000_000_000}]
+    until(lambda: second.where == "resident")  # the daemon hears of it after the client
     found = [entry(control, each.granted)["residency"] for each in (first, second)]
     assert [each["state"] for each in found] == ["swapped out", "resident"]
     assert found[0]["swaps"] >= 2

@@ -72,13 +72,14 @@ export function withFiles({ content, files }) {
   return [content, ...parts].filter(Boolean).join("\n\n");
 }
 
-/** Whether the arguments of a call are JSON: those of a call that the maximum of tokens has cut off are not. */
-function isComplete(given) {
+/** Whether an answer was cut off within a call: the call's arguments are not JSON then. */
+function isCutOff(version, call) {
+  if (version.finish === "stop") return false;
   try {
-    JSON.parse(given);
-    return true;
-  } catch {
+    JSON.parse(call.arguments);
     return false;
+  } catch {
+    return true;
   }
 }
 
@@ -90,7 +91,7 @@ export function apiMessages(messages) {
     if (message.role === "tool") return version.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
     const answer = { role: "assistant", content: version.content };
     if (version.reasoning) answer.reasoning_content = version.reasoning;
-    const calls = version.calls.filter((call) => isComplete(call.arguments));
+    const calls = version.calls.filter((call) => !isCutOff(version, call));
     if (calls.length) {
       answer.tool_calls = calls.map(({ id, name, arguments: given }) => ({
         id,
