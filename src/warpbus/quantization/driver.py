@@ -170,8 +170,8 @@ def quantize(
         plan = prepare(Path(model), Path(output), schemes, layout, head=head, kv_cache=cached)
         if not suits(algorithm, plan.config):
             raise UsageError(
-                f"{algorithm} moves factors of a matrix's inputs into the operation before it, which the blocks of {model} "
-                f"({plan.config.family}) do not allow: use gptq, or rtn"
+                f"{algorithm} moves factors of a matrix's inputs into the operation before it, which the blocks of "
+                f"{model} ({plan.config.family}) do not allow: use gptq, or rtn"
             )
         data = None
         if algorithm in METHODS:
