@@ -213,6 +213,7 @@ class Tuning:
         """The number of steps of all epochs."""
         return EPOCHS * len(self._trained)
 
+    @torch.enable_grad()
     def run(
         self,
         state: TuningState | None,
