@@ -35,7 +35,7 @@ from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
 from warpbus.quantization.texts import GENERAL_TEXTS, read_calibration
-from warpbus.quantization.tuned import check_tuning, tuning_bytes
+from warpbus.quantization.tuned import check_tunable, check_tuning, tuning_bytes
 from warpbus.quantization.tuning import Tuned, split
 
 ALGORITHMS = (*METHODS, "rtn")
@@ -188,6 +188,7 @@ def quantize(
         identity = _identity(plan, algorithm, data, devices[0].type, damping)
         settings = _settings(plan, data, calibration, seqlen, seed, damping)
         if data is not None and effort == "high":
+            check_tunable(plan)
             data, held = split(data)
             identity["effort"] = settings["effort"] = effort
         state.matrices = len(plan.matrices)

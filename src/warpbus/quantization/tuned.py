@@ -10,6 +10,7 @@ import torch
 
 from warpbus.errors import UsageError
 from warpbus.formats import GrowingCheckpoint
+from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.qtensor import Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.preflight import Plan
@@ -99,6 +100,20 @@ def check_tuning(schemes: Schemes, device: torch.device, *, calibrated: bool, kv
         )
     if device.type != "cpu":
         raise UsageError("--effort high: tuning runs on the CPU only: add --device cpu, or use --effort normal")
+
+
+def check_tunable(plan: Plan) -> None:
+    """Refuse a model with sparse attention: its layers are computed again in another order for the gradients.
+
+    Raises:
+        UsageError: as said.
+    """
+    attention = plan.config.attention
+    if isinstance(attention, LatentAttentionSpec) and attention.indexer is not None:
+        raise UsageError(
+            f"--effort high: {plan.checkpoint.directory} has sparse attention, which tuning does not support: use "
+            "--effort normal"
+        )
 
 
 def tuning_bytes(plan: Plan) -> int:

@@ -13,7 +13,7 @@ from quantization_runs import Runs, fingerprint
 from warpbus.errors import DataError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
 from warpbus.qtensor import Scheme
-from warpbus.quantization import Calibration, Progress, Report, quantize
+from warpbus.quantization import Calibration, Progress, QuantizationEstimate, Report, quantize
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.tuned import STATE_PART, tuned_part
 from warpbus.quantization.tuning import EPOCHS, TunedLinear, split
@@ -174,6 +174,25 @@ def test_what_cannot_be_tuned(model: Path, tmp_path: Path, options: dict[str, st
     with pytest.raises(UsageError, match=message):
         run(model, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_sparse_attention_cannot_be_tuned(tmp_path: Path) -> None:
+    changes = LATENT | {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]}
+    changes |= {"index_n_heads": 4, "index_head_dim": 24, "index_topk": 6}
+    model = write_model(tmp_path / "model", **changes)
+    with pytest.raises(UsageError, match="has sparse attention, which tuning does not support"):
+        run(model, tmp_path / "out")
+
+
+def test_the_estimate_includes_tuning(model: Path, tmp_path: Path) -> None:
+    found: list[QuantizationEstimate] = []
+    for effort in ("normal", "high"):
+        run(model, tmp_path / effort, effort=effort, progress=Progress(estimated=found.append))
+    normal, high = found
+    assert "tuning" not in normal.seconds
+    assert high.seconds["tuning"] > 0
+    assert high.disk.parts["tuning"] > 0
+    assert high.memory.total >= normal.memory.total
 
 
 def test_one_sequence_is_too_few(model: Path, tmp_path: Path) -> None:
