@@ -270,7 +270,7 @@ def _tuning_memory(plan: Plan, tokens: int) -> dict[str, int]:
     return {
         "quantized model": plan.bytes_quantized + TUNING_STATE_BYTES * groups_of(plan),
         "states": tokens * config.hidden_size * itemsize,
-        "activations": batch * itemsize * (config.num_layers * config.hidden_size + 12 * inner),
+        "activations": batch * itemsize * ((config.num_layers + 24) * config.hidden_size + 24 * inner),
         "logits": LOGIT_TOKENS * config.vocab_size * itemsize * 6,
         "layers": 3 * max(layer.num_weights for layer in config.all_layers) * itemsize,
         "head": config.vocab_size * config.hidden_size * itemsize,
