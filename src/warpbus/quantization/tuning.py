@@ -100,7 +100,7 @@ class TunedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantized matrix `[out, in]`, with a gradient to the ratio."""
-        dequantized: Tensor = _Dequantized.apply(self.ratio, self.quantized)
+        dequantized: Tensor = _TunedWeight.apply(self.ratio, self.quantized)
         return dequantized
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class TunedLinear(nn.Module):
         return product if self._bias is None else product + self._bias
 
 
-class _Dequantized(torch.autograd.Function):
+class _TunedWeight(torch.autograd.Function):
     """The matrix of a `TunedLinear`, of its ratio."""
 
     @staticmethod
