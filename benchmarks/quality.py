@@ -4,7 +4,8 @@
     python benchmarks/quality.py --schemes w4a16-g128,w3a16-g128 --runs rtn,awq:128,gptq:128,gptq:1024 --work models
     python benchmarks/quality.py --peers autoround:128,llmcompressor-gptq-mse:128,hqq --peer-python peers/bin/python
 
-A run is an algorithm and, after a colon, how many conversations it is calibrated on. All are made as `warpbus quantize`
+A run is an algorithm, after a plus its effort if that is not normal (`gptq+high:128`), and after a colon how many
+conversations it is calibrated on. All are made as `warpbus quantize`
 makes them and are scored together with the original on the same held-out poems. The intervals hold 95 % of 2,000
 resamples of the poems, the same resamples for both models of a comparison. The records go to benchmarks/results, the
 tables for docs/quantization.md to the terminal. With --work the models stay, and what is finished is not made again.
@@ -73,11 +74,13 @@ def made(scheme: str, run: Run, work: Path) -> Path:
     """The quantized model."""
     output = place(scheme, run, work)
     if not output.exists():
+        algorithm, _, effort = run.algorithm.partition("+")
         quantize(
             model_path(),
             output,
             scheme=scheme,
-            algorithm=run.algorithm,
+            algorithm=algorithm,
+            effort=effort or "normal",
             calibration=calibration_path(),
             samples=run.samples or 1,
             device="cpu",

@@ -47,6 +47,10 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
         "calibrate scales for an 8-bit KV cache: fp8 or int8, or fp8-head, int8-head with a scale per head",
         choices=("fp8", "int8", "fp8-head", "int8-head"),
     ),
+    effort=FieldOption(
+        "normal, or high: afterwards trains the scales on the predictions of MODEL, for a lower KL; on the CPU only",
+        choices=QuantizationOptions.efforts,
+    ),
     calibration=...,
     samples="maximum number of calibration sequences, instead of a number of tokens",
     tokens="number of calibration tokens; by default 262144, in at most 4096 sequences",
@@ -142,6 +146,8 @@ def quantize(
         raise UsageError("--head has no part in --recommend: leave it out, and give it with the command that quantizes")
     if recommend and options.kv_cache is not None:
         raise UsageError("--kv-cache has no part in --recommend: give it with the command that quantizes")
+    if recommend and options.effort != QuantizationOptions.effort:
+        raise UsageError("--effort has no part in --recommend: give it with the command that quantizes")
     at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
     if at_once and output and options.cluster is None and is_here(model):
         # Before anything else loads torch.

@@ -51,6 +51,8 @@ class Output:
             console.print(report_tables(report))
             if report.head is not None:
                 console.print(str(report.head), highlight=False, markup=False, soft_wrap=True)
+            if report.tuning is not None:
+                console.print(str(report.tuning), highlight=False, markup=False, soft_wrap=True)
             console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
         if self.data is None:
             if self.plot is not None:

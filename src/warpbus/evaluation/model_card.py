@@ -152,7 +152,8 @@ def _quantization(checkpoint: Checkpoint, report: Mapping[str, Any] | None) -> I
     if report["calibration_tokens"]:
         source = Path(str(settings.get("calibration", ""))).name
         rows.append(("calibration", f"{source}: {report['calibration_tokens']:,} tokens"))
-        details = [f"{key} {settings[key]}" for key in ("samples", "seqlen", "seed", "damping") if key in settings]
+        keys = ("samples", "seqlen", "seed", "damping", "effort")
+        details = [f"{key} {settings[key]}" for key in keys if key in settings]
         rows.append(("settings", ", ".join(details)))
     kind = "outputs" if report["calibration_tokens"] else "weights"
     errors = [row["error"] for row in report["layers"]]

@@ -154,6 +154,9 @@ class Verdict:
         ]
         if done.head is not None:
             rows.insert(2, ("error of the head (weights)", "", f"{done.head.error:.2%}", done.head.scheme))
+        if done.tuning is not None:
+            tuned = done.tuning
+            rows.insert(2, ("KL before and after tuning", f"{tuned.before:.4f}", f"{tuned.after:.4f}", "effort high"))
         if done.prices:
             rows.append(("cost, estimated", "", done.cost_text, f"at {done.prices_text}"))
         return rows

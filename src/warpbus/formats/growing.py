@@ -163,28 +163,34 @@ class GrowingCheckpoint(FinishedParts):
         self._raise_error()
 
     def finish(
-        self, config: Mapping[str, Any], files: Sequence[tuple[str, Path | bytes]], order: Sequence[str]
+        self,
+        config: Mapping[str, Any],
+        files: Sequence[tuple[str, Path | bytes]],
+        order: Sequence[str],
+        left_out: Sequence[str] = (),
     ) -> Path:
         """Assemble the model from the parts and move it to the output.
 
         Args:
             config: content of `config.json`.
             files: further files of the model: names, and their sources or contents.
-            order: all parts, in the order in which they become shards.
+            order: the parts of the model, in the order in which they become shards.
+            left_out: the other parts, which are removed with the directory.
 
         Returns:
             The model directory.
 
         Raises:
-            UsageError: `order` does not name every part once, or a file name is not plain or not unique.
+            UsageError: `order` and `left_out` do not name every part once, or a file name is not plain or not unique.
             TensorError: two parts have a tensor of the same name.
             CheckpointError: a part is damaged, or a file to copy does not exist.
             StorageError: something cannot be written; the parts and a model to be overwritten are kept.
         """
         self._require_open()
         self.drain()
-        if sorted(order) != self.parts():
-            raise UsageError(f"{self.directory}: order names {sorted(order)}, committed were {self.parts()}")
+        if sorted([*order, *left_out]) != self.parts():
+            named = sorted([*order, *left_out])
+            raise UsageError(f"{self.directory}: order names {named}, committed were {self.parts()}")
         shards = {part: shard_name(number, len(order)) for number, part in enumerate(order)}
         names = [*shards.values(), "config.json", INDEX, *(name for name, _ in files)]
         if len(set(names)) != len(names) or any(Path(name).name != name for name in names):

@@ -35,6 +35,8 @@ from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
 from warpbus.quantization.texts import GENERAL_TEXTS, read_calibration
+from warpbus.quantization.tuned import check_tunable, check_tuning, tuning_bytes
+from warpbus.quantization.tuning import Tuned, split
 
 ALGORITHMS = (*METHODS, "rtn")
 
@@ -47,12 +49,14 @@ class Progress:
         estimated: called before the first layer with the estimate of memory, disk space and time.
         checked: called while the weights of finished parts are hashed again, with the bytes done and in total.
         begun: called with the finished parts of an earlier run, see `Begun`.
+        tuned: called after each step of a tuning with the number of steps done, and their total.
         matrix: called after each matrix with the number of finished matrices, their total, and the result.
     """
 
     estimated: Callable[[QuantizationEstimate], None] = field(default=lambda estimate: None)
     checked: Callable[[int, int], None] = field(default=lambda done, total: None)
     begun: Callable[[Begun], None] = field(default=lambda begun: None)
+    tuned: Callable[[int, int], None] = field(default=lambda done, total: None)
     matrix: Callable[[int, int, LayerResult], None] = field(default=lambda done, total, result: None)
 
 
@@ -65,6 +69,7 @@ def quantize(
     layout: str = QuantizationOptions.layout,
     head: str | Scheme | None = QuantizationOptions.head,
     kv_cache: str | None = QuantizationOptions.kv_cache,
+    effort: str = QuantizationOptions.effort,
     calibration: str | Path | Calibration | None = None,
     samples: int | None = QuantizationOptions.samples,
     tokens: int | None = QuantizationOptions.tokens,
@@ -101,6 +106,9 @@ def quantize(
         kv_cache: calibrates scales for an 8-bit KV cache on the quantized model and writes them to the checkpoint:
             "fp8" or "int8" with one scale for the keys and one for the values of a layer; "fp8-head" or "int8-head"
             with one per KV head. Only in compressed-tensors, and not with rtn.
+        effort: "normal", or "high": after the algorithm, the scales of all groups are trained on the predictions of the
+            unquantized model (see `tuning`). Only with calibration, for schemes of integer weights and 16-bit
+            activations, and on the CPU, where one process does it; not with `kv_cache`.
         calibration: a file, see `read_calibration`, or tokenized sequences; by default the packaged `GENERAL_TEXTS`.
             Not used by rtn.
         samples: maximum number of calibration sequences.
@@ -145,6 +153,7 @@ def quantize(
         layout=layout,
         head=None if head is None else str(head),
         kv_cache=kv_cache,
+        effort=effort,
         samples=samples,
         tokens=tokens,
         seqlen=seqlen,
@@ -173,9 +182,15 @@ def quantize(
                 f"{algorithm} moves factors of a matrix's inputs into the operation before it, which the blocks of "
                 f"{model} ({plan.config.family}) do not allow: use gptq, or rtn"
             )
-        data = None
+        data = held = None
         if algorithm in METHODS:
             data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
+        identity = _identity(plan, algorithm, data, devices[0].type, damping)
+        settings = _settings(plan, data, calibration, seqlen, seed, damping)
+        if data is not None and effort == "high":
+            check_tunable(plan)
+            data, held = split(data)
+            identity["effort"] = settings["effort"] = effort
         state.matrices = len(plan.matrices)
         job = Job(
             model=Path(model),
@@ -184,14 +199,15 @@ def quantize(
             layout=layout,
             algorithm=algorithm,
             data=data,
+            held=held,
             head=head,
             kv_cache=cached,
             damping=damping,
             overwrite=overwrite,
             restart=restart,
-            expected_bytes=plan.bytes_after,
-            identity=_identity(plan, algorithm, data, devices[0].type, damping),
-            settings=_settings(plan, data, calibration, seqlen, seed, damping) | dict(remarks or {}),
+            expected_bytes=plan.bytes_after + (0 if held is None else tuning_bytes(plan)),
+            identity=identity,
+            settings=settings | dict(remarks or {}),
             model_hash=model_hash(plan.checkpoint),
             started=started,
         )
@@ -231,6 +247,8 @@ def check_arguments(
     if options.kv_cache is not None:
         cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS
         check_kv_cache(cached, schemes, options.layout, calibrated=calibrated)
+    if options.effort not in options.efforts:
+        raise UsageError(f"effort is {options.effort!a:.60}: choose from {', '.join(options.efforts)}")
     for name in ("samples", "tokens", "seqlen"):
         value, least = getattr(options, name), options.least[name]
         if value is not None and value < least:
@@ -238,7 +256,10 @@ def check_arguments(
     if not options.least["damping"] <= options.damping < float("inf"):
         raise UsageError(f"damping is {options.damping}: it has to be a number from 0 up, 0.01 for instance")
     chosen = _devices if options.cluster is None else _devices_of_cluster
-    return schemes, chosen(options.device, options.gpus, options.processes, algorithm)
+    devices = chosen(options.device, options.gpus, options.processes, algorithm)
+    if options.effort == "high":
+        check_tuning(schemes, devices[0], calibrated=algorithm in METHODS, kv_cache=options.kv_cache)
+    return schemes, devices
 
 
 @dataclass
@@ -257,6 +278,8 @@ class _Told:
             self.progress.checked(message.done, message.total)
         elif isinstance(message, Begun):
             self.progress.begun(message)
+        elif isinstance(message, Tuned):
+            self.progress.tuned(message.done, message.total)
         elif isinstance(message, LayerResult):
             self.done += 1
             self.progress.matrix(self.done, self.matrices, message)

@@ -33,6 +33,10 @@ from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS, ROUTED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
+from warpbus.quantization.tuned import STATE_BYTES as TUNING_STATE_BYTES
+from warpbus.quantization.tuned import groups_of, tuning_bytes
+from warpbus.quantization.tuning import BATCH_TOKENS as TUNING_BATCH
+from warpbus.quantization.tuning import EPOCHS, LOGIT_TOKENS
 
 # Square matrices of a stage: of each kind of moments a sum over shares (log2 of their number, and one) and one more
 # that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.
@@ -46,7 +50,7 @@ _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 # as these, so that the products alone stay below the time of a quiet machine even where a busy one halves their rate.
 _SLOWDOWN = {
     "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 60.0},
-    "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0, "search": 8.0},
+    "cpu": {"tuning": 3.0, "forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0, "search": 8.0},
 }
 _SEARCH_FLOP = 7 * STATES / 2 * (1 + 2 * SEAM / STEPS)  # a weight: of each state and pair of weights, in both passes
 _MATRIX_SECONDS = 0.03  # that a matrix takes besides, for the thousands of small steps of its factors and its solve
@@ -136,6 +140,7 @@ def estimate(
     batch_tokens: int,
     places: Sequence[Place],
     rates: Mapping[torch.dtype, float],
+    tuned_tokens: int = 0,
     kept_bytes: int = 0,
     finished: Collection[int] = (),
 ) -> QuantizationEstimate:
@@ -150,6 +155,7 @@ def estimate(
         batch_tokens: tokens per batch.
         places: the place of each rank.
         rates: the rates of the first rank's device, see `device_rates`.
+        tuned_tokens: number of tokens that scales are tuned on; 0 without tuning.
         kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
 
@@ -165,11 +171,14 @@ def estimate(
     dtype = default_dtype(device, plan.dtype)
     matrices = plan.layer(0).values()
     part = plan.bytes_quantized // len(plan.config.all_layers)
-    disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
+    disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"tuning": tuning_bytes(plan)} if tuned_tokens else {})
+    disk |= {"there already": -kept_bytes} if kept_bytes else {}
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
     moved = plan.checkpoint.total_bytes + plan.bytes_after
     products = _seconds(plan, algorithm, needed, tokens, most, device, rates, finished)
     seconds = {name: shared * value for name, value in products.items()}
+    if tuned_tokens:
+        seconds["tuning"] = _tuning_flop(plan, tuned_tokens) / rates[torch.float32]
 
     def made(*, keep: bool) -> QuantizationEstimate:
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
@@ -189,6 +198,10 @@ def estimate(
                 host |= {name: size * count for name, size in working.items()}
             if place.machine == places[0].machine:
                 host |= waiting if kind == "cpu" else {"finished layers": part}
+            if tuned_tokens and place.machine == places[0].machine:
+                # After the layers, when one process is left: the larger of the two counts.
+                tuning = _tuning_memory(plan, tuned_tokens)
+                host = max(host, tuning, key=lambda parts: sum(parts.values()))
             host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
             name = "main memory" if len(machines) == 1 else f"main memory of {place.machine}"
             memories.append(MemoryNeed(name, host, place.memory))
@@ -247,6 +260,33 @@ def _working_memory(
         "layers": max(layer.num_weights for layer in layers) * (models + 1) * itemsize,
         "moments and solve": max(gathering, math.ceil(solving)),
     }
+
+
+def _tuning_memory(plan: Plan, tokens: int) -> dict[str, int]:
+    """Bytes of main memory for tuning, see `Tuning`."""
+    config, itemsize = plan.config, torch.float32.itemsize
+    inner = max(layer.mlp.inner for layer in config.all_layers)
+    batch = max(TUNING_BATCH, min(tokens, config.max_context))
+    return {
+        "quantized model": plan.bytes_quantized + TUNING_STATE_BYTES * groups_of(plan),
+        "states": tokens * config.hidden_size * itemsize,
+        "activations": batch * itemsize * ((config.num_layers + 24) * config.hidden_size + 24 * inner),
+        "logits": LOGIT_TOKENS * config.vocab_size * itemsize * 6,
+        "layers": 3 * max(layer.num_weights for layer in config.all_layers) * itemsize,
+        "head": config.vocab_size * config.hidden_size * itemsize,
+    }
+
+
+def _tuning_flop(plan: Plan, tokens: int) -> float:
+    """Operations of tuning: the unquantized model once; per epoch each quantized layer twice, and its gradients."""
+    products = 2.0 * plan.config.vocab_size * plan.config.hidden_size * 3 * EPOCHS
+    for matrix in plan.matrices:
+        layer = plan.config.all_layers[matrix.layer]
+        routed = 1.0
+        if layer.matrix(matrix.linear).expert is not None and isinstance(layer.mlp, MoESpec):
+            routed = layer.mlp.router.top_k / layer.mlp.router.experts
+        products += 2 * routed * sum(matrix.rows) * matrix.columns * (1 + 4 * EPOCHS)
+    return tokens * products
 
 
 def device_rates(device: torch.device, stored: torch.dtype) -> dict[torch.dtype, float]:

@@ -26,12 +26,11 @@ from warpbus.cuda.jit import architecture
 from warpbus.dist import Group
 from warpbus.dist.outcome import Send
 from warpbus.errors import CheckpointError, DeviceError, StorageError, WarpbusError
-from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
+from warpbus.formats import FinishedParts, GrowingCheckpoint
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import ELEMENTS, gpu_has_kernels
 from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer
-from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.algorithms.weights import relative, squared_loss
@@ -40,21 +39,24 @@ from warpbus.quantization.estimate import QuantizationEstimate, device_rates, es
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
-from warpbus.quantization.report import HeadResult, LayerResult, Report, peak_memory, versions
+from warpbus.quantization.report import HeadResult, LayerResult, Report, TuningResult, peak_memory, versions
 from warpbus.quantization.sources import Reading, Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
+from warpbus.quantization.tuned import STATE_PART, tune_parts, tuned_part
 from warpbus.quantization.written import (
     HEAD_PART,
     end_parts,
     is_readable,
     kept_end_parts,
-    kept_parameters,
     kept_tensors,
     kv_scale_tensors,
     layer_part,
+    quantized_matrix,
+    restore_kept,
+    stored_layer,
     stored_tensors,
     written_config,
 )
@@ -80,6 +82,7 @@ class Job:
         layout: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
         data: the calibration data; `None` without calibration.
+        held: what is held back of the calibration data to tune with; `None` without tuning.
         head: the scheme of the head; None does not quantize it.
         kv_cache: the scheme of the KV cache whose scales are calibrated; None for none.
         damping: see `algorithms.factored`.
@@ -98,6 +101,7 @@ class Job:
     layout: str
     algorithm: str
     data: Calibration | None
+    held: Calibration | None
     head: Scheme | None
     kv_cache: KVCacheScheme | None
     damping: float
@@ -150,7 +154,7 @@ def run_job(group: Group, send: Send, job: Job) -> None:
     """Do the part of a run that belongs to this process.
 
     The first process sends a `QuantizationEstimate`, `Checked` where parts are finished already, `Begun`, a
-    `LayerResult` for each matrix and at last the `Report`.
+    `LayerResult` for each matrix, `Tuned` after each step of a tuning, and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
@@ -183,6 +187,7 @@ class _QuantizationRun:
     reading: Reading | None
     method: Method | None
     results: list[LayerResult] = field(default_factory=list)
+    tuning: TuningResult | None = None
     ends: Future[None] | None = None
 
     @classmethod
@@ -253,12 +258,17 @@ class _QuantizationRun:
             return  # nobody needs this process any more
         self.writer.drain()
         self.watch.lap("writing")
-        report = self._report(peaks, joules)
+        layers, left_out = [layer_part(index) for index, _ in enumerate(self.plan.config.all_layers)], []
+        if self.job.data is not None and self.job.held is not None:
+            device = self.group.device
+            self.tuning = tune_parts(self.plan, self.job.data, self.job.held, self.writer, device, self.send)
+            layers, left_out = [tuned_part(index) for index in range(len(layers))], [*layers, STATE_PART]
+            self.watch.lap("tuning")
+        order = [*(part for part, _ in kept_end_parts(self.plan)), *layers]
+        report = self._report(peaks, joules, order)
         files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
         files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
-        layers = [layer_part(index) for index, _ in enumerate(self.plan.config.all_layers)]
-        ends = [part for part, _ in kept_end_parts(self.plan)]
-        self.writer.finish(written_config(self.plan), files, [*ends, *layers])
+        self.writer.finish(written_config(self.plan), files, order, left_out)
         self.send(report)
 
     def _calibrate(self, data: Calibration, method: Method, reading: Reading) -> None:
@@ -315,18 +325,12 @@ class _QuantizationRun:
 
     def _restore(self, index: int, layer: DecoderLayer) -> None:
         """Put what an earlier run made of a layer in its place."""
-        part = Checkpoint.of_tensors(self.parts.directory, self.parts.read(layer_part(index)))
+        part = stored_layer(self.parts, index)
         for linear, matrix in self.plan.layer(index).items():
-            pieces = [
-                self.plan.layout.from_tensors(part, source.removesuffix(".weight"), matrix.scheme)
-                for source in matrix.sources
-            ]
             weight = layer.get_submodule(linear).get_parameter("weight").data
-            stored = in_decoder_order(self.plan.config, f"{linear}.weight", QTensor.concatenate(pieces))
+            stored = quantized_matrix(self.plan, part, matrix)
             weight.copy_(stored.to(self.group.device).dequantize(weight.dtype))
-        for parameter, names in kept_parameters(self.plan, index):
-            whole = torch.cat([part.tensor(name) for name in names])
-            layer.get_parameter(parameter).data.copy_(in_decoder_order(self.plan.config, parameter, whole))
+        restore_kept(self.plan, part, index, layer)
         for result in self._recorded(index):
             self._tell(result)
 
@@ -417,14 +421,14 @@ class _QuantizationRun:
         peaks, energies = self.group.gather(own).T.tolist()
         return peaks, energies
 
-    def _report(self, peaks: list[float], energies: list[float]) -> Report:
-        """What was done by all processes."""
+    def _report(self, peaks: list[float], energies: list[float], parts: Sequence[str]) -> Report:
+        """What was done by all processes; `parts` are those of the model."""
         group, job, device = self.group, self.job, self.group.device
         on_gpu = device.type == "cuda"
         seconds = time.time() - job.started
         written = 0
         if self.writer is not None:
-            written = sum(entry.nbytes for part in self.writer.parts() for entry in self.writer.read(part).values())
+            written = sum(entry.nbytes for part in parts for entry in self.writer.read(part).values())
         return Report(
             model=str(job.model),
             output=str(job.output),
@@ -435,6 +439,7 @@ class _QuantizationRun:
             device=str(device),
             layers=tuple(self.results),
             head=self._head_result(),
+            tuning=self.tuning,
             bytes_before=self.plan.checkpoint.total_bytes,
             bytes_after=written,
             resumed_layers=len(self.finished),
@@ -500,6 +505,7 @@ def _agreed(
             algorithm=job.algorithm,
             needed=METHODS[job.algorithm].needed if job.data else frozenset(),
             tokens=job.data.tokens if job.data else 0,
+            tuned_tokens=job.data.tokens if job.data and job.held else 0,
             batch_tokens=BATCH_TOKENS[group.device.type],
             places=places,
             rates=rates,

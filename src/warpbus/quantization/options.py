@@ -11,6 +11,7 @@ class QuantizationOptions:
 
     Attributes:
         least: the lower limits of numbers.
+        efforts: the values of `effort`.
         default_tokens, most_sequences: what is drawn where neither `samples` nor `tokens` is given: sequences until
             they have so many tokens, and no more than so many.
     """
@@ -18,6 +19,7 @@ class QuantizationOptions:
     layout: str = "compressed-tensors"
     head: str | None = None
     kv_cache: str | None = None
+    effort: str = "normal"
     samples: int | None = None
     tokens: int | None = None
     seqlen: int = 2048
@@ -32,5 +34,6 @@ class QuantizationOptions:
     rank_timeout: float = 300.0
 
     least: ClassVar[Mapping[str, int]] = {"samples": 1, "tokens": 1, "seqlen": 1, "damping": 0}
+    efforts: ClassVar[tuple[str, ...]] = ("normal", "high")
     default_tokens: ClassVar[int] = 262_144
     most_sequences: ClassVar[int] = 4096

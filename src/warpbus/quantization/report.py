@@ -77,6 +77,26 @@ class HeadResult:
         return f"head {self.scheme}: relative error of the weights {self.error:.2%}{added}"
 
 
+@dataclass(frozen=True)
+class TuningResult:
+    """What tuning changed.
+
+    Attributes:
+        before, after: the divergence on the sequences that were held back, nats per token, with the scales of the
+            algorithm and with the chosen ones.
+        epoch: the epoch after which the scales were the best; 0 if those of the algorithm are.
+    """
+
+    before: float
+    after: float
+    epoch: int
+
+    def __str__(self) -> str:
+        if not self.epoch:
+            return f"tuning: no lower KL than {self.before:.4f} on the sequences held back: the scales stay"
+        return f"tuning: KL {self.before:.4f} -> {self.after:.4f} on the sequences held back"
+
+
 def _merged(linear: str, rows: Sequence[LayerResult]) -> LayerResult:
     """One row for the experts of a layer."""
     scheme = Counter(row.scheme for row in rows).most_common(1)[0][0]
@@ -110,6 +130,7 @@ class Report:
         energy_joules: energy of the GPUs; `None` if it was not measured.
         prices: the prices for `cost`: gpu_hour, kwh; empty without prices.
         head: the result for the head; `None` if it was not quantized.
+        tuning: the result of tuning; `None` with normal effort.
         cost: in the currency of the prices; `None` without prices, or if the priced quantity was not measured.
     """
 
@@ -136,6 +157,7 @@ class Report:
     prices: dict[str, float] = field(default_factory=dict)
     cost: float | None = None
     head: HeadResult | None = None
+    tuning: TuningResult | None = None
 
     @property
     def error_kind(self) -> str:
@@ -191,7 +213,9 @@ class Report:
             if not layers:
                 raise KeyError("layers")
             head = None if found.get("head") is None else HeadResult(**found["head"])
-            return cls(**values | {"layers": layers, "devices": tuple(found.get("devices", ())), "head": head})
+            tuning = None if found.get("tuning") is None else TuningResult(**found["tuning"])
+            values |= {"layers": layers, "devices": tuple(found.get("devices", ())), "head": head, "tuning": tuning}
+            return cls(**values)
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"not a report of a quantization: {error}: give warpbus-report.json of its output"

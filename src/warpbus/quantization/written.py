@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from warpbus.formats import FinishedParts
+from warpbus.formats import Checkpoint, FinishedParts
+from warpbus.models import DecoderLayer
 from warpbus.models.kv_scales import attention_prefix
 from warpbus.models.loading import part_rows
-from warpbus.models.row_order import in_file_order
+from warpbus.models.row_order import in_decoder_order, in_file_order
 from warpbus.qtensor import QTensor
 from warpbus.quantization.preflight import Matrix, Plan
 from warpbus.quantization.statistics import scales_of
@@ -97,6 +99,26 @@ def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Ten
         tensors |= plan.layout.to_tensors(source.removesuffix(".weight"), part)
         start += rows
     return tensors
+
+
+def stored_layer(parts: FinishedParts, index: int) -> Checkpoint:
+    """The tensors of a finished layer."""
+    return Checkpoint.of_tensors(parts.directory, parts.read(layer_part(index)))
+
+
+def quantized_matrix(plan: Plan, part: Checkpoint, matrix: Matrix) -> QTensor:
+    """A quantized matrix of a finished layer, as it is in the decoder, on the CPU."""
+    pieces = [
+        plan.layout.from_tensors(part, source.removesuffix(".weight"), matrix.scheme) for source in matrix.sources
+    ]
+    return in_decoder_order(plan.config, f"{matrix.linear}.weight", QTensor.concatenate(pieces))
+
+
+def restore_kept(plan: Plan, part: Checkpoint, index: int, layer: DecoderLayer) -> None:
+    """Put the parameters of a finished layer that are not quantized into the layer."""
+    for parameter, names in kept_parameters(plan, index):
+        whole = torch.cat([part.tensor(name) for name in names])
+        layer.get_parameter(parameter).data.copy_(in_decoder_order(plan.config, parameter, whole))
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from warpbus.errors import DataError, DeviceError, QualityError
 from warpbus.evaluation import Evaluation, Speed, Verdict, check_data, judge
 from warpbus.quantization import LayerResult, Report, quantize
+from warpbus.quantization.report import TuningResult
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
@@ -285,3 +286,11 @@ def test_intervals_are_rows_and_explained(tmp_path: Path) -> None:
     VERDICT.write_page(tmp_path / "unsure.html")
     assert "resamples of the texts" in (tmp_path / "sure.html").read_text(encoding="utf-8")
     assert "resamples of the texts" not in (tmp_path / "unsure.html").read_text(encoding="utf-8")
+
+
+def test_the_effect_of_tuning_is_shown() -> None:
+    tuned = replace(VERDICT, quantization=replace(DONE, tuning=TuningResult(before=0.0423, after=0.0387, epoch=2)))
+    assert "KL before and after tuning" not in shown(VERDICT)
+    (row,) = (line for line in shown(tuned).splitlines() if "KL before and after tuning" in line)
+    assert {"0.0423", "0.0387"} <= set(row.split())
+    assert Report.from_json(json.loads(json.dumps(tuned.quantization.to_json()))) == tuned.quantization
