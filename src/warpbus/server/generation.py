@@ -11,7 +11,7 @@ import time
 from collections import abc, deque
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -219,7 +219,7 @@ class Generations:
             async with aclosing(model.generate(request.prompt, request.params, request.cache_salt)) as answer:
                 async for piece in answer:
                     if request.silent:
-                        piece = replace(piece, text="", token_ids=(), logprobs=None, finish_reason="length")
+                        piece = piece._replace(text="", token_ids=(), logprobs=None, finish_reason="length")
                     timer.record_piece(piece)
                     if piece.finish_reason == "abort":
                         raise _aborted()
