@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import math
 import signal
 import socket
@@ -126,6 +127,7 @@ async def _serve(
         for one in wanted:
             own = replace(service, adapters=one.adapters)
             models.find(one.name).loaded(await start_service(one.directory, own, replicas, progress=progress(one.name)))
+        gc.freeze()  # a collection of all that was loaded would stop the streams for a tenth of a second and more
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())
