@@ -9,7 +9,7 @@ processes of their own read server-sent events. The figures are the CPU time of 
 divided by the tokens, requests that arrive included; of several rounds the least and the median. Other programs on
 the machine raise them less than times of a clock, but do raise them: the least is nearest to a machine of one's own.
 The server's figure bounds the tokens per second of one server process. The engine's has to be below the time of a step
-divided by its sequences; the argmax over 8,000 logits, which a GPU does otherwise, is included.
+divided by its sequences.
 """
 
 import argparse
