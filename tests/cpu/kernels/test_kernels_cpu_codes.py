@@ -151,6 +151,20 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(name, variant):
             assert torch.equal(codes_linear(x[first:last], packed, gated=gated, variant=variant), together[first:last])
 
 
+@pytest.mark.parametrize("variant", HERE, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("name", ["w4a16-g128-asym", "w2a16-g32", "w3a16", "w8a16"])
+@pytest.mark.parametrize("k", [128, 416])
+def test_many_rows_have_the_bits_of_few(name, k, variant):
+    """Strips of every size: 12 and more rows go through tiles where the CPU has them."""
+    k = 384 if "-g" in name and k > 128 else k
+    weight = random_weight(name, 53, k)
+    packed, x = pack_codes(weight), torch.randn(145, k)
+    few = torch.cat([codes_linear(part, packed, variant=variant) for part in x.split(5)])
+    assert_close(few, exact(x, weight), rounding_bound(x, weight))
+    for rows in (11, 12, 15, 16, 17, 31, 64, 65, 76, 145):
+        assert torch.equal(codes_linear(x[:rows], packed, variant=variant), few[:rows])
+
+
 def test_the_number_of_threads_does_not_matter():
     packed = pack_codes(random_weight("w4a16-g32", 700, 96))
     x, threads = torch.randn(5, 96), torch.get_num_threads()
