@@ -241,7 +241,7 @@ class _AnswerTimer:
         self._started = self._last = time.monotonic()
         self._first = 0.0
         self._tokens = 0
-        self._token_times = metrics.token_times(name)
+        self._token_counts = metrics.token_counts(name)
         metrics.prompt_tokens.labels(name).inc(len(request.prompt))
         metrics.prompt_sizes.labels(name).observe(len(request.prompt))
 
@@ -255,7 +255,7 @@ class _AnswerTimer:
             if self._record.first_token is None:
                 self._record.first_token = now - self._record.started
         if count:
-            self._token_times.record(count, now - self._last if self._tokens else None)
+            self._token_counts.record(count, now - self._last if self._tokens else None)
             self._last = now
             self._tokens += count
             self._record.output_tokens += count

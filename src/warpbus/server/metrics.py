@@ -70,7 +70,7 @@ _ENGINE_METRICS = (
 )
 
 
-class TokenTimes:
+class TokenCounts:
     """Counts the generated tokens of one model, and the times between two of them.
 
     `Counter` and `Histogram` lock and search for each token, which takes several times as long.
@@ -96,10 +96,10 @@ class TokenTimes:
 
 
 class _TokenReadings:
-    """Exports the `TokenTimes` of all models when Prometheus scrapes."""
+    """Exports the `TokenCounts` of all models when Prometheus scrapes."""
 
     def __init__(self) -> None:
-        self.of_models: defaultdict[str, TokenTimes] = defaultdict(TokenTimes)
+        self.of_models: defaultdict[str, TokenCounts] = defaultdict(TokenCounts)
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -138,7 +138,7 @@ class Metrics:
         self.prompt_sizes = self._histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
         self.answer_sizes = self._histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
 
-    def token_times(self, name: str) -> TokenTimes:
+    def token_counts(self, name: str) -> TokenCounts:
         """The counts of the tokens of a model."""
         return self._tokens.of_models[name]
 

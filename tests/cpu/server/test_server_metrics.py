@@ -31,11 +31,11 @@ def test_tokens_are_counted_as_a_histogram_does(pieces: list[tuple[int, float | 
     tokens = Counter("warpbus:generation_tokens", "x", label, registry=registry)
     metrics = Metrics()
     for name in ("one", "two"):
-        metrics.token_times(name)
+        metrics.token_counts(name)
         times.labels(name)
         tokens.labels(name)
     for count, seconds in pieces:
-        metrics.token_times("one").record(count, seconds)
+        metrics.token_counts("one").record(count, seconds)
         tokens.labels("one").inc(count)
         for _ in range(0 if seconds is None else count):
             times.labels("one").observe((seconds or 0.0) / count)
