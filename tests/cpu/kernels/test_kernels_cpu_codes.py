@@ -13,7 +13,7 @@ from warpbus.qtensor import QTensor, Scheme
 
 HERE = [variant for variant in VARIANTS if variant.runs_here]
 SCHEMES = [
-    f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 8) for group in ("", "-g32", "-g128") for asym in ("", "-asym")
+    f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 5, 6, 8) for group in ("", "-g32", "-g128") for asym in ("", "-asym")
 ]
 BLOCK = 128  # columns that share a scale of x
 
@@ -152,7 +152,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(name, variant):
 
 
 @pytest.mark.parametrize("variant", HERE, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("name", ["w4a16-g128-asym", "w2a16-g32", "w3a16", "w8a16"])
+@pytest.mark.parametrize("name", ["w4a16-g128-asym", "w2a16-g32", "w3a16", "w5a16", "w6a16-g32", "w8a16"])
 @pytest.mark.parametrize("k", [128, 416])
 def test_many_rows_have_the_bits_of_few(name, k, variant):
     """Strips of every size: 12 and more rows go through tiles where the CPU has them."""
