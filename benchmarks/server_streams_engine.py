@@ -1,53 +1,64 @@
-"""The engine of `server_streams.py`: it has no model and gives tokens at a fixed rate."""
+"""The engine of `server_streams.py`: that of `warpbus serve` with a model that computes nothing, at a fixed rate."""
 
 import os
 import time
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from warpbus.dist import Group
+from warpbus.engine.engine import Engine
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sequence import Sequence, TextPiece
-from warpbus.models import Progress
+from warpbus.formats import Checkpoint
+from warpbus.models import Decoder, Progress, read_config
+from warpbus.models.tokenizers import load_tokenizer
 
 STEP_SECONDS = "STAND_IN_STEP_SECONDS"
 """The environment variable with the seconds of a step."""
 
-CONTEXT = 512
+TEXT = "~"
+"""The text of every token."""
 
 
-class StandIn:
-    """An engine without a model: each step takes the same time and gives every running request one token."""
+class NoModel(Decoder):
+    """A decoder without layers, whose best token is always the same one."""
 
-    max_model_len = CONTEXT
-    plan = None
+    def always(self, token: int, rows: int) -> None:
+        """Choose the token."""
+        self._best = torch.eye(token + 1)[token].repeat(rows, 1)
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._next = 0.0
-        self._running: list[Sequence] = []
+    def transform(self, x: Tensor, *others: object) -> Tensor:  # type: ignore[override]
+        """Nothing."""
+        del others
+        return x
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running)
+    def scores(self, x: Tensor) -> Tensor:
+        """The same for each row. The tokens behind the best one are left out: the CPU would search them for long."""
+        return self._best[: len(x)]
 
-    def add(self, sequence: Sequence) -> None:
-        self._running.append(sequence)
 
-    def abort(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+class PacedEngine(Engine):
+    """An engine whose steps begin in equal distances, if the host keeps up with them."""
+
+    seconds = 0.0
+    _next = 0.0
 
     def step(self) -> list[tuple[Sequence, TextPiece]]:
+        """See `Engine.step`."""
         time.sleep(max(0.0, self._next - time.monotonic()))
-        self._next = time.monotonic() + self._seconds
-        pieces = []
-        for sequence in self._running:
-            sequence.append(1000 + len(sequence.token_ids))
-            pieces.append((sequence, TextPiece("春", (sequence.token_ids[-1],), None, sequence.finish_reason, 0)))
-        self._running = [sequence for sequence in self._running if not sequence.ended]
-        return pieces
+        self._next = time.monotonic() + self.seconds
+        return super().step()
 
 
-def stand_in(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> StandIn:
+def stand_in(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Engine:
     """Called in the engine's process."""
-    del model, group, progress
-    return StandIn(float(os.environ[STEP_SECONDS]))
+    del group, progress
+    decoder = NoModel(read_config(Checkpoint(model, weights=False))).eval()
+    tokenizer = load_tokenizer(model)
+    token = next(at for at in range(decoder.config.vocab_size) if tokenizer.token_bytes(at) == TEXT.encode())
+    decoder.always(token, options.max_num_seqs)
+    engine = PacedEngine(decoder, max_num_seqs=options.max_num_seqs)
+    engine.seconds = float(os.environ[STEP_SECONDS])
+    return engine

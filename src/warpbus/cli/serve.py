@@ -20,7 +20,9 @@ from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar
+from warpbus.dist.interpreters import end_early, load
 from warpbus.dist.watchdog import SHORTEST_LIMIT
+from warpbus.engine.early import start_processes
 from warpbus.engine.options import ReplicaOptions, ServiceOptions
 from warpbus.errors import DataError, UsageError
 from warpbus.server.options import ServerOptions
@@ -120,12 +122,6 @@ def serve(
 
     Binds to localhost by default. To expose it: --host, --api-key, --ssl-certfile and --ssl-keyfile.
     """
-    with serve_extra("serving"):
-        from warpbus.server.listening import ModelToServe
-        from warpbus.server.listening import serve as run
-        from warpbus.server.logs import formatter
-    from warpbus.engine.placement import check_replicas, replica_devices
-
     names = served_model_name or [model_name(model) for model in models]
     if len(names) != len(models):
         raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one per model, in order")
@@ -134,13 +130,37 @@ def serve(
     options = ServerOptions(**server, api_keys=keys_of(api_key or [], api_key_file))
     engine = ServiceOptions(**service)
     replicas = ReplicaOptions(**copies)
+    try:
+        if replicas.most == 1:
+            start_processes(engine)
+        with serve_extra("serving"):
+            load("warpbus.server.listening")
+        _serve(models, names, options, engine, replicas, adapter or [])
+    finally:
+        end_early()
+
+
+def _serve(
+    models: Sequence[str],
+    names: Sequence[str],
+    options: ServerOptions,
+    engine: ServiceOptions,
+    replicas: ReplicaOptions,
+    adapter: list[str],
+) -> None:
+    """Serve models under these names; see `serve`."""
+    from warpbus.engine.placement import check_replicas, replica_devices
+    from warpbus.server.listening import ModelToServe
+    from warpbus.server.listening import serve as run
+    from warpbus.server.logs import formatter
+
     check_replicas(engine, replicas)
     replica_devices(engine, replicas.count)  # raises for missing GPUs, before anything is downloaded
     directories = [
         model_directory(name, processes=engine.tensor_parallel, expert_parallel=engine.expert_parallel)
         for name in models
     ]
-    adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
+    adapters = adapters_by_model(adapter, dict(zip(names, directories, strict=True)))
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(options.log_format))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

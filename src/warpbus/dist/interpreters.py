@@ -117,20 +117,27 @@ class ProcessPool:
 _early: list[ProcessPool] = []
 
 
-def start_early(devices: Sequence[str], module: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+def start_early(
+    devices: Sequence[str],
+    module: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    apart: bool = False,
+) -> None:
     """Start the workers of a later job on these devices; `process_pool` returns them.
 
-    They end with this process at the latest. A single device needs no worker; if it is a GPU, it is initialized.
+    They end with this process at the latest. A single device needs no worker unless `apart` is set, as of `Processes`;
+    if it is a GPU, it is initialized.
 
     Args:
         devices: in rank order.
         module: imported by the workers before they receive the job, see `worker.main`.
         environment: environment variables of the workers; variables of this process take precedence.
     """
-    if len(devices) == 1:
+    if len(devices) == 1 and not apart:
         open_device(devices[0])
         return
-    atexit.register(_end_early)
+    atexit.register(end_early)
     _early.append(ProcessPool.start(devices, module, environment))
 
 
@@ -144,7 +151,7 @@ def process_pool(devices: Sequence[str], module: str, environment: Mapping[str, 
     """
     if [[each.spec.device for each in pool.members] for pool in _early] == [list(devices)]:
         return _early.pop()
-    _end_early()
+    end_early()
     return ProcessPool.start(devices, module, environment)
 
 
@@ -236,7 +243,8 @@ def _cannot_start(error: OSError) -> DeviceError:
     )
 
 
-def _end_early() -> None:
+def end_early() -> None:
+    """End the workers of `start_early` that no job has used."""
     while _early:
         _early.pop().end()
 

@@ -33,8 +33,7 @@ class LogitsRow:
 
     @property
     def penalized(self) -> bool:
-        params = self.sequence.params
-        return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        return self.sequence.params.penalized
 
     @property
     def too_short(self) -> bool:
@@ -44,11 +43,6 @@ class LogitsRow:
     @property
     def masked(self) -> bool:
         return self.sequence.matcher is not None or self.too_short
-
-    @property
-    def needs_host(self) -> bool:
-        """Its token can be sampled only after the host has read the previous ones."""
-        return self.penalized or bool(self.sequence.params.logit_bias or self.sequence.params.min_tokens) or self.masked
 
     @property
     def processed(self) -> bool:

@@ -3,10 +3,11 @@
 Both sides batch: what is sent is a list of commands, or a list of events.
 """
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from warpbus.dist import Group
 from warpbus.dist.outcome import JobFailure
@@ -97,6 +98,14 @@ class StepResults:
     """From the engine: the results of a step, with the numbers of the requests."""
 
     pieces: list[tuple[int, TextPiece]]
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # Pickling 256 pieces as plain tuples takes a third of the time, and unpickling two thirds.
+        return _unpickled_results, ([(number, tuple(piece)) for number, piece in self.pieces],)
+
+
+def _unpickled_results(pieces: abc.Sequence[tuple[int, tuple[Any, ...]]]) -> StepResults:
+    return StepResults([(number, TextPiece._make(piece)) for number, piece in pieces])
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,11 @@ class SamplingParams:
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
     @property
+    def penalized(self) -> bool:
+        """Tokens that occurred before are less, or more, likely."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def needs_whole_prompt(self) -> bool:
         """The prompt is computed without the prefix cache."""
         return self.prompt_logprobs is not None or (self.pooling is not None and self.pooling.mode == "mean")

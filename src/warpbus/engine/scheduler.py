@@ -285,8 +285,8 @@ class Scheduler:
                 if youngest is sequence:
                     break
             else:
-                most = min(drafts, state.limit - state.length - 1)
-                draft_limits.append(most if self._reserve(state, state.length + most) else 0)
+                most = min(drafts, state.limit - state.length - 1) if drafts else 0
+                draft_limits.append(most if not most or self._reserve(state, state.length + most) else 0)
                 chosen.append(sequence)
                 state.computed += 1
                 state.length += 1
@@ -388,8 +388,10 @@ class Scheduler:
 
     def _reserve(self, state: SchedulerState, tokens: int) -> bool:
         """Extend the block table to `tokens` tokens; False if there are not enough blocks."""
-        missing = _blocks_for(state.prefix_length + tokens) - len(state.blocks)
-        taken = self._blocks.take(missing) if missing > 0 else []
+        missing = state.prefix_length + tokens - BLOCK * len(state.blocks)
+        if missing <= 0:
+            return True
+        taken = self._blocks.take(_blocks_for(missing))
         if taken is None:
             return False
         state.blocks += taken
@@ -420,11 +422,13 @@ class Scheduler:
     def _publish(self, state: SchedulerState) -> None:
         """Register the blocks of a sequence that are full and whose token ids are known in the prefix cache."""
         full = (state.prefix_tail + min(state.computed, len(state.ids))) // BLOCK
+        if full <= state.published:
+            return
         if full > len(state.keys):
             state.keys = block_keys(state.ids, state.keys, salt=state.salt, offset=state.prefix_tail)
         for index in () if state.unsplit else range(state.published, full):
             self._blocks.publish(state.blocks[state.full_prefix_blocks + index], state.keys[index])
-        state.published = max(state.published, full)
+        state.published = full
 
 
 def _blocks_for(tokens: int) -> int:

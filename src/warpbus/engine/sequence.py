@@ -9,10 +9,9 @@ import random
 import secrets
 import time
 from collections import abc, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.host_blocks import Fetch
@@ -44,8 +43,7 @@ class TokenLogprob:
     asked: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """The part of an answer since the previous piece.
 
     Attributes:
@@ -328,6 +326,7 @@ class Sequence:
         error: why it ended without a finish reason: an error of this request alone; else None.
         stop_ids: the tokens that end it.
         matcher: the state in the request's grammar and thinking, advanced with the tokens; None without either.
+        needs_host: a token can be sampled only after the host has read the previous ones.
         adapter: the name of the engine's adapter that it uses; None: the model without an adapter.
         cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
         cached_tokens: tokens of the prompt found in the prefix cache.
@@ -365,6 +364,7 @@ class Sequence:
         self.error: WarpbusError | None = None
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
         self.matcher = matcher
+        self.needs_host = bool(params.penalized or params.logit_bias or params.min_tokens or matcher is not None)
         self.adapter = adapter
         self.cache_salt = cache_salt
         self.cached_tokens = 0
@@ -480,19 +480,13 @@ class Sequence:
         """End with an error; the first error counts. Tokens generated before stay."""
         self.error, self.finish_reason = self.error or error, None
 
-    @contextmanager
-    def contain_faults(self) -> Iterator[None]:
-        """Turn an exception in the block into an error of this request alone.
+    def contain_faults(self) -> "_FaultContainment":
+        """A block in which an exception becomes an error of this request alone.
 
         The block must not use a device: an error of a device concerns all requests, and so does a MemoryError, which
         is raised.
         """
-        try:
-            yield
-        except MemoryError:
-            raise
-        except Exception as error:
-            self.fail(request_fault(error, self.index))
+        return _FaultContainment(self)
 
     def take(self) -> TextPiece:
         """The piece since the last call."""
@@ -510,3 +504,23 @@ class Sequence:
             prompt_logprobs=tuple(self.prompt_logprobs) if first and self.prompt_logprobs is not None else None,
             pooled=tuple(self.pooled) if first and self.pooled is not None else None,
         )
+
+
+class _FaultContainment:
+    """See `Sequence.contain_faults`. A class, since a generator takes several times as long to enter and leave."""
+
+    __slots__ = ("_sequence",)
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, MemoryError):
+            return False
+        self._sequence.fail(request_fault(error, self._sequence.index))
+        return True

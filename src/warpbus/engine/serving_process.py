@@ -5,6 +5,7 @@ The first process receives the commands and broadcasts them before each step; on
 another GPU is prepared in a thread and advanced between the steps.
 """
 
+import gc
 import threading
 from collections import abc
 from datetime import timedelta
@@ -171,6 +172,7 @@ def serve(
     engine = load(model, options, group, _progress_reporter(pipe) if group.is_first else _no_progress)
     lockstep = _Lockstep(group)
     lockstep.wait_for_all()
+    gc.freeze()  # as in the server: no step waits for a collection of all that was loaded
     if group.is_first:
         pipe([Ready(engine.max_model_len, engine.plan)])
     loop = _ServingLoop(model, engine, group, pipe, requests)

@@ -13,7 +13,6 @@ import torch
 from warpbus.engine.cache_memory import CacheMemory
 from warpbus.engine.drafting import Drafting
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.logits import LogitsRow
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.runner import Runner, SampledTokens
 from warpbus.engine.scheduler import Scheduler, StepBudget, StepPlan
@@ -180,7 +179,7 @@ class StepPipeline:
 
     def _samples_without_host(self) -> bool:
         """The next token of every running sequence can be sampled before the host knows its last one."""
-        return not any(LogitsRow(each).needs_host for each in self.scheduler if each.runner_state.slot >= 0)
+        return not any(each.needs_host for each in self.scheduler if each.runner_state.slot >= 0)
 
     def _restart(self) -> None:
         """Forget launched steps: rely on the tokens that were read, and nothing else."""

@@ -74,6 +74,8 @@ class AnswerReader:
     def read(self, piece: TextPiece) -> AnswerDelta:
         """What the piece adds; a call is added at its end, or at that of an answer that `max_tokens` cuts off."""
         self.finish_reason = piece.finish_reason
+        if self._stream is None and self._thoughts is None:
+            return AnswerDelta("", piece.text)
         self._count_reasoning(piece.token_ids)
         self._find_ends(piece.token_ids)
         found: list[AnswerDelta] = []

@@ -45,18 +45,24 @@ class ChatForm(ChunkForm):
         delta = {"role": "assistant", "content": self._echo, "reasoning_content": None}
         return [self._choice(index, delta) for index in range(len(self._readers))]
 
-    def choices(self, index: int, piece: TextPiece) -> list[Json]:
+    def text_choice(self, index: int, text: str) -> Json:
+        """See `ChunkForm.text_choice`."""
+        return self._choice(index, {"content": text, "reasoning_content": None})
+
+    def choices(self, index: int, piece: TextPiece) -> list[Json | str]:
         """See `ChunkForm.choices`."""
         reader = self._readers[index]
         self._untold[index] += piece.token_ids if self._prompt is not None else ()
         delta = reader.read(piece)
         calls = delta.calls
         logprobs = self._content([piece])
-        found = []
+        found: list[Json | str] = []
         if delta.reasoning:
             thought = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
             found.append(self._choice(index, thought, logprobs=None if delta.text else logprobs))
-        if delta.text or (logprobs is not None and piece.logprobs and not delta.reasoning):
+        if delta.text and logprobs is None and self._prompt is None:
+            found.append(delta.text)
+        elif delta.text or (logprobs is not None and piece.logprobs and not delta.reasoning):
             shown = {"content": delta.text, "reasoning_content": None}
             found.append(self._choice(index, shown, logprobs=logprobs))
         if calls:

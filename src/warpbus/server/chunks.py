@@ -13,6 +13,7 @@ from warpbus.server.failures import body_of
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Json, Usage, new_id
 from warpbus.server.schema import StreamOptions
+from warpbus.server.sse import Event, TextEvents
 
 
 class UsageStyle(Enum):
@@ -47,6 +48,7 @@ class ChunkForm(ABC):
         self._head["system_fingerprint"] = f"warpbus-{warpbus.__version__}"
         self._object, self._chunk = objects
         self._style = style
+        self._text_events: dict[int, TextEvents] = {}  # by the numbers of the answers
 
     @property
     def reasoning_tokens(self) -> int:
@@ -58,8 +60,12 @@ class ChunkForm(ABC):
         """The choices of the first chunks of a stream."""
 
     @abstractmethod
-    def choices(self, index: int, piece: TextPiece) -> list[Json]:
-        """The choices of the chunks of a piece."""
+    def choices(self, index: int, piece: TextPiece) -> list[Json | str]:
+        """The choices of the chunks of a piece; a string stands for `text_choice`."""
+
+    @abstractmethod
+    def text_choice(self, index: int, text: str) -> Json:
+        """The choice of a chunk that adds a text to an answer, and nothing else."""
 
     @abstractmethod
     def choice(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
@@ -70,11 +76,14 @@ class ChunkForm(ABC):
         before = Usage(usage.prompt_tokens)
         return [self._of_chunk([choice], self._every(before)) for choice in self.first_choices()]
 
-    def events(self, index: int, piece: TextPiece, usage: Usage) -> list[Json]:
+    def events(self, index: int, piece: TextPiece, usage: Usage) -> list[Event]:
         """See `Form.events`."""
         choices = self.choices(index, piece)
         so_far = self._every(usage)
-        return [self._of_chunk([choice], so_far) for choice in choices]
+        return [
+            self._text_event(index, choice, so_far) if isinstance(choice, str) else self._of_chunk([choice], so_far)
+            for choice in choices
+        ]
 
     def closing(self, usage: Usage) -> list[Json]:
         """See `Form.closing`."""
@@ -103,6 +112,13 @@ class ChunkForm(ABC):
 
     def _every(self, usage: Usage) -> Json | None:
         return self._counted(usage) if self._style is UsageStyle.EVERY else None
+
+    def _text_event(self, index: int, text: str, usage: Json | None) -> Event:
+        if usage is not None:
+            return self._of_chunk([self.text_choice(index, text)], usage)
+        if index not in self._text_events:
+            self._text_events[index] = TextEvents(lambda mark: self._of_chunk([self.text_choice(index, mark)], None))
+        return self._text_events[index].encode(text)
 
     def _of_chunk(self, choices: list[Json], usage: Json | None) -> Json:
         chunk = {**self._head, "object": self._chunk, "choices": choices}

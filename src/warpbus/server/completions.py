@@ -69,9 +69,15 @@ class TextForm(ChunkForm):
             return []
         return [self._part(index, text) for index, text in enumerate(self._echoes) if text]
 
-    def choices(self, index: int, piece: TextPiece) -> list[Json]:
+    def text_choice(self, index: int, text: str) -> Json:
+        """See `ChunkForm.text_choice`."""
+        return {**self._part(index, text), "stop_reason": None}
+
+    def choices(self, index: int, piece: TextPiece) -> list[Json | str]:
         """See `ChunkForm.choices`."""
-        found = []
+        if self._scores is None and piece.finish_reason is None and not self._body.return_token_ids:
+            return [piece.text] if piece.text else []
+        found: list[Json | str] = []
         if self._scores is not None and self._echoes[index] and piece.prompt_logprobs is not None:
             scores = self._scores[index].json(self._prompt_entries(index, piece))
             found.append({**self._part(index, self._echoes[index]), "logprobs": scores})

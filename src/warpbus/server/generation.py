@@ -11,7 +11,7 @@ import time
 from collections import abc, deque
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -219,7 +219,7 @@ class Generations:
             async with aclosing(model.generate(request.prompt, request.params, request.cache_salt)) as answer:
                 async for piece in answer:
                     if request.silent:
-                        piece = replace(piece, text="", token_ids=(), logprobs=None, finish_reason="length")
+                        piece = piece._replace(text="", token_ids=(), logprobs=None, finish_reason="length")
                     timer.record_piece(piece)
                     if piece.finish_reason == "abort":
                         raise _aborted()
@@ -241,9 +241,7 @@ class _AnswerTimer:
         self._started = self._last = time.monotonic()
         self._first = 0.0
         self._tokens = 0
-        # The lookup of a label takes longer than what follows it.
-        self._between_tokens = metrics.between_tokens.labels(name)
-        self._generation_tokens = metrics.generation_tokens.labels(name)
+        self._token_counts = metrics.token_counts(name)
         metrics.prompt_tokens.labels(name).inc(len(request.prompt))
         metrics.prompt_sizes.labels(name).observe(len(request.prompt))
 
@@ -256,14 +254,11 @@ class _AnswerTimer:
             metrics.queue.labels(name).observe(piece.queue_seconds)
             if self._record.first_token is None:
                 self._record.first_token = now - self._record.started
-        elif count:
-            for _ in range(count):
-                self._between_tokens.observe((now - self._last) / count)
         if count:
+            self._token_counts.record(count, now - self._last if self._tokens else None)
             self._last = now
             self._tokens += count
             self._record.output_tokens += count
-            self._generation_tokens.inc(count)
         if piece.finish_reason in ("stop", "length"):
             metrics.success.labels(name, piece.finish_reason).inc()
             metrics.whole.labels(name).observe(now - self._started)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import math
 import signal
 import socket
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -125,6 +127,7 @@ async def _serve(
         for one in wanted:
             own = replace(service, adapters=one.adapters)
             models.find(one.name).loaded(await start_service(one.directory, own, replicas, progress=progress(one.name)))
+        gc.freeze()  # a collection of all that was loaded would stop the streams for a tenth of a second and more
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())
@@ -196,11 +199,28 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Http(h11.Connection):
+    """Frames the parts of a streamed response itself: h11 takes as long for each as the system call that sends it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._chunked = False
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        if self._chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+            return [b"%x\r\n" % len(event.data), event.data, b"\r\n"] if event.data else []
+        sent = super().send_with_data_passthrough(event)
+        if type(event) is h11.Response:
+            self._chunked = b"Transfer-Encoding: chunked\r\n" in (sent or ())
+        return sent
+
+
 class _LimitedConnection(H11Protocol):
     """A connection; refused if there are too many, and closed if the head of a request does not arrive in time."""
 
     def __init__(self, *, most: int, seconds: float, **others: Any) -> None:
         super().__init__(**others)
+        self.conn = _Http(h11.SERVER)
         self._most = most
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None

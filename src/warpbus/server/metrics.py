@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import abc
+import math
+from bisect import bisect_left
+from collections import abc, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from warpbus.engine.service_model import State
 from warpbus.engine.stats import Stats
@@ -66,15 +70,59 @@ _ENGINE_METRICS = (
 )
 
 
+class TokenCounts:
+    """Counts the generated tokens of one model, and the times between two of them.
+
+    `Counter` and `Histogram` lock and search for each token, which takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._buckets = [0] * (len(_BETWEEN_TOKENS) + 1)
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def record(self, tokens: int, seconds: float | None) -> None:
+        """Record tokens that arrived together, in seconds since those before; None for the first of an answer."""
+        self._tokens += tokens
+        if seconds is not None:
+            self._buckets[bisect_left(_BETWEEN_TOKENS, seconds / tokens)] += tokens
+            self._seconds += seconds
+
+    def export(self, name: str, tokens: CounterMetricFamily, times: HistogramMetricFamily) -> None:
+        """Add the counts of the model `name` to the metrics."""
+        tokens.add_metric([name], self._tokens)
+        bounds = map(floatToGoString, (*_BETWEEN_TOKENS, math.inf))
+        times.add_metric([name], list(zip(bounds, accumulate(self._buckets), strict=True)), self._seconds)
+
+
+class _TokenReadings:
+    """Exports the `TokenCounts` of all models when Prometheus scrapes."""
+
+    def __init__(self) -> None:
+        self.of_models: defaultdict[str, TokenCounts] = defaultdict(TokenCounts)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["model_name"]
+        tokens = CounterMetricFamily(PREFIX + "generation_tokens", "tokens generated", labels=labels)
+        times = HistogramMetricFamily(PREFIX + "inter_token_latency_seconds", "between two tokens", labels=labels)
+        for name, counted in self.of_models.items():
+            counted.export(name, tokens, times)
+        return tokens, times
+
+
 class Metrics:
     """The counters and histograms of one server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._engine = _EngineReadings()
+        self._tokens = _TokenReadings()
         self._registry.register(self._engine)
+        self._registry.register(self._tokens)
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
-        self.generation_tokens = self._counter("generation_tokens", "tokens generated")
         self.success = self._counter("request_success", "answers that came to their end", "finished_reason")
         self.refused = self._counter("request_errors", "requests that ended with an error", "status")
         self.first_token = self._histogram(
@@ -83,13 +131,16 @@ class Metrics:
         self.queue = self._histogram(
             "request_queue_time_seconds", "for which a request waited until it was computed", _FIRST_TOKEN
         )
-        self.between_tokens = self._histogram("inter_token_latency_seconds", "between two tokens", _BETWEEN_TOKENS)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "of an answer, the mean time of its tokens", _BETWEEN_TOKENS
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "from a request to the end of its answer", _WHOLE)
         self.prompt_sizes = self._histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
         self.answer_sizes = self._histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
+
+    def token_counts(self, name: str) -> TokenCounts:
+        """The counts of the tokens of a model."""
+        return self._tokens.of_models[name]
 
     async def text(self, models: Models) -> bytes:
         """All metrics in the text format of Prometheus."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import uuid
 from collections import abc
@@ -28,6 +27,7 @@ from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Model
 from warpbus.server.request_error import RequestError
+from warpbus.server.sse import Event, encode
 
 Json = dict[str, Any]
 
@@ -43,9 +43,9 @@ class Form(Protocol):
         """What ends a stream that has not failed."""
 
     def opening(self, usage: Usage) -> list[Json]:
-        """The first events of a stream; an event that has a `type` is sent under that name."""
+        """The first events of a stream."""
 
-    def events(self, index: int, piece: TextPiece, usage: Usage) -> list[Json]:
+    def events(self, index: int, piece: TextPiece, usage: Usage) -> abc.Sequence[Event]:
         """The events of a piece, which `usage` counts already."""
 
     def closing(self, usage: Usage) -> list[Json]:
@@ -235,7 +235,7 @@ class EventStream(Response):
 
     async def _write(self, send: Send, scope: Scope) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_part(send, _encoded(self._form.opening(self._usage)))
+        await _send_part(send, encode(self._form.opening(self._usage)))
         if self._first is None:
             await _send_part(send, _HEARTBEAT)
         more = True
@@ -249,30 +249,19 @@ class EventStream(Response):
         form, usage = self._form, self._usage
         try:
             found, self._first = self._first or await self._pieces.take(self._heartbeat), None
-            return _HEARTBEAT if found is None else _encoded(form.events(*found, usage)), True
+            return _HEARTBEAT if found is None else encode(form.events(*found, usage)), True
         except StopAsyncIteration:
-            return _encoded(form.closing(usage)) + form.last, False
+            return encode(form.closing(usage)) + form.last, False
         except Exception as error:
             await self._pieces.aclose()
             failure = as_request_error(error, scope["path"])
             record: RequestRecord = scope["state"]["record"]
             record.error = failure.code or failure.kind
-            return _encoded([form.failure(failure, usage)]), False
+            return encode([form.failure(failure, usage)]), False
 
 
 async def _send_part(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _encoded(events: list[Json]) -> bytes:
-    lines = []
-    for event in events:
-        name = f"event: {event['type']}\n" if "type" in event else ""
-        lines.append(f"{name}data: {_to_json(event)}\n\n")
-    return "".join(lines).encode()
 
 
 def new_id(kind: str, separator: str = "-") -> str:

@@ -1,6 +1,5 @@
 """`warpbus serve`: what it refuses before anything is loaded, what it hands on, and what it says."""
 
-import builtins
 import re
 
 import pytest
@@ -108,14 +107,10 @@ def test_a_model_that_is_not_there_ends_the_server(tmp_path):
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
-    plain = builtins.__import__
+    def without(module):
+        raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
 
-    def without(name, *arguments, **options):
-        if name.startswith("warpbus.server"):
-            raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
-        return plain(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("warpbus.cli.serve.load", without)
     result = invoke("demo")
     assert isinstance(result.exception, UsageError)
     assert "pip install 'warpbus[serve]'" in str(result.exception)

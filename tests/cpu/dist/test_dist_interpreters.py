@@ -67,6 +67,19 @@ def test_one_device_needs_none() -> None:
     assert children() == set()
 
 
+def test_one_device_apart_has_a_worker_that_ends_unused() -> None:
+    interpreters.start_early(["cpu"], "json.tool", apart=True)
+    early = children()
+    got: list[tuple[int, int, bool]] = []
+    with Processes(tell, devices=[CPU], receive=got.append, apart=True) as processes:
+        processes.run()
+    assert [{process} for _, process, _ in got] == [early]
+    interpreters.start_early(["cpu"], "json.tool", apart=True)
+    assert len(children()) == 1
+    interpreters.end_early()
+    assert children() == set()
+
+
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise SystemExit(3)", "os.kill(os.getpid(), 9)"])
 def test_none_outlives_the_starting_process_or_makes_noise(end: str) -> None:
     program = (

@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import h11
 import httpx
 import openai
 import pytest
@@ -21,7 +22,7 @@ import trustme
 from serving_fakes import FakeService, Running, until
 
 from warpbus.errors import EngineDiedError, NumericError, QueueFullError, UnavailableError, UsageError
-from warpbus.server.listening import bind
+from warpbus.server.listening import _Http, bind
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
 
@@ -350,3 +351,28 @@ def test_a_signal_lets_answers_finish_and_the_process_ends_well():
             httpx.get(f"{url}/health")
         assert process.wait(90) == 0
         assert process.stdout.read() == "{'done': 1} True\n"
+
+
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1", b"GET / HTTP/1.0", b"HEAD / HTTP/1.1"])
+@pytest.mark.parametrize("headers", [[], [("content-length", "3")], [("connection", "close")]])
+def test_a_response_is_framed_as_h11_does(head, headers):
+    def sent(connection):
+        data = b""
+        for _ in range(2):
+            connection.receive_data(head + b"\r\nhost: a\r\n\r\n")
+            while (
+                connection.next_event() not in (h11.NEED_DATA, h11.PAUSED) and connection.their_state is h11.SEND_BODY
+            ):
+                pass
+            body = [] if head.startswith(b"HEAD") else [b"", b"a", b"", b"bc"]
+            data += connection.send(h11.Response(status_code=200, headers=headers))
+            data += b"".join(connection.send(h11.Data(data=part)) for part in body)
+            data += connection.send(h11.EndOfMessage())
+            if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
+                break
+            connection.start_next_cycle()
+        with pytest.raises(h11.LocalProtocolError):
+            connection.send(h11.Data(data=b"late"))
+        return data
+
+    assert sent(_Http(h11.SERVER)) == sent(h11.Connection(h11.SERVER))
