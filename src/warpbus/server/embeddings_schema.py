@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from warpbus.server.answer_schema import TokenDetails
 from warpbus.server.schema import Body, NamesModel, TokenId, TokenIds
+from warpbus.server.schema_rules import absent, either, given
 
 MOST_TEXTS = 1024
 """Texts of one request; the engine computes them in batches."""
@@ -39,7 +40,7 @@ class ScoreRequest(NamesModel):
     """POST /v1/score: two texts, or one and several; or, as SGLang has it, a query with items and tokens."""
 
     text_1: str | Texts | None = None
-    text_2: str | Texts | None = None
+    text_2: str | Texts | None = Field(None, description="a list: as long as that of text_1, or one text there")
     instruction: str | None = Field(None, description="of a reranker; by default its own")
     query: str | TokenIds | None = None
     items: str | Texts | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)] | None = None
@@ -47,6 +48,17 @@ class ScoreRequest(NamesModel):
     apply_softmax: bool = False
     item_first: bool = False
     truncate_prompt_tokens: Truncation = None
+
+    rules = (
+        either(
+            {"allOf": [given("text_1", "text_2"), absent("query", "items", "label_token_ids")]},
+            {"allOf": [given("query", "items", "label_token_ids"), either(absent("text_1"), absent("text_2"))]},
+        ),
+        either(
+            {"properties": {"text_1": {"type": ["string", "null"]}}},
+            {"properties": {"text_2": {"type": ["array", "null"]}}},
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
