@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from warpbus.server.schema import MOST_PROMPTS, MOST_STOPS, Biases, Body, NamesModel, TokenId, TokenIds
+from warpbus.server.schema import MOST_PROMPTS, MOST_STOPS, Biases, Body, FilledText, NamesModel, TokenId, TokenIds
 from warpbus.server.schema_rules import absent, either, one_of
 
 _UNSUPPORTED = frozenset(
@@ -66,7 +66,9 @@ class NativeSampling(_Refusing):
 class GenerateRequest(NamesModel, _Refusing):
     """POST /generate. Fields that may be lists have one item per prompt then."""
 
-    text: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None = None
+    text: (
+        FilledText | Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None
+    ) = None
     input_ids: (
         Annotated[TokenIds, Field(min_length=1)]
         | Annotated[

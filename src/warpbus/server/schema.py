@@ -50,13 +50,20 @@ _UNSUPPORTED = frozenset(
     )
 )
 
+# The routes refuse a text without tokens.
+FilledText = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 21)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1 << 16)]
+_MOST_TEXTS = 1 << 16
+Choices = Annotated[
+    list[str],
+    Field(fail_fast=True, max_length=_MOST_TEXTS),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": _MOST_TEXTS}),
+]
 
 
 def _few_biases(biases: Any) -> Any:
@@ -423,8 +430,8 @@ class CompletionRequest(Generating):
     """POST /v1/completions."""
 
     prompt: (
-        str
-        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        FilledText
+        | Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[
             list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
