@@ -186,7 +186,7 @@ class ChatMessage(Body):
     audio: None = None
     function_call: None = None
 
-    rules = (
+    rules: ClassVar[tuple[Rule, ...]] = (
         either(given("content"), filled("tool_calls")),
         either(equals("role", "assistant"), {"properties": {"tool_calls": either(NULL, {"maxItems": 0})}}),
     )
@@ -264,7 +264,7 @@ class ResponseFormat(Body):
     structures: list[dict[str, Any]] | None = Field(None, description="of a structural tag: begin, schema and end")
     triggers: list[str] | None = Field(None, description="of a structural tag: the texts that begin a structure")
 
-    rules = (
+    rules: ClassVar[tuple[Rule, ...]] = (
         {"if": equals("type", "json_schema"), "then": given("json_schema"), "else": absent("json_schema")},
         either(equals("type", "json_object"), absent("schema")),
         either(equals("type", "structural_tag"), absent("format", "structures", "triggers")),
@@ -343,7 +343,7 @@ class Generating(NamesModel):
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:ID")
     user: str | None = Field(None, description="not used")
 
-    rules = (
+    rules: ClassVar[tuple[Rule, ...]] = (
         either(absent("stream_options"), equals("stream", True)),
         either(absent("prompt_logprobs"), {"properties": {"stream": {"not": {"const": True}}}}),
     )
@@ -377,7 +377,9 @@ class Templated(Body):
     add_generation_prompt: bool | None = Field(None, description="the prompt ends with what begins an answer")
     continue_final_message: bool | None = Field(None, description="the answer continues the last message")
 
-    rules = ({"not": {"allOf": [equals("add_generation_prompt", True), equals("continue_final_message", True)]}},)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        {"not": {"allOf": [equals("add_generation_prompt", True), equals("continue_final_message", True)]}},
+    )
 
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> Self:
@@ -410,7 +412,7 @@ class ChatRequest(Generating, Templated):
     safety_identifier: str | None = Field(None, description="not used")
     prompt_cache_key: str | None = Field(None, description="not used")
 
-    rules = (either(absent("top_logprobs"), equals("logprobs", True)),)
+    rules: ClassVar[tuple[Rule, ...]] = (either(absent("top_logprobs"), equals("logprobs", True)),)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -447,7 +449,7 @@ class CompletionRequest(Generating):
         None, ge=1, description="refused where it is not n"
     )
 
-    rules = (either(absent("best_of"), {"properties": {"n": {"enum": [1, None]}}}),)
+    rules: ClassVar[tuple[Rule, ...]] = (either(absent("best_of"), {"properties": {"n": {"enum": [1, None]}}}),)
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
@@ -473,7 +475,7 @@ class TokenizeRequest(NamesModel, Templated):
     )
     return_token_strs: bool | None = Field(None, description="the tokens' texts, too")
 
-    rules = (one_of("prompt", "content", "messages"),)
+    rules: ClassVar[tuple[Rule, ...]] = (one_of("prompt", "content", "messages"),)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
