@@ -14,6 +14,7 @@ MOST_TEXTS = 1024
 """Texts of one request; the engine computes them in batches."""
 
 Texts = Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
+Items = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
 Truncation = Annotated[
     int | None, Field(ge=-1, lt=2**31, description="keeps so many tokens of each text's end; -1: all that fit")
 ]
@@ -43,7 +44,7 @@ class ScoreRequest(NamesModel):
     text_2: FilledText | Texts | None = Field(None, description="a list: as long as that of text_1, or one text there")
     instruction: str | None = Field(None, description="of a reranker; by default its own")
     query: str | TokenIds | None = None
-    items: str | Texts | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)] | None = None
+    items: str | Items | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)] | None = None
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1024)] | None = None
     apply_softmax: bool = False
     item_first: bool = False
