@@ -178,7 +178,7 @@ async def other_routes(world: World, draw: random.Random) -> None:
             raise WrongError(f"{route}: {head.status} {await connection.body()!r}")
         if body:
             await connection.ask("POST", "/detokenize", {"tokens": (await decoded(connection))["tokens"]})
-            if (await connection.head()).status == 200 and (back := await decoded(connection)) != {"prompt": text}:
+            if (await connection.head()).status == 200 and (back := (await decoded(connection))["prompt"]) != text:
                 raise WrongError(f"{text} came back as {back}")
             world.note("other routes", "answered")
         else:

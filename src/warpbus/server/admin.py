@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import warpbus
+from warpbus.errors import DeviceError
 from warpbus.models.tokenizers import encode_prompt
 from warpbus.models.tokenizers.facts import tokenizer_facts
 from warpbus.server.answer_schema import (
@@ -31,8 +32,11 @@ from warpbus.server.generation import unless_gone
 from warpbus.server.metrics import CONTENT_TYPE, Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import RETRY_SECONDS, Model, Models
+from warpbus.server.request_error import RequestError
 from warpbus.server.schema import DetokenizeRequest, TokenizeRequest
 from warpbus.server.token_scores import token_text
+
+Device = Annotated[str, Query(json_schema_extra={"pattern": "^(auto|cpu|cuda(:[0-9]+)?)$"})]
 
 
 def add_routes(app: FastAPI, models: Models, metrics: Metrics, options: ServerOptions) -> None:
@@ -184,10 +188,13 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
         return await _change(models, model, asleep=False)
 
     @app.post("/move", **documented(MOVES))
-    async def move(device: str, model: str | None = None) -> dict[str, dict[str, Any]]:
+    async def move(device: Device, model: str | None = None) -> dict[str, dict[str, Any]]:
         """Have a model, or all of them, go on on another GPU of this machine, while they answer. Seconds and bytes."""
         chosen = _chosen(models, model)
-        moved = await asyncio.gather(*[one.service.move(device) for one in chosen])
+        try:
+            moved = await asyncio.gather(*[one.service.move(device) for one in chosen])
+        except DeviceError as error:  # the model stays where it is
+            raise RequestError(409, str(error), param="device", code="no_device") from None
         return {one.name: asdict(each) for one, each in zip(chosen, moved, strict=True)}
 
     @app.get("/is_sleeping", **documented(SleepAnswer))

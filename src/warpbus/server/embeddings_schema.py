@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from warpbus.server.answer_schema import TokenDetails
-from warpbus.server.schema import Body, NamesModel, TokenId, TokenIds
+from warpbus.server.schema import Body, FilledText, NamesModel, TokenId, TokenIds
+from warpbus.server.schema_rules import absent, either, given
 
 MOST_TEXTS = 1024
 """Texts of one request; the engine computes them in batches."""
 
-Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
+Texts = Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
+Items = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
 Truncation = Annotated[
     int | None, Field(ge=-1, lt=2**31, description="keeps so many tokens of each text's end; -1: all that fit")
 ]
@@ -22,7 +24,7 @@ class EmbeddingRequest(NamesModel):
     """POST /v1/embeddings."""
 
     input: (
-        str
+        FilledText
         | Texts
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[
@@ -38,15 +40,26 @@ class EmbeddingRequest(NamesModel):
 class ScoreRequest(NamesModel):
     """POST /v1/score: two texts, or one and several; or, as SGLang has it, a query with items and tokens."""
 
-    text_1: str | Texts | None = None
-    text_2: str | Texts | None = None
+    text_1: FilledText | Texts | None = None
+    text_2: FilledText | Texts | None = Field(None, description="a list: as long as that of text_1, or one text there")
     instruction: str | None = Field(None, description="of a reranker; by default its own")
     query: str | TokenIds | None = None
-    items: str | Texts | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)] | None = None
+    items: str | Items | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_TEXTS)] | None = None
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1024)] | None = None
     apply_softmax: bool = False
     item_first: bool = False
     truncate_prompt_tokens: Truncation = None
+
+    rules = (
+        either(
+            {"allOf": [given("text_1", "text_2"), absent("query", "items", "label_token_ids")]},
+            {"allOf": [given("query", "items", "label_token_ids"), either(absent("text_1"), absent("text_2"))]},
+        ),
+        either(
+            {"properties": {"text_1": {"type": ["string", "null"]}}},
+            {"properties": {"text_2": {"type": ["array", "null"]}}},
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

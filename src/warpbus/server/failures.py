@@ -120,8 +120,10 @@ def response_of(error: RequestError, path: str) -> Response:
 
 def _methods(app: FastAPI, request: Request) -> set[str]:
     """The methods of all routes of a request's path; the routes themselves know each only its own."""
-    found = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return {method for route in found for method in getattr(route, "methods", None) or ()}
+    found = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    # A path of its own, such as /v1/responses/input_tokens, also matches /v1/responses/{name}.
+    own = [route for route in found if getattr(route, "path", None) == request.scope["path"]]
+    return {method for route in own or found for method in getattr(route, "methods", None) or ()}
 
 
 def install(app: FastAPI) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from warpbus.server.schema import MOST_PROMPTS, MOST_STOPS, Body, NamesModel, TokenId, TokenIds, few_biases
+from warpbus.server.schema import MOST_PROMPTS, MOST_STOPS, Biases, Body, FilledText, NamesModel, TokenId, TokenIds
+from warpbus.server.schema_rules import absent, either, one_of
 
 _UNSUPPORTED = frozenset(
     (
@@ -49,9 +50,7 @@ class NativeSampling(_Refusing):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few_biases)] | None = (
-        None
-    )
+    logit_bias: Biases | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
@@ -67,7 +66,9 @@ class NativeSampling(_Refusing):
 class GenerateRequest(NamesModel, _Refusing):
     """POST /generate. Fields that may be lists have one item per prompt then."""
 
-    text: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None = None
+    text: (
+        FilledText | Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None
+    ) = None
     input_ids: (
         Annotated[TokenIds, Field(min_length=1)]
         | Annotated[
@@ -88,6 +89,8 @@ class GenerateRequest(NamesModel, _Refusing):
     stream: bool | None = Field(None, description="events, each with all of the answer so far")
     rid: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = Field(None, description="ids of answers")
     lora_path: str | None = Field(None, description="the name of a served adapter, in the place of model")
+
+    rules = (one_of("text", "input_ids"), either(absent("model"), absent("lora_path")))
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:

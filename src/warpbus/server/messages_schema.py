@@ -17,6 +17,7 @@ from warpbus.server.schema import (
     NamesModel,
     ReasoningEffort,
 )
+from warpbus.server.schema_rules import absent, equals, given
 
 
 class TextBlock(Body):
@@ -108,6 +109,8 @@ class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    rules = ({"if": equals("type", "tool"), "then": given("name"), "else": absent("name")},)
 
     @model_validator(mode="after")
     def _has_name(self) -> Self:

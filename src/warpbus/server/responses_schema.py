@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from warpbus.server.schema import (
     MOST_MESSAGES,
@@ -16,6 +16,7 @@ from warpbus.server.schema import (
     NamesModel,
     ReasoningEffort,
 )
+from warpbus.server.schema_rules import REFUSED, absent, either, equals, given
 
 
 class TextContent(Body):
@@ -102,6 +103,8 @@ class ResponsesTool(Body):
         """It is one of OpenAI's own, which this server does not have."""
         return self.type != "function"
 
+    rules = (either({"properties": {"type": {"not": {"const": "function"}}}}, given("name")),)
+
     @model_validator(mode="after")
     def _has_name(self) -> Self:
         if self.type == "function" and self.name is None:
@@ -132,6 +135,8 @@ class TextFormat(Body):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
+
+    rules = ({"if": equals("type", "json_schema"), "then": given("schema"), "else": absent("schema")},)
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
@@ -176,7 +181,7 @@ class ResponsesRequest(NamesModel):
     prompt_cache_key: str | None = Field(None, description="not used")
     prompt_cache_retention: str | None = Field(None, description="not used")
     max_tool_calls: int | None = Field(None, description="not used: it limits OpenAI's own tools")
-    background: bool | None = Field(None, description="refused if true")
+    background: Annotated[bool | None, WithJsonSchema(REFUSED)] = Field(None, description="refused if true")
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:

@@ -6,11 +6,23 @@ the answer and are not supported are refused by name. All others are unknown: `u
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from warpbus.engine.sampling_params import MOST_BIASES
+from warpbus.server.schema_rules import NULL, Rule, absent, either, equals, filled, given, one_of
 
 MOST_MESSAGES = 2048
 MOST_PARTS = 256
@@ -38,19 +50,53 @@ _UNSUPPORTED = frozenset(
     )
 )
 
+# The routes refuse a text without tokens.
+FilledText = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 21)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Choices = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
+_MOST_TEXTS = 1 << 16
+Choices = Annotated[
+    list[str],
+    Field(fail_fast=True, max_length=_MOST_TEXTS),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": _MOST_TEXTS}),
+]
 
 
-def few_biases(biases: Any) -> Any:
+def _few_biases(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MOST_BIASES:
         raise ValueError(f"it has {len(biases):,} entries: give at most {MOST_BIASES:,}")
     return biases
+
+
+Biases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_few_biases),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,11}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MOST_BIASES,
+        }
+    ),
+]
+
+
+def _takes_integers(annotation: Any) -> bool:
+    return annotation is int or any(_takes_integers(each) for each in get_args(annotation))
+
+
+def _with_integers(value: Any, depth: int = 2) -> Any:
+    """A number, or lists of numbers of this depth, with 1.0 as 1: JSON schema counts it among the integers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
+        return [_with_integers(each, depth - 1) for each in value]
+    return value
 
 
 class Body(BaseModel):
@@ -58,12 +104,36 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """What the schema says of several fields together."""
+
+    _integers: ClassVar[frozenset[str]] = frozenset()
+    """The fields that are integers or lists of them, by the names that requests have for them."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        cls._integers = frozenset(
+            field.alias or name for name, field in cls.model_fields.items() if _takes_integers(field.annotation)
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        described = handler.resolve_ref_schema(found)
+        described["maxProperties"] = _MOST_FIELDS
+        if rules := [rule for kind in cls.__mro__ for rule in vars(kind).get("rules", ())]:
+            described["allOf"] = rules
+        return found
+
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > _MOST_FIELDS:
             raise ValueError(f"it has {len(data):,} fields, and at most {_MOST_FIELDS} can be right")
-        return data
+        return data | {name: _with_integers(data[name]) for name in cls._integers & data.keys()}
 
 
 def unknown_fields(value: Any, path: str = "") -> list[str]:
@@ -115,6 +185,11 @@ class ChatMessage(Body):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        either(given("content"), filled("tool_calls")),
+        either(equals("role", "assistant"), {"properties": {"tool_calls": either(NULL, {"maxItems": 0})}}),
+    )
 
     @property
     def text(self) -> str:
@@ -189,6 +264,12 @@ class ResponseFormat(Body):
     structures: list[dict[str, Any]] | None = Field(None, description="of a structural tag: begin, schema and end")
     triggers: list[str] | None = Field(None, description="of a structural tag: the texts that begin a structure")
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        {"if": equals("type", "json_schema"), "then": given("json_schema"), "else": absent("json_schema")},
+        either(equals("type", "json_object"), absent("schema")),
+        either(equals("type", "structural_tag"), absent("format", "structures", "triggers")),
+    )
+
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -228,9 +309,7 @@ class Generating(NamesModel):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few_biases)] | None = (
-        None
-    )
+    logit_bias: Biases | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
@@ -264,6 +343,11 @@ class Generating(NamesModel):
     return_tokens_as_token_ids: bool | None = Field(None, description="logprobs name tokens as token_id:ID")
     user: str | None = Field(None, description="not used")
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        either(absent("stream_options"), equals("stream", True)),
+        either(absent("prompt_logprobs"), {"properties": {"stream": {"not": {"const": True}}}}),
+    )
+
     @model_validator(mode="after")
     def _asks_for_nothing_else(self) -> Self:
         for name, value in (self.model_extra or {}).items():
@@ -293,6 +377,10 @@ class Templated(Body):
     add_generation_prompt: bool | None = Field(None, description="the prompt ends with what begins an answer")
     continue_final_message: bool | None = Field(None, description="the answer continues the last message")
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        {"not": {"allOf": [equals("add_generation_prompt", True), equals("continue_final_message", True)]}},
+    )
+
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
@@ -304,11 +392,15 @@ class ChatRequest(Generating, Templated):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="the newer name of max_tokens; not both with different values"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="required, or a name, only with a tool in tools that can be called"
+    )
     parallel_tool_calls: bool | None = None
     echo: bool | None = Field(None, description="with continue_final_message: the answer begins with that message")
     include_reasoning: bool | None = Field(None, description="false leaves the thinking out of the answer")
@@ -319,6 +411,8 @@ class ChatRequest(Generating, Templated):
     service_tier: str | None = Field(None, description="not used")
     safety_identifier: str | None = Field(None, description="not used")
     prompt_cache_key: str | None = Field(None, description="not used")
+
+    rules: ClassVar[tuple[Rule, ...]] = (either(absent("top_logprobs"), equals("logprobs", True)),)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -338,8 +432,8 @@ class CompletionRequest(Generating):
     """POST /v1/completions."""
 
     prompt: (
-        str
-        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        FilledText
+        | Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[
             list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
@@ -348,8 +442,14 @@ class CompletionRequest(Generating):
     max_tokens: int | None = Field(None, ge=0, lt=2**31, description="0: nothing is generated")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
-    suffix: str | None = Field(None, description="refused: the models complete at the end only")
-    best_of: int | None = Field(None, ge=1, description="refused where it is not n")
+    suffix: Annotated[str | None, WithJsonSchema(either({"const": ""}, NULL))] = Field(
+        None, description="refused: the models complete at the end only"
+    )
+    best_of: Annotated[int | None, WithJsonSchema(either({"const": 1}, NULL))] = Field(
+        None, ge=1, description="refused where it is not n"
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (either(absent("best_of"), {"properties": {"n": {"enum": [1, None]}}}),)
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
@@ -374,6 +474,8 @@ class TokenizeRequest(NamesModel, Templated):
         None, description="of a text: with those that the model's tokenizer puts around texts, or none"
     )
     return_token_strs: bool | None = Field(None, description="the tokens' texts, too")
+
+    rules: ClassVar[tuple[Rule, ...]] = (one_of("prompt", "content", "messages"),)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

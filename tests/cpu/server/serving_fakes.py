@@ -16,7 +16,7 @@ from reasoning_model import TEMPLATE
 from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
-from warpbus.errors import CheckpointError, ContextLengthError, EngineDiedError, UsageError
+from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, EngineDiedError, UsageError
 from warpbus.models.templates import JinjaTemplate, RoleTokenTemplate
 from warpbus.server.app import create_app
 from warpbus.server.listening import make_server
@@ -243,6 +243,8 @@ class FakeService:
         self.resets += 1
 
     async def move(self, device):
+        if device == "cuda:9":
+            raise DeviceError("device cuda:9: there are 2 GPUs")
         if device != "cuda:1":
             raise UsageError(f"device is {device!r}: give auto, cpu, cuda or cuda:N")
         return Moved(weights=1000, ahead=200, paused=10, preparing=3.5, pause=0.02)

@@ -182,6 +182,8 @@ def test_a_model_moves_to_another_gpu(http):
     refused = http.post("/move", params={"device": "moon"})
     assert (refused.status_code, "device is 'moon'" in refused.json()["error"]["message"]) == (400, True)
     assert http.post("/move").status_code == 400
+    absent = http.post("/move", params={"device": "cuda:9"})
+    assert (absent.status_code, absent.json()["error"]["code"]) == (409, "no_device")
 
 
 def test_the_version(http):

@@ -7,6 +7,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from openapi_spec_validator import validate
+from pydantic import ValidationError
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -16,10 +17,24 @@ from schemathesis.specs.openapi.checks import (
 from serving_fakes import FakeService, Running, qwen_template
 
 from warpbus.server.app import create_app
+from warpbus.server.embeddings_schema import ScoreRequest
+from warpbus.server.generate_schema import GenerateRequest
+from warpbus.server.messages_schema import MessagesRequest
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
+from warpbus.server.responses_schema import ResponsesRequest
+from warpbus.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 
 SCHEMA = create_app(Models()).openapi()
+BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 HELLO = [{"role": "user", "content": "ab"}]
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 CHECKS = (content_type_conformance, response_schema_conformance, status_code_conformance)
@@ -187,7 +202,70 @@ def test_a_move_has_the_fields_that_are_declared(sleepless):
 
 def test_a_wrong_method_names_all_that_the_path_takes(sleepless):
     with sleepless.http() as http:
-        for path, allowed in (("/v1/responses/none", "DELETE, GET"), ("/v1/chat/completions", "POST")):
+        found = {
+            "/v1/responses/none": "DELETE, GET",
+            "/v1/responses/input_tokens": "POST",
+            "/v1/chat/completions": "POST",
+        }
+        for path, allowed in found.items():
             refused = http.request("PUT", path)
             assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
             assert set(allowed.lower().split(", ")) == set(SCHEMA["paths"][path.replace("none", "{name}")])
+
+
+MESSAGE = {"role": "user", "content": "a"}
+TOOL_CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+ANTHROPIC = {"model": "m", "max_tokens": 1, "messages": [MESSAGE]}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "fits"),
+    [
+        ("ChatRequest", {"messages": [{"role": "user"}]}, False),
+        ("ChatRequest", {"messages": [{"role": "user", "content": "a", "tool_calls": [TOOL_CALL]}]}, False),
+        ("ChatRequest", {"messages": [{"role": "assistant", "tool_calls": [TOOL_CALL]}]}, True),
+        ("ChatRequest", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "top_logprobs": 2}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "top_logprobs": 2, "logprobs": True}, True),
+        ("ChatRequest", {"messages": [MESSAGE], "stream_options": {}}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "stream_options": {}, "stream": True}, True),
+        ("ChatRequest", {"messages": [MESSAGE], "prompt_logprobs": 1, "stream": True}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "max_tokens": 3.0, "n": 1e0}, True),
+        ("ChatRequest", {"messages": [MESSAGE], "max_tokens": 3.5}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "response_format": {"type": "json_schema"}}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "response_format": {"type": "text", "schema": {}}}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "response_format": {"type": "json_object", "schema": {}}}, True),
+        ("ChatRequest", {"messages": [MESSAGE], "continue_final_message": True, "add_generation_prompt": True}, False),
+        ("ChatRequest", {"messages": [MESSAGE], **{f"field{at}": 0 for at in range(64)}}, False),
+        ("CompletionRequest", {"prompt": [[1.0, 2], [3]]}, True),
+        ("CompletionRequest", {"prompt": [1, 2.5]}, False),
+        ("CompletionRequest", {"prompt": "a", "suffix": "b"}, False),
+        ("CompletionRequest", {"prompt": "a", "best_of": 2}, False),
+        ("CompletionRequest", {"prompt": "a", "best_of": 1, "n": None}, True),
+        ("TokenizeRequest", {"prompt": "a", "content": "a"}, False),
+        ("TokenizeRequest", {"content": "a"}, True),
+        ("GenerateRequest", {"text": "a", "input_ids": [1]}, False),
+        ("GenerateRequest", {"text": "a", "model": "a", "lora_path": "b"}, False),
+        ("GenerateRequest", {"input_ids": [1.0], "logprob_start_len": 0.0}, True),
+        ("MessagesRequest", {**ANTHROPIC, "tool_choice": {"type": "any", "name": "f"}}, False),
+        ("MessagesRequest", {**ANTHROPIC, "tool_choice": {"type": "tool", "name": "f"}}, True),
+        ("ResponsesRequest", {"model": "m", "input": "a", "background": True}, False),
+        ("ResponsesRequest", {"model": "m", "input": "a", "tools": [{"type": "function"}]}, False),
+        ("ResponsesRequest", {"model": "m", "input": "a", "text": {"format": {"type": "text", "schema": {}}}}, False),
+        ("ScoreRequest", {"text_1": "a"}, False),
+        ("ScoreRequest", {"text_1": ["a"], "text_2": "b"}, False),
+        ("ScoreRequest", {"text_1": "a", "text_2": ["b"]}, True),
+        ("ScoreRequest", {"query": "a", "items": ["b"], "label_token_ids": [1.0]}, True),
+    ],
+)
+def test_the_schema_and_the_server_agree_on_what_is_refused(name, body, fits):
+    definitions = json.loads(json.dumps(SCHEMA["components"]["schemas"]).replace("#/components/schemas/", "#/$defs/"))
+    schema = {"$ref": f"#/$defs/{name}", "$defs": definitions}
+    [kind] = [one for one in BODIES if one.__name__ == name]
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) == fits
+    try:
+        kind.model_validate(body)
+    except ValidationError:
+        assert not fits
+    else:
+        assert fits
