@@ -263,7 +263,7 @@ class Daemon:
             # For the client no reason to give up: it tries again for a while.
             error = ConnectionLostError(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
         elif gone is None or not proof.shows(gone.key):
-            what = "knows nothing of it with this key: it ended long ago, or never was"
+            what = "knows nothing of it with this key: it ended long ago, or with the daemon that had it, or never was"
             error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
         elif gone.address is not None:
             await hang_up(conversation, Kind.MOVED, {"address": gone.address, "final": True})
