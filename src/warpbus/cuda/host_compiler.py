@@ -44,17 +44,18 @@ class CpuVariant:
         return self.needs <= cpu_instructions()
 
 
-def _x86(name: str, macro: str, needs: str, flags: str) -> CpuVariant:
-    return CpuVariant(name, frozenset(needs.split()), (f"-D{macro}", *(f"-m{flag}" for flag in flags.split())))
+def _x86(name: str, macros: str, needs: str, flags: str) -> CpuVariant:
+    defined = (f"-D{macro}" for macro in macros.split())
+    return CpuVariant(name, frozenset(needs.split()), (*defined, *(f"-m{flag}" for flag in flags.split())))
 
+
+_AVX512_NEEDS = "avx512f avx512bw avx512dq avx512vl avx512_vnni fma f16c"
+_AVX512_FLAGS = "avx512f avx512bw avx512dq avx512vl avx512vnni fma f16c"
 
 VARIANTS = (
-    _x86(
-        "avx512-vnni",
-        "LANES_AVX512_VNNI",
-        "avx512f avx512bw avx512dq avx512vl avx512_vnni fma f16c",
-        "avx512f avx512bw avx512dq avx512vl avx512vnni fma f16c",
-    ),
+    # Compilers that do not know AMX would refuse its flags; csrc/cpu/amx.h does without.
+    _x86("amx", "LANES_AVX512_VNNI LANES_AMX", f"{_AVX512_NEEDS} amx_tile amx_int8", _AVX512_FLAGS),
+    _x86("avx512-vnni", "LANES_AVX512_VNNI", _AVX512_NEEDS, _AVX512_FLAGS),
     _x86("avx-vnni", "LANES_AVX_VNNI", "avx2 avx_vnni fma f16c", "avx2 avxvnni fma f16c"),
     _x86("avx2", "LANES_AVX2", "avx2 fma f16c", "avx2 fma f16c"),
     CpuVariant("plain", frozenset(), ()),

@@ -24,7 +24,7 @@ def test_how_many_cases_there_are():
     assert len(ATTENTION.cases(settings(quick=False))) == 4 * (3 + 1) * 3
     assert len(ATTENTION.cases(settings())) == 2 * 3
     assert len(ATTENTION.cases(settings(sizes=(100,), variants=("int8",)))) == 3
-    with pytest.raises(UsageError, match="--variant int3: there is no such variant: choose among .*, int4$"):
+    with pytest.raises(UsageError, match=r"--variant int3: there is no such variant: choose among .*, int4$"):
         ATTENTION.cases(settings(variants=("int3",)))
 
 

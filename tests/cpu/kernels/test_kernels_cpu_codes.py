@@ -13,7 +13,7 @@ from warpbus.qtensor import QTensor, Scheme
 
 HERE = [variant for variant in VARIANTS if variant.runs_here]
 SCHEMES = [
-    f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 8) for group in ("", "-g32", "-g128") for asym in ("", "-asym")
+    f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 5, 6, 8) for group in ("", "-g32", "-g128") for asym in ("", "-asym")
 ]
 BLOCK = 128  # columns that share a scale of x
 
@@ -149,6 +149,20 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(name, variant):
         assert torch.equal(codes_linear(x, packed, gated=gated, variant=variant), together)
         for first, last in ((0, 1), (3, 5), (5, 12), (20, 27)):
             assert torch.equal(codes_linear(x[first:last], packed, gated=gated, variant=variant), together[first:last])
+
+
+@pytest.mark.parametrize("variant", HERE, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("name", ["w4a16-g128-asym", "w2a16-g32", "w3a16", "w5a16", "w6a16-g32", "w8a16"])
+@pytest.mark.parametrize("k", [128, 416])
+def test_many_rows_have_the_bits_of_few(name, k, variant):
+    """Strips of every size: 12 and more rows go through tiles where the CPU has them."""
+    k = 384 if "-g" in name and k > 128 else k
+    weight = random_weight(name, 53, k)
+    packed, x = pack_codes(weight), torch.randn(145, k)
+    few = torch.cat([codes_linear(part, packed, variant=variant) for part in x.split(5)])
+    assert_close(few, exact(x, weight), rounding_bound(x, weight))
+    for rows in (11, 12, 15, 16, 17, 31, 64, 65, 76, 145):
+        assert torch.equal(codes_linear(x[:rows], packed, variant=variant), few[:rows])
 
 
 def test_the_number_of_threads_does_not_matter():

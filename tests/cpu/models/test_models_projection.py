@@ -20,7 +20,7 @@ from warpbus.models import RopeConfig, load_model, placement
 from warpbus.models.layers import LayerNorm, QuantizedLinear, RMSNorm, Rotary, linear, project
 from warpbus.qtensor import QTensor, Scheme
 
-SCHEMES = ["w4a16-g32", "w8a16-g64-asym", "w3a16", "w2a16-g128-asym"]
+SCHEMES = ["w4a16-g32", "w8a16-g64-asym", "w3a16", "w2a16-g128-asym", "w5a16-g64", "w6a16-asym"]
 GENERATOR = torch.Generator().manual_seed(0)
 
 

@@ -85,7 +85,7 @@ class CpuCodes:
 
 def stored_bits(scheme: Scheme) -> int:
     """The bits that a code takes: 2, 4 or 8."""
-    return 4 if scheme.bits == 3 else scheme.bits
+    return {3: 4, 5: 8, 6: 8}.get(scheme.bits, scheme.bits)
 
 
 def pack_codes(weight: QTensor) -> CpuCodes:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError
+from warpbus.kernels.ops.cpu_codes import stored_bits
 from warpbus.kernels.ops.cpu_library import check_operands
 from warpbus.kernels.ops.packed import check_weight_only
 from warpbus.qtensor import QTensor, Scheme, pack, unpack
@@ -77,7 +78,7 @@ class CpuTable:
         """The matrix that was packed."""
         n, k = self.shape
         chunks, groups, chunk = self.scales.shape
-        bits = _stored_bits(self.scheme)
+        bits = stored_bits(self.scheme)
         words = self.table[:, : chunk * bits // 8].contiguous().view(torch.int32)
         codes = unpack(words, bits, chunk).view(chunks, groups, -1, chunk)
         size = k // groups
@@ -95,7 +96,7 @@ def pack_table(weight: QTensor) -> CpuTable | None:
         TensorError: the weight has a w8a8 scheme.
     """
     check_weight_only("pack_table", weight.scheme)
-    bits = _stored_bits(weight.scheme)
+    bits = stored_bits(weight.scheme)
     if _bag(bits) is None:
         return None
     n, k = weight.shape
@@ -182,7 +183,7 @@ def _by_weights(x: Tensor, weight: CpuTable, bias: Tensor | None) -> Tensor:
 
 def _call(weight: CpuTable, indices: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
     """Sums of the table's rows `indices` times `factors`, float32; a bag begins at each of `offsets`."""
-    bag = _bag(_stored_bits(weight.scheme))
+    bag = _bag(stored_bits(weight.scheme))
     if bag is None:
         raise TensorError("table_linear: the weight was packed for another CPU: pack it here")
     return bag(weight.table, indices, offsets, per_sample_weights=factors)
@@ -204,10 +205,6 @@ def _bag(bits: int) -> _Bag | None:
     kind = "byte" if bits == 8 else f"{bits}bit"
     bag: _Bag | None = getattr(torch.ops.quantized, f"embedding_bag_{kind}_rowwise_offsets", None)
     return bag
-
-
-def _stored_bits(scheme: Scheme) -> int:
-    return {3: 4, 5: 8, 6: 8}.get(scheme.bits, scheme.bits)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -23,6 +23,8 @@ inline Floats zero_floats() { return _mm512_setzero_ps(); }
 inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+inline Ints load(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store(uint8_t* p, Ints a) { _mm512_storeu_si512(p, a); }
 inline Ints spread(int32_t a) { return _mm512_set1_epi32(a); }
 inline Floats spread(float a) { return _mm512_set1_ps(a); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }

@@ -5,17 +5,32 @@
 // bits of these bytes are one such vector, the bits above them the vector of the next four columns, and so on.
 //
 // Activations are cut at the same places, into blocks of at most 128 columns of one group: each block of a row has a
-// scale (largest magnitude / 127), int8 codes, and the codes' sum. Rows come in strips of 8, 4, 2 or 1; in a strip, each
-// row's four columns follow the row's before: [columns / 4][rows of the strip][4].
+// scale (largest magnitude / 127), int8 codes, and the codes' sum. Rows come in strips, which are multiplied at once. In a
+// strip, each row's run of columns follows the row's before: [columns / run][rows of the strip][run]. A run is 4 columns,
+// or a row of an AMX tile.
 #pragma once
 
 #include <cstdint>
+
+#include "cpu/amx.h"
 
 constexpr int kTile = 16;    // rows of the matrix
 constexpr int kVector = 64;  // bytes of a tile's vector
 constexpr int kBlock = 128;  // columns of a block of activations
 constexpr int kPadding = 16;
-constexpr int kStrip = 8;  // rows of activations, at most
+constexpr int kRun = 4;  // columns of a run, without AMX
+#if defined(LANES_AMX)
+constexpr int kTileRows = 16;
+constexpr int kFewestTileRows = 12;  // fewer are as fast without
+constexpr int kStrip = 64;          // rows of activations, at most
+#else
+constexpr int kStrip = 8;
+#endif
+
+// Rows that are multiplied at once, and the columns of their runs.
+struct Strip {
+    int rows, run;
+};
 
 // Shared with Python: warpbus/kernels/ops/cpu_codes.py.
 struct Matrix {
@@ -44,9 +59,22 @@ struct Matrix {
         own.zeros = zeros ? zeros + number * per_expert : nullptr;
         return own;
     }
+
+    // The strip that begins at row `first` of the rows up to `end`.
+    Strip strip(int64_t first, int64_t end) const {
+        const int64_t left = end - first;
+#if defined(LANES_AMX)
+        if (left >= kFewestTileRows && has_tiles()) {
+            const int run = padded_group() % 64 == 0 ? 64 : padded_group() % 32 == 0 ? 32 : kPadding;
+            const int64_t whole = left / kTileRows * kTileRows;
+            return {static_cast<int>(whole == 0 ? left : whole < kStrip ? whole : kStrip), run};
+        }
+#endif
+        return {left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1, kRun};
+    }
 };
 
-// Quantized rows; `Activations::at` finds a strip.
+// Quantized rows. A strip whose first row is `first` begins at codes + first * columns.
 struct Activations {
     int8_t* codes;   // [rows * padded columns]
     float* scales;   // [rows * blocks], in a strip [blocks][rows]
@@ -54,9 +82,3 @@ struct Activations {
     int64_t columns;  // padded
     int64_t blocks;
 };
-
-// The rows of the strip that begins at row `first` of `rows`.
-inline int64_t strip_rows(int64_t first, int64_t rows) {
-    const int64_t left = rows - first;
-    return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-}

@@ -50,16 +50,16 @@ void multiply_panel(
     for (int i = 0; gates && i < own * kParts; ++i) vectors[count++] = (all + first_tile) * kParts + i;
     const int64_t column = first_tile * kTile;
     const int64_t results = columns - column < own * kTile ? columns - column : own * kTile;
-    float products[kStrip * kMostTiles * kTile];
+    alignas(64) float products[kStrip * kMostTiles * kTile];
     for (int64_t first = begin; first < end;) {
-        const int rows = static_cast<int>(strip_rows(first, end));
-        multiply(w, vectors, count, x, first, rows, products);
-        for (int r = 0; r < rows; ++r) {
+        const Strip strip = w.strip(first, end);
+        multiply(w, vectors, count, x, first, strip, products);
+        for (int r = 0; r < strip.rows; ++r) {
             float* of_row = products + r * count * kLanes;
             if (gates) gated(of_row, of_row + own * kTile, own * kTile, of_row);
             write(first + r, column, of_row, results);
         }
-        first += rows;
+        first += strip.rows;
     }
 }
 
@@ -73,6 +73,10 @@ inline void quantize_in_strip(
     const Matrix& w, const float* x, const Activations& to, int64_t begin, int64_t end, int64_t row
 ) {
     int64_t first = begin;
-    while (first + strip_rows(first, end) <= row) first += strip_rows(first, end);
-    quantize_row(w, x, to, first, static_cast<int>(strip_rows(first, end)), static_cast<int>(row - first));
+    Strip strip = w.strip(first, end);
+    while (first + strip.rows <= row) {
+        first += strip.rows;
+        strip = w.strip(first, end);
+    }
+    quantize_row(w, x, to, first, strip, static_cast<int>(row - first));
 }

@@ -6,6 +6,8 @@
 
 #include "cpu/lanes.h"
 #include "cpu/matrix.h"
+#include "cpu/scales.h"
+#include "cpu/tiles.h"
 
 constexpr int kParts = kTile / kLanes;  // vectors of a tile
 
@@ -26,12 +28,6 @@ inline void multiply_block(const uint8_t* const* codes, const int8_t* x, int64_t
             }
         }
     }
-}
-
-inline Floats load_scales(const Matrix& w, int64_t at) {
-    if (w.scale_type == 0) return load(static_cast<const float*>(w.scales) + at);
-    const uint16_t* halves = static_cast<const uint16_t*>(w.scales) + at;
-    return w.scale_type == 1 ? from_bfloat16(halves) : from_float16(halves);
 }
 
 // The products of a strip and vectors of some tiles: out[row][vector][lane].
@@ -116,9 +112,12 @@ void multiply_rows(const Matrix& w, const int64_t* vectors, int count, const Act
 
 template <int kBits>
 void multiply_bits(
-    const Matrix& w, const int64_t* vectors, int count, const Activations& x, int64_t first, int rows, float* out
+    const Matrix& w, const int64_t* vectors, int count, const Activations& x, int64_t first, Strip strip, float* out
 ) {
-    switch (rows) {
+#if defined(LANES_AMX)
+    if (strip.run != kRun) return multiply_by_tiles<kBits>(w, vectors, count, x, first, strip, out);
+#endif
+    switch (strip.rows) {
         case 1: return multiply_rows<kBits, 1>(w, vectors, count, x, first, out);
         case 2: return multiply_rows<kBits, 2>(w, vectors, count, x, first, out);
         case 4: return multiply_rows<kBits, 4>(w, vectors, count, x, first, out);
@@ -128,11 +127,11 @@ void multiply_bits(
 
 // Strips of rows times a list of vectors: out[row of the strip][vector][lane].
 inline void multiply(
-    const Matrix& w, const int64_t* vectors, int count, const Activations& x, int64_t first, int rows, float* out
+    const Matrix& w, const int64_t* vectors, int count, const Activations& x, int64_t first, Strip strip, float* out
 ) {
-    if (w.bits == 2) return multiply_bits<2>(w, vectors, count, x, first, rows, out);
-    if (w.bits == 4) return multiply_bits<4>(w, vectors, count, x, first, rows, out);
-    return multiply_bits<8>(w, vectors, count, x, first, rows, out);
+    if (w.bits == 2) return multiply_bits<2>(w, vectors, count, x, first, strip, out);
+    if (w.bits == 4) return multiply_bits<4>(w, vectors, count, x, first, strip, out);
+    return multiply_bits<8>(w, vectors, count, x, first, strip, out);
 }
 
 // silu(gate) * up, for whole vectors

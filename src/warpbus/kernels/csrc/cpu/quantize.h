@@ -33,11 +33,12 @@ inline void normalize(const float* x, const float* weight, float eps, int64_t si
     for (int64_t i = 0; i < size; ++i) normed[i] = x[i] * factor * weight[i];
 }
 
-// Quantize row `at` of a strip of `rows`.
+// Quantize row `at` of a strip whose first row is `first`.
 //
 // A block with an element that is infinite or NaN gets the scale NaN, so that the results are NaN.
-inline void quantize_row(const Matrix& w, const float* x, const Activations& to, int64_t first, int rows, int at) {
-    int8_t* codes = to.codes + first * to.columns + 4 * at;
+inline void quantize_row(const Matrix& w, const float* x, const Activations& to, int64_t first, Strip strip, int at) {
+    const int64_t rows = strip.rows, run = strip.run;
+    int8_t* codes = to.codes + first * to.columns + run * at;
     float* scales = to.scales + first * to.blocks + at;
     int32_t* sums = to.sums + first * to.blocks + at;
     const int64_t per_group = w.blocks_of_group(), padded = w.padded_group();
@@ -67,8 +68,8 @@ inline void quantize_row(const Matrix& w, const float* x, const Activations& to,
             sum += rounded[i];
         }
         int8_t* out = codes + (group * padded + begin) * rows;
-        for (int64_t i = 0; i < width; i += 4) {
-            for (int j = 0; j < 4; ++j) out[i * rows + j] = static_cast<int8_t>(rounded[i + j]);
+        for (int64_t i = 0; i < width; i += run) {
+            for (int64_t j = 0; j < run; ++j) out[i * rows + j] = static_cast<int8_t>(rounded[i + j]);
         }
         scales[block * rows] = finite ? magnitude / 127.0f : NAN;
         sums[block * rows] = sum;
