@@ -525,7 +525,7 @@ def test_a_move_to_a_machine_that_cannot_be_reached(served, peers, control, monk
         return f"warpbus://127.0.0.1:{_free_port()}"
 
     monkeypatch.setattr(peers.daemon.host, "receive", elsewhere)
-    with pytest.raises(PoolError, match="stays: .* cannot be reached"):
+    with pytest.raises(PoolError, match=r"stays: .* cannot be reached"):
         control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=60)
     assert say_hello(served.address, granted)[2]["gpu"] == "mill/0"
     control.ask("release", {"lease": granted["lease"]})

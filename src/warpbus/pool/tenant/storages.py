@@ -295,7 +295,7 @@ class Storages:
 
     def check_all_new(self, handles: Collection[int]) -> None:
         """The same of handles that come to stand for something together, or not at all."""
-        possible = 0 <= min(handles, default=0) and max(handles, default=0) < MAX_HANDLE
+        possible = min(handles, default=0) >= 0 and max(handles, default=0) < MAX_HANDLE
         if not possible or not self.live.keys().isdisjoint(handles):
             for handle in handles:
                 self.check_new(handle)
