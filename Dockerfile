@@ -8,8 +8,9 @@
 ARG CUDA=13.0.2
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04
 
+# g++ compiles the kernels of the CPU, for models and experts that run there.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3 python3-venv \
+    && apt-get install --yes --no-install-recommends g++ python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 warpbus \
     && install --directory --owner warpbus /models /cache

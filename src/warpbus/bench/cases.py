@@ -209,7 +209,7 @@ def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, d
     """
     for name in ("variants", "dtype", "shape", "profile"):
         if getattr(settings, name) and name not in benchmark.takes:
-            raise UsageError(f"bench {benchmark.name} has no --{name.removesuffix('s')}: leave it away")
+            raise UsageError(f"bench {benchmark.name} has no --{name.removesuffix('s')}: leave it out")
     if benchmark.needs_gpu and not settings.on_gpu:
         raise DeviceError(
             f"bench {benchmark.name}: needs an NVIDIA GPU, and this runs on the CPU: see what warpbus doctor says"

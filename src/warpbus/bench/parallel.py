@@ -45,7 +45,7 @@ def _cases(run: Run, work: ParallelBenchOptions, progress: Progress) -> list[Tas
         if value is not None and value < least:
             raise UsageError(f"--{option} {value}: it has to be at least {least}")
     if run.device.index:
-        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number away")
+        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number out")
     config = shapes[shape].resized(num_layers=work.layers)
     most = torch.cuda.device_count() if run.on_gpu else SHARES
     counts = work.counts or tuple(count for count in (1, 2, 4, 8) if count <= (most if run.on_gpu else 2))

@@ -57,7 +57,7 @@ def _cases(run: Run, work: QuantizeBenchOptions, progress: Progress) -> list[Tas
         if value is not None and value < 1:
             raise UsageError(f"--{option} {value}: it has to be at least 1")
     if run.device.index:
-        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number away")
+        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number out")
     most = min(SHARES, torch.cuda.device_count() if run.on_gpu else SHARES)
     counts = work.counts or tuple(sorted({1, most if run.on_gpu else 2}))
     for count in counts:

@@ -91,9 +91,9 @@ def _cases(run: Run, work: ServingBenchOptions, progress: Progress) -> list[Task
         raise UsageError("--url and --serve: give one of them")
     over_http = work.url is not None or work.serve is not None
     if over_http and work.fp8_activations:
-        raise UsageError("--fp8-activations: a server has its own options: leave it away")
+        raise UsageError("--fp8-activations: a server has its own options: leave it out")
     if over_http and work.shape is not None:
-        raise UsageError("--shape: a server has its own model: leave it away")
+        raise UsageError("--shape: a server has its own model: leave it out")
     shapes = {**SHAPES, SMALL: SMALL_SHAPE}
     shape = work.shape or ("chatglm2-6b" if run.on_gpu else SMALL)
     if shape not in shapes:

@@ -71,7 +71,9 @@ def first_model(url: str) -> Served:
         except httpx.HTTPError as error:
             raise DeviceError(f"--url {url}: no server answers there ({error}): start one with warpbus serve") from None
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise DataError(f"--url {url}: what answers there has no list of models: name a server's address") from None
+            raise DataError(
+                f"--url {url}: the program that answers has no list of models: give the address of a server"
+            ) from None
 
 
 def drive(url: str, model: str, load: Load) -> Figures:

@@ -50,7 +50,7 @@ def _cases(run: Run, work: TrainBenchOptions, progress: Progress) -> list[Task]:
     config = shape_named(shape, work.layers)
     variants = chosen(run, shape)
     if run.device.index:
-        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number away")
+        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number out")
     length = work.length or (_LENGTH if run.on_gpu else _SHORT_LENGTH)
     numbers = (("layers", work.layers), ("length", length), ("rows", work.rows), ("recompute", work.recompute or None))
     for option, value in numbers:

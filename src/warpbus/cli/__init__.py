@@ -84,13 +84,19 @@ def command(
     """
 
 
+def _leave_garbage() -> None:
+    """Let the end of the process skip the garbage collection, unless Triton is loaded, which prints what is left."""
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
 def main() -> None:
     """Run the command; a `WarpbusError` becomes one line on stderr and its exit code."""
     # torch's CPU threads spin while they wait for each other. Where anything else runs on the cores, or they are
     # virtual, that makes small operations ten times slower. libgomp reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # When it ends, Python looks for garbage among all that torch has made: half a second for nothing.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_garbage)
     language = language_of_locale()
     use_language(language)
     try:

@@ -14,7 +14,7 @@ from warpbus.figures.theme import QUIET, SERIES, caption, footer, paper, said, s
 from warpbus.train.results import CURVE, LOG, SUMMARY
 
 _SMOOTHED_FROM = 30  # steps; fewer are drawn as they are
-_SMOOTHING = 0.97  # of the loss: the weight of all earlier steps
+_SMOOTHED_PART = 1 / 40  # of a run: the steps that an average of the loss covers; more would lag behind it
 
 
 def draw_training(output: Path) -> Path:
@@ -126,8 +126,9 @@ def _of(log: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]
 def _smoothed(values: Sequence[float]) -> list[float]:
     """An exponential average, corrected for its start."""
     average, total, smoothed = 0.0, 0.0, []
+    weight = 1 / max(5.0, _SMOOTHED_PART * len(values))  # of the newest
     for value in values:
-        average = _SMOOTHING * average + (1 - _SMOOTHING) * value
-        total = _SMOOTHING * total + (1 - _SMOOTHING)
+        average = (1 - weight) * average + weight * value
+        total = (1 - weight) * total + weight
         smoothed.append(average / total)
     return smoothed

@@ -104,7 +104,7 @@ def _experts(axis: Axes, tokens: dict[int, tuple[int, ...]]) -> None:
     axis.set_xlabel(said("expert"))
     axis.set_ylabel(said("layer"))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.figure.colorbar(drawn, ax=axis, fraction=0.05)
+    axis.figure.colorbar(drawn, ax=axis, fraction=0.05, format="{x:,.0f}")
 
 
 def _stages(axis: Axes, stages: dict[str, float]) -> None:

@@ -129,7 +129,8 @@ def _measures(evaluations: Sequence[Evaluation]) -> list[Measure]:
     if all(e.accuracy is not None for e in evaluations):
         correct = [100 * (e.accuracy or 0.0) for e in evaluations]
         measures.append(Measure("choices correct (%)", correct, "{:.1f}"))
-    measures.append(Measure("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:,.1f}"))
+    unit, size_of = ("GB", 1e9) if max(e.disk_bytes for e in evaluations) >= 1e9 else ("MB", 1e6)
+    measures.append(Measure(f"size on disk ({unit})", [e.disk_bytes / size_of for e in evaluations], "{:,.1f}"))
     if all(e.tokens_per_second is not None for e in evaluations):
         measures.append(Measure("decoding (tokens/s)", [e.tokens_per_second for e in evaluations], "{:,.0f}"))
     return measures

@@ -77,7 +77,9 @@ def layout_named(name: str) -> WritableLayout:
     try:
         return WRITABLE[name]
     except KeyError:
-        raise UsageError(f"format {name!r}: expected one of {', '.join(WRITABLE)}") from None
+        raise UsageError(
+            f"format {name!r}: expected one of {', '.join(WRITABLE)}; GGUF is written by warpbus convert"
+        ) from None
 
 
 def layout_of(config: Config) -> Layout | None:

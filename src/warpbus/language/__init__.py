@@ -34,8 +34,11 @@ class Catalogue(gettext.NullTranslations):
         super().__init__()
         self.entries = dict(entries)
         templates = [text for text in self.entries if _PLACEHOLDER.search(text)]
-        # The template with most text of its own is the one that is meant.
-        self._templates = sorted(templates, key=lambda text: -len(_PLACEHOLDER.sub("", text)))
+        # The template with most text of its own is the one that is meant. Its longest piece rules it out fastest.
+        self._templates = [
+            (max(_PLACEHOLDER.split(text)[::2], key=len), text)
+            for text in sorted(templates, key=lambda text: -len(_PLACEHOLDER.sub("", text)))
+        ]
 
     def gettext(self, message: str) -> str:
         """The translation, line by line if there is none of the whole, or the message itself. Blanks around it stay."""
@@ -45,14 +48,16 @@ class Catalogue(gettext.NullTranslations):
         inner = message.strip()
         if inner != message:
             return message.replace(inner, self.gettext(inner), 1) if inner else message
-        for template in self._templates:
-            pieces, pattern = _pattern(template)
-            if all(piece in message for piece in pieces) and (match := pattern.fullmatch(message)):
+        for longest, template in self._templates:
+            if longest in message and (match := _pattern(template).fullmatch(message)):
                 return _filled(
                     self.entries[template], [self.gettext(value) if " " in value else value for value in match.groups()]
                 )
         if "\n" in message:
             return "\n".join(map(self.gettext, message.split("\n")))
+        place, _, text = message.partition(": ")
+        if text and " " not in place and (chinese := self.gettext(text)) != text:  # such as "poems.jsonl:3: no text"
+            return f"{place}：{chinese}"
         return message
 
 
@@ -61,13 +66,13 @@ def _filled(template: str, values: list[str]) -> str:
 
 
 @cache
-def _pattern(template: str) -> tuple[list[str], re.Pattern[str]]:
-    """The text of a template between its placeholders, and an expression that finds their values."""
+def _pattern(template: str) -> re.Pattern[str]:
+    """An expression that finds the values of a template's placeholders."""
     pieces = _PLACEHOLDER.split(template)[::2]
     if len(re.findall(r"[^\W\d_]", "".join(pieces))) < _LEAST_LETTERS:
         raise ValueError(f"{template!r} would fit nearly every text")
     value = r"([-+\d.,]+)" if _COUNTED.fullmatch(template) else "(.*?)"
-    return [piece for piece in pieces if piece], re.compile(value.join(map(re.escape, pieces)), re.DOTALL)
+    return re.compile(value.join(map(re.escape, pieces)), re.DOTALL)
 
 
 def read_catalogue(text: str) -> dict[str, str]:

@@ -176,6 +176,13 @@ def _added(
     return residual + output_norm(project(sublayer.output, inner))
 
 
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Draw the weights, except of a model without memory: torch would import its compiler for that, a second."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Decoder(nn.Module):
     """Computes logits from tokens; `hidden` and `logits` are separate so that a caller computes only those it needs.
 
@@ -192,7 +199,7 @@ class Decoder(nn.Module):
         self.group: Group | None = None
         self.kv_scales: KVScales | None = None
         self.rotary = Rotary(config.rope)
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(make_layer(spec, config.rope) for spec in config.all_layers)
         self.final_norm = make_norm(config.norm, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

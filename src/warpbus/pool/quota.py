@@ -24,7 +24,7 @@ class Quota:
 
     def __post_init__(self) -> None:
         if self.memory <= 0:
-            raise UsageError(f"memory is {self.memory} bytes: give more than none")
+            raise UsageError(f"memory is {self.memory} bytes: give more than 0")
         if not 0 < self.share <= 1:
             raise UsageError(f"share is {self.share}: give a part of the GPU above 0 and at most 1, such as 0.25")
 

@@ -170,8 +170,8 @@ def quantize(
         plan = prepare(Path(model), Path(output), schemes, layout, head=head, kv_cache=cached)
         if not suits(algorithm, plan.config):
             raise UsageError(
-                f"{algorithm} moves factors of a matrix' inputs into what precedes it, and the blocks of {model} "
-                f"({plan.config.family}) do not allow that: use gptq, or rtn"
+                f"{algorithm} moves factors of a matrix's inputs into the operation before it, which the blocks of "
+                f"{model} ({plan.config.family}) do not allow: use gptq, or rtn"
             )
         data = None
         if algorithm in METHODS:
@@ -226,7 +226,7 @@ def check_arguments(
         check_head(Scheme.parse(options.head), options.layout)
         if any(each.element is not None for each in schemes.distinct()):
             raise UsageError(
-                f"--head {options.head}: not beside layers in FP4 or of trellises, with which no program reads it"
+                f"--head {options.head}: layers in FP4 or trellis codes exclude it: no program reads such a model"
             )
     if options.kv_cache is not None:
         cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS

@@ -72,7 +72,9 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
     spec = layer.spec.matrix(linear)
     target = spec.folds_into
     if target is None:
-        raise UsageError(f"{linear}: in this model no factor can be moved into what precedes it: use gptq or rtn")
+        raise UsageError(
+            f"{linear}: in this model no factor can be moved into the operation before it: use gptq or rtn"
+        )
     if norm := layer.spec.shared_norm(spec):
         raise UsageError(f"{linear}: other parameters read {norm}, too: fold the same factors into all of them")
     module = layer.get_submodule(linear)

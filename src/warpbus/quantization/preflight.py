@@ -240,7 +240,7 @@ def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, layout: str, *, cali
         raise UsageError(f"format {layout} holds no scales of a KV cache: use {_HEAD_LAYOUT}, or drop --kv-cache")
     if any(each.element is not None for each in schemes.distinct()):
         raise UsageError(
-            f"--kv-cache {scheme}: not beside layers in FP4 or of trellises, with which Warpbus does not read it"
+            f"--kv-cache {scheme}: layers in FP4 or trellis codes exclude it: Warpbus does not read such a model"
         )
 
 

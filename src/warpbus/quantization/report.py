@@ -268,7 +268,7 @@ class Report:
 
     @property
     def prices_text(self) -> str:
-        units = {"gpu_hour": "a GPU-hour", "kwh": "a kWh"}
+        units = {"gpu_hour": "per GPU-hour", "kwh": "per kWh"}
         return " and ".join(f"{price:g} {units[name]}" for name, price in self.prices.items())
 
     @property

@@ -65,6 +65,6 @@ def check_model(checkpoint: Checkpoint, expected: str) -> None:
     """
     if model_hash(checkpoint) != expected:
         raise CheckpointError(
-            f"{checkpoint.directory}: on {socket.gethostname()} this is not the model that it is where the command was "
-            "given: config.json or the sizes of the weights differ: put it where all machines see the same files"
+            f"{checkpoint.directory}: the model on {socket.gethostname()} is not the one on the machine of the command "
+            "(config.json or the sizes of the weights differ): put it where all machines see the same files"
         )

@@ -375,7 +375,7 @@ def test_a_server_that_does_not_answer_is_an_error_in_one_line(server, fault, sa
 
 def test_no_server(server):
     server.fault = "no list"
-    with pytest.raises(DataError, match="what answers there has no list of models"):
+    with pytest.raises(DataError, match="the program that answers has no list of models"):
         serving_http.first_model(server.url)
     with pytest.raises(DeviceError, match=r"--url http://127.0.0.1:9: no server answers there"):
         serving_http.first_model("http://127.0.0.1:9")

@@ -81,9 +81,9 @@ def test_without_a_gpu_one_line_says_so(name, tmp_path):
 def test_what_cannot_be(tmp_path):
     with pytest.raises(UsageError, match="--dtype float32: give float16 or bfloat16"):
         invoke("gemm", "--dtype", "float32", "--output", tmp_path)
-    with pytest.raises(UsageError, match="bench vector-add has no --dtype: leave it away"):
+    with pytest.raises(UsageError, match="bench vector-add has no --dtype: leave it out"):
         invoke("vector-add", "--dtype", "float16", "--output", tmp_path)
-    with pytest.raises(UsageError, match="bench gemv has no --variant: leave it away"):
+    with pytest.raises(UsageError, match="bench gemv has no --variant: leave it out"):
         invoke("gemv", "--variant", "fast", "--output", tmp_path)
     with pytest.raises(UsageError, match="--size -1"):
         invoke("matmul", "--size", -1, "--output", tmp_path)

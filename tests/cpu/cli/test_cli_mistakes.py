@@ -119,3 +119,14 @@ def test_a_daemon_suggests_a_lease_that_it_can_give(largest, memory, monkeypatch
     monkeypatch.setattr(pool_serving, "Console", lambda **given: Console(**given | {"file": written, "stderr": False}))
     pool_serving._greet("warpbus://localhost:7700", SimpleNamespace(name="mill"), largest)
     assert f'gpu = warpbus.pool.connect("warpbus://localhost:7700", memory="{memory}")' in written.getvalue()
+
+
+def test_triton_finds_its_objects_collected_at_the_end(monkeypatch):
+    """It prints those that are left, pages of them, below what a command says."""
+    frozen = []
+    monkeypatch.setattr(cli.gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    cli._leave_garbage()
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    cli._leave_garbage()
+    assert frozen == [True]

@@ -13,7 +13,10 @@ from warpbus.qtensor import QTensor, Scheme
 
 HERE = [variant for variant in VARIANTS if variant.runs_here]
 SCHEMES = [
-    f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 5, 6, 8) for group in ("", "-g32", "-g128") for asym in ("", "-asym")
+    f"w{bits}a16{group}{asym}"
+    for bits in (2, 3, 4, 5, 6, 8)
+    for group in ("", "-g32", "-g128")
+    for asym in ("", "-asym")
 ]
 BLOCK = 128  # columns that share a scale of x
 

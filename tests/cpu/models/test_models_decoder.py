@@ -1,5 +1,7 @@
 """The shared decoder where transformers has no counterpart: packed documents, fresh weights, quantized layers."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -130,3 +132,18 @@ def test_quantized_linear_is_the_linear_of_its_weight() -> None:
     torch.testing.assert_close(layer(x), x @ matrix.dequantize().T + bias)
     assert set(layer.state_dict()) == {"qweight", "scales", "bias"}
     assert torch.equal(layer.weight.codes(), codes.to(torch.uint8))
+
+
+def test_a_model_without_memory_imports_no_compiler() -> None:
+    """Its import takes longer than that of all else that a small model needs."""
+    program = """
+import sys, torch
+from warpbus.demo import model_path
+from warpbus.formats import Checkpoint
+from warpbus.models import Decoder, read_config
+with torch.device("meta"):
+    Decoder(read_config(Checkpoint(model_path(), weights=False)))
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -29,7 +29,7 @@ def test_no_part_of_a_gpu(share):
 
 
 def test_no_memory():
-    with pytest.raises(UsageError, match="give more than none"):
+    with pytest.raises(UsageError, match="give more than 0"):
         Quota.parse(0)
 
 

@@ -50,7 +50,7 @@ def test_the_summary_is_one_line():
     assert gpu_report(resumed_layers=2).priced(gpu_hour=2.0, kwh=0.5).summary() == (
         "models/poet-w4: 40.0 MB -> 12.0 MB in 6.5 s on 4 x NVIDIA H200, going on after layer 1, peak memory 0.50 GB, "
         "7.00 GB on the GPU, 7200.0 GPU-seconds, energy 10,800.00 kJ (3,000.00 Wh), "
-        "cost about 5.5 at 2 a GPU-hour and 0.5 a kWh"
+        "cost about 5.5 at 2 per GPU-hour and 0.5 per kWh"
     )
     assert "energy not measured" in gpu_report(energy_joules=None).summary()
     assert " on 2 x A and B, " in gpu_report(devices=("A", "B", "A")).summary()
@@ -69,7 +69,7 @@ def test_cost_is_computed_from_prices_that_are_given():
 def test_an_unknown_cost_is_no_guess():
     unmeasured = gpu_report(energy_joules=None).priced(gpu_hour=2.5, kwh=0.25)
     assert unmeasured.cost is None
-    assert unmeasured.summary().endswith("cost not known: energy not measured at 2.5 a GPU-hour and 0.25 a kWh")
+    assert unmeasured.summary().endswith("cost not known: energy not measured at 2.5 per GPU-hour and 0.25 per kWh")
     without = make_report().priced(gpu_hour=2.5)
     assert without.cost is None
     assert without.cost_text == "not known: no GPU"

@@ -26,7 +26,7 @@ def checked_gpus(host: str, gpus: Iterable[PoolGpu]) -> dict[str, PoolGpu]:
         if (gpu.name, gpu.host) != (f"{host}/{gpu.index}", host) or gpu.index < 0:
             raise UsageError(f"host {host} offers GPU {gpu.name} of {gpu.host}: expected {host}/{gpu.index}")
         if gpu.memory <= 0:
-            raise UsageError(f"{gpu.name} offers {gpu.memory} bytes: offer more than none, or leave it out")
+            raise UsageError(f"{gpu.name} offers {gpu.memory} bytes: offer more than 0, or leave it out")
         if not 1 <= gpu.oversubscribe <= MOST_OVERSUBSCRIBED:
             raise UsageError(f"{gpu.name} is oversubscribed {gpu.oversubscribe}: give 1 to {MOST_OVERSUBSCRIBED:g}")
         if unknown := set(gpu.links) - set(offered):

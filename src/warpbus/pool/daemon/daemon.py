@@ -350,7 +350,7 @@ class Daemon:
                 await conversation.send(Kind.ANSWER, frame.number, encode_answer(answer, final=False))
             await asyncio.wait([work])
             if work.cancelled():
-                raise ConnectionLostError(f"{asker.address} has hung up")
+                raise ConnectionLostError(f"{asker.address} has closed the connection")
             error = work.exception()
             if error is None:
                 await conversation.send(Kind.ANSWER, frame.number, encode_answer(work.result(), final=True))

@@ -51,7 +51,7 @@ def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Re
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     try:
         if not data:
-            raise ConnectionLostError("the other process of the pool has hung up")
+            raise ConnectionLostError("the other process of the pool has closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ProtocolError(f"a message between processes of the pool is longer than {MAX_MESSAGE} bytes")
         request = decode_request(data, operations)
