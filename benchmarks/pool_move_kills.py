@@ -1,11 +1,12 @@
-"""Kills processes of a lease while it is copied to another machine, and checks that one living copy or none is left.
+"""Kills processes while a lease is copied from one machine to another, and checks that one living copy or none is left.
 
     python benchmarks/pool_move_kills.py --trials 300
 
 Two machines are processes here, with CPUs in place of GPUs. In each trial a lease holds numbers, its client moves it,
-and at a random moment of the copying a signal kills the source's process, the destination's, or both. Then the client
-reads all numbers: they are right, or the error is a `LeaseLostError`. The processes of both machines are counted until
-only a living lease has one.
+and at a random moment of the copying a signal kills the source's process, the destination's, or both; with `--daemons`
+it kills the daemon of one of the machines, which is started again afterwards. Then the client reads all numbers: they
+are right, or the error is a `LeaseLostError`. The processes of both machines are counted until only a living lease has
+one.
 
 It prints one line for each trial and a JSON object about the kills that came before the end of the move: outcomes by
 what was killed, and the seconds that `migrate` took to return after the kill.
@@ -31,17 +32,15 @@ import warpbus
 from warpbus.errors import LeaseLostError, WarpbusError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-from pool_machine import Machine
+from pool_machine import Machine, alive
+
+from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.control_channel import ControlChannel
 
 VICTIMS = ("source", "destination", "both")
-OPTIONS = ("--spare", "0", "--grace", "5")
+DAEMONS = ("source's daemon", "destination's daemon")
+OPTIONS = ("--spare", "0", "--grace", "15")
 _SECONDS = 90.0
-
-
-def children(machine: Machine) -> set[int]:
-    """The processes of a machine's leases."""
-    listed = Path(f"/proc/{machine.process.pid}/task").glob("*/children")
-    return {int(pid) for each in listed for pid in each.read_text().split()}
 
 
 def until(condition: Any, what: str) -> None:
@@ -60,8 +59,23 @@ def kill(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def joined(machines: tuple[Machine, Machine]) -> bool:
+    """Whether both machines are in one pool, which has no leases."""
+    for machine in machines:
+        try:
+            with ControlChannel(address(machine.address), None) as control:
+                status = control.ask("status", timeout=_SECONDS)
+        except WarpbusError:
+            return False
+        if status["leases"] or [gpu["state"] for gpu in status["gpus"]] != ["open"] * 2:
+            return False
+    return True
+
+
 def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements: int) -> dict[str, Any]:
     """Move a lease between machines, and kill `victim` so many seconds after the copying began.
+
+    A daemon that was killed is started again at the end.
 
     Returns:
         The victim, "outcome" ("moved", "stayed" or "lost"), "phase" when it was killed, and "seconds" from then until
@@ -71,7 +85,9 @@ def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements
         AssertionError: wrong numbers, another error, or more processes than living leases.
     """
     source, destination = machines
-    before = [children(machine) for machine in machines]
+    victims = {"source's daemon": source, "destination's daemon": destination}
+    before = [machine.children() for machine in machines]
+    orphans: set[int] = set()
     gpu = warpbus.pool.connect(source.address, memory="1GB", share=0.2, on=source.log.stem)
     gpu.patience = 5.0
     phase, killed = "", 0.0
@@ -79,8 +95,12 @@ def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements
 
     def strike() -> None:
         nonlocal killed
-        leaving, arriving = (children(machine) - old for machine, old in zip(machines, before, strict=True))
+        leaving, arriving = (machine.children() - old for machine, old in zip(machines, before, strict=True))
         killed = time.monotonic()
+        if victim in victims:
+            orphans.update(victims[victim].children())
+            victims[victim].kill()
+            return
         kill((leaving if victim != "destination" else set()) | (arriving if victim != "source" else set()))
 
     def told(progress: dict[str, Any]) -> None:
@@ -113,13 +133,18 @@ def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements
         living = 1
     except LeaseLostError:
         outcome, living = "lost", 0
-    until(
-        lambda: sum(len(children(m) - old) for m, old in zip(machines, before, strict=True)) == living,
-        f"{living} process after killing {victim} ({outcome})",
-    )
+
+    def running() -> int:
+        return sum(len(m.children() - old) for m, old in zip(machines, before, strict=True))
+
+    until(lambda: running() == living, f"{living} process after killing {victim} ({outcome})")
+    until(lambda: not any(map(alive, orphans)), f"the end of the processes of {victim}")
     with contextlib.suppress(WarpbusError):
         gpu.close()
-    until(lambda: not any(children(m) - old for m, old in zip(machines, before, strict=True)), "the end of the lease")
+    if killed and victim in victims:
+        victims[victim].restart()
+    until(lambda: running() == 0, "the end of the lease")
+    until(lambda: joined(machines), "a pool of both machines without leases")
     return {"victim": victim, "outcome": outcome, "phase": phase, "seconds": seconds}
 
 
@@ -128,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--daemons", action="store_true", help="kill daemons in place of leases' processes")
     parser.add_argument("--elements", type=int, default=10_000_000, help="of 8 bytes, that the lease holds")
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -137,7 +163,8 @@ def main() -> None:
         away = Machine("away", Path(directory), home.address, options=OPTIONS)
         try:
             for number in range(options.trials):
-                victim, delay = VICTIMS[number % 3], draw.uniform(0.0, 0.3)
+                kinds = DAEMONS if options.daemons else VICTIMS
+                victim, delay = kinds[number // 2 % len(kinds)], draw.uniform(0.0, 0.3)
                 machines = (home, away) if number % 2 else (away, home)
                 found.append(trial(machines, victim, delay, options.elements))
                 print(number, found[-1], file=sys.stderr, flush=True)

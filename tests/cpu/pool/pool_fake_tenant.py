@@ -12,7 +12,7 @@ import time
 import types
 from pathlib import Path
 
-REFUSES_TO_MOVE, DIES_BEFORE, DIES_AFTER, NEVER_READY, DIES_EARLY = 1, 2, 3, 4, 5
+REFUSES_TO_MOVE, DIES_BEFORE, DIES_AFTER, NEVER_READY, DIES_EARLY, LOSES_THE_OTHER = 1, 2, 3, 4, 5, 6
 
 
 class _Torch(types.ModuleType):
@@ -79,8 +79,9 @@ def main(descriptor: int) -> None:
 
     def move(order: dict, sock: socket.socket) -> None:
         process_messages.send(end, "progress", {"phase": "copying", "done": 1, "total": 2})
-        if wrong == REFUSES_TO_MOVE:
-            process_messages.send(end, "failed", {"type": "DeviceError", "message": "it does not want to"})
+        if wrong in (REFUSES_TO_MOVE, LOSES_THE_OTHER):
+            kind = "DeviceError" if wrong == REFUSES_TO_MOVE else "ConnectionLostError"
+            process_messages.send(end, "failed", {"type": kind, "message": "it does not want to"})
             return
         if wrong == DIES_EARLY:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ from warpbus.errors import (
     ConnectionLostError,
     DeviceError,
     LeaseLostError,
+    PoolError,
     UnavailableError,
     UsageError,
 )
@@ -505,13 +506,29 @@ def test_a_lease_moves_within_a_machine(tmp_path, wrong):
         until(lambda: not Path(f"/proc/{after['pid']}").exists())
 
 
-def test_a_move_within_a_machine_that_is_refused(tmp_path):
+@pytest.mark.parametrize("wrong", [fake.REFUSES_TO_MOVE, fake.LOSES_THE_OTHER])
+def test_a_move_within_a_machine_that_fails(tmp_path, wrong):
     with serving(tmp_path, gpus=2) as two, two.control() as control:
-        granted = lease(control, fake.REFUSES_TO_MOVE, on="mill/0")
-        with pytest.raises(DeviceError, match="it does not want to"):
+        two.daemon._handler._moving._claim = 1e6  # the lease lives: nobody has to claim it
+        granted = lease(control, wrong, on="mill/0")
+        with pytest.raises((DeviceError, PoolError), match="it does not want to"):
             control.ask("migrate", {"lease": granted["lease"], "to": "mill/1"}, timeout=60)
         assert say_hello(two.address, granted)[2]["gpu"] == "mill/0"
         assert len(two.daemon.host.tenancies) == 1
+
+
+def test_a_move_to_a_machine_that_cannot_be_reached(served, peers, control, monkeypatch):
+    monkeypatch.setattr(served.daemon._handler._moving, "_claim", 1e6)
+    granted = lease(control, on="mill")
+
+    async def elsewhere(order):
+        return f"warpbus://127.0.0.1:{_free_port()}"
+
+    monkeypatch.setattr(peers.daemon.host, "receive", elsewhere)
+    with pytest.raises(PoolError, match=r"stays: .* cannot be reached"):
+        control.ask("migrate", {"lease": granted["lease"], "to": "dam"}, timeout=60)
+    assert say_hello(served.address, granted)[2]["gpu"] == "mill/0"
+    control.ask("release", {"lease": granted["lease"]})
 
 
 def test_the_broker_is_started_again_and_others_keep_their_leases(tmp_path):
@@ -524,16 +541,12 @@ def test_the_broker_is_started_again_and_others_keep_their_leases(tmp_path):
         before.close = lambda: None
         assert channel.receive(0.1) is None
         with serving(tmp_path / "mill", port=port, spare=0) as after, after.control() as again:
+            other = lease(again, on="dam")  # although the other machine may not have reported yet
             until(lambda: (found := entry(again, granted)) and found["memory_used"] == 7)
             assert say_hello(dam.address, granted)[2]["pid"] == welcome["pid"]
-            until(lambda: _try(again, granted))
+            for each in (granted, other):
+                again.ask("release", {"lease": each["lease"]}, timeout=60)
             assert not dam.daemon.host.tenancies
-
-
-def _try(control: ControlChannel, granted: dict) -> bool:
-    with suppress(UnavailableError):  # the other machine has not reported yet
-        return bool(control.ask("release", {"lease": granted["lease"]}, timeout=60))
-    return False
 
 
 def test_a_directory_has_one_daemon(tmp_path):

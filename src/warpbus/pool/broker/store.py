@@ -134,6 +134,7 @@ class LocalBrokerStore(BrokerStore):
             if any(gpu["host"] == host for gpu in broker.status(now)["gpus"]):
                 broker.leave(host, now)
         broker.join(host, gpus, now)
+        self._found = {each["id"] for each in broker.status(now)["leases"]}  # those of the broker before this one
         self._write()
 
     async def _run(self, operation: Callable[[Broker, float], T], *, repeatable: bool = False) -> T:
@@ -177,7 +178,7 @@ class LocalBrokerStore(BrokerStore):
             self._broker.join(host, gpus, now)
             self._members[host] = address, life
             if before is None:  # this broker was started again, and the other daemon may have been too
-                for lease in self._on(host, now) - living:
+                for lease in (self._on(host, now) & self._found) - living:
                     self._broker.lose(lease, f"it was not on {host} any more", now)
         self._broker.alive(host, now)
         self._write()

@@ -15,6 +15,7 @@ import secrets
 import socket
 import stat
 import struct
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from ipaddress import IPv6Address, IPv6Network, ip_address
@@ -58,6 +59,8 @@ from warpbus.pool.protocol.wire import encode
 _log = logging.getLogger(__name__)
 
 _TICK = 1.0
+# The machines of a pool whose broker was started again report to it within this time.
+_SECONDS_TO_REJOIN = 10.0
 
 
 class Daemon:
@@ -99,6 +102,7 @@ class Daemon:
         self._handler: ControlHandler | None = None
         self._broker_at: Address | None = None
         self._serving = False
+        self._rejoined = 0.0  # when the machines that were in the pool before this daemon started have joined again
 
     @property
     def largest_memory(self) -> int:
@@ -139,6 +143,7 @@ class Daemon:
             path = options.home / "pool.json"
             own = LocalBrokerStore(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
             self._store = self._own = own
+            self._rejoined = time.monotonic() + _SECONDS_TO_REJOIN
             self._handler = self._new_handler(own)
         self._spawn(self._tick())
 
@@ -263,7 +268,7 @@ class Daemon:
             # For the client no reason to give up: it tries again for a while.
             error = ConnectionLostError(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
         elif gone is None or not proof.shows(gone.key):
-            what = "knows nothing of it with this key: it ended long ago, or never was"
+            what = "knows nothing of it with this key: it ended long ago, or with the daemon that had it, or never was"
             error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
         elif gone.address is not None:
             await hang_up(conversation, Kind.MOVED, {"address": gone.address, "final": True})
@@ -418,6 +423,9 @@ class Daemon:
             return self.host
         assert self._store is not None
         found = (await self._store.addresses()).get(name)
+        while found is None and time.monotonic() < self._rejoined:
+            await asyncio.sleep(0.1)
+            found = (await self._store.addresses()).get(name)
         if found is None:
             raise UnavailableError(f"host {name} is not in the pool now: wait until it joins again")
         return RemoteHost(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)

@@ -185,7 +185,8 @@ class LocalHost:
 
         Raises:
             UsageError: there is no such lease.
-            DeviceError, PoolError: the move failed, and the lease lives here as before.
+            DeviceError, PoolError: the move failed, and the lease lives here as before. A ConnectionLostError is raised
+                only if it is not known whether it does.
             LeaseLostError: its process has died over it.
         """
         tenancy = self._living(lease)
@@ -199,7 +200,11 @@ class LocalHost:
         where = read_address(to)
         async with self.swaps.resident(tenancy, tell):
             deadline = time.monotonic() + HANDSHAKE_SECONDS
-            with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
+            try:
+                sock = await asyncio.to_thread(connected, where, pool_at(where), deadline)
+            except ConnectionLostError as error:
+                raise _of_others(error) from None
+            with sock:
                 done = await self._work(tenancy, "migrate", arguments, "moved", tell, sock.fileno())
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, EndedLease(time.monotonic(), tenancy.order.key, address=to))
@@ -483,7 +488,7 @@ class LocalHost:
                     raise LeaseLostError(f"lease {lease} is lost: its process died while it was moved or suspended")
                 event, facts = said
                 if event == "failed":
-                    raise sent_error(facts)
+                    raise _of_others(sent_error(facts))
                 if event == end:
                     return facts
                 if event == "progress" and facts != told:
@@ -525,6 +530,12 @@ def _move_durably(source: Path, target: Path) -> None:
             os.close(directory)
     except OSError as error:
         raise StorageError(f"{target}: cannot be written ({error})") from None
+
+
+def _of_others(error: WarpbusError) -> WarpbusError:
+    """The error of a move that did not come about for its receiver, to whom a ConnectionLostError would mean that the
+    lease's process may have moved."""
+    return PoolError(f"the lease stays: {error}") if isinstance(error, ConnectionLostError) else error
 
 
 def arrival_id(migration_token: bytes) -> bytes:

@@ -5,6 +5,7 @@ dynamic call is charged afterwards. Results are kept as they come if they are wh
 shape and strides, in a storage of their own of just the right size - and else copied to where they were announced.
 """
 
+import math
 from collections.abc import Callable, Sequence, Set
 from struct import Struct
 from typing import Any
@@ -49,6 +50,8 @@ class Definition:
         news: its new results, in order; the rest of the operands are their handles.
         charge: bytes that they are charged with together.
         only: the place of the one new result that is all it gives, or None: most calls are so.
+        several: it gives a sequence of new tensors, which usually are as announced.
+        quiet: it gives nothing new, and what it writes keeps its size.
         dynamic: what it gives is known only after it ran.
         written: indices of tensors that it writes.
         refusal: why it can never be called, or None.
@@ -85,13 +88,16 @@ class Definition:
                 check_shapes(function, signature)
         except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
             self.refusal = error
-        alone = len(outputs) == 1 and len(self.news) == 1 and bool(self.places) and _dense(self.news[0])
-        alone = alone and str(function._schema.returns[0].type) == "Tensor"  # and not a list of one
         # What such a call gives is not looked at closely: an `out=` that could change its size has to be, and numbers
         # that may be marked as conjugate.
         looked_at = self._zero or (self.written and not self._verified)
-        looked_at = looked_at or any(place.geometry.dtype.is_complex for place, _ in self.news)
-        self.only: CheckedGeometry | None = self.news[0][0] if alone and not looked_at else None
+        looked_at = looked_at or any(place.geometry.dtype.is_complex or not _dense(place, n) for place, n in self.news)
+        plain = bool(self.places) and 0 < len(outputs) == len(self.news) and not looked_at
+        returns = [str(each.type) for each in function._schema.returns]
+        self.only: CheckedGeometry | None = self.news[0][0] if plain and returns == ["Tensor"] else None
+        tuples = len(returns) > 1 and set(returns) == {"Tensor"}
+        self.several = plain and (tuples or returns == ["Tensor[]"])
+        self.quiet = self._verified and not self.dynamic and not self.news
 
     def run(self, values: Values) -> Any:
         """Call the operator; `values` are the tensors, then the numbers."""
@@ -252,13 +258,9 @@ def standing_alone(tensor: Tensor, known: Values) -> tuple[Tensor, Geometry]:
     return tensor, geometry
 
 
-def _dense(new: tuple[CheckedGeometry, int]) -> bool:
+def _dense(place: CheckedGeometry, nbytes: int) -> bool:
     """Every byte of the storage belongs to an element: an operator that fills the tensor fills it all."""
-    geometry = new[0].geometry
-    elements = 1
-    for n in geometry.shape:
-        elements *= n
-    return elements * geometry.dtype.itemsize == new[1]
+    return math.prod(place.geometry.shape) * place.geometry.dtype.itemsize == nbytes
 
 
 def _outline(output: Output) -> Any:

@@ -248,9 +248,7 @@ class Executor:
                 charge = definition.charge
             result = definition.run(values)
             only = definition.only
-            if only is None:
-                self._settle(definition, operands, values, result)
-            else:
+            if only is not None:
                 geometry, memory = only.geometry, result.untyped_storage()
                 if (
                     result.stride() != geometry.stride
@@ -263,12 +261,44 @@ class Executor:
                     del memory  # it would count as a use
                     result = definition.conformed(result, geometry, charge, {*map(id, values)})
                 storages.hold(operands[-1], result, charge, only)
+            elif not definition.quiet and not (definition.several and self._hold(definition, operands, values, result)):
+                self._settle(definition, operands, values, result)
             if definition.written:
-                storages.written_all([operands[index] for index in definition.written])
+                clock = storages.clock
+                for index in definition.written:
+                    clock += 1
+                    live[operands[index]].version = clock
+                storages.clock = clock
             self.calls += 1
         except Exception as error:  # operators raise anything
             storages.used -= charge
             self._fail(definition, operands, error)
+
+    def _hold(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> bool:
+        """Store several results if they are as announced, in storages that nothing else uses. Otherwise returns False,
+        and nothing is stored."""
+        news, handles = definition.news, operands[definition.carried :]
+        if len(result) != len(news):
+            return False
+        known = [*map(id, values)]
+        for tensor, (place, nbytes) in zip(result, news, strict=True):
+            if tensor.__class__ is not Tensor or id(tensor) in known:
+                return False
+            geometry, memory = place.geometry, tensor.untyped_storage()
+            if (
+                tensor.stride() != geometry.stride
+                or tensor.shape != geometry.shape
+                or tensor.dtype is not geometry.dtype
+                or memory.nbytes() != nbytes
+                or _uses(memory._cdata) != ALONE
+            ):
+                return False
+            known.append(id(tensor))
+        storages = self.storages
+        storages.check_all_new(handles)
+        for handle, tensor, (place, nbytes) in zip(handles, result, news, strict=True):
+            storages.hold(handle, tensor, nbytes, place)
+        return True
 
     def _settle(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
         """Store the results of a call that has several, or none."""

@@ -295,8 +295,10 @@ class Storages:
 
     def check_all_new(self, handles: Collection[int]) -> None:
         """The same of handles that come to stand for something together, or not at all."""
-        for handle in handles:
-            self.check_new(handle)
+        possible = min(handles, default=0) >= 0 and max(handles, default=0) < MAX_HANDLE
+        if not possible or not self.live.keys().isdisjoint(handles):
+            for handle in handles:
+                self.check_new(handle)
         if len(set(handles)) != len(handles):
             raise ProtocolError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
         if len(self.live) + len(handles) > MAX_STORAGES:
