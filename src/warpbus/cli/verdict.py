@@ -64,6 +64,7 @@ class Output:
             return
         from warpbus.cuda.devices import resolve_device
         from warpbus.evaluation import judge
+        from warpbus.evaluation.report import doubted
 
         with progress_bar() as show:
             verdict = judge(
@@ -86,6 +87,8 @@ class Output:
         else:
             console.print()
             console.print(verdict.table())
+            if (doubt := doubted([verdict.before, verdict.after])) is not None:
+                console.print(doubt, highlight=False, markup=False, soft_wrap=True)
         verdict.check()
 
 

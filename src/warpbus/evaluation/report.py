@@ -23,6 +23,8 @@ Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
 INTERVAL = "95 % interval"
 """The term of a page that explains intervals; only a verdict shows them."""
 
+_STEADY = 1.5  # the fastest run over the slowest, at most
+
 _NAME: Column = ("model", lambda e, first: e.name)
 
 
@@ -34,10 +36,23 @@ def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 def table(evaluations: Sequence[Evaluation], title: str) -> RenderableType:
     """A table for the terminal; the first row is the reference. Where it is too wide, two below each other."""
     quality, cost = _quality_columns(evaluations), _cost_columns(evaluations)
-    return _Fitting(
+    fitting = _Fitting(
         _table([_NAME, *quality, *cost], evaluations, title),
         Group(_table([_NAME, *quality], evaluations, title), _table([_NAME, *cost], evaluations, None)),
     )
+    doubt = doubted(evaluations)
+    return fitting if doubt is None else Group(fitting, Text(doubt))
+
+
+def doubted(evaluations: Sequence[Evaluation]) -> str | None:
+    """A sentence if the speed of a model differed so much between its runs that speeds cannot be compared."""
+    for each in evaluations:
+        if each.tokens_per_second and each.slowest and each.tokens_per_second > _STEADY * each.slowest:
+            return (
+                f"The speeds are uncertain: runs of {each.name} gave from {each.slowest:,.0f} to "
+                f"{each.tokens_per_second:,.0f} tokens/s. Other programs use this machine."
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -174,7 +189,7 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path, *, com
     page.write_page(
         path,
         title=title,
-        lead=finding(evaluations).split("\n"),
+        lead=[*finding(evaluations).split("\n"), *filter(None, [doubted(evaluations)])],
         tables=[page.PageTable([heading for heading, _ in columns], [rows], reference=True)],
         pictures=[
             page.Picture("A row per model: perplexity, KL divergence, size and speed", lambda: figure(evaluations))

@@ -37,7 +37,8 @@ class Evaluation:
         tokens: number of predicted tokens.
         disk_bytes: size of the weight files.
         weight_bytes: size of the weights in memory.
-        tokens_per_second: greedy decoding of one sequence.
+        tokens_per_second: greedy decoding of one sequence, the fastest run.
+        slowest: the same of the slowest run.
         peak_bytes: peak memory while decoding.
         device: the name of the GPU or CPU.
         date: of the measurement, UTC, as 2026-01-31T12:00:00Z.
@@ -63,6 +64,7 @@ class Evaluation:
     device: str = ""
     date: str = ""
     kv_cache: str | None = None
+    slowest: float | None = None
     by_position: dict[str, list[float]] | None = None
     change_interval: list[float] | None = None
     divergence_interval: list[float] | None = None
@@ -161,6 +163,7 @@ def evaluate(
                 disk_bytes=checkpoints[name].total_bytes,
                 weight_bytes=weights[name],
                 tokens_per_second=None if speeds is None else speeds.tokens_per_second,
+                slowest=None if speeds is None else speeds.slowest,
                 peak_bytes=None if speeds is None else speeds.peak_bytes,
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
                 date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

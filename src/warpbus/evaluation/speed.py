@@ -4,9 +4,9 @@ Peak memory cannot be reset: in one process, each model would show the peak of t
 """
 
 import json
-import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from warpbus.cuda.energy import EnergyMeter
 from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import WarpbusError
 
-_RUNS = 3
+# Runs go on until there are so many and they took so long: other programs on the machine disturb some of short runs.
+_FEWEST_RUNS, _MOST_RUNS = 3, 20
+_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,18 @@ class Speed:
     """Greedy decoding of one sequence.
 
     Attributes:
-        tokens_per_second: the median of several runs, without prefill.
+        tokens_per_second: of the fastest of several runs, without prefill; other programs only make runs slower.
         peak_bytes: peak GPU memory allocated, or on the CPU the peak resident memory of the process.
         device: its name.
         joules_per_token: energy of the GPU during these runs, with the prefill; None where it was not measured.
+        slowest: the tokens per second of the slowest run.
     """
 
     tokens_per_second: float
     peak_bytes: int
     device: str
     joules_per_token: float | None = None
+    slowest: float | None = None
 
 
 def measure_speed(model: Path, *, device: str = "auto", dtype: str = "auto", tokens: int = 32) -> Speed:
@@ -67,18 +71,19 @@ def _measure(model: str, device: str, dtype: str, tokens: int) -> Speed:
     prompt = [[*range(10, 26), *llm.tokenizer.prompt_suffix]]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(prompt, params)
-    rates = []
+    rates: list[float] = []
+    started = time.monotonic()
     with EnergyMeter([llm.device]) as energy:
-        for _ in range(_RUNS):
+        while len(rates) < _FEWEST_RUNS or (len(rates) < _MOST_RUNS and time.monotonic() - started < _SECONDS):
             completion = llm.generate(prompt, params)[0]
             # The first token is computed by the prefill, whose time is not counted.
             rates.append((len(completion.token_ids) - 1) / completion.decode_seconds)
-    joules = None if energy.total is None else energy.total / (_RUNS * tokens)
+    joules = None if energy.total is None else energy.total / (len(rates) * tokens)
     if llm.device.type == "cuda":
         peak, name = torch.cuda.max_memory_allocated(llm.device), torch.cuda.get_device_name(llm.device)
     else:
         peak, name = _peak_resident_bytes(), "cpu"
-    return Speed(statistics.median(rates), peak, name, joules)
+    return Speed(max(rates), peak, name, joules, min(rates))
 
 
 def _peak_resident_bytes() -> int:

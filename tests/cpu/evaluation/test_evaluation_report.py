@@ -48,6 +48,13 @@ def shown(evaluations: list[Evaluation], width: int = 160) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_speeds_that_cannot_be_compared_are_doubted() -> None:
+    steady, disturbed = replace(SECOND, slowest=100.0), replace(SECOND, slowest=12.0)
+    assert "uncertain" not in shown([FIRST, steady])
+    sentence = "The speeds are uncertain: runs of w4a16-g128-gptq gave from 12 to 123 tokens/s. Other programs use this"
+    assert sentence in shown([FIRST, disturbed])
+
+
 def test_the_table_compares_with_the_first() -> None:
     title, headings, _, *rows = [
         [cell.strip() for cell in re.split("[│┃]", line)[1:-1]] or line.strip()

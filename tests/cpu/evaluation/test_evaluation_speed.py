@@ -66,6 +66,7 @@ def test_every_token_counts_but_the_first(
     monkeypatch.setattr(sys, "argv", ["speed", str(tiny_model), "cpu", "auto", "12"])
     speed.main()
     found = Speed(**json.loads(capsys.readouterr().out))
-    assert [len(completion.token_ids) for completion in seen] == [12] * 4
-    rates = sorted(11 / completion.decode_seconds for completion in seen[1:])
-    assert found.tokens_per_second == pytest.approx(rates[1])
+    assert 4 <= len(seen) <= 21
+    assert {len(completion.token_ids) for completion in seen} == {12}
+    rates = [11 / completion.decode_seconds for completion in seen[1:]]
+    assert (found.tokens_per_second, found.slowest) == pytest.approx((max(rates), min(rates)))
