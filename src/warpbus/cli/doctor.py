@@ -33,7 +33,7 @@ EXTRAS = {
         ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-crt"),
     ),
     "cluster": ("several machines", ("ray",)),
-    "serve": ("warpbus serve", ("fastapi", "uvicorn", "pydantic", "prometheus-client", "llguidance")),
+    "serve": ("warpbus serve", ("fastapi", "uvicorn", "h11", "pydantic", "prometheus-client", "llguidance")),
     "test": (
         "make test",
         (
