@@ -156,9 +156,7 @@ def test_prompts_are_read_in_both_directions_while_calibrating(model: Path) -> N
 
 @pytest.mark.parametrize(("algorithm", "scheme"), [("awq", "w4a16-g32"), ("smoothquant", "w8a8-int8")])
 def test_what_folds_is_refused(tmp_path: Path, model: Path, algorithm: str, scheme: str) -> None:
-    with pytest.raises(
-        UsageError, match=rf"^{algorithm} moves factors .* \(chatglm\) do not allow: use gptq, or rtn$"
-    ):
+    with pytest.raises(UsageError, match=rf"^{algorithm} moves factors .* \(chatglm\) do not allow: use gptq, or rtn$"):
         run(model, tmp_path / "out", algorithm, scheme=scheme)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match=f"no way to quantize to {scheme} by {algorithm}"):
