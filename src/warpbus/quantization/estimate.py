@@ -33,10 +33,10 @@ from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS, ROUTED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
-from warpbus.quantization.tuned import STATE_BYTES as TUNING_STATE_BYTES
-from warpbus.quantization.tuned import groups_of, tuning_bytes
 from warpbus.quantization.tuning import BATCH_TOKENS as TUNING_BATCH
 from warpbus.quantization.tuning import EPOCHS, LOGIT_TOKENS
+from warpbus.quantization.tuning_parts import STATE_BYTES as TUNING_STATE_BYTES
+from warpbus.quantization.tuning_parts import groups_of, tuning_bytes
 
 # Square matrices of a stage: of each kind of moments a sum over shares (log2 of their number, and one) and one more
 # that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.

@@ -45,7 +45,7 @@ from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
-from warpbus.quantization.tuned import STATE_PART, tune_parts, tuned_part
+from warpbus.quantization.tuning_parts import STATE_PART, tune_parts, tuned_part
 from warpbus.quantization.written import (
     HEAD_PART,
     end_parts,
@@ -154,7 +154,7 @@ def run_job(group: Group, send: Send, job: Job) -> None:
     """Do the part of a run that belongs to this process.
 
     The first process sends a `QuantizationEstimate`, `Checked` where parts are finished already, `Begun`, a
-    `LayerResult` for each matrix, `Tuned` after each step of a tuning, and at last the `Report`.
+    `LayerResult` for each matrix, `TuningStep` after each step of a tuning, and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.

@@ -48,7 +48,7 @@ _BETAS = 0.9, 0.95
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningStep:
     """A message: the steps of the tuning that are done, and their total."""
 
     done: int
@@ -219,7 +219,7 @@ class Tuning:
         state: TuningState | None,
         *,
         save: Callable[[TuningState], None] = lambda state: None,
-        tell: Callable[[Tuned], None] = lambda message: None,
+        tell: Callable[[TuningStep], None] = lambda message: None,
     ) -> TuningState:
         """Train, from the beginning or from the state after an epoch, to the end of the last epoch.
 
@@ -246,7 +246,7 @@ class Tuning:
                 optimizer.zero_grad()
                 self._backward(self._trained[place])
                 optimizer.step()
-                tell(Tuned(number + 1, self.steps))
+                tell(TuningStep(number + 1, self.steps))
             losses = (*state.losses, self.held_loss())
             best = [state.tensors[f"best.{number}"] for number in range(len(ratios))]
             if losses[-1] < min(state.losses):
