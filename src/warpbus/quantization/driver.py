@@ -258,7 +258,7 @@ def check_arguments(
     chosen = _devices if options.cluster is None else _devices_of_cluster
     devices = chosen(options.device, options.gpus, options.processes, algorithm)
     if options.effort == "high":
-        check_tuning(schemes, devices[0], calibrated=algorithm in METHODS, kv_cache=options.kv_cache)
+        check_tuning(schemes, calibrated=algorithm in METHODS, kv_cache=options.kv_cache)
     return schemes, devices
 
 

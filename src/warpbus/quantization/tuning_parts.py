@@ -79,7 +79,7 @@ def _stored_state(writer: GrowingCheckpoint) -> TuningState | None:
     return TuningState(tensors, tuple(facts["losses"]))
 
 
-def check_tuning(schemes: Schemes, device: torch.device, *, calibrated: bool, kv_cache: str | None) -> None:
+def check_tuning(schemes: Schemes, *, calibrated: bool, kv_cache: str | None) -> None:
     """Refuse what cannot be tuned.
 
     Raises:
@@ -98,8 +98,6 @@ def check_tuning(schemes: Schemes, device: torch.device, *, calibrated: bool, kv
             f"--effort high: not with --kv-cache {kv_cache}, whose scales are calibrated before tuning: drop one of "
             "the two"
         )
-    if device.type != "cpu":
-        raise UsageError("--effort high: tuning runs on the CPU only: add --device cpu, or use --effort normal")
 
 
 def check_tunable(plan: Plan) -> None:
