@@ -136,7 +136,7 @@ def multiply(
     out: Tensor,
     plan: TrellisPlan,
 ) -> None:
-    """`out = epilogue(norm(x) @ weight.T)`; see `trellis.trellis_linear`.
+    """`out = epilogue(norm(x) @ weight.T)`; see `trellis_linear`.
 
     Args:
         x: `[m, k]`, contiguous, m up to 16. Copied where it does not begin at a multiple of 16 bytes.
