@@ -64,7 +64,7 @@ def dequantize_trellis(weight: PackedTrellis, rows: range, columns: range) -> Te
 
 
 def multiply_dequantized(x: Tensor, weight: PackedTrellis, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` for x `[m, k]` in the dtype of the weight `[n, k]`: bands of rows are dequantized in turn."""
+    """`x @ weight.T + bias` for x `[m, k]` in the dtype of the weight `[n, k]`, whose rows are dequantized in bands."""
     n, k = weight.shape
     bands = _bands(n, TILE, k)
     if len(bands) == 1:
@@ -80,7 +80,7 @@ def multiply_dequantized(x: Tensor, weight: PackedTrellis, bias: Tensor | None) 
 
 
 def times_dequantized(dy: Tensor, weight: PackedTrellis) -> Tensor:
-    """`dy @ weight` for dy `[m, n]` in the dtype of the weight `[n, k]`: blocks of columns are dequantized in turn."""
+    """`dy @ weight` for dy `[m, n]` in the dtype of the weight `[n, k]`, whose columns are dequantized in bands."""
     n, k = weight.shape
     out = dy.new_empty(len(dy), k)
     for columns in _bands(k, BLOCK, n):

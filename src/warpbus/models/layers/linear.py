@@ -87,8 +87,8 @@ class QuantizedLinear(nn.Module):
     `int8_activations` is given: then a CPU rounds it to 8 bits per 128 columns.
 
     Only the form that the kernels of the device need is kept. `.to()` another device or dtype repacks the weight; this
-    is exact except that scales are rounded to the dtype (those of w8a8 and trellises are not). A state dict holds the packed form and
-    fits only the same kind of device.
+    is exact except that scales are rounded to the dtype (those of w8a8 and trellises are not). A state dict holds the
+    packed form and fits only the same kind of device.
 
     Args:
         weight: `[out, in]`, packed or not.
