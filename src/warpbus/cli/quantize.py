@@ -48,7 +48,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
         choices=("fp8", "int8", "fp8-head", "int8-head"),
     ),
     effort=FieldOption(
-        "normal, or high: afterwards trains the scales on the predictions of MODEL, for a lower KL; on the CPU only",
+        "normal, or high: afterwards trains the scales on the predictions of MODEL, for a lower KL",
         choices=QuantizationOptions.efforts,
     ),
     calibration=...,

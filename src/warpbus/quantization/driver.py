@@ -35,8 +35,8 @@ from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
 from warpbus.quantization.texts import GENERAL_TEXTS, read_calibration
-from warpbus.quantization.tuned import check_tunable, check_tuning, tuning_bytes
-from warpbus.quantization.tuning import Tuned, split
+from warpbus.quantization.tuning import TuningStep, split
+from warpbus.quantization.tuning_parts import check_tunable, check_tuning, tuning_bytes
 
 ALGORITHMS = (*METHODS, "rtn")
 
@@ -49,14 +49,14 @@ class Progress:
         estimated: called before the first layer with the estimate of memory, disk space and time.
         checked: called while the weights of finished parts are hashed again, with the bytes done and in total.
         begun: called with the finished parts of an earlier run, see `Begun`.
-        tuned: called after each step of a tuning with the number of steps done, and their total.
+        tuning: called after each step of a tuning with the number of steps done, and their total.
         matrix: called after each matrix with the number of finished matrices, their total, and the result.
     """
 
     estimated: Callable[[QuantizationEstimate], None] = field(default=lambda estimate: None)
     checked: Callable[[int, int], None] = field(default=lambda done, total: None)
     begun: Callable[[Begun], None] = field(default=lambda begun: None)
-    tuned: Callable[[int, int], None] = field(default=lambda done, total: None)
+    tuning: Callable[[int, int], None] = field(default=lambda done, total: None)
     matrix: Callable[[int, int, LayerResult], None] = field(default=lambda done, total, result: None)
 
 
@@ -258,7 +258,7 @@ def check_arguments(
     chosen = _devices if options.cluster is None else _devices_of_cluster
     devices = chosen(options.device, options.gpus, options.processes, algorithm)
     if options.effort == "high":
-        check_tuning(schemes, devices[0], calibrated=algorithm in METHODS, kv_cache=options.kv_cache)
+        check_tuning(schemes, calibrated=algorithm in METHODS, kv_cache=options.kv_cache)
     return schemes, devices
 
 
@@ -278,8 +278,8 @@ class _Told:
             self.progress.checked(message.done, message.total)
         elif isinstance(message, Begun):
             self.progress.begun(message)
-        elif isinstance(message, Tuned):
-            self.progress.tuned(message.done, message.total)
+        elif isinstance(message, TuningStep):
+            self.progress.tuning(message.done, message.total)
         elif isinstance(message, LayerResult):
             self.done += 1
             self.progress.matrix(self.done, self.matrices, message)
