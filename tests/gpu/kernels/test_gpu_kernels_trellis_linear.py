@@ -54,7 +54,7 @@ def exact(x, wide, bias=None, norm=None, residual=None, gated=False):
 
 
 def check(out, expected):
-    """Results, what is normed, the rotated x and dequantized weights are rounded once each: errors that mostly cancel."""
+    """Results, what is normed, the rotated x and dequantized weights are rounded once each; errors mostly cancel."""
     eps = torch.finfo(out.dtype).eps
     assert torch.isfinite(out).all()
     assert ((out.double() - expected).norm() / expected.norm()).item() <= 1.5 * eps
