@@ -8,7 +8,8 @@
 //   DEPTH    stages of each warp's ring
 //   SPAN     blocks of 128 columns in a stage
 //   SEPARATE 0: a number is the sum of its two terms, rounded to float16; 1: both terms are multiplied
-//   SHIFTS   1: shift to the left by multiplying
+//   SHIFTS   see decode.cuh
+//   RESIDENT blocks that a multiprocessor holds
 //   OTHER_BYTES  of shared memory that the host requests beside x
 //
 // The weight is W = scale * Q R^T, where Q are the numbers of the trellis and R rotates columns (qtensor/trellis.py), so that
@@ -325,7 +326,7 @@ __device__ __forceinline__ void finish(const Others& others, ptx::uint32 full, p
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
+extern "C" __global__ void __launch_bounds__(kThreads + 32, RESIDENT)
     trellis_decode(const uint4* codes, const float* scales, const unsigned char* signs, const ELEMENT* x, const ELEMENT* norm,
                    const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, float* partial, int* counters,
                    const Problem p) {

@@ -23,23 +23,30 @@ struct Window {
 
 // The constants of the code: of the states' products, and of the bits of a float16 that are kept and set.
 struct Constants {
-    ptx::uint32 first, second, first_added, second_added, kept, exponent;
+    ptx::uint32 first, second, first_added, second_added, kept, exponent, left[2], right;
 };
-constexpr Constants kCode = {0x9E3779B1u, 0x85EBCA77u, 0x00012345u, 0x00777777u, 0x8FFF8FFFu, 0x30003000u};
+constexpr Constants kCode = {0x9E3779B1u, 0x85EBCA77u, 0x00012345u, 0x00777777u, 0x8FFF8FFFu, 0x30003000u,
+                             {1u << 32 - kWindow - kWidth, 1u << 32 - kWindow - 2 * kWidth}, 1u << kWindow};
 
 // They stay in registers, because an instruction takes at most one number of its own. Those that the compiler knows it
 // would move into a register again wherever they are used, so they are read from shared memory: Constants at `address`.
 struct Code : Constants {
     __device__ __forceinline__ explicit Code(ptx::uint32 address)
         : Constants{ptx::load_shared(address),      ptx::load_shared(address + 4),  ptx::load_shared(address + 8),
-                    ptx::load_shared(address + 12), ptx::load_shared(address + 16), ptx::load_shared(address + 20)} {}
+                    ptx::load_shared(address + 12), ptx::load_shared(address + 16), ptx::load_shared(address + 20),
+                    {ptx::load_shared(address + 24), ptx::load_shared(address + 28)}, ptx::load_shared(address + 32)} {}
 
     __device__ __forceinline__ ptx::uint32 halves(ptx::uint32 product) const { return (product & kept) | exponent; }
 
     // State i of a lane, from the 32 bits at which its four states begin. Shifting left by a multiplication leaves the unit
     // that shifts and masks, which is the busiest, one instruction instead of two.
-    __device__ __forceinline__ static ptx::uint32 state(ptx::uint32 window, int i) {
+    __device__ __forceinline__ ptx::uint32 state(ptx::uint32 window, int i) const {
         const int above = 32 - kWindow - kWidth * i;  // bits
+        if (SHIFTS >= 2 && i > 0 && above > 0) {
+            const ptx::uint32 shifted = window * left[i - 1 < 2 ? i - 1 : 1];
+            return SHIFTS >= 4 && i == 2 ? __umulhi(shifted, right) : shifted >> 32 - kWindow;
+        }
+        if (SHIFTS >= 3 && i > 0 && above == 0) return __umulhi(window, right);
         if (SHIFTS && i > 0 && above > 0) {
             ptx::uint32 shifted;
             asm("mul.lo.u32 %0, %1, %2;" : "=r"(shifted) : "r"(window), "r"(1u << above));
