@@ -45,10 +45,7 @@ class TrellisVariant:
     tokens: int
     depth: int
     span: int = 1
-    separate: int = 0
-    shifts: int = 1
     warps: int = 16
-    resident: int = 1
 
     @property
     def threads(self) -> int:
@@ -61,7 +58,7 @@ class TrellisVariant:
         ring = self.warps * self.depth * self.span * 256 * self.bits
         sums = 2 * self.warps * self.tokens // 8 * 32 * 16
         measures = self.warps * self.tokens * 8 + 3 * self.tokens * 4
-        return ring + blocks((sums + measures + 4 * 8 + 9 * 4, 16)) * 16
+        return ring + blocks((sums + measures + 4 * 8 + 8 * 4, 16)) * 16
 
     def shared(self, m: int, k: int, slices: int) -> int:
         """Bytes of shared memory of a block."""
@@ -78,9 +75,6 @@ class TrellisVariant:
             WARPS=self.warps,
             DEPTH=self.depth,
             SPAN=self.span,
-            SEPARATE=self.separate,
-            SHIFTS=self.shifts,
-            RESIDENT=self.resident,
             OTHER_BYTES=self.other_bytes,
         ).kernel("trellis_decode", _PARAMETERS)
 
@@ -162,7 +156,7 @@ def multiply(
         partial = torch.empty(slices * tiles * variant.tokens * TILE, dtype=torch.float32, device=x.device)
         counters = workspace.counters(x.device, items)
     variant.kernel(x.dtype)(
-        min(multiprocessors(x.device) * variant.resident // slices, items) * slices,
+        min(multiprocessors(x.device) // slices, items) * slices,
         variant.threads,
         shared=variant.shared(m, k, slices),
         codes=weight.codes,

@@ -23,7 +23,7 @@ BUFFER_BYTES = 2**26
 _THREADS = 256  # kThreads in trellis/dequantize.cu
 
 _KERNELS = {
-    (dtype, bits): unit("trellis/dequantize.cu", ELEMENT=ELEMENTS[dtype], BITS=bits, SHIFTS=1).kernel(
+    (dtype, bits): unit("trellis/dequantize.cu", ELEMENT=ELEMENTS[dtype], BITS=bits).kernel(
         "trellis_dequantize", _PARAMETERS
     )
     for dtype, bits in itertools.product(HALVES, TRELLIS_BITS)

@@ -7,9 +7,6 @@
 //   WARPS    that multiply; one more adds their sums
 //   DEPTH    stages of each warp's ring
 //   SPAN     blocks of 128 columns in a stage
-//   SEPARATE 0: a number is the sum of its two terms, rounded to float16; 1: both terms are multiplied
-//   SHIFTS   see decode.cuh
-//   RESIDENT blocks that a multiprocessor holds
 //   OTHER_BYTES  of shared memory that the host requests beside x
 //
 // The weight is W = scale * Q R^T, where Q are the numbers of the trellis and R rotates columns (qtensor/trellis.py), so that
@@ -232,15 +229,10 @@ __device__ __forceinline__ void multiply(float (&sum)[kTokenTiles][4], const uin
             for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t], x[t] + (u * kTiles + c) * 32);
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                ptx::uint32 a[4], rest[4];
-                const ptx::uint32 bits = __funnelshift_r(low[c + s], high[c + s], window.shift);
-                if (SEPARATE) code.terms(a, rest, bits);
-                else code.numbers(a, bits);
+                ptx::uint32 a[4];
+                code.numbers(a, __funnelshift_r(low[c + s], high[c + s], window.shift));
 #pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) {
-                    ptx::mma_m16n8k16<__half>(sum[t], a, b[t][2 * s], b[t][2 * s + 1]);
-                    if (SEPARATE) ptx::mma_m16n8k16<__half>(sum[t], rest, b[t][2 * s], b[t][2 * s + 1]);
-                }
+                for (int t = 0; t < kTokenTiles; ++t) ptx::mma_m16n8k16<__half>(sum[t], a, b[t][2 * s], b[t][2 * s + 1]);
             }
         }
     }
@@ -326,7 +318,7 @@ __device__ __forceinline__ void finish(const Others& others, ptx::uint32 full, p
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     trellis_decode(const uint4* codes, const float* scales, const unsigned char* signs, const ELEMENT* x, const ELEMENT* norm,
                    const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, float* partial, int* counters,
                    const Problem p) {

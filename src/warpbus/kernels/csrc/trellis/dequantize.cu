@@ -3,7 +3,6 @@
 // Macros
 //   ELEMENT  __half or __nv_bfloat16: the type of out
 //   BITS     2 or 3: of a weight; kernels/ops/trellis_packed.py describes the layout of codes, scales and signs
-//   SHIFTS   see decode.cuh
 //
 // Shapes: the rectangle begins at row 16 first_tile and column 128 first_block of the matrix, which has `blocks` blocks of 128
 // columns in a row. `columns` is a multiple of 32, and of 128 unless the rectangle ends where the matrix does. out is
