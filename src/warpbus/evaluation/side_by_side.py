@@ -17,8 +17,8 @@ from warpbus.evaluation.speed import measure_speed
 from warpbus.formats import Checkpoint, read_schemes
 from warpbus.formats.dequantizing import dequantized_schemes
 from warpbus.models import Decoder, load_model, read_config
-from warpbus.models.layers import QuantizedLinear
 from warpbus.models.documents import Document, read_documents
+from warpbus.models.layers import QuantizedLinear
 from warpbus.models.templates import Template, find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 

@@ -65,6 +65,7 @@ def decode(x, packed, bias=None, norm=None, residual=None, gated=False, plan=Non
     m, n = len(x), packed.shape[0]
     plan = plan or trellis_decode.plan_of(x, packed, gated)
     assert plan is not None
+    assert norm is None or plan.slices == 1
     out = torch.full((m, n // 2 if gated else n), float("nan"), dtype=x.dtype, device=GPU)
     trellis_decode.multiply(x, packed, bias, norm, EPS, residual, gated, out, plan)
     return out
@@ -147,7 +148,7 @@ def test_any_number_of_rows(n, k, dtype):
     weight = trellis(3, n, k)
     packed, wide = pack_trellis(weight, dtype), weight.dequantize(torch.float32).double()
     bias = normal(n, dtype=dtype)
-    for m in (1, 2, 7, 16, 17, 100, 1000):
+    for m in (1, 2, 7, 16, 17, 48, 100, 1000):
         x = normal(m, k, dtype=dtype)
         check(trellis_linear(x, packed, bias), exact(x, wide, bias))
     assert trellis_linear(normal(3, 6, k, dtype=dtype), packed).shape == (3, 6, n)
@@ -166,7 +167,7 @@ def test_many_rows_in_bands(dtype, monkeypatch):
         check(times_trellis(dy, packed), dy.double() @ wide)
 
 
-@pytest.mark.parametrize("m", [5, 30])
+@pytest.mark.parametrize("m", [5, 12, 30])
 def test_the_operator_with_all_that_surrounds_the_product(m):
     n, k, dtype = 96, 416, torch.bfloat16
     weight = trellis(3, n, k)

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import trellis_decode
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_projection
 from warpbus.kernels.ops.norm import rms_norm
+from warpbus.kernels.ops.trellis_decode import MOST_TOKENS, TrellisPlan, multiply, plan_of
 from warpbus.kernels.ops.trellis_dequantize import multiply_dequantized, times_dequantized
 from warpbus.kernels.ops.trellis_packed import PackedTrellis
 from warpbus.kernels.reference.wna16 import wna16_linear as reference_linear
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.scheme import TRELLIS
 from warpbus.qtensor.trellis import TILE
+
+_MOST_ROWS = 48
+"""More rows are multiplied by dequantized weights."""
 
 
 def trellis_linear(
@@ -36,8 +39,8 @@ def trellis_linear(
 ) -> Tensor:
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
-    On a GPU all of it is one kernel where x has up to 16 rows; it rounds the rotated x to float16, with a power of two
-    for each row. With more rows the weights are dequantized, 64 MB at a time.
+    On a GPU all of it is one kernel for each 16 rows of x, where x has few; it rounds the rotated x to float16, with a
+    power of two for each row. With more rows the weights are dequantized, 64 MB at a time.
 
     Args:
         x: `[..., k]`, finite. With a `PackedTrellis` in its dtype, float16 or bfloat16; with a `QTensor` any floating
@@ -89,12 +92,15 @@ def _launch(
         return x.new_empty(0, n // 2 if gated else n)
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    whole = not (gated and n // 2 % TILE)  # no tile has rows of the gate and of up
-    plan = trellis_decode.plan_of(x, weight, gated) if whole else None
-    if plan is not None:
+    if plans := _plans(x, weight, gated):
         out = x.new_empty(m, n // 2 if gated else n)
         residual = None if residual is None else residual.contiguous()
-        trellis_decode.multiply(x, weight, bias, norm, eps, residual, gated, out, plan)
+        if norm is not None and any(plan.slices > 1 for plan in plans):
+            x, norm = rms_norm(x, norm, eps), None
+        for number, plan in enumerate(plans):
+            rows = slice(MOST_TOKENS * number, MOST_TOKENS * (number + 1))
+            added = None if residual is None else residual[rows]
+            multiply(x[rows], weight, bias, norm, eps, added, gated, out[rows], plan)
         return out
     if norm is not None:
         x = rms_norm(x, norm, eps)
@@ -102,6 +108,15 @@ def _launch(
     if gated:
         out = swiglu(out)
     return out if residual is None else out.add_(residual)
+
+
+def _plans(x: Tensor, weight: PackedTrellis, gated: bool) -> list[TrellisPlan]:
+    """How 16 rows of x at a time are multiplied by the codes; none where the weights are to be dequantized."""
+    if len(x) > _MOST_ROWS or (gated and weight.shape[0] // 2 % TILE):  # a tile would have rows of the gate and of up
+        return []
+    found = [plan_of(rows, weight, gated) for rows in x.split(MOST_TOKENS)]
+    plans = [plan for plan in found if plan is not None]
+    return plans if len(plans) == len(found) else []
 
 
 def _reference(x: Tensor, weight: PackedTrellis, *others: Any) -> Tensor:
