@@ -74,6 +74,10 @@ def random_matrix(shape: tuple[int, int], scheme: Scheme, seed: int, dtype: torc
     """Scales of both signs; zero points from 1 on, which every format can hold."""
     generator = torch.Generator().manual_seed(seed)
     groups = scheme.groups(shape[1])
+    if scheme.is_trellis:
+        words = torch.randint(-(2**31), 2**31, (shape[0], shape[1] * scheme.bits // 32), generator=generator)
+        scales = torch.rand(shape[0], 1, generator=generator) * 0.1 + 0.1
+        return QTensor(scheme, words.to(torch.int32), scales.to(dtype), None, shape)
     if not scheme.has_codes:
         values = torch.randn(shape, generator=generator).to(scheme.dtype)
         return QTensor.from_values(scheme, values, torch.full((shape[0],), 0.1, dtype=dtype))

@@ -1,4 +1,6 @@
-"""Checkpoints whose matrices no kernel computes with, read as unquantized ones: FP8, FP4, trellises, reordered columns.
+"""Checkpoints whose matrices no kernel of a device computes with, read as unquantized ones.
+
+They are in FP8 or FP4, trellises where there are no kernels for them, or have reordered columns.
 
 A matrix is reordered if its columns were quantized in the order of their activations: `desc_act` of GPTQ, actorder
 `group` of compressed-tensors.

@@ -82,15 +82,18 @@ def format_named(name: str) -> WritableFormat:
         ) from None
 
 
-def format_of(config: Config) -> Format | None:
+def format_of(config: Config, *, trellises: bool = False) -> Format | None:
     """The format of a model's quantized matrices, from its `config.json`; None if no matrix is loaded quantized.
 
     The latter is an unquantized model, or one with which no kernel computes: see `formats.dequantizing`.
 
+    Args:
+        trellises: count those as quantized: some devices have kernels for them.
+
     Raises:
         CheckpointError: the quantized format is not supported.
     """
-    if fp4_storage(config) is not None or trellis.detect(config):
+    if fp4_storage(config) is not None or (trellis.detect(config) and not trellises):
         return None
     storage = fp8_storage(config)
     if storage is not None and not storage.is_scheme:

@@ -17,6 +17,7 @@ from warpbus.formats.dequantizing import dequantized, dequantized_reordered
 from warpbus.formats.format import Format, format_of
 from warpbus.formats.kv_cache import scale_names
 from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.kernels.ops.trellis_packed import PackedTrellis
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
@@ -25,7 +26,7 @@ from warpbus.models.kv_scales import attention_prefix, kv_cache_scheme, load_kv_
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
-from warpbus.models.placement import place, round_onto
+from warpbus.models.placement import keeps_trellises, place, round_onto
 from warpbus.models.row_order import spans_in_file
 from warpbus.qtensor import QTensor, Scheme
 
@@ -79,7 +80,7 @@ def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     advice = "use a checkpoint that has it, or other speculation than mtp"
     if config.mtp is None:
         return f"config.json: num_nextn_predict_layers: there is no layer of multi-token prediction (MTP): {advice}"
-    format = format_of(checkpoint.config)
+    format = format_of(checkpoint.config, trellises=True)
     for parameter, names in tensor_map(config).items():
         if not parameter.startswith(f"layers.{config.num_layers}."):
             continue
@@ -145,7 +146,8 @@ def load_model(
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
-    FP8 matrices that no scheme represents, for instance those with a scale per block, are dequantized to `dtype`.
+    FP8 matrices that no scheme represents, for instance those with a scale per block, are dequantized to `dtype`; so
+    are trellises, except for a single process on a GPU.
 
     Besides the model, at most one tensor of the file (for a fused quantized matrix, its parts) is in memory. It stays
     on the CPU; a GPU receives it in chunks.
@@ -186,7 +188,7 @@ def load_model(
     if part is not None:
         part.narrow(model)
     source = replace(
-        _Source.open(checkpoint, config, device, dtype),
+        _Source.open(checkpoint, config, device, dtype, trellises=part is None and keeps_trellises(device, dtype)),
         layer_scheme=layer_scheme,
         head=head,
         embedding=embedding,
@@ -224,13 +226,18 @@ def load_model(
     return model.eval()
 
 
-def quantized_parameters(checkpoint: Checkpoint, config: ModelConfig) -> Mapping[str, Scheme]:
-    """The schemes of those parameters of the decoder that the file holds quantized.
+def quantized_parameters(
+    checkpoint: Checkpoint, config: ModelConfig, *, trellises: bool = False
+) -> Mapping[str, Scheme]:
+    """The schemes of those parameters of the decoder that the file holds quantized, and that are loaded so.
+
+    Args:
+        trellises: they are loaded as they are stored; see `keeps_trellises`.
 
     Raises:
         CheckpointError: as `load_model`.
     """
-    return _Source.open(checkpoint, config, "cpu", torch.float32).schemes
+    return _Source.open(checkpoint, config, "cpu", torch.float32, trellises=trellises).schemes
 
 
 def load_layer(
@@ -251,7 +258,7 @@ def load_layer(
         raise UsageError(f"layer {index}: expected 0 to {len(layers) - 1}, the layers of {checkpoint.directory}")
     with torch.device("meta"):
         layer = make_layer(layers[index], config.rope)
-    source = _Source.open(checkpoint, config, device, dtype)
+    source = _Source.open(checkpoint, config, device, dtype, trellises=keeps_trellises(device, dtype))
     prefix = f"layers.{index}."
     for parameter in source.tensors:
         if parameter.startswith(prefix):
@@ -290,10 +297,20 @@ class _Source:
 
     @classmethod
     def open(
-        cls, checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        trellises: bool,
     ) -> "_Source":
-        """Check the tensor names of the file against those the decoder needs, before any tensor is read."""
-        format, tensors = format_of(checkpoint.config), tensor_map(config)
+        """Check the tensor names of the file against those the decoder needs, before any tensor is read.
+
+        Args:
+            trellises: leave them in their codes.
+        """
+        format, tensors = format_of(checkpoint.config, trellises=trellises), tensor_map(config)
         if format is None:
             checkpoint = dequantized(checkpoint, dtype)
         else:
@@ -450,7 +467,7 @@ class _Source:
         if isinstance(mlp, MoE):
             mlp.stack(self.offloaded[layer] if self.offloaded else 0)
 
-    def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
+    def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight | PackedTrellis) -> None:
         """Replace the linear layer at `path` within `module` by a quantized one."""
         parent, _, name = path.rpartition(".")
         linear = cast(nn.Linear, module.get_submodule(path))

@@ -90,7 +90,9 @@ def try_candidates(
     if goal not in GOALS:
         raise UsageError(f"goal is {goal!r}: choose from {', '.join(GOALS)}")
     if scheme is not None and scheme.is_trellis:
-        raise UsageError(f"{scheme}: no kernel computes with it, so there is no speed to compare: use --algorithm gptq")
+        raise UsageError(
+            f"{scheme}: gptq is the only algorithm for it, so there is nothing to compare: use --algorithm gptq"
+        )
     place = resolve_device(device)
     tried = _plans(Path(model), scheme, algorithm, format, place)
     first = next(iter(tried.values()))

@@ -175,7 +175,7 @@ def test_it_is_not_among_what_is_recommended(model, verses):
     arguments = ["--scheme", "w3a16-trellis", "--format", "warpbus", "--calibration", str(verses), "--device", "cpu"]
     run = CliRunner().invoke(app, ["quantize", str(model), *arguments, "--recommend"])
     assert isinstance(run.exception, UsageError)
-    assert "no speed to compare: use --algorithm gptq" in str(run.exception)
+    assert "nothing to compare: use --algorithm gptq" in str(run.exception)
 
 
 def test_damaged_files_are_refused(quantized, tmp_path):
