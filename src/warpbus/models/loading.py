@@ -14,8 +14,8 @@ from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.dequantizing import dequantized, dequantized_reordered
+from warpbus.formats.format import Format, format_of
 from warpbus.formats.kv_cache import scale_names
-from warpbus.formats.layout import Layout, layout_of
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.trellis_packed import PackedTrellis
 from warpbus.models.config import ModelConfig
@@ -80,12 +80,12 @@ def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     advice = "use a checkpoint that has it, or other speculation than mtp"
     if config.mtp is None:
         return f"config.json: num_nextn_predict_layers: there is no layer of multi-token prediction (MTP): {advice}"
-    layout = layout_of(checkpoint.config, trellises=True)
+    format = format_of(checkpoint.config, trellises=True)
     for parameter, names in tensor_map(config).items():
         if not parameter.startswith(f"layers.{config.num_layers}."):
             continue
         for name in names:
-            if name not in checkpoint and not (layout and layout.is_quantized(checkpoint, _prefix(name))):
+            if name not in checkpoint and not (format and format.is_quantized(checkpoint, _prefix(name))):
                 return (
                     f"{name}: missing, although config.json announces a layer of multi-token prediction (MTP) with "
                     f"num_nextn_predict_layers: {advice}"
@@ -272,7 +272,7 @@ class _Source:
 
     Attributes:
         tensors: see `tensor_map`.
-        layout: the format of the file's quantized matrices; None if it has none.
+        format: the format of the file's quantized matrices; None if it has none.
         schemes: of the parameters that the file holds quantized.
         part: the part of the model to read; None for all of it.
         staging: copies tensors to a GPU; None on the CPU.
@@ -283,7 +283,7 @@ class _Source:
     checkpoint: Checkpoint
     config: ModelConfig
     tensors: TensorMap
-    layout: Layout | None
+    format: Format | None
     schemes: Mapping[str, Scheme]
     device: torch.device | str
     dtype: torch.dtype
@@ -310,14 +310,14 @@ class _Source:
         Args:
             trellises: leave them in their codes.
         """
-        layout, tensors = layout_of(checkpoint.config, trellises=trellises), tensor_map(config)
-        if layout is None:
+        format, tensors = format_of(checkpoint.config, trellises=trellises), tensor_map(config)
+        if format is None:
             checkpoint = dequantized(checkpoint, dtype)
         else:
-            checkpoint = dequantized_reordered(checkpoint, layout, dtype)
-        schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
+            checkpoint = dequantized_reordered(checkpoint, format, dtype)
+        schemes = {} if format is None else _read_schemes(checkpoint, format, tensors)
         staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
-        source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
+        source = cls(checkpoint, config, tensors, format, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()
         source.refuse_router_biases()
@@ -326,9 +326,9 @@ class _Source:
     def files_names(self, parameter: str) -> list[str]:
         """The tensors that store this parameter in the file."""
         names = self.tensors[parameter]
-        if self.layout is None or parameter not in self.schemes:
+        if self.format is None or parameter not in self.schemes:
             return list(names)
-        return [stored for name in names for stored in self.layout.stored(self.checkpoint, _prefix(name))]
+        return [stored for name in names for stored in self.format.stored(self.checkpoint, _prefix(name))]
 
     def nbytes(self, parameters: list[str]) -> int:
         """Bytes of these parameters in the file. Raises TensorError if one is missing."""
@@ -348,7 +348,7 @@ class _Source:
         expected = {name for parameter in self.tensors for name in self.files_names(parameter)}
         if self.config.tie_embeddings:
             expected.add(self.tied_head_name)
-        if self.layout is not None and kv_cache_scheme(self.checkpoint, self.config) is not None:
+        if self.format is not None and kv_cache_scheme(self.checkpoint, self.config) is not None:
             for index in range(len(self.config.all_layers)):
                 expected.update(scale_names(attention_prefix(self.config, index)).values())
         extras = [name for name in self.checkpoint.names() if name not in expected]
@@ -394,7 +394,7 @@ class _Source:
     def is_zero_bias(self, name: str) -> bool:
         """Whether a tensor is a bias of zeros: AutoGPTQ adds one to every layer that it quantizes."""
         prefix = name.removesuffix(".bias")
-        if prefix == name or self.layout is None or not self.layout.is_quantized(self.checkpoint, prefix):
+        if prefix == name or self.format is None or not self.format.is_quantized(self.checkpoint, prefix):
             return False
         return not bool(self.checkpoint.tensor(name).any())
 
@@ -521,11 +521,11 @@ class _Source:
 
     def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
         """The quantized matrix on the CPU, its parts stacked."""
-        layout, scheme = cast(Layout, self.layout), self.schemes[parameter]
+        format, scheme = cast(Format, self.format), self.schemes[parameter]
         rows, width, columns = self.spans(parameter, (linear.out_features, linear.in_features))
         parts = []
         for name, count, spans in rows:
-            part = layout.from_tensors(self.checkpoint, _prefix(name), scheme)
+            part = format.from_tensors(self.checkpoint, _prefix(name), scheme)
             if part.shape != (count, width):
                 raise TensorError(
                     f"{self.checkpoint.directory}: {name}: expected shape {[count, width]}, as "
@@ -537,13 +537,13 @@ class _Source:
         return QTensor.concatenate(parts)
 
 
-def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) -> dict[str, Scheme]:
+def _read_schemes(checkpoint: Checkpoint, format: Format, tensors: TensorMap) -> dict[str, Scheme]:
     """The schemes of the parameters that a file holds quantized."""
-    declared = layout.read_schemes(checkpoint.config)
+    declared = format.read_schemes(checkpoint.config)
     schemes = {}
     for parameter, names in tensors.items():
         prefixes = [_prefix(name) for name in names]
-        kinds = [parameter.endswith(".weight") and layout.is_quantized(checkpoint, prefix) for prefix in prefixes]
+        kinds = [parameter.endswith(".weight") and format.is_quantized(checkpoint, prefix) for prefix in prefixes]
         if not any(kinds):
             continue
         if not all(kinds):

@@ -9,7 +9,7 @@ from thread_groups import GLM4_MOE, together
 
 from warpbus.engine.plan import Stored, plan_memory
 from warpbus.errors import TensorError
-from warpbus.formats import Checkpoint, layout_of
+from warpbus.formats import Checkpoint, format_of
 from warpbus.kernels.ops.trellis_dequantize import BUFFER_BYTES
 from warpbus.kernels.ops.trellis_packed import PackedTrellis, pack_trellis
 from warpbus.models import Decoder, load_layer, load_model, quantized_parameters, read_config
@@ -77,8 +77,8 @@ def test_without_kernels_matrices_are_dequantized(directory):
     assert not linears(load(directory))
     checkpoint = Checkpoint(directory)
     assert quantized_parameters(checkpoint, read_config(checkpoint)) == {}
-    assert layout_of(checkpoint.config) is None
-    assert layout_of(checkpoint.config, trellises=True).name == "warpbus"
+    assert format_of(checkpoint.config) is None
+    assert format_of(checkpoint.config, trellises=True).name == "warpbus"
 
 
 def test_several_processes_have_them_dequantized(glm, kernels):

@@ -30,7 +30,7 @@ def quantized(request, tmp_path_factory):
         output,
         algorithm="gptq",
         scheme=request.param,
-        layout="warpbus",
+        format="warpbus",
         calibration=data,
         samples=32,
         seqlen=128,

@@ -7,7 +7,7 @@ norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies 
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -77,16 +77,19 @@ def wna16_linear(
     return out if x.dim() == 2 else out.view(*x.shape[:-1], columns)
 
 
-def _launch(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
-    fp8: bool,
-) -> Tensor:
+class _Around(NamedTuple):
+    """What surrounds the product: arguments of `wna16_linear`."""
+
+    bias: Tensor | None
+    norm: Tensor | None
+    eps: float
+    residual: Tensor | None
+    activation: str
+    fp8: bool
+
+
+def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
+    bias, norm, eps, residual, activation, fp8 = around
     m, (n, k) = len(x), weight.shape
     gated = activation == "swiglu"
     if 0 in (m, n, k):
@@ -114,17 +117,8 @@ def _launch(
     return out if residual is None else out.add_(residual)
 
 
-def _reference(
-    x: Tensor,
-    packed: PackedWeight,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
-    fp8: bool,
-) -> Tensor:
-    weight = unpack(packed)
+def _reference(x: Tensor, packed: PackedWeight, around: _Around) -> Tensor:
+    weight, (bias, norm, eps, residual, activation, fp8) = unpack(packed), around
     if not (fp8 and len(x) >= wna8.LEAST_ROWS and wna8.supports(weight.scheme)):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     if norm is not None:
@@ -137,14 +131,14 @@ def _fake(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int
     return x.new_empty(x.shape[0], n // 2 if activation == "swiglu" else n)
 
 
-def _packing(implementation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _packing(implementation: Callable[[Tensor, PackedWeight, _Around], Tensor]) -> Callable[..., Tensor]:
     """An implementation of the operator, whose parameters are tensors and numbers, from one that takes the weight."""
 
     def run(
         x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, bits: int, group: int, *others: Any
     ) -> Tensor:
         scheme = Scheme(bits, group or None, zeros is None)
-        return implementation(x, PackedWeight(codes, scales, zeros, scheme, (n, x.shape[1])), *others)
+        return implementation(x, PackedWeight(codes, scales, zeros, scheme, (n, x.shape[1])), _Around(*others))
 
     return run
 
