@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,8 +99,13 @@ def main() -> None:
     on_gpus = options.device == "cuda"
     shape = SHAPE if on_gpus else replace(SMALL_GPT, context=32)
     job = {
-        **{"device": options.device, "steps": options.steps, "epochs": options.epochs, "shape": asdict(shape)},
-        **{"address": None, "host": "here", "memory": 8 * 10**9 if on_gpus else 10**9},
+        "device": options.device,
+        "steps": options.steps,
+        "epochs": options.epochs,
+        "shape": asdict(shape),
+        "address": None,
+        "host": "here",
+        "memory": 8 * 10**9 if on_gpus else 10**9,
     }
     local = run(job)
     flags = ["--name", "here", *(() if on_gpus else ("--cpu-memory", "4GB"))]

@@ -22,9 +22,7 @@ from warpbus.pool.tenant import process
 class ForkedProcess:
     """What `tenant_processes` uses of `subprocess.Popen`, with the meaning that it has there."""
 
-    def __init__(
-        self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any) -> None:
         self._code: int | None = None
         self.pid = os.fork()
         if not self.pid:

@@ -142,9 +142,7 @@ def check(
 Compute = Callable[[Any], list[Any]]
 
 
-def _work(
-    entry: Any, dtype: torch.dtype, indices: Iterable[int], device: str
-) -> Iterator[tuple[str, Compute, Any]]:
+def _work(entry: Any, dtype: torch.dtype, indices: Iterable[int], device: str) -> Iterator[tuple[str, Compute, Any]]:
     """A direction, how its results are computed from moved arguments, and the sample: in the same order each time."""
     kind = torch.device(device).type
     differentiable = dtype in entry.supported_backward_dtypes(kind) and entry.supports_autograd

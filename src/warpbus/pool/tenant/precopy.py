@@ -4,6 +4,8 @@ The method is the pre-copy of live migration of virtual machines (Clark et al., 
 pages. Each round copies the storages that were written since they were copied, until few bytes are left or they are
 written as fast as they are copied. A storage that is written during a round is skipped until the next one, because it
 would have to be copied again. So a training step, which writes all parameters, soon leaves nothing to copy ahead.
+
+Of a storage that was copied in full and then written in a part, such as a cache, only that part is copied again.
 """
 
 from collections import deque
@@ -13,8 +15,8 @@ from typing import Protocol
 
 from warpbus.pool.tenant.staging import CHUNK
 
-LITTLE = 16 * 2**20
-"""Bytes: if at most this many are left, they are copied in the pause."""
+LITTLE = 2**20
+"""Bytes: if at most this many are left, they are copied in the pause, in about a millisecond through a socket."""
 
 SHRINKS = 0.8
 """Another round follows only if the last one left at most this fraction of the bytes before it."""
@@ -38,21 +40,39 @@ class Versions(Protocol):
     def version(self, handle: int) -> int:
         """A number that grows with every write and is unique among all writes to all storages."""
 
+    def changed(self, handle: int, since: int) -> tuple[int, int]:
+        """A range of bytes `[start, end)` that has all that were written since a version; all bytes if that is not
+        known."""
+
+    def forget_writes(self, handle: int) -> None:
+        """`changed` will not be asked for versions before the present one."""
+
 
 @dataclass(frozen=True, slots=True)
 class StorageRange:
-    """Bytes `[offset, offset + length)` of a version of a storage; ranges of a version are contiguous."""
+    """Bytes `[offset, offset + length)` of a version of a storage; ranges of a version are contiguous.
+
+    Attributes:
+        since: in the first range of a version that differs from an earlier one, which was copied in full, only in
+            `[offset, end)`: that earlier version; else -1.
+        end: the end of the last range of the version.
+    """
 
     handle: int
     version: int
     offset: int
     length: int
+    since: int = -1
+    end: int = -1
 
 
 @dataclass
 class _Sent:
+    """The copied version of a storage: the byte up to which it was copied, and the one at which it is complete."""
+
     version: int
-    nbytes: int
+    at: int
+    end: int
 
 
 class Precopy:
@@ -97,7 +117,7 @@ class Precopy:
 
     def left(self) -> int:
         """The bytes that would have to be copied if the lease stopped now."""
-        return sum(nbytes - self._valid(handle) for handle, nbytes in self._storages.sizes().items())
+        return sum(end - start for start, end in map(self._rest, self._storages.sizes()))
 
     def ahead(self, budget: int) -> Iterator[list[StorageRange]]:
         """Pieces to copy now, about `budget` bytes and at least a piece, in chunks of `CHUNK` bytes, until there is a
@@ -138,13 +158,18 @@ class Precopy:
             self.rounds += 1
             self._left, self._seen = left, versions
             known = self._known  # of the others the destination has nothing yet
-            dirty = [handle for handle, nbytes in sizes.items() if handle in known and self._valid(handle) < nbytes]
+            rest = self._rest
+            dirty = [handle for handle in sizes if handle in known and rest(handle)[0] < rest(handle)[1]]
             self._queue = deque(sorted(dirty, key=versions.__getitem__))
 
-    def _valid(self, handle: int) -> int:
-        """Bytes of a storage that the other side has as they are now."""
+    def _rest(self, handle: int) -> tuple[int, int]:
+        """The range of bytes of a storage, `[start, end)`, that the other side does not have as they are now."""
         sent = self._sent.get(handle)
-        return sent.nbytes if sent is not None and sent.version == self._storages.version(handle) else 0
+        if sent is not None and sent.version == self._storages.version(handle):
+            return sent.at, sent.end
+        if sent is not None and sent.at == sent.end:
+            return self._storages.changed(handle, sent.version)
+        return 0, self._storages.sizes()[handle]
 
     def _chunks(self, handles: Iterator[int], budget: int | None) -> Iterator[list[StorageRange]]:
         chunk: list[StorageRange] = []
@@ -158,7 +183,7 @@ class Precopy:
                 size += piece.length
                 total += piece.length
                 self.sent += piece.length
-                self._sent[handle] = _Sent(piece.version, piece.offset + piece.length)
+                self._sent[handle] = _Sent(piece.version, piece.offset + piece.length, piece.end)
                 if budget is not None and total >= budget:
                     yield chunk
                     return
@@ -166,6 +191,10 @@ class Precopy:
             yield chunk
 
     def _pieces(self, handle: int, most: int) -> Iterator[StorageRange]:
-        nbytes, version, start = self._storages.sizes()[handle], self._storages.version(handle), self._valid(handle)
-        for offset in range(start, nbytes, most):
-            yield StorageRange(handle, version, offset, min(most, nbytes - offset))
+        version, sent, (start, end) = self._storages.version(handle), self._sent.get(handle), self._rest(handle)
+        whole = (start, end) == (0, self._storages.sizes()[handle])
+        since = -1 if whole or sent is None or sent.version == version else sent.version
+        self._storages.forget_writes(handle)
+        for offset in range(start, end, most):
+            yield StorageRange(handle, version, offset, min(most, end - offset), since, end)
+            since = -1
