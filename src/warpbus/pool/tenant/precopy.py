@@ -5,7 +5,7 @@ pages. Each round copies the storages that were written since they were copied, 
 written as fast as they are copied. A storage that is written during a round is skipped until the next one, because it
 would have to be copied again. So a training step, which writes all parameters, soon leaves nothing to copy ahead.
 
-Of a storage that was copied in full and then written in a part, such as a cache, only that part is copied again.
+A storage that is written in a part, such as a cache, is copied meanwhile; then only that part is copied again.
 """
 
 from collections import deque
@@ -117,7 +117,7 @@ class Precopy:
 
     def left(self) -> int:
         """The bytes that would have to be copied if the lease stopped now."""
-        return sum(end - start for start, end in map(self._rest, self._storages.sizes()))
+        return sum(map(self._left_of, self._storages.sizes()))
 
     def ahead(self, budget: int) -> Iterator[list[StorageRange]]:
         """Pieces to copy now, about `budget` bytes and at least a piece, in chunks of `CHUNK` bytes, until there is a
@@ -132,12 +132,12 @@ class Precopy:
         return self._chunks(iter(list(self._storages.sizes())), None)
 
     def _cold(self) -> Iterator[int]:
-        """Storages that were not written since the round began, those that were not written for longest first."""
+        """Storages that were not written since the round began, or in a part; the least recently written first."""
         while not self.stop_reason:
             sizes = self._storages.sizes()
             while self._queue:
                 handle = self._queue[0]
-                if handle in sizes and self._storages.version(handle) == self._seen.get(handle):
+                if handle in sizes and not self._is_rewritten(handle):
                     yield handle
                 if self._queue and self._queue[0] == handle:
                     self._queue.popleft()
@@ -158,18 +158,26 @@ class Precopy:
             self.rounds += 1
             self._left, self._seen = left, versions
             known = self._known  # of the others the destination has nothing yet
-            rest = self._rest
-            dirty = [handle for handle in sizes if handle in known and rest(handle)[0] < rest(handle)[1]]
+            dirty = [handle for handle in sizes if handle in known and self._left_of(handle)]
             self._queue = deque(sorted(dirty, key=versions.__getitem__))
 
-    def _rest(self, handle: int) -> tuple[int, int]:
-        """The range of bytes of a storage, `[start, end)`, that the other side does not have as they are now."""
-        sent = self._sent.get(handle)
-        if sent is not None and sent.version == self._storages.version(handle):
-            return sent.at, sent.end
-        if sent is not None and sent.at == sent.end:
-            return self._storages.changed(handle, sent.version)
-        return 0, self._storages.sizes()[handle]
+    def _left_of(self, handle: int) -> int:
+        """The bytes of a storage that the other side does not have as they are now."""
+        sent, nbytes = self._sent.get(handle), self._storages.sizes()[handle]
+        if sent is None:
+            return nbytes
+        if sent.version == self._storages.version(handle):
+            return sent.end - sent.at
+        start, end = self._storages.changed(handle, sent.version)
+        return nbytes if end - start == nbytes else sent.end - sent.at + end - start
+
+    def _is_rewritten(self, handle: int) -> bool:
+        """Whether all of a storage may have been written since the round began."""
+        seen = self._seen.get(handle, -1)
+        if self._storages.version(handle) == seen:
+            return False
+        start, end = self._storages.changed(handle, seen)
+        return end - start == self._storages.sizes()[handle]
 
     def _chunks(self, handles: Iterator[int], budget: int | None) -> Iterator[list[StorageRange]]:
         chunk: list[StorageRange] = []
@@ -191,10 +199,19 @@ class Precopy:
             yield chunk
 
     def _pieces(self, handle: int, most: int) -> Iterator[StorageRange]:
-        version, sent, (start, end) = self._storages.version(handle), self._sent.get(handle), self._rest(handle)
-        whole = (start, end) == (0, self._storages.sizes()[handle])
-        since = -1 if whole or sent is None or sent.version == version else sent.version
-        self._storages.forget_writes(handle)
-        for offset in range(start, end, most):
-            yield StorageRange(handle, version, offset, min(most, end - offset), since, end)
-            since = -1
+        """All pieces of a storage that are left. Each has to be noted in `_sent` before the next one is asked for."""
+        while self._left_of(handle):
+            yield self._next_piece(handle, most)
+
+    def _next_piece(self, handle: int, most: int) -> StorageRange:
+        storages, sent = self._storages, self._sent.get(handle)
+        nbytes, version, since = storages.sizes()[handle], storages.version(handle), -1
+        start, end = (0, nbytes) if sent is None else storages.changed(handle, sent.version)
+        known = sent is not None and (sent.version == version or end - start < nbytes)
+        if sent is not None and known and sent.at < sent.end:
+            # Of the version whose copy has begun. What was written since then follows as a change of it.
+            version, start, end = sent.version, sent.at, sent.end
+        else:
+            since = sent.version if sent is not None and known else -1
+            storages.forget_writes(handle)
+        return StorageRange(handle, version, start, min(most, end - start), since, end)
