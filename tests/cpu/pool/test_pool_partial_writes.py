@@ -75,6 +75,22 @@ def test_only_the_written_part_is_copied_in_the_pause(hand: Hand) -> None:
     assert 4000 <= report.paused < 100_000
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_part_that_is_written_while_the_storage_is_copied(hand: Hand, pieces: int) -> None:
+    cache = hand.put(torch.arange(3 * MEGABYTE // 4, dtype=torch.float32))
+    parts = [hand.view(cache, (1000,), (1,), offset) for offset in (500, 700_000)]
+    hand.send()
+    move = Move(hand.executor, little=0)
+    while move.source._precopy.sent < MEGABYTE:
+        move.copy_ahead(1)
+    for part in parts[:pieces]:
+        hand.call("aten::add_.Tensor", part, part)
+        hand.send()
+    report = move.finish()
+    assert report.ahead == MEGABYTE
+    assert report.paused < 6 * MEGABYTE
+
+
 def test_what_else_writes_has_all_of_the_storage_copied_again(hand: Hand) -> None:
     cache = hand.put(torch.zeros(MEGABYTE, dtype=torch.float32))
     part = hand.view(cache, (10,), (1,), 20)

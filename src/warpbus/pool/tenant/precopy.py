@@ -66,6 +66,12 @@ class StorageRange:
     end: int = -1
 
 
+def follows(piece: StorageRange, before: list[StorageRange]) -> bool:
+    """Whether the piece is of a change of a version whose last piece is the last of those before it, so that it has to
+    be told of after these have been sent."""
+    return piece.since >= 0 and before[-1].handle == piece.handle
+
+
 @dataclass
 class _Sent:
     """The copied version of a storage: the byte up to which it was copied, and the one at which it is complete."""
@@ -184,7 +190,8 @@ class Precopy:
         size = total = 0
         for handle in handles:
             for piece in self._pieces(handle, CHUNK if budget is None else max(LEAST, min(budget, CHUNK))):
-                if chunk and (size + piece.length > CHUNK or len(chunk) == MOST_PIECES):
+                full = size + piece.length > CHUNK or len(chunk) == MOST_PIECES
+                if chunk and (full or follows(piece, chunk)):
                     yield chunk
                     chunk, size = [], 0
                 chunk.append(piece)

@@ -16,7 +16,7 @@ from warpbus.cuda.ipc import IpcExport, IpcLocation, IpcMapping
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.migration_messages import checksum, flat
-from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
+from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange, follows
 from warpbus.pool.tenant.staging import ByteStaging
 
 # A few milliseconds at 2 GB/s, and at 100 GB/s.
@@ -119,7 +119,8 @@ class Outgoing:
             return
         together: list[list[StorageRange]] = []
         for chunk in chunks:
-            if sum(map(len, together)) + len(chunk) > MOST_PIECES:
+            full = sum(map(len, together)) + len(chunk) > MOST_PIECES
+            if together and (full or follows(chunk[0], together[-1])):
                 yield from self._offer(together)
                 together = []
             together.append(chunk)
