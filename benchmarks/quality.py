@@ -70,7 +70,7 @@ def place(scheme: str, run: Run, work: Path) -> Path:
     return work / f"{scheme}-{run.algorithm}-{run.samples}"
 
 
-def made(scheme: str, run: Run, work: Path) -> Path:
+def made(scheme: str, run: Run, work: Path, device: str) -> Path:
     """The quantized model."""
     output = place(scheme, run, work)
     if not output.exists():
@@ -83,7 +83,7 @@ def made(scheme: str, run: Run, work: Path) -> Path:
             effort=effort or "normal",
             calibration=calibration_path(),
             samples=run.samples or 1,
-            device="cpu",
+            device=device,
         )
     return output
 
@@ -101,10 +101,10 @@ def made_by_peer(scheme: str, run: Run, work: Path, python: str) -> Path | None:
     return output
 
 
-def scores(paths: Mapping[str, Path], documents: list[Document]) -> dict[str, Score]:
+def scores(paths: Mapping[str, Path], documents: list[Document], device: str) -> dict[str, Score]:
     """Those of the original and of each run."""
     models = {
-        name: load_model(Checkpoint(path), device="cpu", dtype=torch.float32)
+        name: load_model(Checkpoint(path), device=device, dtype=torch.float32)
         for name, path in {"original": model_path(), **paths}.items()
     }
     return score(models, documents)
@@ -117,7 +117,14 @@ def best(runs: Sequence[Run], found: Mapping[str, Score], peer: Run) -> Run:
 
 
 def record(
-    scheme: str, run: Run, found: Mapping[str, Score], peer: Peer, other: str, case: Mapping[str, float], command: str
+    scheme: str,
+    run: Run,
+    found: Mapping[str, Score],
+    peer: Peer,
+    other: str,
+    case: Mapping[str, float],
+    command: str,
+    device: str,
 ) -> Record:
     """A run beside the original or a peer, which is called `other` among the scores."""
     own, original = found[str(run)], found["original"]
@@ -147,7 +154,7 @@ def record(
         ratio=ratio("perplexity", own.perplexity, peer.value),
         floor=None,
         samples={"ours": [own.perplexity], "peer": [peer.value]},
-        device="cpu",
+        device=device,
         versions={"warpbus": warpbus.__version__, "python": platform.python_version(), "torch": torch.__version__},
         date=now(),
         command=command,
@@ -194,6 +201,7 @@ def main() -> None:
     parser.add_argument("--runs", default=RUNS, help="separated by commas")
     parser.add_argument("--peers", default="", help="runs of other programs, separated by commas")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python that has the other programs")
+    parser.add_argument("--device", default="cpu", help="of this package's runs and of the scores: cpu or cuda")
     parser.add_argument("--documents", type=int, default=500, help="held-out poems")
     parser.add_argument("--work", type=Path, help="a directory for the models, which stay there")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
@@ -204,28 +212,28 @@ def main() -> None:
     # Without the directories of the models and of the Python, which are those of one machine.
     command = f"python benchmarks/quality.py --schemes {options.schemes} --runs {options.runs}"
     command += f" --peers {options.peers}" if peers else ""
-    command += f" --documents {options.documents}"
+    command += f" --documents {options.documents}" + (f" --device {options.device}" if options.device != "cpu" else "")
+    device = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
     lines = []
     with tempfile.TemporaryDirectory() as directory:
         work = options.work or Path(directory)
         for scheme in options.schemes.split(","):
-            paths = {str(run): made(scheme, run, work) for run in runs}
+            paths = {str(run): made(scheme, run, work, options.device) for run in runs}
             by_peers = {peer: made_by_peer(scheme, peer, work, options.peer_python) for peer in peers}
             paths |= {str(peer): path for peer, path in by_peers.items() if path is not None}
             finished = [peer for peer in peers if str(peer) in paths]
-            found = scores(paths, documents)
+            found = scores(paths, documents, options.device)
             print(f"\n{HEADING}", *(row(scheme, run, found) for run in runs + finished), sep="\n", flush=True)
             case = {"documents": len(documents)}
             original = Peer("the original", f"warpbus {warpbus.__version__}", found["original"].perplexity)
             for run in runs:
-                records.append(record(scheme, run, found, original, "original", case, command))
+                records.append(record(scheme, run, found, original, "original", case, command, device))
             for peer in finished:
                 made_with = (paths[str(peer)] / "made_by.txt").read_text(encoding="utf-8")
                 run = best(runs, found, peer)
                 value = Peer(peer.algorithm, made_with, found[str(peer)].perplexity)
-                records.append(
-                    record(scheme, run, found, value, str(peer), case | {"peer_samples": peer.samples}, command)
-                )
+                shared = case | {"peer_samples": peer.samples}
+                records.append(record(scheme, run, found, value, str(peer), shared, command, device))
                 lines.append(comparison(scheme, peer, run, found))
             print(write(records, options.output))
     if lines:

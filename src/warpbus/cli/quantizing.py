@@ -55,7 +55,7 @@ def shown(output: Path) -> Iterator[Progress]:
             # Not before: printing while a bar is shown breaks it.
             show = stack.enter_context(progress_bar())
             progress.matrix = lambda done, total, result: show("quantizing", done, total)
-            progress.tuned = lambda done, total: show("tuning", done, total)
+            progress.tuning = lambda done, total: show("tuning", done, total)
 
         progress = Progress(estimated=estimated, checked=checked, begun=begun)
         try:

@@ -27,16 +27,17 @@ from warpbus.qtensor.trellis import STATES, STEPS
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.algorithms.linear_algebra import PRODUCTS
+from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.methods import EXPERT_SQUARES, SOLVE_ROWS, solved_at_once
 from warpbus.quantization.preflight import Matrix, Plan
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS, ROUTED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
-from warpbus.quantization.tuned import STATE_BYTES as TUNING_STATE_BYTES
-from warpbus.quantization.tuned import groups_of, tuning_bytes
 from warpbus.quantization.tuning import BATCH_TOKENS as TUNING_BATCH
 from warpbus.quantization.tuning import EPOCHS, LOGIT_TOKENS
+from warpbus.quantization.tuning_parts import STATE_BYTES as TUNING_STATE_BYTES
+from warpbus.quantization.tuning_parts import groups_of, tuning_bytes
 
 # Square matrices of a stage: of each kind of moments a sum over shares (log2 of their number, and one) and one more
 # that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.
@@ -49,7 +50,7 @@ _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 # a CPU runs of gptq and awq on glm-poet are, by the time that they had a core: everything but the products took as long
 # as these, so that the products alone stay below the time of a quiet machine even where a busy one halves their rate.
 _SLOWDOWN = {
-    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 60.0},
+    "cuda": {"tuning": 6.0, "forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0, "search": 60.0},
     "cpu": {"tuning": 3.0, "forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0, "search": 8.0},
 }
 _SEARCH_FLOP = 7 * STATES / 2 * (1 + 2 * SEAM / STEPS)  # a weight: of each state and pair of weights, in both passes
@@ -140,7 +141,7 @@ def estimate(
     batch_tokens: int,
     places: Sequence[Place],
     rates: Mapping[torch.dtype, float],
-    tuned_tokens: int = 0,
+    tuned: Calibration | None = None,
     kept_bytes: int = 0,
     finished: Collection[int] = (),
 ) -> QuantizationEstimate:
@@ -155,7 +156,7 @@ def estimate(
         batch_tokens: tokens per batch.
         places: the place of each rank.
         rates: the rates of the first rank's device, see `device_rates`.
-        tuned_tokens: number of tokens that scales are tuned on; 0 without tuning.
+        tuned: what scales are tuned on and checked with; None without tuning.
         kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
 
@@ -171,14 +172,14 @@ def estimate(
     dtype = default_dtype(device, plan.dtype)
     matrices = plan.layer(0).values()
     part = plan.bytes_quantized // len(plan.config.all_layers)
-    disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"tuning": tuning_bytes(plan)} if tuned_tokens else {})
+    disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"tuning": tuning_bytes(plan)} if tuned else {})
     disk |= {"there already": -kept_bytes} if kept_bytes else {}
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
     moved = plan.checkpoint.total_bytes + plan.bytes_after
     products = _seconds(plan, algorithm, needed, tokens, most, device, rates, finished)
     seconds = {name: shared * value for name, value in products.items()}
-    if tuned_tokens:
-        seconds["tuning"] = _tuning_flop(plan, tuned_tokens) / rates[torch.float32]
+    if tuned:
+        seconds["tuning"] = _tuning_flop(plan, tuned.tokens) / rates[torch.float32]
 
     def made(*, keep: bool) -> QuantizationEstimate:
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
@@ -189,7 +190,10 @@ def estimate(
         for rank, place in enumerate(places if kind == "cuda" else ()):
             # On a cluster each process has a cuda:0 of its own.
             name = place.device if distinct else f"process {rank} on {place.machine}"
-            parts = {**working, **(waiting if rank == 0 else {}), "libraries": _ALLOWANCE[kind]}
+            parts = {**working, **(waiting if rank == 0 else {})}
+            if tuned and rank == 0:
+                parts = _larger(parts, _tuning_memory(plan, tuned, kind))
+            parts["libraries"] = _ALLOWANCE[kind]
             gpus.append(MemoryNeed(name, parts, place.free))
         memories = []
         for place in {place.machine: place for place in places}.values():
@@ -198,10 +202,8 @@ def estimate(
                 host |= {name: size * count for name, size in working.items()}
             if place.machine == places[0].machine:
                 host |= waiting if kind == "cpu" else {"finished layers": part}
-            if tuned_tokens and place.machine == places[0].machine:
-                # After the layers, when one process is left: the larger of the two counts.
-                tuning = _tuning_memory(plan, tuned_tokens)
-                host = max(host, tuning, key=lambda parts: sum(parts.values()))
+            if tuned and kind == "cpu" and place.machine == places[0].machine:
+                host = _larger(host, _tuning_memory(plan, tuned, kind))
             host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
             name = "main memory" if len(machines) == 1 else f"main memory of {place.machine}"
             memories.append(MemoryNeed(name, host, place.memory))
@@ -262,15 +264,23 @@ def _working_memory(
     }
 
 
-def _tuning_memory(plan: Plan, tokens: int) -> dict[str, int]:
-    """Bytes of main memory for tuning, see `Tuning`."""
+def _larger(layers: dict[str, int], tuning: dict[str, int]) -> dict[str, int]:
+    """The larger of the two needs of the first process, which tunes after the layers."""
+    return max(layers, tuning, key=lambda parts: sum(parts.values()))
+
+
+def _tuning_memory(plan: Plan, data: Calibration, kind: str) -> dict[str, int]:
+    """Bytes on the device that tunes, see `Tuning`."""
     config, itemsize = plan.config, torch.float32.itemsize
     inner = max(layer.mlp.inner for layer in config.all_layers)
-    batch = max(TUNING_BATCH, min(tokens, config.max_context))
+    longest = max(map(len, data.sequences))
+    batch = max(TUNING_BATCH, longest)
+    # On a GPU scores and probabilities of a layer, and their gradients, are in memory; a CPU computes them in blocks.
+    scores = 4 * batch * longest * config.attention.num_heads * itemsize if kind == "cuda" else 0
     return {
         "quantized model": plan.bytes_quantized + TUNING_STATE_BYTES * groups_of(plan),
-        "states": tokens * config.hidden_size * itemsize,
-        "activations": batch * itemsize * ((config.num_layers + 24) * config.hidden_size + 24 * inner),
+        "states": data.tokens * config.hidden_size * itemsize,
+        "activations": scores + batch * itemsize * ((config.num_layers + 24) * config.hidden_size + 24 * inner),
         "logits": LOGIT_TOKENS * config.vocab_size * itemsize * 6,
         "layers": 3 * max(layer.num_weights for layer in config.all_layers) * itemsize,
         "head": config.vocab_size * config.hidden_size * itemsize,
@@ -289,13 +299,15 @@ def _tuning_flop(plan: Plan, tokens: int) -> float:
     return tokens * products
 
 
-def device_rates(device: torch.device, stored: torch.dtype) -> dict[torch.dtype, float]:
+def device_rates(device: torch.device, stored: torch.dtype, *, tuned: bool = False) -> dict[torch.dtype, float]:
     """FLOP per second of a device in the dtypes of a quantization, see `matmul_rates`.
 
     Args:
         stored: the dtype of the checkpoint.
+        tuned: whether scales are tuned, see `Tuning`.
     """
-    return matmul_rates(device, list(dict.fromkeys((default_dtype(device, stored), _solve_dtype(device)))))
+    dtypes = default_dtype(device, stored), _solve_dtype(device), *([torch.float32] if tuned else [])
+    return matmul_rates(device, list(dict.fromkeys(dtypes)), tf32=device.type == "cuda")
 
 
 def _solve_dtype(device: torch.device) -> torch.dtype:

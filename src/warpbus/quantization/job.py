@@ -45,7 +45,7 @@ from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
-from warpbus.quantization.tuned import STATE_PART, tune_parts, tuned_part
+from warpbus.quantization.tuning_parts import STATE_PART, tune_parts, tuned_part
 from warpbus.quantization.written import (
     HEAD_PART,
     end_parts,
@@ -79,7 +79,7 @@ class Job:
     Attributes:
         model, output: directories.
         schemes: the schemes of the matrices.
-        layout: the name of the format to write.
+        format: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
         data: the calibration data; `None` without calibration.
         held: what is held back of the calibration data to tune with; `None` without tuning.
@@ -98,7 +98,7 @@ class Job:
     model: Path
     output: Path
     schemes: Schemes
-    layout: str
+    format: str
     algorithm: str
     data: Calibration | None
     held: Calibration | None
@@ -154,7 +154,7 @@ def run_job(group: Group, send: Send, job: Job) -> None:
     """Do the part of a run that belongs to this process.
 
     The first process sends a `QuantizationEstimate`, `Checked` where parts are finished already, `Begun`, a
-    `LayerResult` for each matrix, `Tuned` after each step of a tuning, and at last the `Report`.
+    `LayerResult` for each matrix, `TuningStep` after each step of a tuning, and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
@@ -204,7 +204,7 @@ class _QuantizationRun:
             compile_ahead(_KERNELS, architecture(group.device), element)
         place = Place.of(group.device)  # before anything is taken of what is free
         reading, method = None, None
-        rates = _rates(group, plan)  # of a device that does nothing else
+        rates = _rates(group, plan, tuned=job.held is not None)  # of a device that does nothing else
         if job.data is not None:
             # It begins while the method gets ready, and while the processes still find each other.
             reading, method = Reading(plan, group.device), _ready(job.algorithm, group, plan)
@@ -261,8 +261,13 @@ class _QuantizationRun:
         layers, left_out = [layer_part(index) for index, _ in enumerate(self.plan.config.all_layers)], []
         if self.job.data is not None and self.job.held is not None:
             device = self.group.device
+            self.method = self.reading = None  # their memory is free for the tuning
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             self.tuning = tune_parts(self.plan, self.job.data, self.job.held, self.writer, device, self.send)
             layers, left_out = [tuned_part(index) for index in range(len(layers))], [*layers, STATE_PART]
+            if device.type == "cuda":
+                peaks[0] = float(torch.cuda.max_memory_allocated(device))
             self.watch.lap("tuning")
         order = [*(part for part, _ in kept_end_parts(self.plan)), *layers]
         report = self._report(peaks, joules, order)
@@ -354,7 +359,7 @@ class _QuantizationRun:
                     rounded = rtn(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
                     changes = squared_loss(weight, rounded)
                     lost, total = lost + changes[0], total + changes[1]
-                    tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), rounded)
+                    tensors |= self.plan.format.to_tensors(source.removesuffix(".weight"), rounded)
                     self.watch.lap("solve")
                 error, seconds = relative(lost, total), time.perf_counter() - started
                 results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
@@ -388,7 +393,7 @@ class _QuantizationRun:
             changes = squared_loss(part, rounded)
             lost, total = lost + changes[0], total + changes[1]
             pieces.append(rounded.to("cpu"))
-        tensors = self.plan.layout.to_tensors(head.name.removesuffix(".weight"), QTensor.concatenate(pieces))
+        tensors = self.plan.format.to_tensors(head.name.removesuffix(".weight"), QTensor.concatenate(pieces))
         seconds = time.perf_counter() - started
         result = HeadResult(str(head.scheme), relative(lost, total), seconds, untied=head.is_untied)
         facts = {"result": asdict(result)} | self.sources.end_facts([head.source])
@@ -464,7 +469,7 @@ def check_gpu(device: torch.device) -> None:
 def _planned(group: Group, job: Job) -> Plan:
     """The plan as the starting process made it, if this one sees the same model."""
     try:
-        plan = prepare(job.model, job.output, job.schemes, job.layout, head=job.head, kv_cache=job.kv_cache)
+        plan = prepare(job.model, job.output, job.schemes, job.format, head=job.head, kv_cache=job.kv_cache)
     except CheckpointError as error:
         raise CheckpointError(f"process {group.rank} on {socket.gethostname()}: {error}") from error
     check_model(plan.checkpoint, job.model_hash)
@@ -480,10 +485,10 @@ def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
     return method
 
 
-def _rates(group: Group, plan: Plan) -> Mapping[torch.dtype, float] | None:
+def _rates(group: Group, plan: Plan, *, tuned: bool) -> Mapping[torch.dtype, float] | None:
     """Those of the first process count; the other GPUs load their libraries by measuring theirs."""
     if group.is_first or group.device.type == "cuda":
-        return device_rates(group.device, plan.dtype)
+        return device_rates(group.device, plan.dtype, tuned=tuned)
     return None
 
 
@@ -505,7 +510,7 @@ def _agreed(
             algorithm=job.algorithm,
             needed=METHODS[job.algorithm].needed if job.data else frozenset(),
             tokens=job.data.tokens if job.data else 0,
-            tuned_tokens=job.data.tokens if job.data and job.held else 0,
+            tuned=Calibration(job.data.sequences + job.held.sequences) if job.data and job.held else None,
             batch_tokens=BATCH_TOKENS[group.device.type],
             places=places,
             rates=rates,

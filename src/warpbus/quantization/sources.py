@@ -33,11 +33,16 @@ class Reading:
 
     The embedding and the first layer are read immediately; each further layer is read while the one before it is
     processed.
+
+    Args:
+        plan: of the run.
+        device: where the embedding and the layers go.
+        dtype: of the layers; that in which the algorithms compute on the device by default.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self._plan, self._device = plan, device
-        self._dtype = default_dtype(device, plan.dtype)
+        self._dtype = dtype or default_dtype(device, plan.dtype)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, "reading")
         self._table: Future[Tensor] | None = self._pool.submit(self._read_table)

@@ -10,7 +10,8 @@ after any epoch are taken, and those of the algorithm if no epoch improves on th
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ _BETAS = 0.9, 0.95
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningStep:
     """A message: the steps of the tuning that are done, and their total."""
 
     done: int
@@ -168,11 +169,25 @@ def _gradient_of_ratio(of_weight: Tensor, weight: QTensor) -> Tensor:
     return product.unflatten(1, (weight.scales.shape[1], -1)).sum(-1)
 
 
+@contextmanager
+def _products(device: torch.device) -> Iterator[None]:
+    """On a GPU, products in TF32, and attention whose gradient has the same bits in each run."""
+    precision, efficient = torch.get_float32_matmul_precision(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+
+
 class Tuning:
     """A quantized model whose scales are tuned, and the batches of the calibration data.
 
-    Everything is computed in float32. The quantized layers stay in memory in packed form; the unquantized ones pass
-    through memory one after the other, once.
+    Everything is computed in float32, on a GPU with products in TF32. The quantized layers stay in memory in packed
+    form; the unquantized ones pass through memory one after the other, once.
 
     Args:
         plan: of the quantization.
@@ -186,7 +201,7 @@ class Tuning:
         self, plan: Plan, data: Calibration, held: Calibration, parts: FinishedParts, device: torch.device
     ) -> None:
         config, source = plan.config, plan.checkpoint
-        reading = Reading(plan, device)
+        reading = Reading(plan, device, torch.float32)
         self._embedding, self._device = reading.table(), device
         self._trained, self._held = (
             embed(each, BATCH_TOKENS, self._embedding, config, Group(0, 1, device), torch.float32, drift=False)
@@ -199,7 +214,7 @@ class Tuning:
         self._head = source.tensor(tensor_map(config)[head][0]).to(device, torch.float32)
         self._layers: list[DecoderLayer] = []
         self.matrices: dict[tuple[int, str], TunedLinear] = {}
-        with torch.no_grad():
+        with torch.no_grad(), _products(device):
             for index, layer in enumerate(reading.layers()):
                 if index == config.num_layers:
                     break  # layers of multi-token prediction do not take part in these predictions
@@ -219,7 +234,7 @@ class Tuning:
         state: TuningState | None,
         *,
         save: Callable[[TuningState], None] = lambda state: None,
-        tell: Callable[[Tuned], None] = lambda message: None,
+        tell: Callable[[TuningStep], None] = lambda message: None,
     ) -> TuningState:
         """Train, from the beginning or from the state after an epoch, to the end of the last epoch.
 
@@ -228,6 +243,15 @@ class Tuning:
             save: called after each epoch.
             tell: called after each step.
         """
+        with _products(self._device):
+            return self._run(state, save, tell)
+
+    def _run(
+        self,
+        state: TuningState | None,
+        save: Callable[[TuningState], None],
+        tell: Callable[[TuningStep], None],
+    ) -> TuningState:
         ratios = [matrix.ratio for matrix in self.matrices.values()]
         bits = [matrix.quantized.scheme.bits for matrix in self.matrices.values()]
         groups = [{"params": [ratio], "rate": _RATE / 2**each} for ratio, each in zip(ratios, bits, strict=True)]
@@ -246,7 +270,7 @@ class Tuning:
                 optimizer.zero_grad()
                 self._backward(self._trained[place])
                 optimizer.step()
-                tell(Tuned(number + 1, self.steps))
+                tell(TuningStep(number + 1, self.steps))
             losses = (*state.losses, self.held_loss())
             best = [state.tensors[f"best.{number}"] for number in range(len(ratios))]
             if losses[-1] < min(state.losses):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import abc, deque
-from collections.abc import Coroutine, Iterator
+from collections import abc
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +23,9 @@ from warpbus.server.registry import RETRY_SECONDS, Model
 from warpbus.server.request_error import RequestError
 
 T = TypeVar("T")
+
+Receiver = Callable[[int, TextPiece], Awaitable[None]]
+Idle = Callable[[], Awaitable[None]]
 
 ENDING = "server_ends"
 """The code of the error that a request gets from a server that ends."""
@@ -92,7 +95,10 @@ class RunningGenerations:
 
 
 class Generations:
-    """The answers to several requests, as pieces in the order of their arrival.
+    """The answers to several requests, whose pieces are handed to a receiver as they arrive.
+
+    The task that waits for an answer calls the receiver itself. While the receiver takes a piece, the service merges
+    those that follow.
 
     Args:
         model: generates the answers.
@@ -114,11 +120,12 @@ class Generations:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + timeout
-        self._arrived: deque[tuple[int, TextPiece | Exception]] = deque()
-        self._unread: dict[int, asyncio.Future[None] | None] = {}  # answers whose last piece has not been read
         self._waiter: asyncio.Future[None] | None = None
-        self._until = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._receiver: Receiver | None = None
+        self._received = asyncio.Event()  # there is a receiver
+        self._arrived = False
+        self._last = 0.0  # when a receiver had taken a piece
+        self._error: Exception | None = None
         self._ends = False
         self._left = len(requests)
         self._closing = ExitStack()
@@ -130,89 +137,85 @@ class Generations:
         ]
 
     def end(self) -> None:
-        """End the answers: behind the pieces that wait, `take` raises the error of a server that ends."""
+        """End the answers: `arrival` and `run` raise the error of a server that ends."""
         self._ends = True
         self._wake()
 
-    async def take(self, patience: float = math.inf) -> tuple[int, TextPiece] | None:
-        """The index of a request and its next piece; None if no piece arrives within `patience` seconds.
-
-        The last piece of each request has a finish reason.
+    async def arrival(self, patience: float) -> bool:
+        """Wait for the first piece, at most `patience` seconds; whether there is one.
 
         Raises:
-            StopAsyncIteration: all answers have ended.
             WarpbusError: as `Service.generate` and its answers; RequestError after `timeout` or `end`.
         """
-        if not self._left:
-            raise StopAsyncIteration
-        if not self._arrived and not self._ends:
-            await self._wait(patience)
-        if not self._arrived and self._ends:
-            raise server_ends()
-        if self._loop.time() >= self._deadline:
-            raise RequestError(
-                408, "the answer takes longer than the server allows: ask for fewer tokens", code="timeout"
-            )
-        if not self._arrived:
-            return None
-        index, piece = self._arrived.popleft()
-        room = self._unread.pop(index)
-        if room is not None and not room.done():
-            room.set_result(None)
-        if isinstance(piece, Exception):
-            raise piece
-        self._left -= piece.finish_reason is not None
-        return index, piece
+        until = self._loop.time() + patience
+        while not self._arrived:
+            self._check()
+            if self._loop.time() >= until:
+                return False
+            await self._wait(until)
+        self._check()
+        return True
+
+    async def run(self, receiver: Receiver, patience: float = math.inf, idle: Idle | None = None) -> None:
+        """Hand all pieces to a receiver, and return when all answers have ended. To be called once.
+
+        Args:
+            receiver: called with the index of a request and its next piece, in the task of this answer: pieces of other
+                answers may arrive before it returns. The last piece of each request has a finish reason.
+            patience: seconds without a piece after which `idle` is called.
+
+        Raises:
+            WarpbusError: as `arrival`.
+            Exception: of the receiver.
+        """
+        self._receiver, self._last = receiver, self._loop.time()
+        self._received.set()
+        while self._left:
+            self._check()
+            due = self._last + patience
+            if idle is None or self._loop.time() < due:
+                await self._wait(due)
+            else:
+                await idle()
+                self._last = self._loop.time()
 
     async def aclose(self) -> None:
         """Abort the requests that still run."""
-        if self._timer is not None:
-            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._closing.close()
 
-    async def _wait(self, patience: float) -> None:
-        """Wait for `_wake`, or for `patience` seconds, or for the deadline.
-
-        The timer of one wait serves the next ones: it is set anew only when it fires.
-        """
-        self._until = min(self._loop.time() + patience, self._deadline)
-        if self._timer is None or self._timer.when() > self._until:
-            self._set_timer()
+    async def _wait(self, until: float) -> None:
+        """Wait for `_wake`, for the time `until`, or for the deadline."""
         self._waiter = self._loop.create_future()
+        timer = self._loop.call_at(min(until, self._deadline), self._wake)
         try:
             await self._waiter
         finally:
+            timer.cancel()
             self._waiter = None
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(self._until, self._on_time)
-
-    def _on_time(self) -> None:
-        self._timer = None
-        if self._waiter is None:
-            return
-        if self._loop.time() < self._until:
-            self._set_timer()
-        else:
-            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _put(self, index: int, piece: TextPiece | Exception) -> None:
-        """Queue a piece when the previous one of the answer has been read: meanwhile the service merges pieces."""
-        if index in self._unread:
-            room = self._unread[index] = self._loop.create_future()
-            await room
-        self._unread[index] = None
-        self._arrived.append((index, piece))
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._ends:
+            raise server_ends()
+        if self._loop.time() >= self._deadline:
+            raise RequestError(
+                408, "the answer takes longer than the server allows: ask for fewer tokens", code="timeout"
+            )
+
+    async def _first_receiver(self) -> Receiver:
+        self._arrived = True
         self._wake()
+        await self._received.wait()
+        assert self._receiver is not None
+        return self._receiver
 
     async def _follow(self, index: int, model: Model, request: GenerationRequest, timer: _AnswerTimer) -> None:
         try:
@@ -223,12 +226,18 @@ class Generations:
                     timer.record_piece(piece)
                     if piece.finish_reason == "abort":
                         raise _aborted()
-                    await self._put(index, piece)
+                    receive = self._receiver or await self._first_receiver()
+                    await receive(index, piece)
+                    self._last = self._loop.time()
                     if piece.finish_reason is not None:
-                        return
-            raise _aborted()
+                        break
+                else:
+                    raise _aborted()
+            self._left -= 1
         except Exception as error:
-            await self._put(index, error)
+            self._error = self._error or error
+        if self._error is not None or not self._left:
+            self._wake()
 
 
 class _AnswerTimer:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections import abc
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -59,22 +58,30 @@ class Form(Protocol):
 
 
 class Usage:
-    """The token counts of a request. A prompt with several answers counts once."""
+    """The token counts of a request. A prompt with several answers counts once.
 
-    def __init__(self, prompt_tokens: int) -> None:
+    Args:
+        prompt_tokens: of all prompts.
+        per_prompt: how many answers each prompt gets.
+
+    Attributes:
+        cached_tokens: tokens of the prompts found in the prefix cache.
+    """
+
+    def __init__(self, prompt_tokens: int, per_prompt: int = 1) -> None:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
-        self._cached: dict[int, int] = {}
+        self.cached_tokens = 0
+        self._per_prompt = per_prompt
+        self._begun: set[int] = set()  # prompts
 
-    def add(self, prompt: int, piece: TextPiece) -> None:
-        """Add a piece of an answer to a prompt; the first piece says what was cached before the request."""
+    def add(self, index: int, piece: TextPiece) -> None:
+        """Add a piece of an answer; the first one of a prompt says what was cached before the request."""
         self.output_tokens += len(piece.token_ids)
-        self._cached.setdefault(prompt, piece.cached_tokens)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompts found in the prefix cache."""
-        return sum(self._cached.values())
+        prompt = index // self._per_prompt
+        if prompt not in self._begun:
+            self._begun.add(prompt)
+            self.cached_tokens += piece.cached_tokens
 
 
 class Responder:
@@ -97,15 +104,15 @@ class Responder:
         self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest]
     ) -> tuple[list[list[TextPiece]], Usage]:
         """The pieces of one answer to each prompt, and the token counts. Raises: as `respond`."""
-        pieces, usage = self._generate(request, model, requests, 1)
-        return await _collect(request, pieces, len(requests)), usage
+        generations, usage = self._generate(request, model, requests, 1)
+        return await _collect(request, generations, usage, len(requests)), usage
 
     def _generate(
         self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest], per_prompt: int
-    ) -> tuple[_CountedPieces, Usage]:
-        record: RequestRecord = request.scope["state"]["record"]
-        counts = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
-        record.prompt_tokens = counts.prompt_tokens
+    ) -> tuple[Generations, Usage]:
+        usage = Usage(sum(len(each.prompt) for each in requests[::per_prompt]), per_prompt)
+        record = _record_of(request.scope)
+        record.prompt_tokens = usage.prompt_tokens
         generations = Generations(
             model,
             requests,
@@ -114,7 +121,7 @@ class Responder:
             record=record,
             running=self.running,
         )
-        return _CountedPieces(generations, counts, per_prompt, record), counts
+        return generations, usage
 
     async def respond(
         self,
@@ -134,57 +141,33 @@ class Responder:
             stream: as server-sent events.
 
         Raises:
-            WarpbusError: as `Generations.pieces`, before anything is sent.
+            WarpbusError: as `Generations.arrival`, before anything is sent.
             ClientGoneError: the client disconnected.
         """
-        pieces, counts = self._generate(request, model, requests, per_prompt)
+        generations, usage = self._generate(request, model, requests, per_prompt)
         if not stream:
-            return JSONResponse(form.whole(await _collect(request, pieces, len(requests)), counts))
+            return JSONResponse(form.whole(await _collect(request, generations, usage, len(requests)), usage))
         try:
             # An error before the first heartbeat gets its own HTTP status; after it, the stream has begun.
-            first = await unless_gone(request.receive, pieces.take(self.options.heartbeat))
+            arrived = await unless_gone(request.receive, generations.arrival(self.options.heartbeat))
         except BaseException:
-            await pieces.aclose()
+            await generations.aclose()
             raise
-        return EventStream(pieces, first, form, counts, self.options.heartbeat)
+        return EventStream(generations, form, usage, self.options.heartbeat, late=not arrived)
 
 
-class _CountedPieces:
-    """The pieces of all answers of a request, counted in its usage and for the access log."""
-
-    def __init__(self, generations: Generations, usage: Usage, per_prompt: int, record: RequestRecord) -> None:
-        self._generations = generations
-        self._usage = usage
-        self._per_prompt = per_prompt
-        self._record = record
-
-    async def take(self, patience: float = math.inf) -> tuple[int, TextPiece] | None:
-        """See `Generations.take`."""
-        found = await self._generations.take(patience)
-        if found is not None:
-            index, piece = found
-            self._usage.add(index // self._per_prompt, piece)
-            self._record.cached_tokens = self._usage.cached_tokens
-        return found
-
-    async def aclose(self) -> None:
-        """See `Generations.aclose`."""
-        await self._generations.aclose()
-
-
-async def _collect(request: Request, pieces: _CountedPieces, count: int) -> list[list[TextPiece]]:
+async def _collect(request: Request, generations: Generations, usage: Usage, count: int) -> list[list[TextPiece]]:
     """All pieces of each answer. ClientGoneError if the client disconnects first."""
     answers: list[list[TextPiece]] = [[] for _ in range(count)]
+    record = _record_of(request.scope)
 
-    async def take_all() -> None:
-        with suppress(StopAsyncIteration):
-            while True:
-                found = await pieces.take()
-                if found is not None:
-                    answers[found[0]].append(found[1])
+    async def take(index: int, piece: TextPiece) -> None:
+        usage.add(index, piece)
+        record.cached_tokens = usage.cached_tokens
+        answers[index].append(piece)
 
-    async with aclosing(pieces):
-        await unless_gone(request.receive, take_all())
+    async with aclosing(generations):
+        await unless_gone(request.receive, generations.run(take))
     return answers
 
 
@@ -194,30 +177,25 @@ class EventStream(Response):
     Ends, and calls the answers off, when the client leaves.
 
     Args:
-        pieces: of the answers.
-        first: the first piece; None if there is none yet, after `heartbeat` seconds.
+        generations: the answers.
         form: the format of the events.
         usage: counts the pieces.
         heartbeat: seconds without an event after which a comment is sent.
+        late: no piece has arrived for so long.
     """
 
     def __init__(
-        self,
-        pieces: _CountedPieces,
-        first: tuple[int, TextPiece] | None,
-        form: Form,
-        usage: Usage,
-        heartbeat: float,
+        self, generations: Generations, form: Form, usage: Usage, heartbeat: float, *, late: bool = False
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
         del self.headers["content-length"]
-        self._pieces = pieces
-        self._first = first
+        self._generations = generations
         self._form = form
         self._usage = usage
         self._heartbeat = heartbeat
+        self._late = late
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -231,37 +209,49 @@ class EventStream(Response):
             for task in (writing, gone):
                 task.cancel()
             await asyncio.gather(writing, gone, return_exceptions=True)
-            await self._pieces.aclose()
+            await self._generations.aclose()
 
     async def _write(self, send: Send, scope: Scope) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_part(send, encode(self._form.opening(self._usage)))
-        if self._first is None:
-            await _send_part(send, _HEARTBEAT)
-        more = True
-        while more:
-            data, more = await self._next(scope)
-            if data or not more:
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+        form, usage, record = self._form, self._usage, _record_of(scope)
+        one_at_a_time = asyncio.Lock()
 
-    async def _next(self, scope: Scope) -> tuple[bytes, bool]:
-        """The next part of the stream, and whether more parts follow."""
-        form, usage = self._form, self._usage
+        async def send_piece(index: int, piece: TextPiece) -> None:
+            async with one_at_a_time:
+                usage.add(index, piece)
+                record.cached_tokens = usage.cached_tokens
+                await _send_part(send, encode(form.events(index, piece, usage)))
+
+        async def send_heartbeat() -> None:
+            if not one_at_a_time.locked():  # otherwise a piece waits for the client
+                async with one_at_a_time:
+                    await _send_part(send, _HEARTBEAT)
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_part(send, encode(form.opening(usage)))
+        if self._late:
+            await _send_part(send, _HEARTBEAT)
         try:
-            found, self._first = self._first or await self._pieces.take(self._heartbeat), None
-            return _HEARTBEAT if found is None else encode(form.events(*found, usage)), True
-        except StopAsyncIteration:
-            return encode(form.closing(usage)) + form.last, False
+            await self._generations.run(send_piece, self._heartbeat, send_heartbeat)
+            last = encode(form.closing(usage)) + form.last
+        except TimeoutError:  # of `send`: the client does not read
+            raise
         except Exception as error:
-            await self._pieces.aclose()
+            await self._generations.aclose()
             failure = as_request_error(error, scope["path"])
-            record: RequestRecord = scope["state"]["record"]
             record.error = failure.code or failure.kind
-            return encode([form.failure(failure, usage)]), False
+            last = encode([form.failure(failure, usage)])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def _send_part(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _record_of(scope: Scope) -> RequestRecord:
+    """What the access log records of a request."""
+    record: RequestRecord = scope["state"]["record"]
+    return record
 
 
 def new_id(kind: str, separator: str = "-") -> str:

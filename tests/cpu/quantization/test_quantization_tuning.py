@@ -15,8 +15,8 @@ from warpbus.formats import Checkpoint, FinishedParts
 from warpbus.qtensor import Scheme
 from warpbus.quantization import Calibration, Progress, QuantizationEstimate, Report, quantize
 from warpbus.quantization.algorithms import rtn
-from warpbus.quantization.tuned import STATE_PART, tuned_part
 from warpbus.quantization.tuning import EPOCHS, TunedLinear, split
+from warpbus.quantization.tuning_parts import STATE_PART, tuned_part
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,7 +107,7 @@ def test_an_interrupted_tuning_goes_on(model: Path, tuned: tuple[Path, Report], 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "out", progress=Progress(tuned=stop))
+        run(model, tmp_path / "out", progress=Progress(tuning=stop))
     facts = FinishedParts(tmp_path / "out").facts(STATE_PART)
     assert len(facts["losses"]) == (1 if step == 1 else EPOCHS)
     run(model, tmp_path / "out")
@@ -128,7 +128,7 @@ def test_a_killed_tuning_goes_on(model: Path, texts: Path, tmp_path: Path) -> No
     assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("options", [{"layout": "gptq"}, {"scheme": "w4a16-g32-asym"}, {"algorithm": "awq"}])
+@pytest.mark.parametrize("options", [{"format": "gptq"}, {"scheme": "w4a16-g32-asym"}, {"algorithm": "awq"}])
 def test_other_formats_and_algorithms(model: Path, tmp_path: Path, options: dict[str, str]) -> None:
     report = run(model, tmp_path / "out", **{"scheme": "w4a16-g32"} | options)
     assert report.tuning is not None
@@ -205,7 +205,7 @@ def test_effort_is_part_of_the_identity(model: Path, tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(model, tmp_path / "out", progress=Progress(tuned=stop))
+        run(model, tmp_path / "out", progress=Progress(tuning=stop))
     with pytest.raises(UsageError, match="effort"):
         run(model, tmp_path / "out", effort="normal")
 

@@ -1,4 +1,4 @@
-"""`Generations`: pieces in the order of arrival, patience, limits of time, and clients that read slowly."""
+"""`Generations`: pieces in the order of arrival, patience, limits of time, and receivers that are slow or fail."""
 
 import asyncio
 
@@ -48,18 +48,46 @@ def begin(model, count=1, timeout=60.0):
     return made, running
 
 
+class Received:
+    """What a receiver got; it takes the next piece only when `room` is set."""
+
+    def __init__(self):
+        self.pieces = []
+        self.pauses = 0
+        self.room = asyncio.Event()
+        self.room.set()
+
+    async def take(self, index, piece):
+        self.pieces.append((index, piece))
+        await self.room.wait()
+
+    async def pause(self):
+        self.pauses += 1
+
+
+async def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to pass")
+
+
 def test_pieces_come_in_the_order_of_their_arrival_and_end():
     async def run():
-        model = Script()
+        model, received = Script(), Received()
         generations, _ = begin(model, 2)
-        taking = asyncio.ensure_future(generations.take())
+        arrival = asyncio.ensure_future(generations.arrival(60.0))
         await asyncio.sleep(0)
         model.answers[1].put_nowait(piece("b", "stop"))
-        assert await taking == (1, piece("b", "stop"))
+        assert await arrival
+        assert received.pieces == []
+        running = asyncio.ensure_future(generations.run(received.take))
+        await until(lambda: received.pieces == [(1, piece("b", "stop"))])
+        assert not running.done()
         model.answers[0].put_nowait(piece("a", "length"))
-        assert await generations.take() == (0, piece("a", "length"))
-        with pytest.raises(StopAsyncIteration):
-            await generations.take()
+        await running
+        assert received.pieces[1:] == [(0, piece("a", "length"))]
         await generations.aclose()
         assert sorted(model.closed) == [0, 1]
 
@@ -68,35 +96,39 @@ def test_pieces_come_in_the_order_of_their_arrival_and_end():
 
 def test_patience_ends_without_a_piece_and_loses_none():
     async def run():
-        model = Script()
+        model, received = Script(), Received()
         generations, _ = begin(model)
         for _ in range(3):
-            assert await generations.take(0.001) is None
+            assert not await generations.arrival(0.001)
         model.answers[0].put_nowait(piece("a"))
-        assert await generations.take(60.0) == (0, piece("a"))
-        # A shorter patience than that of the wait before still ends.
-        waiting = asyncio.ensure_future(generations.take(60.0))
-        await asyncio.sleep(0)
-        model.answers[0].put_nowait(piece("b"))
-        assert await waiting == (0, piece("b"))
-        assert await generations.take(0.001) is None
+        assert await generations.arrival(60.0)
+        running = asyncio.ensure_future(generations.run(received.take, 0.001, received.pause))
+        await until(lambda: received.pauses >= 3)
+        model.answers[0].put_nowait(piece("b", "stop"))
+        await running
+        assert received.pieces == [(0, piece("a")), (0, piece("b", "stop"))]
         await generations.aclose()
         assert model.closed == [0]
 
     asyncio.run(run())
 
 
-def test_a_piece_waits_until_the_one_before_it_is_read():
+def test_a_piece_waits_until_the_one_before_it_is_received():
     async def run():
-        model = Script()
+        model, received = Script(), Received()
+        received.room.clear()
         generations, _ = begin(model)
+        running = asyncio.ensure_future(generations.run(received.take))
         await asyncio.sleep(0)
-        for text in "abc":
-            model.answers[0].put_nowait(piece(text))
+        model.answers[0].put_nowait(piece("a"))
+        model.answers[0].put_nowait(piece("b"))
+        model.answers[0].put_nowait(piece("c", "stop"))
         for _ in range(10):
             await asyncio.sleep(0)
-        assert model.answers[0].qsize() == 1  # one piece is queued, one is held: the service merges the others
-        assert [(await generations.take())[1].text for _ in "abc"] == ["a", "b", "c"]
+        assert model.answers[0].qsize() == 2  # the receiver holds one: the service merges the others
+        received.room.set()
+        await running
+        assert [one.text for _, one in received.pieces] == ["a", "b", "c"]
         await generations.aclose()
 
     asyncio.run(run())
@@ -104,38 +136,46 @@ def test_a_piece_waits_until_the_one_before_it_is_read():
 
 def test_the_time_of_all_answers_is_limited():
     async def run():
-        model = Script()
-        generations, _ = begin(model, timeout=0.01)
-        with pytest.raises(RequestError, match=r"^the answer takes longer than the server allows"):
-            await generations.take()
-        await generations.aclose()
-        assert model.closed == [0]
+        for begun in (False, True):
+            model, received = Script(), Received()
+            received.room.clear()
+            generations, _ = begin(model, timeout=0.01)
+            await asyncio.sleep(0)
+            if begun:
+                model.answers[0].put_nowait(piece("a"))
+            work = generations.run(received.take) if begun else generations.arrival(60.0)
+            with pytest.raises(RequestError, match=r"^the answer takes longer than the server allows"):
+                await work
+            await generations.aclose()
+            assert model.closed == [0]
 
     asyncio.run(run())
 
 
-def test_a_server_that_ends_ends_them_behind_the_pieces_that_wait():
+def test_a_server_that_ends_ends_them():
     async def run():
-        model = Script()
+        model, received = Script(), Received()
         generations, running = begin(model)
+        going = asyncio.ensure_future(generations.run(received.take))
         await asyncio.sleep(0)
         model.answers[0].put_nowait(piece("a"))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await until(lambda: received.pieces == [(0, piece("a"))])
         running.end()
-        assert await generations.take() == (0, piece("a"))
         with pytest.raises(RequestError, match=r"^the server ends"):
-            await generations.take()
+            await going
         await generations.aclose()
+        assert model.closed == [0]
+        later = Generations(
+            model,
+            [GenerationRequest([1], SamplingParams())],
+            timeout=60.0,
+            metrics=Metrics(),
+            record=RequestRecord(),
+            running=running,
+        )
         with pytest.raises(RequestError, match=r"^the server ends"):
-            await Generations(
-                model,
-                [GenerationRequest([1], SamplingParams())],
-                timeout=60.0,
-                metrics=Metrics(),
-                record=RequestRecord(),
-                running=running,
-            ).take()
+            await later.arrival(60.0)
+        await later.aclose()
 
     asyncio.run(run())
 
@@ -147,8 +187,26 @@ def test_a_failed_answer_raises_its_error():
         await asyncio.sleep(0)
         model.answers[0].put_nowait(RuntimeError("broken"))
         with pytest.raises(RuntimeError, match=r"^broken$"):
-            await generations.take()
+            await generations.arrival(60.0)
         await generations.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_failed_receiver_raises_its_error_and_ends_the_answers():
+    async def run():
+        model = Script()
+        generations, _ = begin(model, 2)
+        await asyncio.sleep(0)
+        model.answers[0].put_nowait(piece("a"))
+
+        async def fail(index, piece):
+            raise TimeoutError("the client does not read")
+
+        with pytest.raises(TimeoutError, match="does not read"):
+            await generations.run(fail)
+        await generations.aclose()
+        assert sorted(model.closed) == [0, 1]
 
     asyncio.run(run())
 

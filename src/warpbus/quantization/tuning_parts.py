@@ -1,4 +1,4 @@
-"""The parts of a run that tunes: the state after each epoch, and the layers with their new scales.
+"""The parts of a run that tunes, on the disk: the state after each epoch, and the layers with their new scales.
 
 The layers as the algorithm quantized them stay until the model is complete, so that an interrupted run can go on after
 the last whole epoch, or with the layers that are not written yet.
@@ -15,7 +15,7 @@ from warpbus.qtensor import Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.report import TuningResult
-from warpbus.quantization.tuning import Tuned, Tuning, TuningState
+from warpbus.quantization.tuning import Tuning, TuningState, TuningStep
 from warpbus.quantization.written import is_readable, layer_part, stored_tensors
 
 STATE_BYTES = 16
@@ -36,7 +36,7 @@ def tune_parts(
     held: Calibration,
     writer: GrowingCheckpoint,
     device: torch.device,
-    tell: Callable[[Tuned], None],
+    tell: Callable[[TuningStep], None],
 ) -> TuningResult:
     """Tune the finished layers, and commit each with its new scales. It goes on where an earlier run stopped.
 
@@ -79,7 +79,7 @@ def _stored_state(writer: GrowingCheckpoint) -> TuningState | None:
     return TuningState(tensors, tuple(facts["losses"]))
 
 
-def check_tuning(schemes: Schemes, device: torch.device, *, calibrated: bool, kv_cache: str | None) -> None:
+def check_tuning(schemes: Schemes, *, calibrated: bool, kv_cache: str | None) -> None:
     """Refuse what cannot be tuned.
 
     Raises:
@@ -98,8 +98,6 @@ def check_tuning(schemes: Schemes, device: torch.device, *, calibrated: bool, kv
             f"--effort high: not with --kv-cache {kv_cache}, whose scales are calibrated before tuning: drop one of "
             "the two"
         )
-    if device.type != "cpu":
-        raise UsageError("--effort high: tuning runs on the CPU only: add --device cpu, or use --effort normal")
 
 
 def check_tunable(plan: Plan) -> None:
