@@ -1,4 +1,4 @@
-"""An epoch of DistributedDataParallel over two leases of two GPUs, and without a pool: seconds, and whether losses agree.
+"""An epoch of DistributedDataParallel over two leases of two GPUs and without a pool: seconds, and the losses.
 
     python benchmarks/pool_ddp.py                # two GPUs, beside NCCL
     python benchmarks/pool_ddp.py --device cpu   # beside gloo

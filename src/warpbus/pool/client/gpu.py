@@ -160,8 +160,8 @@ class Gpu:
 
         Raises:
             LeaseLostError: the lease ended during the migration.
-            ConnectionLostError: the pool's daemon is gone, or silent for 300 s; whether the lease migrated, is not known.
-                Its tensors can be used, wherever it is.
+            ConnectionLostError: the pool's daemon is gone, or silent for 300 s. It is not known whether the lease
+                migrated; its tensors can be used, wherever it is.
             StateError: the lease is in a process group: destroy the group first.
             WarpbusError: the migration failed, and the lease continues on its old GPU.
         """
