@@ -252,9 +252,10 @@ def main() -> None:
                 command=shlex.join(["python", "benchmarks/beside_vllm.py", *words]),
             )
             records.append(record)
+            path = write(records, options.output)  # what is measured is kept if a later load fails or is stopped
             what = ", ".join([*map(str, found.case.values()), f"activations {found.activations}"])
             print(f"{what}: {ours:,.1f} {found.unit}, vLLM {theirs:,.1f}: {record.ratio:.2f} times as good", flush=True)
-    print(write(records, options.output))
+    print(path)
 
 
 if __name__ == "__main__":

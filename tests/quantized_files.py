@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from warpbus.formats import Checkpoint, layout_named
+from warpbus.formats import Checkpoint, format_named
 from warpbus.models import Decoder, tensor_map
 from warpbus.models.families import family_of
 from warpbus.models.loading import part_rows
@@ -74,6 +74,10 @@ def random_matrix(shape: tuple[int, int], scheme: Scheme, seed: int, dtype: torc
     """Scales of both signs; zero points from 1 on, which every format can hold."""
     generator = torch.Generator().manual_seed(seed)
     groups = scheme.groups(shape[1])
+    if scheme.is_trellis:
+        words = torch.randint(-(2**31), 2**31, (shape[0], shape[1] * scheme.bits // 32), generator=generator)
+        scales = torch.rand(shape[0], 1, generator=generator) * 0.1 + 0.1
+        return QTensor(scheme, words.to(torch.int32), scales.to(dtype), None, shape)
     if not scheme.has_codes:
         values = torch.randn(shape, generator=generator).to(scheme.dtype)
         return QTensor.from_values(scheme, values, torch.full((shape[0],), 0.1, dtype=dtype))
@@ -112,7 +116,7 @@ def write_quantized(
     Returns:
         the directory, and the plain tensors that mean the same, in float32.
     """
-    layout = layout_named(form)
+    format = format_named(form)
     schemes, tensors, plain = {}, {}, {}
     for seed, (name, tensor) in enumerate(plain_tensors(values).items()):
         prefix = name.removesuffix(".weight")
@@ -123,11 +127,11 @@ def write_quantized(
         text = scheme if isinstance(scheme, str) else next(scheme[key] for key in scheme if key in name)
         schemes[prefix] = Scheme.parse(text)
         matrix = random_matrix((tensor.shape[0], tensor.shape[1]), schemes[prefix], seed, scale_dtype)
-        tensors.update(layout.to_tensors(prefix, matrix))
+        tensors.update(format.to_tensors(prefix, matrix))
         plain[name] = matrix.dequantize(torch.float32)
     head = "transformer.output_layer" if "padded_vocab_size" in values else "lm_head"
     kept = [name.removesuffix(".weight") for name in tensors if is_linear(name) and keep in name]
-    described = layout.quantization_config(schemes, [head, *kept])
+    described = format.quantization_config(schemes, [head, *kept])
     return write_files(directory, values | {"quantization_config": described}, tensors), plain
 
 

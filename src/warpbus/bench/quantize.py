@@ -128,7 +128,7 @@ def equal_share(plan: Plan, one: Path, other: Path) -> float:
     for matrix in plan.matrices:
         for source in matrix.sources:
             prefix = source.removesuffix(".weight")
-            a, b = (plan.layout.from_tensors(each, prefix, matrix.scheme) for each in (left, right))
+            a, b = (plan.format.from_tensors(each, prefix, matrix.scheme) for each in (left, right))
             count = a.shape[0] * a.shape[1]
             total += count
             same += count if torch.equal(_bytes(a), _bytes(b)) else int((_integers(a) == _integers(b)).sum())

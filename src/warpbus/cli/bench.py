@@ -204,6 +204,10 @@ for _name, _help in {
 
     Variants are fp8 and int8. With --size, only these numbers of tokens.
     """,
+    "trellis": """Layers of GLM-4-9B whose weights are a trellis, compared with w4a16-g128 and cuBLAS. Needs a GPU.
+
+    Variants are w3a16-trellis and w2a16-trellis. With --size, only these numbers of tokens.
+    """,
     "moe": """Experts of one layer with 4-bit weights, compared with torch's grouped product in 16 bits. Needs a GPU.
 
     Variants are shapes of models: glm-4.7-flash, glm-4.5-air (both by default), glm-5 and qwen3-30b-a3b. With --size,

@@ -148,7 +148,7 @@ class QuantizeRequest:
     def _data(self) -> dict[str, Any]:
         """The arguments of trials that select calibration data, format and device."""
         return {
-            name: getattr(self.options, name) for name in ("layout", "samples", "tokens", "seqlen", "seed", "device")
+            name: getattr(self.options, name) for name in ("format", "samples", "tokens", "seqlen", "seed", "device")
         }
 
     def show(self, found: Recommendation, *, as_json: bool) -> None:
@@ -167,8 +167,8 @@ class QuantizeRequest:
         words = ["warpbus", "quantize", self.model, output, "--scheme", chosen.scheme, "--algorithm", chosen.algorithm]
         if chosen.algorithm != "rtn" and self.model != DEMO and self.calibration != GENERAL_TEXTS:
             words += ["--calibration", str(self.calibration)]
-        if self.options.layout != "compressed-tensors":
-            words += ["--format", self.options.layout]
+        if self.options.format != "compressed-tensors":
+            words += ["--format", self.options.format]
         return shlex.join(words)
 
 

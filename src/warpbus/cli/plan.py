@@ -102,7 +102,8 @@ def _stored(model: str, scheme: str | None) -> "Stored":
         checkpoint = Checkpoint(directory)
         config = read_config(checkpoint)
         dtype = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
-        return Stored(config, dtype if dtype in HALVES else torch.bfloat16, quantized_parameters(checkpoint, config))
+        quantized = quantized_parameters(checkpoint, config, trellises=True)
+        return Stored(config, dtype if dtype in HALVES else torch.bfloat16, quantized)
     checkpoint = Checkpoint(directory, weights=False)
     if checkpoint.config.get("quantization_config"):
         raise UsageError(f"{model} is quantized already: leave --scheme out")

@@ -41,7 +41,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     goal=...,
     memory=...,
     bits=...,
-    format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", field="layout", choices=FORMATS),
+    format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", choices=FORMATS),
     head="also quantize the head, to a scheme such as w8a16-g128; compressed-tensors only",
     kv_cache=FieldOption(
         "calibrate scales for an 8-bit KV cache: fp8 or int8, or fp8-head, int8-head with a scale per head",

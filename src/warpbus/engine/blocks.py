@@ -21,6 +21,11 @@ NULL_BLOCK = 0
 """The null block, which no sequence owns: padding rows of a batch write there."""
 
 
+def blocks_for(tokens: int) -> int:
+    """The number of blocks that hold so many tokens."""
+    return -(-tokens // BLOCK)
+
+
 def block_keys(
     token_ids: abc.Sequence[int], known: abc.Sequence[bytes] = (), *, salt: bytes = b"", offset: int = 0
 ) -> list[bytes]:

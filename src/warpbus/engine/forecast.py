@@ -222,4 +222,6 @@ def _unmeasured(stored: Stored, card: Card, plan: MemoryPlan) -> str:
             return "these experts have no kernels and run one after another"
     if any(scheme.activations is not None for scheme in stored.quantized.values()):
         return "steps with activations of 8 bits were not timed"
+    if any(scheme.is_trellis for scheme in stored.quantized.values()):
+        return "steps with trellises were not timed"
     return ""

@@ -32,6 +32,7 @@ from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.trellis_dequantize import BUFFER_BYTES
 from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters
 from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
 from warpbus.models.kv_scales import kv_cache_scheme
@@ -99,7 +100,8 @@ class Stored:
         prefix_blocks: int = 0,
     ) -> "Stored":
         """What a checkpoint holds, with so many bytes of LoRAs and blocks of prefixes."""
-        quantized, kv_cache = quantized_parameters(checkpoint, config), kv_cache_scheme(checkpoint, config)
+        quantized = quantized_parameters(checkpoint, config, trellises=dtype in HALVES)
+        kv_cache = kv_cache_scheme(checkpoint, config)
         return cls(config, dtype, quantized, adapters, prefix_blocks, kv_cache)
 
     @property
@@ -131,13 +133,14 @@ class Stored:
         return max(parts, key=lambda part: sum(part.sizes().values()))
 
     def _part(self, part: Part) -> "Stored":
-        """What one process has of this model. Groups of columns that the shards do not divide into are smaller."""
+        """What one process has of this model: smaller groups of columns where the shards do not divide into them, and
+        trellises dequantized."""
         quantized = {}
         for name, scheme in self.quantized.items():
             matrix = part.config.matrix(name)
             if matrix is not None:
                 scheme = scheme.fitting(matrix.columns.length)
-            if part.has(name):
+            if part.has(name) and not scheme.is_trellis:
                 quantized[name] = scheme
         rows = len(part.vocabulary[part.rank])
         return replace(self, config=part.config, quantized=quantized, gpus=part.world, head_rows=rows)
@@ -412,10 +415,16 @@ def _fixed_parts(
         "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
         + scores
         + _WORKSPACE
+        + _dequantized_bytes(stored)
         + library * _LIBRARY_WORKSPACE,
         "allocator's granularity": int(_GRANULARITY * (layers + stored.adapters + embedding + heads)),
         "CUDA context and kernels": CONTEXT_BYTES + library * LIBRARY_BYTES,
     }
+
+
+def _dequantized_bytes(stored: Stored) -> int:
+    """The weights of trellises that products of many rows dequantize at a time."""
+    return BUFFER_BYTES if any(scheme.is_trellis for scheme in stored.quantized.values()) else 0
 
 
 def _stacking_bytes(experts: OffloadableExperts, offloaded: tuple[int, ...]) -> int:
@@ -424,13 +433,15 @@ def _stacking_bytes(experts: OffloadableExperts, offloaded: tuple[int, ...]) -> 
 
 
 def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
-    """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row, and for LoRAs."""
+    """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row, for trellises,
+    and for LoRAs."""
     layers = Stored.uniform(stored.config, stored.dtype, _SUGGESTED).quantized
     plain_head = head is None and "head.weight" not in stored.quantized
     return (
         bool(stored.adapters)
         or stored.dtype not in HALVES
         or not layers.keys() <= stored.quantized.keys()
+        or any(scheme.is_trellis for scheme in stored.quantized.values())
         or any(matrix.dequantized for _, matrix in stored.config.matrices)
         or stored.config.mtp is not None
         or (plain_head and rows > 1)

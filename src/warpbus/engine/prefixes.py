@@ -9,7 +9,7 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from warpbus.engine.blocks import BLOCK, NULL_BLOCK
+from warpbus.engine.blocks import BLOCK, NULL_BLOCK, blocks_for
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import identity_rope, rotary_order
 from warpbus.errors import CheckpointError
@@ -43,7 +43,7 @@ class Prefixes:
         first = NULL_BLOCK + 1
         for prefix in self.all:
             _check(prefix, config)
-            self._blocks[prefix.name] = range(first, first + prefix_blocks(prefix.tokens))
+            self._blocks[prefix.name] = range(first, first + blocks_for(prefix.tokens))
             first = self._blocks[prefix.name].stop
         self._tokens: dict[str | None, int] = {prefix.name: prefix.tokens for prefix in self.all}
         self.blocks = first - NULL_BLOCK - 1
@@ -76,11 +76,6 @@ class Prefixes:
                         "or needs dtype bfloat16 or float32"
                     )
                 _store(k_thd.index_select(-1, order), v_thd, slots, stored, fixed)
-
-
-def prefix_blocks(tokens: int) -> int:
-    """The cache blocks of a prefix of so many tokens."""
-    return -(-tokens // BLOCK)
 
 
 def _store(

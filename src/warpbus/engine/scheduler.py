@@ -20,7 +20,7 @@ from collections import abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from warpbus.engine.blocks import BLOCK, BlockAllocator, block_keys
+from warpbus.engine.blocks import BLOCK, BlockAllocator, block_keys, blocks_for
 from warpbus.engine.sequence import SchedulerState, Sequence
 
 BACKLOG = 4
@@ -356,7 +356,7 @@ class Scheduler:
         shared = self._blocks.share(keys)
         keys = keys[len(shared) :]
         self._blocks.hold(keys)
-        fresh = _blocks_for(state.prefix_tail + state.length) - len(shared)
+        fresh = blocks_for(state.prefix_tail + state.length) - len(shared)
         # Each running sequence may soon need one more block.
         spare = len(self.running)
         taken = self._blocks.take(fresh) if fresh + spare <= self._blocks.available else None
@@ -391,7 +391,7 @@ class Scheduler:
         missing = state.prefix_length + tokens - BLOCK * len(state.blocks)
         if missing <= 0:
             return True
-        taken = self._blocks.take(_blocks_for(missing))
+        taken = self._blocks.take(blocks_for(missing))
         if taken is None:
             return False
         state.blocks += taken
@@ -429,7 +429,3 @@ class Scheduler:
         for index in () if state.unsplit else range(state.published, full):
             self._blocks.publish(state.blocks[state.full_prefix_blocks + index], state.keys[index])
         state.published = full
-
-
-def _blocks_for(tokens: int) -> int:
-    return -(-tokens // BLOCK)

@@ -9,10 +9,10 @@ from typing import Any
 from warpbus.errors import DataError, UsageError
 from warpbus.formats import Checkpoint, read_schemes
 from warpbus.formats.files import read_json
+from warpbus.formats.format import format_of
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.hub import parse_name
-from warpbus.formats.layout import layout_of
 from warpbus.formats.trellis import detect as is_trellis
 from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
@@ -126,9 +126,9 @@ def _introduction(base: str | None, report: Mapping[str, Any] | None) -> str:
 
 def _format_name(checkpoint: Checkpoint) -> str | None:
     """The format of the quantized matrices; None if there are none."""
-    layout = layout_of(checkpoint.config)
-    if layout is not None:
-        return layout.name
+    format = format_of(checkpoint.config)
+    if format is not None:
+        return format.name
     if is_trellis(checkpoint.config):
         return "warpbus"
     fp4 = fp4_storage(checkpoint.config)
@@ -191,9 +191,9 @@ def _quality(report: Mapping[str, Any] | None) -> Iterator[str]:
 
 def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterator[str]:
     config = checkpoint.config
-    layout, schemes = _format_name(checkpoint), read_schemes(config).distinct()
+    format, schemes = _format_name(checkpoint), read_schemes(config).distinct()
     yield f"**Warpbus**\n\n```sh\nwarpbus chat {repository}\nwarpbus serve {repository}\n```"
-    if layout == "warpbus":
+    if format == "warpbus":
         yield (
             "Other programs do not read this format. They read the model after "
             f"`warpbus convert {repository} DIRECTORY --to bfloat16`, at its original size."
@@ -212,8 +212,8 @@ def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterato
         yield f"**vLLM**\n\n```sh\nvllm serve {repository}\n```"
     if _has_quantized_head(checkpoint):
         yield "The head is quantized: versions of vLLM and SGLang before the middle of 2026 cannot load it."
-    if "auto_map" not in config and layout in ("compressed-tensors", None):
-        needs = "" if layout is None else "\n\n`pip install transformers compressed-tensors accelerate`, then"
+    if "auto_map" not in config and format in ("compressed-tensors", None):
+        needs = "" if format is None else "\n\n`pip install transformers compressed-tensors accelerate`, then"
         asymmetric = any(not each.symmetric for each in schemes)
         extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if asymmetric else ""
         names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if asymmetric else "")

@@ -18,6 +18,7 @@ from warpbus.formats import Checkpoint, read_schemes
 from warpbus.formats.dequantizing import dequantized_schemes
 from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.documents import Document, read_documents
+from warpbus.models.layers import QuantizedLinear
 from warpbus.models.templates import Template, find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -138,6 +139,7 @@ def evaluate(
             accuracies[name] = choice_accuracy(model, template, asked)
             progress("choices", index + 1, len(loaded))
     weights = {name: _weight_bytes(model) for name, model in loaded.items()}
+    schemes = {name: _weights_of(checkpoints[name], model) for name, model in loaded.items()}
     caches = {name: str(model.kv_scales.scheme) if model.kv_scales else None for name, model in loaded.items()}
     loaded.clear()
     evaluations = []
@@ -154,7 +156,7 @@ def evaluate(
             Evaluation(
                 name=name,
                 model=str(path),
-                scheme=_weights_of(checkpoints[name]),
+                scheme=schemes[name],
                 perplexity=result.perplexity,
                 divergence=result.divergence,
                 agreement=result.agreement,
@@ -216,14 +218,17 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return checkpoint.dtype(max(floating, key=checkpoint.nbytes))
 
 
-def _weights_of(checkpoint: Checkpoint) -> str:
-    """What the weights of a checkpoint are, as `Evaluation.scheme`."""
+def _weights_of(checkpoint: Checkpoint, model: Decoder) -> str:
+    """What the weights of a checkpoint are, and whether the model has them so, as `Evaluation.scheme`."""
     schemes = read_schemes(checkpoint.config)
     if schemes.distinct():
         return str(schemes)
     stored = dequantized_schemes(checkpoint.config)
     dtype = str(checkpoint_dtype(checkpoint)).removeprefix("torch.")
-    return dtype if stored is None else f"{stored}, dequantized"
+    if stored is None:
+        return dtype
+    in_codes = any(isinstance(module, QuantizedLinear) for module in model.layers.modules())
+    return stored if in_codes else f"{stored}, dequantized"
 
 
 def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

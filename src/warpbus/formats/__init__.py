@@ -7,8 +7,8 @@ from warpbus.formats.compressed_tensors import (
     quantization_config,
     to_tensors,
 )
+from warpbus.formats.format import Format, WritableFormat, format_named, format_of, read_schemes
 from warpbus.formats.growing import GrowingCheckpoint, discard_parts
-from warpbus.formats.layout import Layout, WritableLayout, layout_named, layout_of, read_schemes
 from warpbus.formats.parts import FinishedParts
 from warpbus.formats.writer import CheckpointWriter
 
@@ -16,14 +16,14 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "FinishedParts",
+    "Format",
     "GrowingCheckpoint",
-    "Layout",
-    "WritableLayout",
+    "WritableFormat",
     "discard_parts",
+    "format_named",
+    "format_of",
     "from_tensors",
     "is_quantized",
-    "layout_named",
-    "layout_of",
     "quantization_config",
     "read_schemes",
     "to_tensors",

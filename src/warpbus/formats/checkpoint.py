@@ -149,18 +149,7 @@ class Checkpoint:
         Raises:
             CheckpointError: if it cannot be read or does not hold a JSON object.
         """
-        file = self.directory / filename
-        if not file.is_file():
-            return None
-        try:
-            parsed = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: is not JSON ({_first_line(error)}): download it again") from error
-        if not isinstance(parsed, dict):
-            raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}")
-        return parsed
+        return read_object(self.directory / filename)
 
     def stored(self, name: str) -> StoredTensor:
         """A tensor on disk, which is not read. Raises TensorError if there is no such tensor."""
@@ -306,6 +295,25 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense and contiguous in memory: not sparse, quantized, or without storage."""
     odd = tensor.is_nested or tensor.is_quantized
     return not odd and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def read_object(file: Path) -> dict[str, Any] | None:
+    """Parse a JSON file of a model directory, or return `None` if there is none.
+
+    Raises:
+        CheckpointError: if it cannot be read or does not hold a JSON object.
+    """
+    if not file.is_file():
+        return None
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not JSON ({_first_line(error)}): download it again") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}: download it again")
+    return parsed
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,6 @@
-"""Checkpoints whose matrices no kernel computes with, read as unquantized ones: FP8, FP4, trellises, reordered columns.
+"""Checkpoints whose matrices no kernel of a device computes with, read as unquantized ones.
+
+They are in FP8 or FP4, trellises where there are no kernels for them, or have reordered columns.
 
 A matrix is reordered if its columns were quantized in the order of their activations: `desc_act` of GPTQ, actorder
 `group` of compressed-tensors.
@@ -19,8 +21,8 @@ from torch import Tensor
 from warpbus.errors import TensorError
 from warpbus.formats import fp8, trellis
 from warpbus.formats.checkpoint import Checkpoint
+from warpbus.formats.format import Format
 from warpbus.formats.fp4 import Fp4Matrix, dequantized_fp4, fp4_storage
-from warpbus.formats.layout import Layout
 from warpbus.formats.stored import ComputedTensor, StoredTensor, row_bands
 from warpbus.formats.trellis import TrellisMatrix, dequantized_trellis
 from warpbus.qtensor import Scheme
@@ -73,25 +75,25 @@ def dequantized_schemes(config: Mapping[str, Any]) -> str | None:
     return "fp8" if storage is not None and not storage.is_scheme else None
 
 
-def dequantized_reordered(checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype) -> Checkpoint:
+def dequantized_reordered(checkpoint: Checkpoint, format: Format, dtype: torch.dtype) -> Checkpoint:
     """The checkpoint with `P.weight` in place of the tensors of each matrix P whose columns were reordered.
 
     Whole groups in any order are not such a matrix in GPTQ, whose reader puts them in order. Only the groups of columns
     are read.
 
     Args:
-        layout: of the checkpoint.
+        format: of the checkpoint.
         dtype: of the dequantized matrices.
 
     Raises:
         TensorError: the groups of columns have a wrong shape or dtype, or name groups that do not exist.
         CheckpointError: the quantization is not supported.
     """
-    part = next((part for part in layout.parts if part in _GROUPS), None)
+    part = next((part for part in format.parts if part in _GROUPS), None)
     names = [] if part is None else [name for name in checkpoint.names() if name.endswith(part)]
     if part is None or not names:
         return checkpoint
-    schemes = layout.read_schemes(checkpoint.config)
+    schemes = format.read_schemes(checkpoint.config)
     tensors = {name: checkpoint.stored(name) for name in checkpoint.names()}
     plain = {name: stored for name, stored in tensors.items() if name not in names}
     unordered = Checkpoint.of_tensors(checkpoint.directory, plain, checkpoint.config)
@@ -109,8 +111,8 @@ def dequantized_reordered(checkpoint: Checkpoint, layout: Layout, dtype: torch.d
         if part == ".g_idx" and _is_by_group(groups, scheme):
             continue
         shape = unordered.shape(prefix + scales)[axis], len(groups)
-        matrix: StoredTensor = ReorderedMatrix(shape, dtype, unordered, layout, prefix, scheme, groups)
-        for stored in layout.stored(checkpoint, prefix):
+        matrix: StoredTensor = ReorderedMatrix(shape, dtype, unordered, format, prefix, scheme, groups)
+        for stored in format.stored(checkpoint, prefix):
             tensors.pop(stored)
         tensors[f"{prefix}.weight"] = matrix
     return Checkpoint.of_tensors(checkpoint.directory, tensors, checkpoint.config)
@@ -146,14 +148,14 @@ class ReorderedMatrix(ComputedTensor):
     """
 
     checkpoint: Checkpoint
-    layout: Layout
+    format: Format
     prefix: str
     scheme: Scheme
     groups: Tensor
 
     def bands(self) -> Iterator[Tensor]:
-        """A product in float32 is rounded once, to `dtype`. Raises what the layout's reader raises."""
-        weight = self.layout.from_tensors(self.checkpoint, self.prefix, self.scheme)
+        """A product in float32 is rounded once, to `dtype`. Raises what the format's reader raises."""
+        weight = self.format.from_tensors(self.checkpoint, self.prefix, self.scheme)
         if weight.shape != self.shape:
             raise TensorError(f"{self.prefix}: expected shape {list(self.shape)}, found {list(weight.shape)}")
         for rows in row_bands(self.shape):

@@ -10,7 +10,7 @@ in its `mxfp4-pack-quantized` as `P.weight_packed` and
 
     P.weight_scale         uint8 [out, in / 32]         n means the scale 2^(n - 127)
 
-and in ModelOpt's layout (`NVFP4`, `W4A16_NVFP4`) as
+and in ModelOpt's format (`NVFP4`, `W4A16_NVFP4`) as
 
     P.weight, P.weight_scale                            as the first two
     P.weight_scale_2       float32                      scales are multiplied by it
@@ -220,7 +220,7 @@ def fp4_to_tensors(prefix: str, weight: QTensor, *, modelopt: bool = False) -> d
     """The tensors of a matrix. Scales far below the largest (by 2^-15 and less) lose digits to e4m3's range.
 
     Raises:
-        SchemeError: the layout has no such scheme.
+        SchemeError: the format has no such scheme.
         TensorError: a scale is no positive number that the format has.
     """
     if modelopt:
@@ -268,7 +268,7 @@ def describe_fp4(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def modelopt_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-    """What `config.json` holds under `quantization_config` in ModelOpt's layout."""
+    """What `config.json` holds under `quantization_config` in ModelOpt's format."""
     distinct = {schemes} if isinstance(schemes, Scheme) else set(schemes.values())
     for scheme in distinct:
         check_modelopt(scheme, (1, ELEMENTS["nvfp4"]), str(scheme))
@@ -287,20 +287,20 @@ def modelopt_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str
 
 
 def check_modelopt(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
-    """Refuse schemes that ModelOpt's layout does not have. Raises SchemeError."""
+    """Refuse schemes that ModelOpt's format does not have. Raises SchemeError."""
     if scheme.element != "nvfp4":
         raise SchemeError(f"{name}: the format modelopt is written for w4a16-nvfp4 only, not {scheme}")
     scheme.groups(shape[1], name)
 
 
 def modelopt_detect(config: dict[str, Any]) -> bool:
-    """Whether a config.json describes ModelOpt's layout."""
+    """Whether a config.json describes ModelOpt's format."""
     found = config.get(_WHERE)
     return isinstance(found, dict) and found.get("quant_method") == _MODELOPT
 
 
 def modelopt_schemes(config: dict[str, Any]) -> Schemes:
-    """The schemes of a model in ModelOpt's layout. Raises CheckpointError for algorithms other than NVFP4."""
+    """The schemes of a model in ModelOpt's format. Raises CheckpointError for algorithms other than NVFP4."""
     found = section(config)
     require(found, _WHERE, "quant_algo", _ALGORITHMS)
     ignored = found.get("ignore") or []

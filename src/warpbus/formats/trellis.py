@@ -9,7 +9,7 @@ and `config.json` holds under `quantization_config` the method "warpbus", the tr
 
     {"quant_method": "warpbus", "format": "trellis", "version": 1, "schemes": {"default": "w3a16-trellis", ...}}
 
-Matrices are dequantized when they are read.
+A single process on a GPU keeps the words; elsewhere matrices are dequantized when they are read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from warpbus.errors import CheckpointError, SchemeError, UsageError
-from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
+from warpbus.formats import Checkpoint, Format, WritableFormat, format_named, format_of
 from warpbus.formats.dequantizing import ReorderedMatrix, dequantized, dequantized_matrices, dequantized_reordered
+from warpbus.formats.format import WRITABLE
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.kv_cache import read_kv_cache_scheme
-from warpbus.formats.layout import WRITABLE
 from warpbus.formats.trellis import detect as is_trellis
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
@@ -69,9 +69,9 @@ class ConversionPlan:
 
     checkpoint: Checkpoint
     config: ModelConfig
-    source: Layout | None
+    source: Format | None
     dequantized: int
-    target: WritableLayout | None
+    target: WritableFormat | None
     dtype: torch.dtype | None
     ffn: tuple[int, int]
     matrices: tuple[ConvertedMatrix, ...]
@@ -156,7 +156,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     checkpoint = Checkpoint(directory_of(model))
     if output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
-    source, bytes_before, in_fp8 = layout_of(checkpoint.config), checkpoint.total_bytes, 0
+    source, bytes_before, in_fp8 = format_of(checkpoint.config), checkpoint.total_bytes, 0
     stored_config = checkpoint.config
     if source is None:
         in_fp8 = len(dequantized_matrices(checkpoint))
@@ -192,7 +192,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
         config=config,
         source=source,
         dequantized=in_fp8,
-        target=None if to in PLAIN else layout_named(to),
+        target=None if to in PLAIN else format_named(to),
         dtype=PLAIN.get(to),
         ffn=(before, ffn),
         matrices=tuple(_matrices(config, schemes, None if ffn == before else ffn)),

@@ -91,7 +91,7 @@ def convert(
     Args:
         model: a model directory, quantized in a format of `warpbus.formats`, or a GGUF file.
         output: a new directory; for GGUF a new file.
-        to: a format, see `layout_named`; "float16" or "bfloat16" for dequantized matrices; or a target of
+        to: a format, see `format_named`; "float16" or "bfloat16" for dequantized matrices; or a target of
             `export_gguf` or "fp8-block" (`write_fp8_blocks`), for which the model need not be quantized.
         pad_ffn: see `padded_size`.
         overwrite: replace a model that is at `output`.

@@ -11,6 +11,7 @@ import torch
 
 from warpbus.cuda.memory_size import short_size
 from warpbus.kernels.ops.packed import packed_shapes
+from warpbus.kernels.ops.trellis_packed import packed_trellis_words
 from warpbus.kernels.reference.cache import stored_length
 from warpbus.models.config import ModelConfig
 from warpbus.models.layer_spec import LayerSpec
@@ -80,6 +81,8 @@ class TimeRange:
 
 def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
     """Bytes of a quantized matrix `[n, k]` as the kernels of a GPU take it: FP4 dequantized to 16 bits."""
+    if scheme.is_trellis:
+        return 4 * packed_trellis_words(scheme, n, k) + n * torch.float32.itemsize + k // 8
     if scheme.element is not None:
         return 2 * n * k
     if scheme.activations is not None:

@@ -16,8 +16,8 @@ from warpbus.errors import NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.format import format_of
 from warpbus.formats.gguf.view import directory_of
-from warpbus.formats.layout import layout_of
 from warpbus.formats.safetensors_io import raw_bytes
 from warpbus.kernels.reference.grid import LARGEST, nearest_values
 from warpbus.models.loading import read_config, tensor_map
@@ -77,7 +77,7 @@ def write_fp8_blocks(model: str | Path, output: str | Path, *, overwrite: bool) 
     if output.resolve() == directory.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
     stored = Checkpoint(directory)
-    if layout_of(stored.config) is not None:
+    if format_of(stored.config) is not None:
         raise UsageError(f"{model}: --to {TARGET}: is quantized to integers: convert it to bfloat16 first")
     checkpoint = dequantized(stored)
     config = read_config(checkpoint, mtp="stored")

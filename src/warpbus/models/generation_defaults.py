@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from warpbus.errors import CheckpointError
+from warpbus.formats.checkpoint import read_object
 
 _VALID: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number from 0 to 100", lambda value: 0 <= value <= 100),
@@ -28,15 +27,8 @@ def read_generation_defaults(directory: Path) -> dict[str, float]:
         CheckpointError: the file is damaged, or a value is out of range.
     """
     path = Path(directory) / "generation_config.json"
-    if not path.exists():
-        return {}
     advice = "correct it, or give --generation-config none"
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); restore the file from the model's source") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object; restore the file from the model's source")
+    found = read_object(path) or {}
     defaults: dict[str, float] = {}
     for name, (wanted, is_valid) in _VALID.items():
         value = found.get(name)

@@ -38,7 +38,8 @@ class KVScales:
 
 def attention_prefix(config: ModelConfig, index: int) -> str:
     """The name of a layer's attention in the checkpoint, which the names of its scales begin with."""
-    first, *_ = BY_NAME[config.family].tensors(config)[f"layers.{index}.attention.qkv.weight"]
+    (matrix, *_) = config.all_layers[index].reading("attention.normed")
+    first, *_ = BY_NAME[config.family].tensors(config)[f"layers.{index}.{matrix.name}.weight"]
     return first.removesuffix(".weight").rpartition(".")[0]
 
 

@@ -14,9 +14,10 @@ from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.dequantizing import dequantized, dequantized_reordered
+from warpbus.formats.format import Format, format_of
 from warpbus.formats.kv_cache import scale_names
-from warpbus.formats.layout import Layout, layout_of
 from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.kernels.ops.trellis_packed import PackedTrellis
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer, make_layer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
@@ -25,7 +26,7 @@ from warpbus.models.kv_scales import attention_prefix, kv_cache_scheme, load_kv_
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
-from warpbus.models.placement import place, round_onto
+from warpbus.models.placement import keeps_trellises, place, round_onto
 from warpbus.models.row_order import spans_in_file
 from warpbus.qtensor import QTensor, Scheme
 
@@ -79,12 +80,12 @@ def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     advice = "use a checkpoint that has it, or other speculation than mtp"
     if config.mtp is None:
         return f"config.json: num_nextn_predict_layers: there is no layer of multi-token prediction (MTP): {advice}"
-    layout = layout_of(checkpoint.config)
+    format = format_of(checkpoint.config, trellises=True)
     for parameter, names in tensor_map(config).items():
         if not parameter.startswith(f"layers.{config.num_layers}."):
             continue
         for name in names:
-            if name not in checkpoint and not (layout and layout.is_quantized(checkpoint, _prefix(name))):
+            if name not in checkpoint and not (format and format.is_quantized(checkpoint, _prefix(name))):
                 return (
                     f"{name}: missing, although config.json announces a layer of multi-token prediction (MTP) with "
                     f"num_nextn_predict_layers: {advice}"
@@ -145,7 +146,8 @@ def load_model(
 ) -> Decoder:
     """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
-    FP8 matrices that no scheme represents, for instance those with a scale per block, are dequantized to `dtype`.
+    FP8 matrices that no scheme represents, for instance those with a scale per block, are dequantized to `dtype`; so
+    are trellises, except for a single process on a GPU.
 
     Besides the model, at most one tensor of the file (for a fused quantized matrix, its parts) is in memory. It stays
     on the CPU; a GPU receives it in chunks.
@@ -186,7 +188,7 @@ def load_model(
     if part is not None:
         part.narrow(model)
     source = replace(
-        _Source.open(checkpoint, config, device, dtype),
+        _Source.open(checkpoint, config, device, dtype, trellises=part is None and keeps_trellises(device, dtype)),
         layer_scheme=layer_scheme,
         head=head,
         embedding=embedding,
@@ -224,13 +226,18 @@ def load_model(
     return model.eval()
 
 
-def quantized_parameters(checkpoint: Checkpoint, config: ModelConfig) -> Mapping[str, Scheme]:
-    """The schemes of those parameters of the decoder that the file holds quantized.
+def quantized_parameters(
+    checkpoint: Checkpoint, config: ModelConfig, *, trellises: bool = False
+) -> Mapping[str, Scheme]:
+    """The schemes of those parameters of the decoder that the file holds quantized, and that are loaded so.
+
+    Args:
+        trellises: they are loaded as they are stored; see `keeps_trellises`.
 
     Raises:
         CheckpointError: as `load_model`.
     """
-    return _Source.open(checkpoint, config, "cpu", torch.float32).schemes
+    return _Source.open(checkpoint, config, "cpu", torch.float32, trellises=trellises).schemes
 
 
 def load_layer(
@@ -251,7 +258,7 @@ def load_layer(
         raise UsageError(f"layer {index}: expected 0 to {len(layers) - 1}, the layers of {checkpoint.directory}")
     with torch.device("meta"):
         layer = make_layer(layers[index], config.rope)
-    source = _Source.open(checkpoint, config, device, dtype)
+    source = _Source.open(checkpoint, config, device, dtype, trellises=keeps_trellises(device, dtype))
     prefix = f"layers.{index}."
     for parameter in source.tensors:
         if parameter.startswith(prefix):
@@ -265,7 +272,7 @@ class _Source:
 
     Attributes:
         tensors: see `tensor_map`.
-        layout: the format of the file's quantized matrices; None if it has none.
+        format: the format of the file's quantized matrices; None if it has none.
         schemes: of the parameters that the file holds quantized.
         part: the part of the model to read; None for all of it.
         staging: copies tensors to a GPU; None on the CPU.
@@ -276,7 +283,7 @@ class _Source:
     checkpoint: Checkpoint
     config: ModelConfig
     tensors: TensorMap
-    layout: Layout | None
+    format: Format | None
     schemes: Mapping[str, Scheme]
     device: torch.device | str
     dtype: torch.dtype
@@ -290,17 +297,27 @@ class _Source:
 
     @classmethod
     def open(
-        cls, checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        trellises: bool,
     ) -> "_Source":
-        """Check the tensor names of the file against those the decoder needs, before any tensor is read."""
-        layout, tensors = layout_of(checkpoint.config), tensor_map(config)
-        if layout is None:
+        """Check the tensor names of the file against those the decoder needs, before any tensor is read.
+
+        Args:
+            trellises: leave them in their codes.
+        """
+        format, tensors = format_of(checkpoint.config, trellises=trellises), tensor_map(config)
+        if format is None:
             checkpoint = dequantized(checkpoint, dtype)
         else:
-            checkpoint = dequantized_reordered(checkpoint, layout, dtype)
-        schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
+            checkpoint = dequantized_reordered(checkpoint, format, dtype)
+        schemes = {} if format is None else _read_schemes(checkpoint, format, tensors)
         staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
-        source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
+        source = cls(checkpoint, config, tensors, format, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()
         source.refuse_router_biases()
@@ -309,9 +326,9 @@ class _Source:
     def files_names(self, parameter: str) -> list[str]:
         """The tensors that store this parameter in the file."""
         names = self.tensors[parameter]
-        if self.layout is None or parameter not in self.schemes:
+        if self.format is None or parameter not in self.schemes:
             return list(names)
-        return [stored for name in names for stored in self.layout.stored(self.checkpoint, _prefix(name))]
+        return [stored for name in names for stored in self.format.stored(self.checkpoint, _prefix(name))]
 
     def nbytes(self, parameters: list[str]) -> int:
         """Bytes of these parameters in the file. Raises TensorError if one is missing."""
@@ -331,7 +348,7 @@ class _Source:
         expected = {name for parameter in self.tensors for name in self.files_names(parameter)}
         if self.config.tie_embeddings:
             expected.add(self.tied_head_name)
-        if self.layout is not None and kv_cache_scheme(self.checkpoint, self.config) is not None:
+        if self.format is not None and kv_cache_scheme(self.checkpoint, self.config) is not None:
             for index in range(len(self.config.all_layers)):
                 expected.update(scale_names(attention_prefix(self.config, index)).values())
         extras = [name for name in self.checkpoint.names() if name not in expected]
@@ -377,7 +394,7 @@ class _Source:
     def is_zero_bias(self, name: str) -> bool:
         """Whether a tensor is a bias of zeros: AutoGPTQ adds one to every layer that it quantizes."""
         prefix = name.removesuffix(".bias")
-        if prefix == name or self.layout is None or not self.layout.is_quantized(self.checkpoint, prefix):
+        if prefix == name or self.format is None or not self.format.is_quantized(self.checkpoint, prefix):
             return False
         return not bool(self.checkpoint.tensor(name).any())
 
@@ -450,7 +467,7 @@ class _Source:
         if isinstance(mlp, MoE):
             mlp.stack(self.offloaded[layer] if self.offloaded else 0)
 
-    def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
+    def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight | PackedTrellis) -> None:
         """Replace the linear layer at `path` within `module` by a quantized one."""
         parent, _, name = path.rpartition(".")
         linear = cast(nn.Linear, module.get_submodule(path))
@@ -504,11 +521,11 @@ class _Source:
 
     def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
         """The quantized matrix on the CPU, its parts stacked."""
-        layout, scheme = cast(Layout, self.layout), self.schemes[parameter]
+        format, scheme = cast(Format, self.format), self.schemes[parameter]
         rows, width, columns = self.spans(parameter, (linear.out_features, linear.in_features))
         parts = []
         for name, count, spans in rows:
-            part = layout.from_tensors(self.checkpoint, _prefix(name), scheme)
+            part = format.from_tensors(self.checkpoint, _prefix(name), scheme)
             if part.shape != (count, width):
                 raise TensorError(
                     f"{self.checkpoint.directory}: {name}: expected shape {[count, width]}, as "
@@ -520,13 +537,13 @@ class _Source:
         return QTensor.concatenate(parts)
 
 
-def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) -> dict[str, Scheme]:
+def _read_schemes(checkpoint: Checkpoint, format: Format, tensors: TensorMap) -> dict[str, Scheme]:
     """The schemes of the parameters that a file holds quantized."""
-    declared = layout.read_schemes(checkpoint.config)
+    declared = format.read_schemes(checkpoint.config)
     schemes = {}
     for parameter, names in tensors.items():
         prefixes = [_prefix(name) for name in names]
-        kinds = [parameter.endswith(".weight") and layout.is_quantized(checkpoint, prefix) for prefix in prefixes]
+        kinds = [parameter.endswith(".weight") and format.is_quantized(checkpoint, prefix) for prefix in prefixes]
         if not any(kinds):
             continue
         if not all(kinds):

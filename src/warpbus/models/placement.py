@@ -8,12 +8,13 @@ from torch import Tensor
 from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, pack, packed_shapes
 from warpbus.kernels.ops.rounding import round_to_nearest
+from warpbus.kernels.ops.trellis_packed import PackedTrellis, pack_trellis
 from warpbus.qtensor import QTensor, Scheme
 
 _ELEMENTS = 2**22  # per chunk: packing needs about ten bytes per element
 
 
-def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QTensor | PackedWeight:
+def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QTensor | PackedWeight | PackedTrellis:
     """Move a quantized matrix from the CPU to a device, packed if the device's kernels need that.
 
     Args:
@@ -22,6 +23,8 @@ def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QT
     device = torch.device(device)
     if not _packs(weight.scheme, device, dtype):
         return weight.to(device)
+    if weight.scheme.is_trellis:
+        return pack_trellis(weight.to(device), dtype)
     pieces = (pack(weight.rows(start, stop).to(device), dtype) for start, stop in _spans(*weight.shape))
     return _joined(pieces, weight.scheme, weight.shape)
 
@@ -38,6 +41,15 @@ def round_onto(
         for start, stop in _spans(*weight.shape)
     )
     return _joined(pieces, scheme, (weight.shape[0], weight.shape[1]))
+
+
+def keeps_trellises(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether a device has kernels for trellises; others hold them dequantized.
+
+    Args:
+        dtype: of the activations.
+    """
+    return dtype in HALVES and gpu_has_kernels(torch.device(device))
 
 
 def _packs(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> bool:

@@ -13,12 +13,15 @@ from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
+from warpbus.kernels.ops.trellis_packed import PackedTrellis, packed_signs, packed_trellis_words
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import MoE, QuantizedLinear, Router
 from warpbus.models.parallel import Part
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme, packed_words
+from warpbus.qtensor.qtensor import check_trellis
+from warpbus.qtensor.trellis import code_deviation
 
 _WORDS = 2**31
 
@@ -133,17 +136,21 @@ class _RandomTensors:
     def bias(self, linear: nn.Linear) -> Tensor:
         return self.normal(linear.out_features, std=0.1)
 
-    def weight(self, scheme: Scheme, linear: nn.Linear) -> QTensor | PackedWeight:
+    def weight(self, scheme: Scheme, linear: nn.Linear) -> QTensor | PackedWeight | PackedTrellis:
         """Uniform codes, and scales that vary by a factor of 3."""
         n, k = linear.out_features, linear.in_features
         # Codes that are equally likely spread by (levels / sqrt(12)) scales.
-        scale = 12**0.5 / 2**scheme.bits * k**-0.5
+        scale = (1 / code_deviation() if scheme.is_trellis else 12**0.5 / 2**scheme.bits) * k**-0.5
         if scheme.activations is not None:
             return self._values(scheme, n, k, scale)
         if self._dtype not in HALVES or not gpu_has_kernels(self._device):
             return self._plain(scheme, n, k, scale)
-        words, shape = packed_shapes(scheme, n, k)
-        codes = self._words(words)
+        if scheme.is_trellis:
+            check_trellis((n, k), "matrix", scheme)
+            words, scales = self._words(packed_trellis_words(scheme, n, k)), self._scales((n,), scale).float()
+            return PackedTrellis(words, scales, packed_signs(k, self._device), scheme, (n, k), self._dtype)
+        count, shape = packed_shapes(scheme, n, k)
+        codes = self._words(count)
         if scheme.bits < 4:
             codes &= 0x11111111 * scheme.max_code
         elif 4 < scheme.bits < 8:

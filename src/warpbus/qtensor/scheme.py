@@ -57,7 +57,7 @@ class Scheme:
 
     `element` is "nvfp4" or "mxfp4" where the 4 bits are a floating-point number (`qtensor.fp4`), read as
     `number * scale`; kernels do not compute with it, so files in it are dequantized when they are loaded. It is
-    "trellis" where the bits are those of a path through a trellis, which are dequantized too.
+    "trellis" where the bits are those of a path through a trellis: GPUs have kernels for those.
     """
 
     bits: int

@@ -66,7 +66,7 @@ def quantize(
     *,
     scheme: str | Scheme | Schemes = "w4a16-g128",
     algorithm: str = "gptq",
-    layout: str = QuantizationOptions.layout,
+    format: str = QuantizationOptions.format,
     head: str | Scheme | None = QuantizationOptions.head,
     kv_cache: str | None = QuantizationOptions.kv_cache,
     effort: str = QuantizationOptions.effort,
@@ -100,7 +100,7 @@ def quantize(
         scheme: see `Scheme`; `Schemes` if the matrices have different schemes.
         algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for 8-bit activations, "smoothquant"
             (Xiao et al., 2022), which need calibration data; or "rtn", round to nearest.
-        layout: the format to write, see `formats.layout_named`.
+        format: the format to write, see `formats.format_named`.
         head: the scheme of the head, with 16-bit activations, for instance "w8a16-g128"; None does not quantize it. A
             model with tied embeddings gets a separate head. Only in compressed-tensors.
         kv_cache: calibrates scales for an 8-bit KV cache on the quantized model and writes them to the checkpoint:
@@ -150,7 +150,7 @@ def quantize(
     patience = Patience(rank_timeout)
     head = Scheme.parse(head) if isinstance(head, str) else head
     options = QuantizationOptions(
-        layout=layout,
+        format=format,
         head=None if head is None else str(head),
         kv_cache=kv_cache,
         effort=effort,
@@ -176,7 +176,7 @@ def quantize(
     # The other processes start while this one looks at the model.
     with crew as run:
         cached = None if kv_cache is None else KVCacheScheme.parse(kv_cache)
-        plan = prepare(Path(model), Path(output), schemes, layout, head=head, kv_cache=cached)
+        plan = prepare(Path(model), Path(output), schemes, format, head=head, kv_cache=cached)
         if not suits(algorithm, plan.config):
             raise UsageError(
                 f"{algorithm} moves factors of a matrix's inputs into the operation before it, which the blocks of "
@@ -196,7 +196,7 @@ def quantize(
             model=Path(model),
             output=Path(output),
             schemes=schemes,
-            layout=layout,
+            format=format,
             algorithm=algorithm,
             data=data,
             held=held,
@@ -239,14 +239,14 @@ def check_arguments(
         if algorithm not in fitting:
             raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join(fitting)}")
     if options.head is not None:
-        check_head(Scheme.parse(options.head), options.layout)
+        check_head(Scheme.parse(options.head), options.format)
         if any(each.element is not None for each in schemes.distinct()):
             raise UsageError(
                 f"--head {options.head}: layers in FP4 or trellis codes exclude it: no program reads such a model"
             )
     if options.kv_cache is not None:
         cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS
-        check_kv_cache(cached, schemes, options.layout, calibrated=calibrated)
+        check_kv_cache(cached, schemes, options.format, calibrated=calibrated)
     if options.effort not in options.efforts:
         raise UsageError(f"effort is {options.effort!a:.60}: choose from {', '.join(options.efforts)}")
     for name in ("samples", "tokens", "seqlen"):
@@ -426,7 +426,7 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
         "config.json": plan.checkpoint.config,
         "scheme": plan.schemes.to_json(),
         "algorithm": algorithm,
-        "format": plan.layout.name,
+        "format": plan.format.name,
         "head": None if plan.head is None else str(plan.head.scheme),
         "damping": damping,
         "calibration tokens": None if data is None else hashlib.sha256(repr(data.sequences).encode()).hexdigest(),

@@ -79,7 +79,7 @@ class Job:
     Attributes:
         model, output: directories.
         schemes: the schemes of the matrices.
-        layout: the name of the format to write.
+        format: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
         data: the calibration data; `None` without calibration.
         held: what is held back of the calibration data to tune with; `None` without tuning.
@@ -98,7 +98,7 @@ class Job:
     model: Path
     output: Path
     schemes: Schemes
-    layout: str
+    format: str
     algorithm: str
     data: Calibration | None
     held: Calibration | None
@@ -359,7 +359,7 @@ class _QuantizationRun:
                     rounded = rtn(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
                     changes = squared_loss(weight, rounded)
                     lost, total = lost + changes[0], total + changes[1]
-                    tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), rounded)
+                    tensors |= self.plan.format.to_tensors(source.removesuffix(".weight"), rounded)
                     self.watch.lap("solve")
                 error, seconds = relative(lost, total), time.perf_counter() - started
                 results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
@@ -393,7 +393,7 @@ class _QuantizationRun:
             changes = squared_loss(part, rounded)
             lost, total = lost + changes[0], total + changes[1]
             pieces.append(rounded.to("cpu"))
-        tensors = self.plan.layout.to_tensors(head.name.removesuffix(".weight"), QTensor.concatenate(pieces))
+        tensors = self.plan.format.to_tensors(head.name.removesuffix(".weight"), QTensor.concatenate(pieces))
         seconds = time.perf_counter() - started
         result = HeadResult(str(head.scheme), relative(lost, total), seconds, untied=head.is_untied)
         facts = {"result": asdict(result)} | self.sources.end_facts([head.source])
@@ -469,7 +469,7 @@ def check_gpu(device: torch.device) -> None:
 def _planned(group: Group, job: Job) -> Plan:
     """The plan as the starting process made it, if this one sees the same model."""
     try:
-        plan = prepare(job.model, job.output, job.schemes, job.layout, head=job.head, kv_cache=job.kv_cache)
+        plan = prepare(job.model, job.output, job.schemes, job.format, head=job.head, kv_cache=job.kv_cache)
     except CheckpointError as error:
         raise CheckpointError(f"process {group.rank} on {socket.gethostname()}: {error}") from error
     check_model(plan.checkpoint, job.model_hash)

@@ -14,9 +14,8 @@ from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.trellis import TILE
 from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
-from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import FactoredStack, aim, factored, stacked
-from warpbus.quantization.algorithms.gptq import call_for, gptq_matrices, gptq_rows
+from warpbus.quantization.algorithms.gptq import SPAN, call_for, gptq_matrices, gptq_rows
 from warpbus.quantization.algorithms.gptq_trellis import rotated_moments
 from warpbus.quantization.algorithms.weights import check_weight, squared_loss
 from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie

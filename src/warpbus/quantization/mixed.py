@@ -127,7 +127,7 @@ def mixed_schemes(
     bits: float,
     *,
     calibration: str | Path | Calibration,
-    layout: str = "compressed-tensors",
+    format: str = "compressed-tensors",
     samples: int | None = None,
     tokens: int | None = None,
     seqlen: int = 2048,
@@ -141,7 +141,7 @@ def mixed_schemes(
         model: a model directory, not quantized.
         bits: average bits per weight, including scales; embedding and head are not quantized and not counted.
         calibration, samples, tokens, seqlen, seed: as for `quantize`; this pass uses fewer sequences.
-        layout: the format to write.
+        format: the format to write.
         device: a single device.
         progress: called with the number of finished layers and their total.
 
@@ -154,7 +154,7 @@ def mixed_schemes(
         WarpbusError: as `quantize`.
     """
     place = resolve_device(device)
-    plans = _plans(Path(model), layout)
+    plans = _plans(Path(model), format)
     plan = plans[0]
     dtype = default_dtype(place, plan.dtype)
     weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
@@ -187,13 +187,13 @@ def mixed_schemes(
     return Schemes(default, exceptions)
 
 
-def _plans(model: Path, layout: str) -> list[Plan]:
+def _plans(model: Path, format: str) -> list[Plan]:
     """A plan for each number of bits, with the largest groups that fit the model and the format."""
     found = []
     for bits in BITS:
         for group in (*_GROUPS, None):
             try:
-                found.append(prepare(model, None, Scheme(bits, group), layout))
+                found.append(prepare(model, None, Scheme(bits, group), format))
                 break
             except SchemeError as error:
                 refused = error

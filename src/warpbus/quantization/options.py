@@ -16,7 +16,7 @@ class QuantizationOptions:
             they have so many tokens, and no more than so many.
     """
 
-    layout: str = "compressed-tensors"
+    format: str = "compressed-tensors"
     head: str | None = None
     kv_cache: str | None = None
     effort: str = "normal"

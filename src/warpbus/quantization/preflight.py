@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
-from warpbus.formats import Checkpoint, WritableLayout, layout_named
+from warpbus.formats import Checkpoint, WritableFormat, format_named
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.kv_cache import KVCacheScheme
@@ -18,7 +18,7 @@ from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
 
-_HEAD_LAYOUT = "compressed-tensors"  # the only format with quantized heads and scales of a KV cache
+_HEAD_FORMAT = "compressed-tensors"  # the only format with quantized heads and scales of a KV cache
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -83,7 +83,7 @@ class Plan:
         config: of its decoder.
         tensors: of each parameter of the decoder, the names of the tensors that make it.
         schemes: what its matrices are quantized to.
-        layout: the format in which they are written.
+        format: the format in which they are written.
         matrices: what is quantized of the layers, in the order of the computation.
         head: the head if it is quantized, else None.
         kv_cache: what scales of the KV cache are calibrated for; None for none.
@@ -101,7 +101,7 @@ class Plan:
     config: ModelConfig
     tensors: TensorMap
     schemes: Schemes
-    layout: WritableLayout
+    format: WritableFormat
     matrices: tuple[Matrix, ...]
     head: Head | None
     kv_cache: KVCacheScheme | None
@@ -134,7 +134,7 @@ def prepare(
     model: Path,
     output: Path | None,
     schemes: Scheme | Schemes,
-    layout: str = "compressed-tensors",
+    format: str = "compressed-tensors",
     *,
     head: Scheme | None = None,
     kv_cache: KVCacheScheme | None = None,
@@ -145,7 +145,7 @@ def prepare(
         model: the directory of the original.
         output: where the quantized model is going to be; `None` if nothing is going to be written.
         schemes: of all matrices, or of each.
-        layout: the name of the format to write, see `formats.layout_named`.
+        format: the name of the format to write, see `formats.format_named`.
         head: of the head; None to keep it.
         kv_cache: of the KV cache; None for no scales.
 
@@ -168,7 +168,7 @@ def prepare(
     if kv_cache is not None and not isinstance(config.attention, AttentionSpec):
         raise UsageError(f"--kv-cache {kv_cache}: {model} caches latents of all heads together: leave it out")
     schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
-    chosen, tensors = layout_named(layout), tensor_map(config)
+    chosen, tensors = format_named(format), tensor_map(config)
     matrices = tuple(_matrices(checkpoint, config, tensors, schemes))
     for matrix in matrices:
         for source, rows in zip(matrix.sources, matrix.rows, strict=True):
@@ -201,7 +201,7 @@ def prepare(
         config=config,
         tensors=tensors,
         schemes=schemes,
-        layout=chosen,
+        format=chosen,
         matrices=matrices,
         head=rounded_head,
         kv_cache=kv_cache,
@@ -222,13 +222,13 @@ def prepare(
     )
 
 
-def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, layout: str, *, calibrated: bool) -> None:
+def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, format: str, *, calibrated: bool) -> None:
     """Refuse scales of a KV cache where they cannot be found, or not be stored.
 
     Args:
         scheme: of the cache.
         schemes: of the layers.
-        layout: the name of the format to write.
+        format: the name of the format to write.
         calibrated: the algorithm looks at calibration data.
 
     Raises:
@@ -236,20 +236,20 @@ def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, layout: str, *, cali
     """
     if not calibrated:
         raise UsageError(f"--kv-cache {scheme}: its scales are calibrated, and rtn has no calibration data: use gptq")
-    if layout != _HEAD_LAYOUT:
-        raise UsageError(f"format {layout} holds no scales of a KV cache: use {_HEAD_LAYOUT}, or drop --kv-cache")
+    if format != _HEAD_FORMAT:
+        raise UsageError(f"format {format} holds no scales of a KV cache: use {_HEAD_FORMAT}, or drop --kv-cache")
     if any(each.element is not None for each in schemes.distinct()):
         raise UsageError(
             f"--kv-cache {scheme}: layers in FP4 or trellis codes exclude it: Warpbus does not read such a model"
         )
 
 
-def check_head(scheme: Scheme, layout: str) -> None:
+def check_head(scheme: Scheme, format: str) -> None:
     """Refuse what a head cannot be quantized to.
 
     Args:
         scheme: of the head.
-        layout: the name of the format to write.
+        format: the name of the format to write.
 
     Raises:
         SchemeError: if the activations of the scheme are not in 16 bits, or its weights are no codes.
@@ -257,13 +257,13 @@ def check_head(scheme: Scheme, layout: str) -> None:
     """
     if scheme.activations is not None or scheme.element is not None:
         raise SchemeError(f"head {scheme}: expected codes and activations in 16 bits, w8a16-g128 for instance")
-    if layout != _HEAD_LAYOUT:
-        raise UsageError(f"format {layout} holds no quantized head: use {_HEAD_LAYOUT}, or leave the head as it is")
+    if format != _HEAD_FORMAT:
+        raise UsageError(f"format {format} holds no quantized head: use {_HEAD_FORMAT}, or leave the head as it is")
 
 
-def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, layout: WritableLayout) -> Head:
+def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, format: WritableFormat) -> Head:
     """What the head is quantized to."""
-    check_head(scheme, layout.name)
+    check_head(scheme, format.name)
     (name,) = tensor_map(replace(config, tie_embeddings=False))["head.weight"]
     (source,) = tensor_map(config)["embedding.weight"] if config.tie_embeddings else (name,)
     shape, fitting = (config.vocab_size, config.hidden_size), scheme.fitting(config.hidden_size)
@@ -273,7 +273,7 @@ def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, layout: W
             f"{checkpoint.dtype(source)} {list(checkpoint.shape(source))}: check that config.json belongs to these "
             "weights"
         )
-    layout.check(fitting, shape, source)
+    format.check(fitting, shape, source)
     return Head(name, source, shape, fitting)
 
 

@@ -58,7 +58,7 @@ def try_candidates(
     running: Running | None = None,
     scheme: Scheme | None = None,
     algorithm: str | None = None,
-    layout: str = "compressed-tensors",
+    format: str = "compressed-tensors",
     samples: int | None = None,
     tokens: int | None = None,
     seqlen: int = 2048,
@@ -78,7 +78,7 @@ def try_candidates(
         running: says what that takes; without it, what the model takes on the disk.
         scheme: the only one to try; `None`: all of `recommend.candidates`.
         algorithm: the only one to try; `None`: all that fit.
-        layout: schemes that this format cannot hold are left out.
+        format: schemes that this format cannot hold are left out.
         device: where to try and to measure: a single one.
         progress: called with the trials that are done, and all.
 
@@ -90,9 +90,11 @@ def try_candidates(
     if goal not in GOALS:
         raise UsageError(f"goal is {goal!r}: choose from {', '.join(GOALS)}")
     if scheme is not None and scheme.is_trellis:
-        raise UsageError(f"{scheme}: no kernel computes with it, so there is no speed to compare: use --algorithm gptq")
+        raise UsageError(
+            f"{scheme}: gptq is the only algorithm for it, so there is nothing to compare: use --algorithm gptq"
+        )
     place = resolve_device(device)
-    tried = _plans(Path(model), scheme, algorithm, layout, place)
+    tried = _plans(Path(model), scheme, algorithm, format, place)
     first = next(iter(tried.values()))
     data = read_data(first, calibration, min(seqlen, first.config.max_context), seed, samples, tokens)
     trying = _Trying(data, place, default_dtype(place, first.dtype), damping)
@@ -149,7 +151,7 @@ def sample_layers(count: int) -> tuple[int, ...]:
 
 
 def _plans(
-    model: Path, scheme: Scheme | None, algorithm: str | None, layout: str, device: torch.device
+    model: Path, scheme: Scheme | None, algorithm: str | None, format: str, device: torch.device
 ) -> dict[Candidate, Plan]:
     """The candidates that device, model and format can do, with a plan for each."""
     config = read_config(Checkpoint(model))
@@ -162,7 +164,7 @@ def _plans(
             continue
         if candidate.scheme not in plans:
             try:
-                plans[candidate.scheme] = prepare(model, None, candidate.scheme, layout)
+                plans[candidate.scheme] = prepare(model, None, candidate.scheme, format)
             except SchemeError:
                 if scheme is not None:
                     raise

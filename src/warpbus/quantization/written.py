@@ -95,8 +95,8 @@ def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Ten
     for source, rows in zip(matrix.sources, matrix.rows, strict=True):
         part = weight.rows(start, start + rows)
         if part.zeros is not None:
-            plan.layout.check_zeros(part.zeros, source)
-        tensors |= plan.layout.to_tensors(source.removesuffix(".weight"), part)
+            plan.format.check_zeros(part.zeros, source)
+        tensors |= plan.format.to_tensors(source.removesuffix(".weight"), part)
         start += rows
     return tensors
 
@@ -109,7 +109,7 @@ def stored_layer(parts: FinishedParts, index: int) -> Checkpoint:
 def quantized_matrix(plan: Plan, part: Checkpoint, matrix: Matrix) -> QTensor:
     """A quantized matrix of a finished layer, as it is in the decoder, on the CPU."""
     pieces = [
-        plan.layout.from_tensors(part, source.removesuffix(".weight"), matrix.scheme) for source in matrix.sources
+        plan.format.from_tensors(part, source.removesuffix(".weight"), matrix.scheme) for source in matrix.sources
     ]
     return in_decoder_order(plan.config, f"{matrix.linear}.weight", QTensor.concatenate(pieces))
 
@@ -128,7 +128,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         schemes[plan.head.name.removesuffix(".weight")] = plan.head.scheme
     distinct = {*schemes.values()}
     only = distinct.pop() if len(distinct) == 1 and plan.head is None else schemes
-    found = plan.layout.quantization_config(only, plan.unquantized)
+    found = plan.format.quantization_config(only, plan.unquantized)
     return found if plan.kv_cache is None else found | {"kv_cache_scheme": plan.kv_cache.to_json()}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpbus.errors import CheckpointError, UsageError
-from warpbus.formats import Checkpoint, layout_of, read_schemes
+from warpbus.formats import Checkpoint, format_of, read_schemes
 from warpbus.formats.dequantizing import dequantized
 from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters, read_config
 from warpbus.qtensor import Scheme
@@ -44,7 +44,7 @@ class Inputs:
             DataError: the data are missing or malformed.
         """
         checkpoint = Checkpoint(model, weights=any(weight_files(model)))
-        if layout_of(checkpoint.config) is None:
+        if format_of(checkpoint.config) is None:
             checkpoint = dequantized(checkpoint)  # a trained model is not written in FP8
         config = _config_of(checkpoint, settings)
         _check_fit(checkpoint, config, settings)

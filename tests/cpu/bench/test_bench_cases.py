@@ -40,6 +40,7 @@ def test_every_benchmark_has_its_name():
         "wna16",
         "wna8",
         "w8a8",
+        "trellis",
         "moe",
         "attention",
         "decode",
@@ -88,7 +89,7 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "moe", "attention", "decode"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "trellis", "moe", "attention", "decode"])
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -242,6 +243,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "wna16": 36,
         "wna8": 16,
         "w8a8": 16,
+        "trellis": 72,
         "moe": 14,
         "attention": 48,
         "decode": 3,
@@ -258,6 +260,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "wna16": 12,
         "wna8": 8,
         "w8a8": 4,
+        "trellis": 24,
         "moe": 6,
         "attention": 6,
         "decode": 1,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from warpbus.cli.convert import convert
 from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import CheckpointError
-from warpbus.formats import Checkpoint, CheckpointWriter, layout_named, read_schemes
+from warpbus.formats import Checkpoint, CheckpointWriter, format_named, read_schemes
 from warpbus.formats.companions import find_companions
 from warpbus.models import read_config, tensor_map
 from warpbus.qtensor import QTensor, Scheme
@@ -33,7 +33,7 @@ def model(make_model, tmp_path_factory):
     linears = {
         name for key in names for name in names[key] if key.endswith(tuple(f"{each}.weight" for each in LINEARS))
     }
-    layout = layout_named("compressed-tensors")
+    format = format_named("compressed-tensors")
     with CheckpointWriter(plain.directory.with_name("quantized")) as writer:
         for name in plain.names():
             tensor = plain.tensor(name)
@@ -44,9 +44,9 @@ def model(make_model, tmp_path_factory):
             scales = (grouped.abs().amax(-1) / 7).half()
             codes = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).flatten(1).to(torch.uint8)
             matrix = QTensor.from_codes(SCHEME, codes, scales)
-            for part, stored in layout.to_tensors(name.removesuffix(".weight"), matrix).items():
+            for part, stored in format.to_tensors(name.removesuffix(".weight"), matrix).items():
                 writer.add(part, stored)
-        described = layout.quantization_config(SCHEME, ["lm_head"])
+        described = format.quantization_config(SCHEME, ["lm_head"])
         writer.write_json("config.json", plain.config | {"quantization_config": described})
         for file in find_companions(plain.directory):
             writer.copy_file(file)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from warpbus.cli import app
 from warpbus.cli.completion import complete_model, one_of
 from warpbus.cli.quantize import FORMATS, SCHEMES
-from warpbus.formats import layout_named
+from warpbus.formats import format_named
 from warpbus.qtensor import Scheme
 
 
@@ -93,5 +93,5 @@ def test_models_are_completed_by_their_directories(tmp_path: Path, monkeypatch) 
 
 def test_values_that_are_completed_are_accepted() -> None:
     assert [str(Scheme.parse(name)) for name in SCHEMES][1:] == list(SCHEMES[1:])
-    assert [layout_named(name).name for name in FORMATS] == list(FORMATS)
+    assert [format_named(name).name for name in FORMATS] == list(FORMATS)
     assert one_of("cpu", "cuda")("c") == ["cpu", "cuda"]

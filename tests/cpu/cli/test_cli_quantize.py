@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli.quantize import quantize
 from warpbus.errors import SchemeError, UsageError
-from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, layout_of, read_schemes
+from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, format_of, read_schemes
 
 app = typer.Typer()
 app.command()(quantize)
@@ -106,7 +106,7 @@ def test_where_and_in_which_format(tmp_path, monkeypatch):
     for algorithm in ("awq", "rtn"):
         with pytest.raises(UsageError, match=r"^seen$"):
             invoke("demo", tmp_path / "out", "--algorithm", algorithm, *flags)
-        assert {"gpus": "0,2", "processes": 3, "cluster": "auto", "layout": "awq"}.items() <= seen.items()
+        assert {"gpus": "0,2", "processes": 3, "cluster": "auto", "format": "awq"}.items() <= seen.items()
         assert (seen["calibration"] is not None) == (algorithm == "awq")  # the packaged model brings its own
 
 
@@ -116,7 +116,7 @@ def test_zero_points_that_a_format_cannot_hold_are_refused_before_the_work(model
         invoke(model, tmp_path / "out", *flags, "gptq")
     assert list(tmp_path.iterdir()) == []
     assert invoke(model, tmp_path / "out", *flags, "gptq-v2").exit_code == 0
-    assert layout_of(Checkpoint(tmp_path / "out").config).name == "gptq-v2"
+    assert format_of(Checkpoint(tmp_path / "out").config).name == "gptq-v2"
 
 
 def test_arguments_are_checked_before_a_model_is_fetched(hub: StandIn, texts, tmp_path):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError, WarpbusError
-from warpbus.formats import Checkpoint, CheckpointWriter, layout_named, layout_of
+from warpbus.formats import Checkpoint, CheckpointWriter, format_named, format_of
 from warpbus.qtensor import QTensor, Scheme
 
-AWQ = layout_named("awq")
+AWQ = format_named("awq")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -163,7 +163,7 @@ def test_configurations_come_back(scheme: str) -> None:
     assert described["zero_point"] is True
     assert described["modules_to_not_convert"] == ["lm_head"]
     config = json.loads(json.dumps({"quantization_config": described}))
-    assert layout_of(config) is AWQ
+    assert format_of(config) is AWQ
     assert str(AWQ.read_schemes(config)) == scheme
 
 

@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4: numbers, rounding, and the layouts of compressed-tensors and ModelOpt."""
+"""NVFP4 and MXFP4: numbers, rounding, and the formats of compressed-tensors and ModelOpt."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError
-from warpbus.formats import Checkpoint, layout_named, layout_of, read_schemes
+from warpbus.formats import Checkpoint, format_named, format_of, read_schemes
 from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.fp4 import fp4_to_tensors
 from warpbus.kernels.ops.packed import pack
@@ -20,7 +20,7 @@ from warpbus.qtensor.fp4 import fp4_codes, fp4_values
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 SCHEMES = {name: Scheme.parse(f"w4a16-{name}") for name in ("nvfp4", "mxfp4")}
-LAYOUTS = [("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp4"), ("modelopt", "nvfp4")]
+FORMATS = [("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp4"), ("modelopt", "nvfp4")]
 
 
 def random_weight(rows: int = 24, columns: int = 96) -> Tensor:
@@ -86,25 +86,25 @@ def test_names_and_sizes():
 
 def write(directory: Path, form: str, weight: QTensor, **changes: Any) -> Checkpoint:
     directory.mkdir()
-    layout = layout_named(form)
-    tensors = layout.to_tensors("p", weight) | {"p.bias": torch.ones(24), "norm.weight": torch.ones(3)}
+    format = format_named(form)
+    tensors = format.to_tensors("p", weight) | {"p.bias": torch.ones(24), "norm.weight": torch.ones(3)}
     for name, value in changes.items():
         tensors[f"p.{name}"] = value
     save_file(tensors, directory / "model.safetensors")
-    config = {"quantization_config": layout.quantization_config(weight.scheme, ["lm_head"]), "dtype": "float32"}
+    config = {"quantization_config": format.quantization_config(weight.scheme, ["lm_head"]), "dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(config))
     return Checkpoint(directory)
 
 
-@pytest.mark.parametrize(("form", "name"), LAYOUTS)
+@pytest.mark.parametrize(("form", "name"), FORMATS)
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e-6])
 def test_what_is_written_is_read(tmp_path, form, name, size):
     weight = round_to_nearest(random_weight() * size, SCHEMES[name], scale_dtype=torch.bfloat16)
     checkpoint = write(tmp_path / "m", form, weight)
-    read = layout_named(form).from_tensors(checkpoint, "p", SCHEMES[name])
+    read = format_named(form).from_tensors(checkpoint, "p", SCHEMES[name])
     assert torch.equal(read.qweight, weight.qweight)
     assert torch.equal(read.scales, weight.scales)
-    assert layout_of(checkpoint.config) is None
+    assert format_of(checkpoint.config) is None
     assert read_schemes(checkpoint.config).distinct() == ()
     found = dequantized(checkpoint)
     assert found.names() == ["norm.weight", "p.bias", "p.weight"]
@@ -135,7 +135,7 @@ def test_the_compressed_tensors_package_reads_the_same_codes(name):
     packed = fp4_to_tensors("p", weight)["p.weight_packed"]
     found = unpack_fp4_from_uint8(packed, 24, 96, dtype=torch.float32)
     assert torch.equal(found, fp4_values(weight.codes(), torch.float32))
-    group = layout_named("compressed-tensors").quantization_config(SCHEMES[name], [])["config_groups"]["group_0"]
+    group = format_named("compressed-tensors").quantization_config(SCHEMES[name], [])["config_groups"]["group_0"]
     preset = compressed.quantization.preset_name_to_scheme(f"{name.upper()}A16", ["Linear"])
     found = compressed.quantization.QuantizationScheme.model_validate(group)
     unused = {"weights": {"zp_dtype"}}  # of zero points
@@ -160,18 +160,18 @@ def test_damaged_matrices_are_refused(tmp_path, changes, error, match):
 
 
 def test_other_kinds_are_refused_by_key():
-    described = layout_named("compressed-tensors").quantization_config(SCHEMES["nvfp4"], [])
+    described = format_named("compressed-tensors").quantization_config(SCHEMES["nvfp4"], [])
     described["config_groups"]["group_0"]["weights"]["group_size"] = 32
     with pytest.raises(CheckpointError, match="group_size is 32, expected 16"):
-        layout_of({"quantization_config": described})
+        format_of({"quantization_config": described})
     with pytest.raises(CheckpointError, match="quant_algo is 'FP8'"):
-        layout_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
+        format_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
     for other in ("w4a16-g32", "w4a16-mxfp4"):
         with pytest.raises(SchemeError, match="modelopt is written for w4a16-nvfp4 only"):
-            layout_named("modelopt").check(Scheme.parse(other), (32, 32), "p")
+            format_named("modelopt").check(Scheme.parse(other), (32, 32), "p")
     for form in ("gptq", "awq"):
         with pytest.raises(SchemeError):
-            layout_named(form).check(SCHEMES["nvfp4"], (32, 32), "p")
+            format_named(form).check(SCHEMES["nvfp4"], (32, 32), "p")
     weight = QTensor.from_codes(SCHEMES["nvfp4"], torch.zeros(1, 16), torch.full((1, 1), -1.0))
     with pytest.raises(TensorError, match="not positive numbers"):
         fp4_to_tensors("p", weight)

@@ -9,7 +9,7 @@ from fp8_files import BLOCK, PER_TOKEN, STATIC, compressed, from_fp8, to_fp8, wr
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError
-from warpbus.formats import Checkpoint, layout_of, read_schemes
+from warpbus.formats import Checkpoint, format_of, read_schemes
 from warpbus.formats.fp8 import dequantized
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -54,7 +54,7 @@ def test_values_are_the_products_with_their_scales(
     assert "quantization_config" not in read.config
     assert (read.shape(NAME), read.dtype(NAME), read.nbytes(NAME)) == ((100, 70), torch.float32, 28000)
     assert torch.equal(read.tensor(NAME), expected.float())
-    assert layout_of(read.config) is None
+    assert format_of(read.config) is None
     assert read_schemes({"quantization_config": quantization}).distinct() == ()
 
 
@@ -88,9 +88,9 @@ def test_other_checkpoints_are_returned_unchanged(tmp_path: Path) -> None:
 
 def test_channels_with_activations_per_token_stay_a_scheme() -> None:
     config = {"quantization_config": compressed("channel", PER_TOKEN)}
-    layout = layout_of(config)
-    assert layout is not None
-    assert layout.name == "compressed-tensors"
+    format = format_of(config)
+    assert format is not None
+    assert format.name == "compressed-tensors"
     assert str(read_schemes(config)) == "w8a8-fp8"
 
 
@@ -141,7 +141,7 @@ def test_configs_that_are_not_supported(tmp_path: Path, quantization: dict[str, 
     with pytest.raises(CheckpointError, match=match):
         dequantized(checkpoint(tmp_path, quantization, {NAME: VALUES, BLOCK_SCALES: OWN_SCALES}))
     with pytest.raises(CheckpointError, match=match):
-        layout_of({"quantization_config": quantization})
+        format_of({"quantization_config": quantization})
 
 
 def test_groups_of_different_strategies_are_refused(tmp_path: Path) -> None:

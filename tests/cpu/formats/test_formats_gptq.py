@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError, WarpbusError
-from warpbus.formats import Checkpoint, CheckpointWriter, layout_named, layout_of, read_schemes
+from warpbus.formats import Checkpoint, CheckpointWriter, format_named, format_of, read_schemes
 from warpbus.qtensor import QTensor, Scheme
 
 VERSIONS = {"gptq": 1, "gptq-v2": 2}
@@ -64,7 +64,7 @@ def test_four_bits_by_hand(name: str, zeros: int) -> None:
     weight = QTensor.from_codes(
         Scheme(4, None, symmetric=False), codes, torch.ones(8, 1).half(), torch.arange(1, 9)[:, None]
     )
-    tensors = layout_named(name).to_tensors("p", weight)
+    tensors = format_named(name).to_tensors("p", weight)
     assert tensors["p.qweight"].tolist() == [
         words(0x76543210, 0x87654321, 0x98765432, 0xA9876543, 0xBA987654, 0xCBA98765, 0xDCBA9876, 0xEDCBA987)
     ]
@@ -81,7 +81,7 @@ def test_four_bits_by_hand(name: str, zeros: int) -> None:
 
 @pytest.mark.parametrize(("name", "word"), [("gptq", 0x77777777), ("gptq-v2", 0x88888888)])
 def test_zero_points_of_a_symmetric_file(name: str, word: int) -> None:
-    tensors = layout_named(name).to_tensors("p", random_qtensor(Scheme(4, 64)))
+    tensors = format_named(name).to_tensors("p", random_qtensor(Scheme(4, 64)))
     assert tensors["p.qzeros"].shape == (4, 8)
     assert tensors["p.qzeros"].unique().tolist() == words(word)
     assert tensors["p.g_idx"].tolist() == [column // 64 for column in range(256)]
@@ -91,7 +91,7 @@ def test_three_bits_across_words() -> None:
     codes = torch.zeros(32, 32, dtype=torch.int64)
     codes[0, [0, 10, 21, 31]] = torch.tensor([5, 7, 7, 3])
     weight = QTensor.from_codes(Scheme(3, 32), codes, torch.ones(32, 1).half())
-    tensors = layout_named("gptq").to_tensors("p", weight)
+    tensors = format_named("gptq").to_tensors("p", weight)
     # Value 10 has bits 30 to 32, value 21 bits 63 to 65, value 31 bits 93 to 95.
     assert tensors["p.qweight"][:, 0].tolist() == words(5 | 3 << 30, 1 | 1 << 31, 3 | 3 << 29)
     assert tensors["p.qweight"][:, 1:].eq(0).all()
@@ -105,9 +105,9 @@ def test_three_bits_across_words() -> None:
 def test_weights_are_those_of_the_formula(bits: int, symmetric: bool, name: str, tmp_path: Path) -> None:
     scheme = Scheme(bits, 32, symmetric)
     weight = random_qtensor(scheme, out=32, columns=96)
-    tensors = layout_named(name).to_tensors("p", weight)
+    tensors = format_named(name).to_tensors("p", weight)
     expected = torch.tensor(by_the_formula(tensors, bits, VERSIONS[name]))
-    read = layout_named(name).from_tensors(write(tmp_path / "model", tensors), "p", scheme)
+    read = format_named(name).from_tensors(write(tmp_path / "model", tensors), "p", scheme)
     assert torch.equal(read.dequantize(torch.float32), expected)
     assert torch.equal(weight.dequantize(torch.float32), expected)
 
@@ -115,25 +115,25 @@ def test_weights_are_those_of_the_formula(bits: int, symmetric: bool, name: str,
 def test_groups_in_another_order(tmp_path: Path) -> None:
     """Whole groups may be permuted, as static groups leave them: g_idx says whose scales are whose."""
     scheme = Scheme(4, 32, symmetric=False)
-    tensors = layout_named("gptq").to_tensors("p", random_qtensor(scheme, out=8, columns=96))
+    tensors = format_named("gptq").to_tensors("p", random_qtensor(scheme, out=8, columns=96))
     tensors["p.g_idx"] = torch.tensor([2, 0, 1], dtype=torch.int32).repeat_interleave(32)
     expected = torch.tensor(by_the_formula(tensors, 4, 1))
-    read = layout_named("gptq").from_tensors(write(tmp_path / "model", tensors), "p", scheme)
+    read = format_named("gptq").from_tensors(write(tmp_path / "model", tensors), "p", scheme)
     assert torch.equal(read.dequantize(torch.float32), expected)
 
 
 def test_a_file_without_g_idx(tmp_path: Path) -> None:
     weight = random_qtensor(Scheme(4, 32))
-    tensors = layout_named("gptq").to_tensors("p", weight)
+    tensors = format_named("gptq").to_tensors("p", weight)
     del tensors["p.g_idx"]
-    read = layout_named("gptq").from_tensors(write(tmp_path / "model", tensors), "p", weight.scheme)
+    read = format_named("gptq").from_tensors(write(tmp_path / "model", tensors), "p", weight.scheme)
     assert torch.equal(read.qweight, weight.qweight)
 
 
 def test_a_symmetric_file_that_is_called_by_the_wrong_version(tmp_path: Path) -> None:
     weight = random_qtensor(Scheme(4, 32))
-    checkpoint = write(tmp_path / "model", layout_named("gptq-v2").to_tensors("p", weight))
-    read = layout_named("gptq").from_tensors(checkpoint, "p", weight.scheme)
+    checkpoint = write(tmp_path / "model", format_named("gptq-v2").to_tensors("p", weight))
+    read = format_named("gptq").from_tensors(checkpoint, "p", weight.scheme)
     assert torch.equal(read.dequantize(), weight.dequantize())
 
 
@@ -142,14 +142,14 @@ def test_zero_points_that_version_1_cannot_hold(tmp_path: Path) -> None:
     assert weight.zeros is not None
     weight.zeros[3, 2] = 0
     with pytest.raises(SchemeError, match=r"^p: has zero points 0, .* use gptq-v2$"):
-        layout_named("gptq").to_tensors("p", weight)
-    tensors = layout_named("gptq-v2").to_tensors("p", weight)
-    read = layout_named("gptq-v2").from_tensors(write(tmp_path / "v2", tensors), "p", weight.scheme)
+        format_named("gptq").to_tensors("p", weight)
+    tensors = format_named("gptq-v2").to_tensors("p", weight)
+    read = format_named("gptq-v2").from_tensors(write(tmp_path / "v2", tensors), "p", weight.scheme)
     assert torch.equal(read.dequantize(), weight.dequantize())
     tensors["p.qzeros"][0, 0] = words(0xF2345678)[0]
     checkpoint = write(tmp_path / "v1", tensors)
     with pytest.raises(CheckpointError, match=r"^p\.qzeros: stores 15 .* 16 to some readers and 0 to others"):
-        layout_named("gptq").from_tensors(checkpoint, "p", weight.scheme)
+        format_named("gptq").from_tensors(checkpoint, "p", weight.scheme)
 
 
 def damage(change: str, tensors: dict[str, Tensor]) -> None:
@@ -206,20 +206,20 @@ def damage(change: str, tensors: dict[str, Tensor]) -> None:
 )
 def test_damaged_layers_are_named(change: str, error: type[WarpbusError], message: str, tmp_path: Path) -> None:
     weight = random_qtensor(Scheme(4, 32), columns=64)
-    tensors = layout_named("gptq").to_tensors("p", weight)
+    tensors = format_named("gptq").to_tensors("p", weight)
     damage(change, tensors)
     checkpoint = write(tmp_path / "model", tensors)
     with pytest.raises(error, match=message) as caught:
-        layout_named("gptq").from_tensors(checkpoint, "p", weight.scheme)
+        format_named("gptq").from_tensors(checkpoint, "p", weight.scheme)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_three_bits_in_a_number_of_words_that_holds_no_values(tmp_path: Path) -> None:
     weight = random_qtensor(Scheme(3, 32), out=32, columns=64)
-    tensors = layout_named("gptq").to_tensors("p", weight)
+    tensors = format_named("gptq").to_tensors("p", weight)
     tensors["p.qweight"] = tensors["p.qweight"][:5]
     with pytest.raises(TensorError, match=r"p\.qweight: 5 words hold no whole number of values of 3 bits"):
-        layout_named("gptq").from_tensors(write(tmp_path / "model", tensors), "p", weight.scheme)
+        format_named("gptq").from_tensors(write(tmp_path / "model", tensors), "p", weight.scheme)
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_three_bits_in_a_number_of_words_that_holds_no_values(tmp_path: Path) ->
 )
 def test_what_the_format_cannot_hold(scheme: str, shape: tuple[int, int], message: str) -> None:
     with pytest.raises(SchemeError, match=f"^p: .*{message}"):
-        layout_named("gptq").check(Scheme.parse(scheme), shape, "p")
+        format_named("gptq").check(Scheme.parse(scheme), shape, "p")
 
 
 def test_scales_have_to_be_float16() -> None:
     weight = random_qtensor(Scheme(4, 32))
     wide = QTensor(weight.scheme, weight.qweight, weight.scales.float(), None, weight.shape)
     with pytest.raises(TensorError, match=r"p: GPTQ's scales are float16, found torch\.float32"):
-        layout_named("gptq").to_tensors("p", wide)
+        format_named("gptq").to_tensors("p", wide)
 
 
 def auto_gptq(**changes: Any) -> dict[str, Any]:
@@ -271,8 +271,8 @@ def auto_gptq(**changes: Any) -> dict[str, Any]:
 )
 def test_configurations_of_others(changes: dict[str, Any], name: str, scheme: str) -> None:
     config = auto_gptq(**changes)
-    found = layout_of(config)
-    assert found is layout_named(name)
+    found = format_of(config)
+    assert found is format_named(name)
     assert str(found.read_schemes(config)) == scheme
 
 
@@ -280,7 +280,7 @@ def test_schemes_of_single_layers() -> None:
     config = auto_gptq(
         dynamic={r"-:.*\.o_proj$": {}, r"+:.*layers\.0\.": {"bits": 8}, r".*down_proj": {"group_size": 32}}
     )
-    schemes = layout_named("gptq").read_schemes(config)
+    schemes = format_named("gptq").read_schemes(config)
     assert schemes.of("model.layers.1.self_attn.q_proj") == Scheme(4, 128)
     assert schemes.of("model.layers.0.self_attn.q_proj") == Scheme(8, 128)
     assert schemes.of("model.layers.1.mlp.down_proj") == Scheme(4, 32)
@@ -290,10 +290,10 @@ def test_schemes_of_single_layers() -> None:
 @pytest.mark.parametrize("name", VERSIONS)
 def test_configurations_come_back(name: str) -> None:
     layers = {"model.layers.0.mlp.down_proj": Scheme(8, 32), "a.1": Scheme(4, None), "a.2": Scheme(4, None)}
-    config = {"quantization_config": layout_named(name).quantization_config(layers, ["lm_head"])}
+    config = {"quantization_config": format_named(name).quantization_config(layers, ["lm_head"])}
     config = json.loads(json.dumps(config))
-    assert layout_of(config) is layout_named(name)
-    schemes = layout_named(name).read_schemes(config)
+    assert format_of(config) is format_named(name)
+    schemes = format_named(name).read_schemes(config)
     assert {layer: schemes.of(layer) for layer in layers} == layers
     assert schemes.of("lm_head") is None
     assert schemes.of("model.layers.0.mlp.down_proj_2") == Scheme(4, None)
@@ -322,5 +322,5 @@ def test_configurations_that_are_not_understood(changes: dict[str, Any], message
 
 
 def test_names_are_no_patterns() -> None:
-    described = layout_named("gptq").quantization_config(Scheme(4, 128), ["model.layers.0.mlp.down_proj"])
+    described = format_named("gptq").quantization_config(Scheme(4, 128), ["model.layers.0.mlp.down_proj"])
     assert [re.sub(r"\\", "", pattern) for pattern in described["dynamic"]] == ["-:^model.layers.0.mlp.down_proj$"]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError
-from warpbus.formats import Checkpoint, CheckpointWriter, Layout, layout_of
+from warpbus.formats import Checkpoint, CheckpointWriter, Format, format_of
 from warpbus.qtensor import QTensor
 
 
-def layout_for(bits: int) -> Layout:
-    found = layout_of({"quantization_bit": bits})
+def format_for(bits: int) -> Format:
+    found = format_of({"quantization_bit": bits})
     assert found is not None
     return found
 
@@ -24,7 +24,7 @@ def read(directory: Path, bits: int, weight: Tensor, scales: Tensor) -> QTensor:
         writer.add("p.weight_scale", scales)
         writer.write_json("config.json", {})
         checkpoint = Checkpoint(writer.finish())
-    found = layout_for(bits)
+    found = format_for(bits)
     assert found.is_quantized(checkpoint, "p")
     assert found.stored(checkpoint, "p") == ["p.weight", "p.weight_scale"]
     scheme = found.read_schemes({"quantization_bit": bits}).of("p")
@@ -92,9 +92,9 @@ def test_damaged_layers_are_named(weight: Tensor, scales: Tensor, message: str, 
 )
 def test_configurations_that_are_not_understood(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"^config\.json: {message}"):
-        layout_for(4).read_schemes(config)
+        format_for(4).read_schemes(config)
 
 
 def test_a_model_that_is_not_quantized() -> None:
-    assert layout_of({"quantization_bit": 0}) is None
-    assert layout_of({}) is None
+    assert format_of({"quantization_bit": 0}) is None
+    assert format_of({}) is None

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from warpbus.cuda import driver
-from warpbus.kernels.ops import attention, gemv, wna16_decode
+from warpbus.kernels.ops import attention, gemv, trellis_decode, wna16_decode
 from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.trellis_packed import pack_trellis
 from warpbus.qtensor import QTensor, Scheme
 
 
@@ -20,7 +21,9 @@ def launches(monkeypatch):
     for module in (gemv, attention):
         monkeypatch.setattr(module, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(wna16_decode._DecodeVariant, "kernel", lambda *_: kernel)
-    monkeypatch.setattr(wna16_decode, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(trellis_decode.TrellisVariant, "kernel", lambda *_: kernel)
+    for module in (wna16_decode, trellis_decode):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(driver, "attribute", lambda which, device: 227 * 1024)
     return made
 
@@ -49,6 +52,21 @@ def test_wna16_decode(launches):
     assert [launch["dependent"] for launch in launches] == [True, False, False, True]
     copied = [launch["norm"] for launch in launches[1:3]]
     assert all(each.data_ptr() % 16 == 0 and each.is_contiguous() and torch.equal(each, norm) for each in copied)
+
+
+def test_trellis_decode(launches):
+    weight = QTensor(
+        Scheme.parse("w3a16-trellis"), torch.zeros(32, 12, dtype=torch.int32), torch.ones(32, 1), None, (32, 128)
+    )
+    packed, x = pack_trellis(weight, torch.float16), torch.zeros(2, 128, dtype=torch.float16)
+    norm = torch.ones(128, dtype=torch.float16)
+    plan = trellis_decode.choose(2, 32, 128, 3, False, 132, 227 * 1024)
+    assert plan is not None
+    for each in (norm, unaligned(norm)):
+        trellis_decode.multiply(x, packed, None, each, 1e-5, None, False, x.new_empty(2, 32), plan)
+    trellis_decode.multiply(unaligned(x), packed, None, norm, 1e-5, None, False, x.new_empty(2, 32), plan)
+    assert [launch["dependent"] for launch in launches] == [True, False, True]
+    assert all(launch[name].data_ptr() % 16 == 0 for launch in launches for name in ("x", "norm"))
 
 
 def test_attention_takes_no_copy_as_settled(launches, monkeypatch):

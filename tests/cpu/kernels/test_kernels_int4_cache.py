@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops import cpu_attention
+from warpbus.kernels.ops import attention
 from warpbus.kernels.ops.attention import decode_attention, has_kernel
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -143,7 +143,7 @@ SHAPES = [(2, 3, 32, 16, 16), (1, 9, 64, 64, 32), (3, 1, 80, 6, 16), (2, 2, 6, 2
 @pytest.mark.parametrize("kernel", [True, False])
 def test_attention_against_float64(kernel, dtype, interleaved, monkeypatch):
     if not kernel:
-        monkeypatch.setattr(cpu_attention, "is_available", lambda: False)
+        monkeypatch.setattr(attention, "is_available", lambda: False)
     for shape in SHAPES:
         torch.manual_seed(3)
         given, went_in = written([1, 4, 16, 17, 43], *shape, dtype=dtype, interleaved=interleaved)

@@ -20,7 +20,7 @@ from quantized_files import (
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, StorageError, TensorError, UsageError, WarpbusError
-from warpbus.formats import Checkpoint, layout_of, safetensors_io, writer
+from warpbus.formats import Checkpoint, format_of, safetensors_io, writer
 from warpbus.models import load_model, read_config
 from warpbus.models.convert import convert
 from warpbus.models.layers import QuantizedLinear
@@ -81,12 +81,12 @@ def test_models_of_thudm_are_loaded_and_converted(bits: int, tmp_path: Path) -> 
         checkpoint = Checkpoint(tmp_path / form)
         assert "quantization_bit" not in checkpoint.config
         prefix = "transformer.encoder.layers.1.mlp.dense_4h_to_h"
-        layout = layout_of(checkpoint.config)
-        assert layout is not None
-        assert layout.name == form
-        scheme = layout.read_schemes(checkpoint.config).of(prefix)
+        format = format_of(checkpoint.config)
+        assert format is not None
+        assert format.name == form
+        scheme = format.read_schemes(checkpoint.config).of(prefix)
         assert scheme is not None
-        read = layout.from_tensors(checkpoint, prefix, scheme)
+        read = format.from_tensors(checkpoint, prefix, scheme)
         assert torch.equal(read.dequantize(torch.float32), plain[f"{prefix}.weight"])
         close(logits(tmp_path / form), expected)
 

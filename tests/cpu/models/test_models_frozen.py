@@ -6,11 +6,12 @@ from torch import Tensor
 
 from warpbus.kernels.ops import arguments
 from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.trellis_packed import pack_trellis
 from warpbus.kernels.ops.wna16_frozen import dequantize_columns
 from warpbus.models.layers import QuantizedLinear, RMSNorm, frozen, project
 from warpbus.qtensor import QTensor, Scheme
 
-SCHEMES = ["w4a16-g32", "w4a16-g64-asym", "w8a16", "w3a16-g32", "w8a8-int8", "w8a8-fp8"]
+SCHEMES = ["w4a16-g32", "w4a16-g64-asym", "w8a16", "w3a16-g32", "w8a8-int8", "w8a8-fp8", "w3a16-trellis"]
 ROWS, COLUMNS = 48, 192
 
 
@@ -25,6 +26,9 @@ def quantized(scheme: str) -> QTensor:
     if parsed.activations is not None:
         values = torch.randint(-100, 100, (ROWS, COLUMNS)).to(parsed.dtype)
         return QTensor.from_values(parsed, values, torch.rand(ROWS) * 0.01)
+    if parsed.is_trellis:
+        words = torch.randint(-(2**31), 2**31, (ROWS, COLUMNS * parsed.bits // 32), dtype=torch.int64)
+        return QTensor(parsed, words.to(torch.int32), torch.rand(ROWS, 1) * 0.1, None, (ROWS, COLUMNS))
     codes = torch.randint(0, parsed.max_code + 1, (ROWS, COLUMNS), dtype=torch.uint8)
     zeros = torch.randint(0, parsed.max_code + 1, (ROWS, groups), dtype=torch.uint8)
     return QTensor.from_codes(parsed, codes, torch.rand(ROWS, groups) * 0.1, None if parsed.symmetric else zeros)
@@ -33,7 +37,9 @@ def quantized(scheme: str) -> QTensor:
 def layers(weight: QTensor) -> list[QuantizedLinear]:
     bias = torch.randn(ROWS)
     held = [QuantizedLinear(weight, bias), QuantizedLinear(weight, bias, dtype=torch.float32)]
-    if not weight.holds_values:
+    if weight.scheme.is_trellis:
+        held.append(QuantizedLinear(pack_trellis(weight, torch.bfloat16), bias.bfloat16()))
+    elif not weight.holds_values:
         held.append(QuantizedLinear(pack(weight, torch.bfloat16), bias.bfloat16()))
     return held
 
@@ -55,8 +61,8 @@ def test_gradient_is_that_of_the_dequantized_weight(scheme: str, monkeypatch: py
         near = 1e-5 if half == torch.float32 else 1e-2
         assert whole.dtype == half
         assert float((whole - expected).norm() / expected.norm()) < near
-        for module in ("warpbus.models.layers.frozen", "warpbus.kernels.ops.wna16_frozen"):
-            monkeypatch.setattr(f"{module}.BUFFER_BYTES", 64 * ROWS * 4)  # a piece is some columns of W
+        for module in ("models.layers.frozen", "kernels.ops.wna16_frozen", "kernels.ops.trellis_dequantize"):
+            monkeypatch.setattr(f"warpbus.{module}.BUFFER_BYTES", 64 * ROWS * 4)  # a piece is some columns of W
         torch.testing.assert_close(gradient(layer, x, dy), whole)
 
 

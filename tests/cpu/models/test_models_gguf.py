@@ -142,8 +142,8 @@ def test_schemes_without_a_block_type_are_rounded_again_and_it_is_said(tmp_path)
     assert "14 matrices were rounded" in done.summary()
     checkpoint = Checkpoint(find_model(tmp_path / "m.gguf"))
     expected = plain["model.layers.0.mlp.down_proj.weight"]
-    layout = convert(tmp_path / "m.gguf", tmp_path / "plain", to="float16")
-    assert layout.matrices == 14
+    converted = convert(tmp_path / "m.gguf", tmp_path / "plain", to="float16")
+    assert converted.matrices == 14
     assert "model.layers.0.mlp.down_proj.weight_packed" in checkpoint
     found = Checkpoint(tmp_path / "plain").tensor("model.layers.0.mlp.down_proj.weight").float()
     torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) / 127)

@@ -200,7 +200,7 @@ def test_template_of_an_unknown_form(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a text nor a list with a template named default"):
         find_template(tmp_path, CHATGLM, tokenizer)
     path.write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: is not JSON"):
         find_template(tmp_path, CHATGLM, tokenizer)
     path.unlink()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")

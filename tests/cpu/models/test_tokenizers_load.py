@@ -181,9 +181,10 @@ def test_truncated_sentencepiece_model(tmp_path: Path) -> None:
 
 def test_damaged_configuration_beside_the_tokenizer(tmp_path: Path) -> None:
     write_poet(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot be read as JSON"):
-        load_tokenizer(tmp_path)
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: is not JSON"):
+            load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         load_tokenizer(tmp_path)

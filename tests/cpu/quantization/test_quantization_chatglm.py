@@ -11,7 +11,7 @@ from dense_configs import with_traits
 from torch import Tensor
 
 from warpbus.errors import UsageError
-from warpbus.formats import Checkpoint, FinishedParts, layout_named
+from warpbus.formats import Checkpoint, FinishedParts, format_named
 from warpbus.models import SHAPES, Decoder, load_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.random_checkpoint import write_random_checkpoint
@@ -79,8 +79,8 @@ def run(model: Path, output: Path, algorithm: str, **options: Any) -> Any:
     ("algorithm", "options"),
     [
         ("gptq", {}),
-        ("gptq", {"layout": "gptq"}),
-        ("rtn", {"layout": "awq"}),
+        ("gptq", {"format": "gptq"}),
+        ("rtn", {"format": "awq"}),
         ("rtn", {"scheme": "w8a8-int8"}),
     ],
 )
@@ -105,7 +105,7 @@ def test_rows_are_written_where_the_file_has_them(tmp_path: Path, model: Path) -
     run(model, tmp_path / "out", "gptq", scheme="w8a16")
     name = "transformer.layers.0.attention.query_key_value"
     before, after = Checkpoint(model), Checkpoint(tmp_path / "out")
-    written = layout_named("compressed-tensors").from_tensors(after, name, Scheme.parse("w8a16"))
+    written = format_named("compressed-tensors").from_tensors(after, name, Scheme.parse("w8a16"))
     file = before.tensor(f"{name}.weight")
     assert distance(written.dequantize(torch.float32), file) < 0.02
     assert distance(in_decoder_order(SHAPE, "attention.qkv.weight", file), file) > 1

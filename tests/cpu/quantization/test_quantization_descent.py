@@ -5,8 +5,8 @@ import torch
 
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms import gptq
-from warpbus.quantization.algorithms.descent import descend
 from warpbus.quantization.algorithms.factored import factored
+from warpbus.quantization.algorithms.gptq import descend
 
 
 def correlated(columns, seed):

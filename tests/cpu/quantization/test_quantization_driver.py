@@ -10,7 +10,7 @@ from quantization_models import VERSE, rewrite, stop_after_layer, write_model
 from torch import Tensor
 
 from warpbus.errors import NumericError
-from warpbus.formats import Checkpoint, FinishedParts, from_tensors, layout_named, read_schemes
+from warpbus.formats import Checkpoint, FinishedParts, format_named, from_tensors, read_schemes
 from warpbus.models import load_model, read_config, tensor_map
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.tokenizers import load_tokenizer
@@ -142,7 +142,7 @@ def test_rtn_computes_what_the_model_in_memory_does(tmp_path: Path, model: Path,
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "text", "layout", "dtype"),
+    ("algorithm", "text", "format", "dtype"),
     [
         ("gptq", "w4a16-g64", "compressed-tensors", torch.float32),
         ("gptq", "w3a16-g32-asym", "compressed-tensors", torch.float32),
@@ -154,7 +154,7 @@ def test_rtn_computes_what_the_model_in_memory_does(tmp_path: Path, model: Path,
     ],
 )
 def test_the_model_computes_what_calibration_saw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, text: str, layout: str, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, text: str, format: str, dtype: torch.dtype
 ) -> None:
     """The last states of the calibration are, to the bit, those of the model that was written."""
     states: list[States] = []
@@ -168,7 +168,7 @@ def test_the_model_computes_what_calibration_saw(
     monkeypatch.setitem(job.BATCH_TOKENS, "cpu", 64)
     source = write_model(tmp_path / "model", dtype=dtype, num_hidden_layers=2 if algorithm == "gptq" else 1)
     quantize(
-        source, tmp_path / "out", calibration=SEQUENCES, scheme=text, algorithm=algorithm, layout=layout, device="cpu"
+        source, tmp_path / "out", calibration=SEQUENCES, scheme=text, algorithm=algorithm, format=format, device="cpu"
     )
     written = load(tmp_path / "out")
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_saved_and_loaded_again_nothing_changes(tmp_path: Path, model: Path, tex
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "scheme", "layouts"),
+    ("algorithm", "scheme", "formats"),
     [
         ("gptq", "w4a16-g64", ("gptq", "gptq-v2", "awq")),
         ("gptq", "w3a16-g32-asym", ("gptq-v2",)),
@@ -215,18 +215,18 @@ def test_saved_and_loaded_again_nothing_changes(tmp_path: Path, model: Path, tex
         ("rtn", "w8a16", ("gptq", "gptq-v2")),
     ],
 )
-def test_every_format_holds_the_same(tmp_path: Path, algorithm: str, scheme: str, layouts: tuple[str, ...]) -> None:
+def test_every_format_holds_the_same(tmp_path: Path, algorithm: str, scheme: str, formats: tuple[str, ...]) -> None:
     """With scales of one dtype, what is read back is the same in all of them."""
     source = write_model(tmp_path / "model", dtype=torch.float16, num_hidden_layers=1)
     found = {}
-    for layout in ("compressed-tensors", *layouts):
-        output = tmp_path / layout
-        quantize(source, output, algorithm=algorithm, calibration=SEQUENCES, scheme=scheme, layout=layout)
-        assert layout_named(layout).detect(Checkpoint(output).config)
+    for format in ("compressed-tensors", *formats):
+        output = tmp_path / format
+        quantize(source, output, algorithm=algorithm, calibration=SEQUENCES, scheme=scheme, format=format)
+        assert format_named(format).detect(Checkpoint(output).config)
         assert str(read_schemes(Checkpoint(output).config)) == scheme
-        found[layout] = matrices(output), logits(output)
+        found[format] = matrices(output), logits(output)
     expected, computed = found["compressed-tensors"]
-    for weights, same in (found[layout] for layout in layouts):
+    for weights, same in (found[format] for format in formats):
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             assert torch.equal(weight.dequantize(torch.float32), expected[name].dequantize(torch.float32))

@@ -150,7 +150,7 @@ def test_conversion_keeps_or_dequantizes_the_head(model, tmp_path):
     [
         ({"head": "w8a8-int8"}, SchemeError, "head w8a8-int8: expected codes and activations in 16 bits"),
         ({"head": "w4a16-nvfp4"}, SchemeError, "head w4a16-nvfp4"),
-        ({"head": "w8a16-g32", "layout": "gptq"}, UsageError, "format gptq holds no quantized head"),
+        ({"head": "w8a16-g32", "format": "gptq"}, UsageError, "format gptq holds no quantized head"),
         ({"head": "w8a16-g32", "scheme": "w4a16-mxfp4"}, UsageError, "layers in FP4 or trellis codes exclude it"),
         ({"head": "w9"}, SchemeError, "w9"),
     ],

@@ -186,7 +186,7 @@ def test_each_part_of_a_sharded_model_has_the_scales_of_its_heads(quantized: dic
     [
         ({"kv_cache": "int4"}, "kv_cache is 'int4': choose from fp8, int8, fp8-head, int8-head"),
         ({"kv_cache": "fp8", "algorithm": "rtn"}, "its scales are calibrated, and rtn has no calibration data"),
-        ({"kv_cache": "fp8", "layout": "gptq"}, "format gptq holds no scales of a KV cache"),
+        ({"kv_cache": "fp8", "format": "gptq"}, "format gptq holds no scales of a KV cache"),
         ({"kv_cache": "fp8", "scheme": "w4a16-nvfp4"}, "layers in FP4 or trellis codes exclude it"),
     ],
 )

@@ -111,4 +111,4 @@ def test_what_cannot_be_done(model):
         with pytest.raises(UsageError, match=r"expected from 2\.\d+ to 8\.\d+ bits per weight"):
             mixed(model, bits)
     with pytest.raises(SchemeError):
-        mixed(model, 4.5, layout="awq")
+        mixed(model, 4.5, format="awq")

@@ -191,7 +191,7 @@ def test_what_two_processes_began_one_finishes(tmp_path: Path, model: Path, monk
 
 
 @pytest.mark.parametrize(
-    "change", [{"damping": 0.03}, {"scheme": "w4a16-g32"}, {"layout": "gptq-v2"}, {"algorithm": "rtn"}, {"shorter": 1}]
+    "change", [{"damping": 0.03}, {"scheme": "w4a16-g32"}, {"format": "gptq-v2"}, {"algorithm": "rtn"}, {"shorter": 1}]
 )
 def test_what_another_run_left_is_removed_only_by_a_restart(
     tmp_path: Path, model: Path, whole: Any, change: dict[str, Any]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import warpbus
 from warpbus.cli import app
 from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError, WarpbusError
-from warpbus.formats import Checkpoint, CheckpointWriter, layout_of
+from warpbus.formats import Checkpoint, CheckpointWriter, format_of
 from warpbus.formats.dequantizing import dequantized, dequantized_matrices
 from warpbus.models import load_model
 from warpbus.models.convert import convert
@@ -42,7 +42,7 @@ def expert_model(tmp_path_factory) -> Path:
 
 
 def made(model: Path, output: Path, verses: Path, **others: object) -> None:
-    options = {"scheme": "w3a16-trellis", "layout": "warpbus", "calibration": str(verses), "device": "cpu"}
+    options = {"scheme": "w3a16-trellis", "format": "warpbus", "calibration": str(verses), "device": "cpu"}
     warpbus.quantize(str(model), str(output), **(options | others))
 
 
@@ -89,7 +89,7 @@ def test_a_model_is_quantized_loaded_and_converted(model, quantized, tmp_path):
     assert 0 < max(layer["error"] for layer in report["layers"]) < 0.3
     checkpoint = Checkpoint(quantized)
     assert checkpoint.config["quantization_config"]["schemes"]["default"] == "w3a16-trellis"
-    assert layout_of(checkpoint.config) is None
+    assert format_of(checkpoint.config) is None
     assert len(dequantized_matrices(checkpoint)) == 12
     done = convert(quantized, tmp_path / "plain", to="bfloat16")
     assert (done.source, done.matrices) == ("trellis", 12)
@@ -144,9 +144,9 @@ def test_two_processes_and_a_resumed_run_write_the_same_bytes(model, verses, qua
     [
         ({"algorithm": "rtn"}, "rtn cannot quantize to w3a16-trellis: choose from gptq"),
         ({"algorithm": "awq"}, "awq cannot quantize to w3a16-trellis: choose from gptq"),
-        ({"layout": "compressed-tensors"}, "w3a16-trellis has a format of its own: use --format warpbus"),
+        ({"format": "compressed-tensors"}, "w3a16-trellis has a format of its own: use --format warpbus"),
         ({"scheme": "w3a16-g128"}, "holds w3a16-trellis and w2a16-trellis only, not w3a16"),
-        ({"layout": "gptq"}, "GPTQ format has no w3a16-trellis"),
+        ({"format": "gptq"}, "GPTQ format has no w3a16-trellis"),
         ({"head": "w8a16"}, "format warpbus holds no quantized head"),
     ],
 )
@@ -175,7 +175,7 @@ def test_it_is_not_among_what_is_recommended(model, verses):
     arguments = ["--scheme", "w3a16-trellis", "--format", "warpbus", "--calibration", str(verses), "--device", "cpu"]
     run = CliRunner().invoke(app, ["quantize", str(model), *arguments, "--recommend"])
     assert isinstance(run.exception, UsageError)
-    assert "no speed to compare: use --algorithm gptq" in str(run.exception)
+    assert "nothing to compare: use --algorithm gptq" in str(run.exception)
 
 
 def test_damaged_files_are_refused(quantized, tmp_path):

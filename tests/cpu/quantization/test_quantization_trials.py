@@ -93,7 +93,7 @@ def test_limits_to_what_may_be_tried(model, found):
     expected = [(trial.scheme, trial.error) for trial in found.trials if trial.algorithm == "rtn"]
     assert [trial.scheme for trial in rounded.trials] == [scheme for scheme, _ in expected]
     assert [trial.error for trial in rounded.trials] == pytest.approx([error for _, error in expected], rel=1e-4)
-    of_format = try_candidates(model, calibration=DATA, algorithm="rtn", layout="awq", device="cpu")
+    of_format = try_candidates(model, calibration=DATA, algorithm="rtn", format="awq", device="cpu")
     assert {Scheme.parse(trial.scheme).bits for trial in of_format.trials} == {4}
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_tried(model):
     with pytest.raises(UsageError, match="no way to quantize to w4a16 by smoothquant"):
         try_candidates(model, calibration=DATA, scheme=Scheme(4, None), algorithm="smoothquant", device="cpu")
     with pytest.raises(SchemeError, match="q_proj"):
-        try_candidates(model, calibration=DATA, scheme=Scheme(2, 128), layout="awq", device="cpu")
+        try_candidates(model, calibration=DATA, scheme=Scheme(2, 128), format="awq", device="cpu")
     with pytest.raises(DataError):
         try_candidates(model, calibration=Calibration(()), scheme=Scheme(4, 128), device="cpu")
 

@@ -128,7 +128,7 @@ def test_a_killed_tuning_goes_on(model: Path, texts: Path, tmp_path: Path) -> No
     assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("options", [{"layout": "gptq"}, {"scheme": "w4a16-g32-asym"}, {"algorithm": "awq"}])
+@pytest.mark.parametrize("options", [{"format": "gptq"}, {"scheme": "w4a16-g32-asym"}, {"algorithm": "awq"}])
 def test_other_formats_and_algorithms(model: Path, tmp_path: Path, options: dict[str, str]) -> None:
     report = run(model, tmp_path / "out", **{"scheme": "w4a16-g32"} | options)
     assert report.tuning is not None

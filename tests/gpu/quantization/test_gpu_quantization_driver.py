@@ -119,7 +119,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, algorithm: str, scheme: str)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("algorithm", "scheme", "layout"),
+    ("algorithm", "scheme", "format"),
     [
         ("gptq", "w4a16-g128", "gptq"),
         ("gptq", "w3a16", "compressed-tensors"),
@@ -127,7 +127,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, algorithm: str, scheme: str)
         ("smoothquant", "w8a8-fp8", "compressed-tensors"),
     ],
 )
-def test_a_layer_of_chatglm(tmp_path: Path, dtype: torch.dtype, algorithm: str, scheme: str, layout: str) -> None:
+def test_a_layer_of_chatglm(tmp_path: Path, dtype: torch.dtype, algorithm: str, scheme: str, format: str) -> None:
     """The shapes of ChatGLM2-6B, with random weights: columns that do not divide into the kernels' blocks."""
     write_random_checkpoint(tmp_path / "model", "chatglm2-6b", dtype, layers=1, device="cuda:0")
     generator, size = torch.Generator().manual_seed(0), SHAPES["chatglm2-6b"].vocab_size
@@ -137,7 +137,7 @@ def test_a_layer_of_chatglm(tmp_path: Path, dtype: torch.dtype, algorithm: str, 
         tmp_path / "out",
         algorithm=algorithm,
         scheme=scheme,
-        layout=layout,
+        format=format,
         calibration=Calibration(tuple(map(tuple, tokens.tolist()))),
         device="cuda:0",
     )

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file as those of a checkpoint in Hugging Face's layout.
 
-Matrices of Q4_0, Q5_0 and Q8_0 become quantized matrices in the layout of compressed-tensors, `pack-quantized`, with
+Matrices of Q4_0, Q5_0 and Q8_0 become quantized matrices in the format of compressed-tensors, `pack-quantized`, with
 groups of 32 and the same codes and scales. Matrices of other block types are dequantized to float16 when they are read,
 since no scheme has their minima or their nested scales. Matrices that the decoder fuses (q, k and v; gate and up) are
 all dequantized if their types differ.

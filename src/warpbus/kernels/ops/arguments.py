@@ -17,6 +17,7 @@ from warpbus.kernels.units import unit
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 HALVES = (torch.float16, torch.bfloat16)
 ACTIVATIONS = {"none": 0, "sigmoid": 1, "relu": 2, "gelu": 3, "silu": 4}  # as in csrc/common/numeric.cuh
+PROJECTED = ("none", "swiglu")  # activations behind a quantized projection
 
 _KINDS = {1: "a vector", 2: "a matrix", 3: "a volume"}
 _OLDEST = (8, 0)  # compute capability that the kernels are written for
@@ -146,6 +147,35 @@ def check_epilogue(operator: str, n: int, bias: Tensor | None, activation: str) 
         check_shape(operator, {"bias": (n,)}, f"one element for each of the {n} columns", bias=bias)
     if activation not in ACTIVATIONS:
         raise UsageError(f"{operator}: activation is {activation!r}: give one of {', '.join(ACTIVATIONS)}")
+
+
+def check_projection(
+    operator: str, n: int, k: int, x: Tensor, activation: str, **around: Tensor | None
+) -> dict[str, Tensor]:
+    """The shapes of a product with a quantized weight `[n, k]` and of what surrounds it.
+
+    Args:
+        around: bias `[n]`, norm `[k]` and residual, in the shape of the result, each of which may be `None`.
+
+    Returns:
+        those of `around` that are there.
+
+    Raises:
+        TensorError: a shape is wrong.
+        UsageError: no such activation.
+    """
+    if activation not in PROJECTED:
+        raise UsageError(f"{operator}: activation is {activation!r}: give one of {', '.join(PROJECTED)}")
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise TensorError(f"{operator}: x has shape {list(x.shape)}, the weight expects {k} features")
+    if activation == "swiglu" and n % 2:
+        raise TensorError(f"{operator}: swiglu needs as many rows for the gate as for up, the weight has {n}")
+    columns = n // 2 if activation == "swiglu" else n
+    expected = {"bias": (n,), "norm": (k,), "residual": (*x.shape[:-1], columns)}
+    there = {name: tensor for name, tensor in around.items() if tensor is not None}
+    for name, tensor in there.items():
+        check_shape(operator, expected, f"the weight is {n} x {k}", **{name: tensor})
+    return there
 
 
 def aligned(*tensors: Tensor) -> bool:

@@ -1,9 +1,9 @@
 """`decode_attention`: one new token a row, from the projections to the heads' outputs."""
 
+import ctypes
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import cpu_attention
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.ops.cache import CODES, check_cache, check_indices, head_size
+from warpbus.kernels.ops.cpu_library import Task, is_available, pointer
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import attention as reference
 from warpbus.kernels.reference.cache import INT4
@@ -444,11 +444,24 @@ def _launch(
     return out
 
 
-def _on_cpu(*arguments: Any) -> Tensor:
-    return cpu_attention.decode_attention(*arguments[:-1])  # where kernels do not overlap, all inputs are ready
+class _AttentionTask(Task):
+    """`Attention` of csrc/cpu/attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "table", "positions", "blocks", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("key_scales", "value_scales", "out")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("blocks_stride", "key_block", "key_head", "key_token", "value_block", "value_head", "value_token"),
+                *("key_scale_block", "key_scale_head", "value_scale_block", "value_scale_head"),
+                *("rows", "heads", "kv_heads", "block", "dim", "rotary", "interleaved", "stored", "threads"),
+            )
+        ),
+    )
 
 
-def _fake(
+def _on_cpu(
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
@@ -461,9 +474,24 @@ def _fake(
     interleaved: bool,
     limit: int,
     stored: bool,
-    inputs_ready: bool,
+    inputs_ready: bool,  # always: kernels of a CPU do not overlap
 ) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], heads, head_size(keys))
+    """The C++ kernel for float32 queries over float32 or 4-bit codes, else the reference."""
+    if qkv.dtype != torch.float32 or keys.dtype not in (torch.float32, INT4) or not is_available():
+        return reference.decode_attention(
+            qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored
+        )
+    (_, kv_heads, block, _), dim = keys.shape, head_size(keys)
+    out = qkv.new_empty(len(qkv), heads, dim)
+    qkv, table, positions = qkv.contiguous(), table.contiguous(), positions.contiguous()
+    _AttentionTask(
+        *map(pointer, (qkv, table, positions, blocks, keys, values, key_scales, value_scales, out)),
+        *(blocks.stride(0), *keys.stride()[:3], *values.stride()[:3]),
+        *((0, 0) if key_scales is None else key_scales.stride()[:2]),
+        *((0, 0) if value_scales is None else value_scales.stride()[:2]),
+        *(len(qkv), heads, kv_heads, block, dim, table.shape[1], interleaved, stored, torch.get_num_threads()),
+    ).run("attention")
+    return out
 
 
 _decode_attention = operator(
@@ -472,7 +500,9 @@ _decode_attention = operator(
     "bool inputs_ready) -> Tensor",
     cuda=_launch,
     reference=_on_cpu,
-    fake=_fake,
+    fake=lambda qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, *others: qkv.new_empty(
+        qkv.shape[0], heads, head_size(keys)
+    ),
 )
 
 for _dtype in HALVES:

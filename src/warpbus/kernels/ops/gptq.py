@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
@@ -318,32 +319,8 @@ def _launch_round_columns(
     centred: Tensor,
     errors: Tensor,
 ) -> None:
-    if weight.numel():
-        parts, columns, rows = weight.shape
-        _ROUND_COLUMNS(
-            parts * blocks((rows, _BLOCK_ROWS)),
-            _ROUND_THREADS,
-            weight=weight,
-            target=target,
-            corner=corner,
-            scales=scales,
-            zeros=zeros,
-            groups=groups,
-            centred=centred,
-            errors=errors,
-            **strides("part", "column", weight=weight, target=target, centred=centred, errors=errors),
-            **strides("part", "group", scales=scales, zeros=zeros),
-            corner_matrix=_matrix_stride(corner, 3),
-            corner_row=corner.stride(-2),
-            errors_are_narrow=_is_narrow(errors),
-            columns=columns,
-            rows=rows,
-            max_code=max_code,
-            groups_matrix=_matrix_stride(groups, 2),
-            matrix_parts=parts // _matrices(corner),
-            vector=_vectorised(corner),
-            shared=_corner_bytes(columns),
-        )
+    volumes = {"weight": weight, "target": target, "centred": centred, "errors": errors}
+    _launch_over_columns(_ROUND_COLUMNS, volumes, corner, scales, zeros, groups, max_code)
 
 
 def _launch_round_again(
@@ -356,29 +333,38 @@ def _launch_round_again(
     max_code: int,
     changes: Tensor,
 ) -> None:
-    if gradient.numel():
-        parts, columns, rows = gradient.shape
-        _ROUND_AGAIN(
+    volumes = {"gradient": gradient, "centred": centred, "changes": changes}
+    _launch_over_columns(_ROUND_AGAIN, volumes, corner, scales, zeros, groups, max_code)
+
+
+def _launch_over_columns(
+    kernel: Kernel,
+    volumes: dict[str, Any],
+    corner: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+) -> None:
+    """Launch a loop over columns; the last of the volumes `[parts, columns, rows]` is what is carried over."""
+    carried = list(volumes)[-1]
+    parts, columns, rows = volumes[carried].shape
+    if volumes[carried].numel():
+        kernel(
             parts * blocks((rows, _BLOCK_ROWS)),
             _ROUND_THREADS,
-            gradient=gradient,
-            corner=corner,
-            centred=centred,
+            **volumes,
             scales=scales,
             zeros=zeros,
             groups=groups,
-            changes=changes,
-            **strides("part", "column", gradient=gradient, centred=centred, changes=changes),
+            **strides("part", "column", **volumes),
             **strides("part", "group", scales=scales, zeros=zeros),
-            corner_matrix=_matrix_stride(corner, 3),
-            corner_row=corner.stride(-2),
-            changes_are_narrow=_is_narrow(changes),
+            **_of_corner(corner, parts),
+            **{f"{carried}_are_narrow": _is_narrow(volumes[carried])},
             columns=columns,
             rows=rows,
             max_code=max_code,
             groups_matrix=_matrix_stride(groups, 2),
-            matrix_parts=parts // _matrices(corner),
-            vector=_vectorised(corner),
             shared=_corner_bytes(columns),
         )
 
@@ -404,20 +390,16 @@ def _launch_fit_scales(
             gradient=gradient,
             centred=centred,
             members=members,
-            corner=corner,
             scales=scales,
             changes=changes,
             **strides("part", "column", gradient=gradient, centred=centred, changes=changes),
             **strides("part", scales=scales),
-            corner_matrix=_matrix_stride(corner, 3),
-            corner_row=corner.stride(-2),
+            **_of_corner(corner, parts),
             changes_are_narrow=_is_narrow(changes),
             size=size,
             rows=rows,
             scale_dtype=_SCALE_DTYPES[scale_dtype],
             members_matrix=_matrix_stride(members, 2),
-            matrix_parts=parts // _matrices(corner),
-            vector=_vectorised(corner),
             shared=_fit_bytes(size),
         )
 
@@ -466,14 +448,16 @@ def _is_narrow(carried: Tensor) -> bool:
     return carried.dtype == torch.bfloat16
 
 
-def _vectorised(corner: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes."""
-    return corner.data_ptr() % 16 == 0 and all(stride % 4 == 0 for stride in corner.stride()[:-1])
-
-
-def _matrices(corner: Tensor) -> int:
-    """How many matrices the parts belong to."""
-    return len(corner) if corner.dim() == 3 else 1
+def _of_corner(corner: Tensor, parts: int) -> dict[str, Any]:
+    """A kernel's parameters for the corners of the matrices that share the parts."""
+    return {
+        "corner": corner,
+        "corner_matrix": _matrix_stride(corner, 3),
+        "corner_row": corner.stride(-2),
+        "matrix_parts": parts // (len(corner) if corner.dim() == 3 else 1),
+        # Whether all rows begin at multiples of 16 bytes.
+        "vector": corner.data_ptr() % 16 == 0 and all(stride % 4 == 0 for stride in corner.stride()[:-1]),
+    }
 
 
 def _matrix_stride(tensor: Tensor, stacked: int) -> int:

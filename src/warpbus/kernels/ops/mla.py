@@ -328,29 +328,19 @@ def _launch_queries(
     out = q.new_empty(batch, heads, rank + rope)
     if batch == 0:
         return out
-    latent = _new_latents("mla_queries", latent, latents)
     tiles = -(-batch // _ROWS)
     _QUERIES[q.dtype](
         (heads * (_RANK // _QUERY_COLUMNS) + 1, tiles),
         _QUERY_THREADS,
         q=_contiguous(q),
-        latent=latent,
-        norm=_contiguous(norm),
         kv_b=kv_b,
-        table=table.contiguous(),
-        positions=positions.contiguous(),
-        slots=slots.contiguous(),
-        latents=latents,
         out=out,
-        latent_stride=latent.stride(0),
         head_stride=kv_b.shape[1] * rank,
-        block_stride=latents.stride(0),
-        token_stride=latents.stride(2),
         rows=batch,
         heads=heads,
-        shift=latents.shape[2].bit_length() - 1,
         interleaved=interleaved,
         eps=eps,
+        **_new_tokens("mla_queries", latent, norm, table, positions, slots, latents),
         shared=2 * (_NOPE * _QUERY_COLUMNS + _ROWS * width),
         dependent=True,
     )
@@ -375,44 +365,49 @@ def _launch_rope_and_cache(
     out = q.new_empty(tokens, rank + rope)
     if tokens == 0:
         return out
-    latent = _new_latents("mla_rope_and_cache", latent, latents)
     if q.data_ptr() % 16:
         raise TensorError(f"mla_rope_and_cache: q begins at {q.data_ptr():#x}: give one at a multiple of 16 bytes")
     _ROPE_AND_CACHE[q.dtype](
         tokens,
         _QUERY_THREADS,
         q=q,
-        latent=latent,
-        norm=_contiguous(norm),
-        table=table.contiguous(),
-        positions=positions.contiguous(),
-        slots=slots.contiguous(),
-        latents=latents,
         out=out,
-        latent_stride=latent.stride(0),
-        block_stride=latents.stride(0),
-        token_stride=latents.stride(2),
         heads=heads,
-        shift=latents.shape[2].bit_length() - 1,
         interleaved=interleaved,
         eps=eps,
+        **_new_tokens("mla_rope_and_cache", latent, norm, table, positions, slots, latents),
         dependent=True,
     )
     return out
 
 
-def _new_latents(name: str, latent: Tensor, latents: Tensor) -> Tensor:
-    """The new latents in rows that kernels can read.
+def _new_tokens(
+    name: str, latent: Tensor, norm: Tensor, table: Tensor, positions: Tensor, slots: Tensor, latents: Tensor
+) -> dict[str, Any]:
+    """The parameters of a kernel that stores the latents of new tokens.
 
     Raises:
-        TensorError: the cache has tokens that they cannot write.
+        TensorError: the cache has tokens that kernels cannot write.
     """
     if not _even(latents):
         raise TensorError(
             f"{name}: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a cache whose "
             "tokens begin at multiples of 16 bytes"
         )
-    return latent if latent.stride(1) == 1 and _even(latent) else latent.clone(memory_format=torch.contiguous_format)
+    if latent.stride(1) != 1 or not _even(latent):
+        latent = latent.clone(memory_format=torch.contiguous_format)
+    return {
+        "latent": latent,
+        "norm": _contiguous(norm),
+        "table": table.contiguous(),
+        "positions": positions.contiguous(),
+        "slots": slots.contiguous(),
+        "latents": latents,
+        "latent_stride": latent.stride(0),
+        "block_stride": latents.stride(0),
+        "token_stride": latents.stride(2),
+        "shift": latents.shape[2].bit_length() - 1,
+    }
 
 
 def _launch_attention(

@@ -11,6 +11,8 @@ The host launches without knowing the routing, so that all of it can be captured
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,21 +99,8 @@ def moe_mlp(
             f"moe_mlp: experts are {experts.dtype} and weights {weights.dtype}, expected int32 and float32: give what "
             "moe_route gives"
         )
-    return _moe_mlp(
-        *(
-            x,
-            experts,
-            weights,
-            gate_up.parts,
-            down.parts,
-            ffn,
-            *_coding(gate_up),
-            *_coding(down),
-            residual,
-            shared,
-            absent,
-        )
-    )
+    of_experts = gate_up.parts, down.parts, ffn, *_coding(gate_up), *_coding(down)
+    return _moe_mlp(x, experts, weights, *of_experts, residual, shared, absent)
 
 
 def _coding(stacked: PackedExperts) -> tuple[int, int]:
@@ -123,20 +112,13 @@ def _launch(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up_parts: list[Tensor],
-    down_parts: list[Tensor],
-    ffn: int,
-    bits: int,
-    group: int,
-    down_bits: int,
-    down_group: int,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     residual: Tensor | None,
     shared: bool,
     absent: int,
 ) -> Tensor:
-    tokens, hidden = x.shape
-    gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, hidden))
-    down = PackedExperts.of_parts(down_parts, down_bits, down_group, (hidden, ffn))
+    tokens, ffn = len(x), down.weights.shape[1]
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
     residual = None if residual is None else residual.contiguous()
     if tokens == 0:
@@ -252,30 +234,45 @@ def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]
     return next((height for height in (32, 64) if rows <= height), 128), False
 
 
+def _packing(implementation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An implementation of the operator, whose parameters are tensors and numbers, from one that takes the experts."""
+
+    def run(
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up_parts: list[Tensor],
+        down_parts: list[Tensor],
+        ffn: int,
+        bits: int,
+        group: int,
+        down_bits: int,
+        down_group: int,
+        *others: Any,
+    ) -> Tensor:
+        gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, x.shape[1]))
+        down = PackedExperts.of_parts(down_parts, down_bits, down_group, (x.shape[1], ffn))
+        return implementation(x, experts, weights, gate_up, down, *others)
+
+    return run
+
+
 def _reference(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up_parts: list[Tensor],
-    down_parts: list[Tensor],
-    ffn: int,
-    bits: int,
-    group: int,
-    down_bits: int,
-    down_group: int,
+    gate_up: PackedExperts,
+    down: PackedExperts,
     residual: Tensor | None,
-    shared: bool,
-    absent: int,
+    *others: Any,
 ) -> Tensor:
-    gate_up = PackedExperts.of_parts(gate_up_parts, bits, group, (2 * ffn, x.shape[1]))
-    down = PackedExperts.of_parts(down_parts, down_bits, down_group, (x.shape[1], ffn))
     return reference_mlp(x, experts, weights, gate_up.unpacked(), down.unpacked(), residual)
 
 
 _moe_mlp = operator(
     "moe_mlp(Tensor x, Tensor experts, Tensor weights, Tensor[] gate_up, Tensor[] down, int ffn, int bits, int group, "
     "int down_bits, int down_group, Tensor? residual, bool shared, int absent) -> Tensor",
-    cuda=_launch,
-    reference=_reference,
+    cuda=_packing(_launch),
+    reference=_packing(_reference),
     fake=lambda x, *others: torch.empty_like(x),
 )

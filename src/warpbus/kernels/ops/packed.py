@@ -77,7 +77,12 @@ def stored_bits(scheme: Scheme) -> int:
 
 
 def check_weight_only(name: str, scheme: Scheme) -> None:
-    """Raises TensorError for a scheme whose activations have 8 bits, too, and for FP4: `wna16` computes neither."""
+    """Raises TensorError for a scheme whose activations have 8 bits, too, and for FP4 and trellises.
+
+    `wna16` computes with none of them.
+    """
+    if scheme.is_trellis:
+        raise TensorError(f"{name}: the weight is {scheme}, expected w<bits>a16: use trellis_linear")
     if scheme.element is not None:
         raise TensorError(f"{name}: the weight is {scheme}, which no kernel computes with: dequantize it")
     if scheme.activations is not None:

@@ -146,10 +146,7 @@ def _launch(
             *(fixed_key_scales, fixed_value_scales, heads, interleaved),
         )
     qkv, table, positions, slots = qkv.contiguous(), table.contiguous(), positions.contiguous(), slots.contiguous()
-    q, k = _fake(
-        *(qkv, table, positions, slots, keys, values, key_scales, value_scales),
-        *(fixed_key_scales, fixed_value_scales, heads, interleaved),
-    )
+    q, k = _rotated(qkv, keys, heads)
     if qkv.numel() == 0:
         return q, k
     rotary = table.shape[1]
@@ -206,20 +203,8 @@ def _launch(
     return q, k
 
 
-def _fake(
-    qkv: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    fixed_key_scales: Tensor | None,
-    fixed_value_scales: Tensor | None,
-    heads: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor]:
+def _rotated(qkv: Tensor, keys: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Where rotated queries and keys go."""
     tokens, kv_heads, size = qkv.shape[0], keys.shape[1], head_size(keys)
     return qkv.new_empty(tokens, heads, size), qkv.new_empty(tokens, kv_heads, size)
 
@@ -230,5 +215,5 @@ _rope_and_cache = operator(
     "Tensor? fixed_value_scales, int heads, bool interleaved) -> (Tensor, Tensor)",
     cuda=_launch,
     reference=reference.rope_and_cache,
-    fake=_fake,
+    fake=lambda qkv, table, positions, slots, keys, *others: _rotated(qkv, keys, others[-2]),
 )

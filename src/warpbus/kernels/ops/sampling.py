@@ -1,10 +1,14 @@
 """`argmax` and `sample`: from scores to tokens, without a sort and without leaving the GPU."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import Kernel
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, check_shape, per_dtype
@@ -92,41 +96,26 @@ def _check(operator: str, logits: Tensor) -> None:
 
 
 def _launch_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.contiguous()
-    tokens, best = _fake(logits)
-    if logits.shape[0]:
-        blocks = _blocks_of_row(logits.device)
-        _ARGMAX[logits.dtype](
-            logits.shape[0] * blocks,
-            _BLOCK,
-            logits=logits,
-            tokens=tokens,
-            best=best,
-            width=logits.shape[1],
-            blocks=blocks,
-            vectorised=aligned(logits),
-            cluster=blocks,
-            dependent=True,
-        )
-    return tokens, best
+    return _launch(_ARGMAX, logits)
 
 
 def _launch_sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
+    return _launch(_SAMPLE, logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniform=uniform)
+
+
+def _launch(kernels: Mapping[torch.dtype, Kernel], logits: Tensor, **controls: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
     tokens, best = _fake(logits)
     if logits.shape[0]:
         blocks = _blocks_of_row(logits.device)
-        _SAMPLE[logits.dtype](
+        parameters: dict[str, Any] = {name: control.contiguous() for name, control in controls.items()}
+        kernels[logits.dtype](
             logits.shape[0] * blocks,
             _BLOCK,
             logits=logits,
-            temperature=temperature.contiguous(),
-            top_k=top_k.contiguous(),
-            top_p=top_p.contiguous(),
-            min_p=min_p.contiguous(),
-            uniform=uniform.contiguous(),
+            **parameters,
             tokens=tokens,
             best=best,
             width=logits.shape[1],

@@ -25,6 +25,7 @@ _PARAMETERS = Parameters(
 )
 MOST_TOKENS = 16
 _MOST_SLICES = 8
+_HELD = 4  # kHeld in trellis/decode.cu
 _RINGS = ((1, 6), (2, 3), (1, 4), (1, 2))  # blocks of a stage, and stages: the first ones are preferred
 # In units of the time of 128 columns of one warp: what a stage, a tile and the sums of several slices take besides.
 _OF_A_STAGE, _OF_A_TILE, _OF_SLICES = 0.1, 0.3, 3.0
@@ -45,22 +46,20 @@ class TrellisVariant:
     tokens: int
     depth: int
     span: int = 1
-    separate: int = 0
-    shifts: int = 1
     warps: int = 16
 
     @property
     def threads(self) -> int:
-        """Of a block: those of the warps that multiply, and of one that adds."""
-        return 32 * (self.warps + 1)
+        """Of a block: those of the warps that multiply, and of those that add."""
+        return 32 * (self.warps + self.tokens // 4)
 
     @functools.cached_property
     def other_bytes(self) -> int:
         """Of shared memory beside x: of rings, sums, measures of x and barriers; the source compares it."""
         ring = self.warps * self.depth * self.span * 256 * self.bits
         sums = 2 * self.warps * self.tokens // 8 * 32 * 16
-        measures = self.warps * self.tokens * 8 + 3 * self.tokens * 4
-        return ring + blocks((sums + measures + 4 * 8 + 6 * 4, 16)) * 16
+        measures = self.warps * self.tokens * 4 + 2 * self.tokens * 4
+        return ring + blocks((sums + measures + 4 * 8 + 8 * 4, 16)) * 16
 
     def shared(self, m: int, k: int, slices: int) -> int:
         """Bytes of shared memory of a block."""
@@ -77,8 +76,6 @@ class TrellisVariant:
             WARPS=self.warps,
             DEPTH=self.depth,
             SPAN=self.span,
-            SEPARATE=self.separate,
-            SHIFTS=self.shifts,
             OTHER_BYTES=self.other_bytes,
         ).kernel("trellis_decode", _PARAMETERS)
 
@@ -107,7 +104,8 @@ def choose(m: int, n: int, k: int, bits: int, gated: bool, resident: int, shared
     tokens, items, columns = 8 if m <= 8 else 16, n // TILE // (2 if gated else 1), blocks((k, BLOCK))
     for slices, (span, depth) in itertools.product(range(1, min(columns, _MOST_SLICES) + 1), _RINGS):
         variant = TrellisVariant(bits, tokens, depth, span)
-        if slices > resident or variant.shared(m, k, slices) > shared:
+        held = blocks((columns, slices)) <= 2 * _HELD * variant.warps
+        if slices > resident or not held or variant.shared(m, k, slices) > shared:
             continue
         stages = blocks((blocks((columns, slices)), variant.warps * span))  # of a warp and a tile
         turns = blocks((items, resident // slices)) * (2 if gated else 1)  # tiles of a block
@@ -136,12 +134,12 @@ def multiply(
     out: Tensor,
     plan: TrellisPlan,
 ) -> None:
-    """`out = epilogue(norm(x) @ weight.T)`; see `trellis.trellis_linear`.
+    """`out = epilogue(norm(x) @ weight.T)`; see `trellis_linear`.
 
     Args:
         x: `[m, k]`, contiguous, m up to 16. Copied where it does not begin at a multiple of 16 bytes.
         bias, residual: `[n]` and the shape of `out`, contiguous, or `None`.
-        norm: `[k]`, or `None`. Copied where it is not contiguous and aligned.
+        norm: `[k]`, or `None`, also where the plan has several slices. Copied where it is not contiguous and aligned.
         gated: the result is `silu(gate) * up`; n / 2 is a multiple of 16.
         out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
         plan: see `plan_of`.
@@ -158,7 +156,7 @@ def multiply(
     partial = counters = None
     if slices > 1:
         partial = torch.empty(slices * tiles * variant.tokens * TILE, dtype=torch.float32, device=x.device)
-        counters = workspace.counters(x.device, items)
+        counters = workspace.counters(x.device, items * (variant.tokens // 8))
     variant.kernel(x.dtype)(
         min(multiprocessors(x.device) // slices, items) * slices,
         variant.threads,

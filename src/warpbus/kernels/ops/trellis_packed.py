@@ -55,6 +55,14 @@ class PackedTrellis:
         codes, scales, signs = (part.to(device) for part in (self.codes, self.scales, self.signs))
         return replace(self, codes=codes, scales=scales, signs=signs)
 
+    def unpack(self) -> QTensor:
+        """The matrix that was packed: the same words, the scales in float32."""
+        n, k = self.shape
+        words = 8 * self.scheme.bits  # of a tile
+        tiles = self.codes.view(n // TILE, -1, words, _TILES).transpose(2, 3).reshape(n // TILE, -1, words)
+        stored = tiles[:, : k // TILE].reshape(n, k * self.scheme.bits // 32)
+        return QTensor(self.scheme, stored, self.scales.view(-1, 1), None, (n, k))
+
 
 def packed_trellis_words(scheme: Scheme, n: int, k: int) -> int:
     """The number of int32 words of the codes of a matrix `[n, k]`."""
@@ -77,16 +85,12 @@ def pack_trellis(weight: QTensor, dtype: torch.dtype) -> PackedTrellis:
     tiles = weight.qweight.view(n // TILE, k // TILE, words)
     tiles = F.pad(tiles, (0, 0, 0, -k % BLOCK // TILE))
     codes = tiles.view(n // TILE, -1, _TILES, words).transpose(2, 3).contiguous().view(-1)
-    shifts = torch.arange(8, dtype=torch.uint8, device=weight.device)
-    negated = (column_signs(k, weight.device) < 0).to(torch.uint8).view(-1, 8)
-    signs = (negated << shifts).sum(1, dtype=torch.uint8)
+    signs = packed_signs(k, weight.device)
     return PackedTrellis(codes, weight.scales.float().view(-1), signs, weight.scheme, (n, k), dtype)
 
 
-def unpack_trellis(packed: PackedTrellis) -> QTensor:
-    """The matrix that was packed: the same words, the scales in float32."""
-    n, k = packed.shape
-    words = 8 * packed.scheme.bits
-    tiles = packed.codes.view(n // TILE, -1, words, _TILES).transpose(2, 3).reshape(n // TILE, -1, words)
-    stored = tiles[:, : k // TILE].reshape(n, k * packed.scheme.bits // 32)
-    return QTensor(packed.scheme, stored, packed.scales.view(-1, 1), None, (n, k))
+def packed_signs(k: int, device: torch.device) -> Tensor:
+    """The signs of k columns as `PackedTrellis` has them."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    negated = (column_signs(k, device) < 0).to(torch.uint8).view(-1, 8)
+    return (negated << shifts).sum(1, dtype=torch.uint8)

@@ -7,25 +7,22 @@ norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies 
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
-from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import wna8, wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
-from warpbus.kernels.ops.arguments import HALVES, check_alike, check_shape
+from warpbus.kernels.ops.arguments import HALVES, check_alike, check_projection
 from warpbus.kernels.ops.norm import rms_norm
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, check_weight_only, unpack
 from warpbus.kernels.reference.wna8 import wna8_linear as reference_wna8
 from warpbus.kernels.reference.wna16 import finish
 from warpbus.kernels.reference.wna16 import wna16_linear as reference_linear
 from warpbus.qtensor import QTensor, Scheme
-
-ACTIVATIONS = ("none", "swiglu")
 
 
 def wna16_linear(
@@ -63,24 +60,14 @@ def wna16_linear(
         TensorError: other shapes, dtypes or devices, or a w8a8 weight.
         UsageError: no such activation.
     """
-    if activation not in ACTIVATIONS:
-        raise UsageError(f"wna16_linear: activation is {activation!r}: give one of {', '.join(ACTIVATIONS)}")
     check_weight_only("wna16_linear", weight.scheme)
     n, k = weight.shape
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise TensorError(f"wna16_linear: x has shape {list(x.shape)}, the weight expects {k} features")
-    if activation == "swiglu" and n % 2:
-        raise TensorError(f"wna16_linear: swiglu needs as many rows for the gate as for up, the weight has {n}")
-    columns = n // 2 if activation == "swiglu" else n
-    expected = {"bias": (n,), "norm": (k,), "residual": (*x.shape[:-1], columns)}
-    given = {"bias": bias, "norm": norm, "residual": residual}
-    there = {name: tensor for name, tensor in given.items() if tensor is not None}
-    for name, tensor in there.items():
-        check_shape("wna16_linear", expected, f"the weight is {n} x {k}", **{name: tensor})
+    there = check_projection("wna16_linear", n, k, x, activation, bias=bias, norm=norm, residual=residual)
     if isinstance(weight, QTensor):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     check_alike("wna16_linear", HALVES, x=x, scales=weight.scales, **there)
     m, group = prod(x.shape[:-1]), weight.scheme.group_size or 0
+    columns = n // 2 if activation == "swiglu" else n
     out = _wna16(
         x.reshape(m, k),
         *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),
@@ -90,16 +77,19 @@ def wna16_linear(
     return out if x.dim() == 2 else out.view(*x.shape[:-1], columns)
 
 
-def _launch(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
-    fp8: bool,
-) -> Tensor:
+class _Around(NamedTuple):
+    """What surrounds the product: arguments of `wna16_linear`."""
+
+    bias: Tensor | None
+    norm: Tensor | None
+    eps: float
+    residual: Tensor | None
+    activation: str
+    fp8: bool
+
+
+def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
+    bias, norm, eps, residual, activation, fp8 = around
     m, (n, k) = len(x), weight.shape
     gated = activation == "swiglu"
     if 0 in (m, n, k):
@@ -127,17 +117,8 @@ def _launch(
     return out if residual is None else out.add_(residual)
 
 
-def _reference(
-    x: Tensor,
-    packed: PackedWeight,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
-    fp8: bool,
-) -> Tensor:
-    weight = unpack(packed)
+def _reference(x: Tensor, packed: PackedWeight, around: _Around) -> Tensor:
+    weight, (bias, norm, eps, residual, activation, fp8) = unpack(packed), around
     if not (fp8 and len(x) >= wna8.LEAST_ROWS and wna8.supports(weight.scheme)):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     if norm is not None:
@@ -150,14 +131,14 @@ def _fake(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int
     return x.new_empty(x.shape[0], n // 2 if activation == "swiglu" else n)
 
 
-def _packing(implementation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _packing(implementation: Callable[[Tensor, PackedWeight, _Around], Tensor]) -> Callable[..., Tensor]:
     """An implementation of the operator, whose parameters are tensors and numbers, from one that takes the weight."""
 
     def run(
         x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, bits: int, group: int, *others: Any
     ) -> Tensor:
         scheme = Scheme(bits, group or None, zeros is None)
-        return implementation(x, PackedWeight(codes, scales, zeros, scheme, (n, x.shape[1])), *others)
+        return implementation(x, PackedWeight(codes, scales, zeros, scheme, (n, x.shape[1])), _Around(*others))
 
     return run
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError, UsageError
-from warpbus.formats import Checkpoint, CheckpointWriter, layout_of
+from warpbus.formats import Checkpoint, CheckpointWriter, format_of
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
 from warpbus.formats.peft import CONFIG, PeftLora
@@ -126,10 +126,10 @@ def merge_lora(
 
 def _opened(model: Path, adapter: Path, output: Path) -> tuple[Checkpoint, PeftLora]:
     checkpoint = Checkpoint(model)
-    layout = layout_of(checkpoint.config)
-    if layout is not None:
+    format = format_of(checkpoint.config)
+    if format is not None:
         raise UsageError(
-            f"{model}: is quantized ({layout.name}), so its weights cannot take up an adapter: merge into the plain "
+            f"{model}: is quantized ({format.name}), so its weights cannot take up an adapter: merge into the plain "
             "model that it was made of, then run warpbus quantize on the result"
         )
     checkpoint = dequantized(checkpoint)

@@ -36,12 +36,12 @@ from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.dequantizing import dequantized, dequantized_reordered
 from warpbus.formats.files import check_space, replace_file
+from warpbus.formats.format import Format, format_of
 from warpbus.formats.gguf.architectures import ROPE_FACTORS, llama3_factors, permuted
 from warpbus.formats.gguf.blocks import GROUP, PLAIN, TYPES, BlockType
 from warpbus.formats.gguf.encoding import FALLBACK, assemble, encode
 from warpbus.formats.gguf.file import SUFFIX, PlannedTensor, Value, read_header, write_file
 from warpbus.formats.gguf.view import directory_of
-from warpbus.formats.layout import Layout, layout_of
 from warpbus.models.config import ModelConfig
 from warpbus.models.gguf.vocabulary import vocabulary_metadata
 from warpbus.models.layer_spec import AttentionSpec, MatrixSpec
@@ -243,14 +243,14 @@ class _Export:
     """A model whose headers were checked.
 
     Attributes:
-        layout: of the quantized matrices; None if there are none.
+        format: of the quantized matrices; None if there are none.
         sources: by the name of the tensor in the file.
         extra: tensors of the file that are not the model's.
         scales_rounded: one number, which `write` raises.
     """
 
     checkpoint: Checkpoint
-    layout: Layout | None
+    format: Format | None
     metadata: Mapping[str, Value]
     sources: Mapping[str, _ExportedTensor]
     extra: Mapping[str, Tensor]
@@ -262,11 +262,11 @@ class _Export:
         model = directory_of(model)
         checkpoint = Checkpoint(model)
         before = checkpoint.total_bytes
-        layout = layout_of(checkpoint.config)
-        if layout is None:
+        format = format_of(checkpoint.config)
+        if format is None:
             checkpoint = dequantized(checkpoint)
         else:
-            checkpoint = dequantized_reordered(checkpoint, layout, torch.float16)
+            checkpoint = dequantized_reordered(checkpoint, format, torch.float16)
         config = read_config(checkpoint)
         architecture = ARCHITECTURES.get(config.family)
         if architecture is None or not isinstance(config.attention, AttentionSpec):
@@ -279,7 +279,7 @@ class _Export:
         sources = _sources(checkpoint, config, quantized_parameters(checkpoint, config), TYPES.get(asked), width)
         metadata = _metadata(config, architecture, model.resolve().name, sources, width)
         metadata |= vocabulary_metadata(model, architecture, config.vocab_size, config.stop_ids)
-        return cls(checkpoint, layout, metadata, sources, _rope_factors(config), before, [0])
+        return cls(checkpoint, format, metadata, sources, _rope_factors(config), before, [0])
 
     def write(self, output: Path, progress: Progress) -> dict[str, bytes]:
         """Write the file and read it back before it gets its name; returns the digests of the tensors."""
@@ -307,8 +307,8 @@ class _Export:
         """What the file stores of a tensor, as any tensor of these bytes."""
         if source.scheme is None:
             return _in_type(source, self.checkpoint.tensor(source.name, expected=source.shape))
-        assert self.layout is not None
-        weight = self.layout.from_tensors(self.checkpoint, source.prefix, source.scheme)
+        assert self.format is not None
+        weight = self.format.from_tensors(self.checkpoint, source.prefix, source.scheme)
         if weight.shape != source.shape:
             raise TensorError(f"{source.prefix}: expected shape {list(source.shape)}, found {list(weight.shape)}")
         if not source.keeps_codes:

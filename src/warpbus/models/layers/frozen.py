@@ -16,12 +16,14 @@ from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels
 from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear
 from warpbus.kernels.ops.cpu_table import CpuTable, table_linear
 from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.kernels.ops.trellis_linear import times_trellis, trellis_linear
+from warpbus.kernels.ops.trellis_packed import PackedTrellis
 from warpbus.kernels.ops.w8a8 import w8a8_linear
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES, times_packed, wna16_frozen
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.qtensor import QTensor
 
-Form = QTensor | PackedWeight | CpuCodes | CpuTable
+Form = QTensor | PackedWeight | PackedTrellis | CpuCodes | CpuTable
 """A quantized weight in memory: unpacked, or packed for the kernels of a GPU or of the CPU."""
 
 _COLUMNS = 32  # whole words for any number of bits
@@ -33,6 +35,8 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None, *, fp8: bool 
         return codes_linear(x, weight, bias)
     if isinstance(weight, CpuTable):
         return table_linear(x, weight, bias)
+    if isinstance(weight, PackedTrellis) or (isinstance(weight, QTensor) and weight.scheme.is_trellis):
+        return trellis_linear(x, weight, bias)
     if isinstance(weight, QTensor) and weight.holds_values:
         kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
         linear = w8a8_linear if kernels else reference_w8a8_linear
@@ -66,8 +70,12 @@ def times_frozen(dy: Tensor, weight: Form) -> Tensor:
     """`dy @ weight` for dy `[m, n]` and a quantized weight `[n, k]`, in the dtype of dy."""
     if isinstance(weight, PackedWeight):
         return times_packed(dy, weight)
+    if isinstance(weight, PackedTrellis):
+        return times_trellis(dy, weight)
     if isinstance(weight, CpuCodes | CpuTable):
         weight = weight.unpack()
+    if weight.scheme.is_trellis:  # whose columns are rotated together
+        return dy @ weight.dequantize(dy.dtype)
     n, k = weight.shape
     unit = math.lcm(_COLUMNS, weight.scheme.group_size or 1)  # no group may be cut
     at_once = max(1, BUFFER_BYTES // (dy.element_size() * unit * n)) * unit
@@ -80,7 +88,7 @@ def times_frozen(dy: Tensor, weight: Form) -> Tensor:
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QTensor | CpuCodes | CpuTable, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         return quantized_linear(x, weight, bias)
 

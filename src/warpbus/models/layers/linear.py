@@ -24,6 +24,8 @@ from warpbus.kernels.ops.cpu_table import pack_table
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.norm import layer_norm, rms_norm
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
+from warpbus.kernels.ops.trellis_linear import trellis_linear
+from warpbus.kernels.ops.trellis_packed import PackedTrellis, pack_trellis
 from warpbus.kernels.ops.w8a8 import check_device
 from warpbus.models.layer_spec import MatrixSpec, NormSpec
 from warpbus.models.layers.adapted import Adapted
@@ -85,8 +87,8 @@ class QuantizedLinear(nn.Module):
     `int8_activations` is given: then a CPU rounds it to 8 bits per 128 columns.
 
     Only the form that the kernels of the device need is kept. `.to()` another device or dtype repacks the weight; this
-    is exact except that scales are rounded to the dtype (those of w8a8 are not). A state dict holds the packed form and
-    fits only the same kind of device.
+    is exact except that scales are rounded to the dtype (those of w8a8 and trellises are not). A state dict holds the
+    packed form and fits only the same kind of device.
 
     Args:
         weight: `[out, in]`, packed or not.
@@ -104,7 +106,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(
         self,
-        weight: QTensor | PackedWeight,
+        weight: QTensor | PackedWeight | PackedTrellis,
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -115,7 +117,7 @@ class QuantizedLinear(nn.Module):
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias)
-        self._dtype = weight.dtype if isinstance(weight, PackedWeight) else dtype
+        self._dtype = dtype if isinstance(weight, QTensor) else weight.dtype
         self._int8_activations = int8_activations
         self._hold(self._arranged(weight) if isinstance(weight, QTensor) else weight)
 
@@ -145,8 +147,8 @@ class QuantizedLinear(nn.Module):
             delattr(self, name)
         del self._form
         super()._apply(fn, recurse)
-        if weight.holds_values:
-            # As bytes: fp8 is a floating-point type, which `.to(dtype)` would convert.
+        if weight.holds_values or weight.scheme.is_trellis:
+            # As bytes: fp8 and float32 are floating-point types, which `.to(dtype)` would convert.
             values, scales = (fn(part.view(torch.uint8)).view(part.dtype) for part in (weight.qweight, weight.scales))
             moved = QTensor(self.scheme, values, scales, None, weight.shape)
         else:
@@ -168,12 +170,14 @@ class QuantizedLinear(nn.Module):
             return dataclasses.replace(weight, scales=weight.scales.float())
         if weight.device.type == "cpu":
             return self._arranged_for_cpu(weight, dtype)
-        return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
+        if dtype not in HALVES or not gpu_has_kernels(weight.device):
+            return weight
+        return pack_trellis(weight, dtype) if weight.scheme.is_trellis else pack(weight, dtype)
 
     def _arranged_for_cpu(self, weight: QTensor, dtype: torch.dtype) -> Form:
         """For `codes_linear`, if activations may be rounded and a compiler makes the kernels; else for `table_linear`,
         or without a fast path as it is."""
-        if dtype not in DTYPES:
+        if dtype not in DTYPES or weight.scheme.is_trellis:
             return weight
         if self._int8_activations and weight.scales.dtype in SCALES and is_available():
             return pack_codes(weight)
@@ -249,6 +253,8 @@ def project(
                 activation=activation,
                 fp8=linear.fp8_activations,
             )
+        if isinstance(form, PackedTrellis) and not _differentiated(x, weight, residual):
+            return trellis_linear(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)
         if isinstance(form, CpuCodes) and not _differentiated(x, weight, residual):
             return _by_codes(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)
     if norm is not None:

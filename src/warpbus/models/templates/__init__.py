@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError, UsageError
+from warpbus.formats.checkpoint import read_object
 from warpbus.models.templates.base import Message, Template, Variables
 from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
@@ -74,7 +74,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     Raises CheckpointError if a file is damaged or the template is not valid.
     """
     directory = Path(checkpoint_dir)
-    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    tokenizer_config = read_object(directory / "tokenizer_config.json") or {}
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
@@ -107,11 +107,11 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     tokenizer's `eos_token`, and for a GLM with role tokens those that follow an answer."""
     directory = Path(checkpoint_dir)
     found: list[int] = []
-    for values in (_read_json(directory / "generation_config.json"), config):
+    for values in (read_object(directory / "generation_config.json") or {}, config):
         eos = values.get("eos_token_id")
         found += [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     specials = tokenizer.special_ids
-    texts = [_special_texts(_read_json(directory / "tokenizer_config.json")).get("eos_token", "")]
+    texts = [_special_texts(read_object(directory / "tokenizer_config.json") or {}).get("eos_token", "")]
     if _is_glm(tokenizer):
         texts += _GLM_STOPS
     found += [specials[text] for text in texts if text in specials]
@@ -159,16 +159,3 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); restore it from the model's source") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(_read_text(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); restore it from the model's source") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object; restore it from the model's source")
-    return found

@@ -106,6 +106,18 @@ class ToolDialect(Protocol):
         """
 
 
+class TemplateTools:
+    """Methods of a `ToolDialect` whose template declares the tools and writes the calls."""
+
+    def render_tools(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
+        """See `ToolDialect.render_tools`."""
+        return openai_messages(turns)
+
+    def variables(self, tools: Sequence[Tool]) -> Variables:
+        """See `ToolDialect.variables`."""
+        return {"tools": openai_tools(tools)} if tools else {}
+
+
 def split_tools(tools: Sequence[Tool], interpreter: str) -> tuple[list[Tool], Tool | None]:
     """The functions, and the code interpreter if it is among the tools."""
     found = next((tool for tool in tools if tool["name"] == interpreter and _takes_code(tool)), None)

@@ -6,18 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from warpbus.models.templates.base import Message, Variables
 from warpbus.models.templates.dialect import (
     LONGEST_CALL,
+    TemplateTools,
     Tool,
     ToolCall,
-    Turn,
     arguments_grammar,
     as_json,
     names_of,
     no_constant,
-    openai_messages,
-    openai_tools,
 )
 from warpbus.models.templates.partial_calls import cut_json_call
 
@@ -68,20 +65,12 @@ class WholeCallStream:
         return ("", calls) if calls else (held, [])
 
 
-class LlamaTools:
+class LlamaTools(TemplateTools):
     """Llama 3.x: the answer is a JSON object with `name` and `parameters`; several are separated by semicolons.
 
     The template writes tools and calls, and takes one call per message only. A call in Python, which follows
     `<|python_tag|>`, remains text.
     """
-
-    def render_tools(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
-        """See `ToolDialect.render_tools`."""
-        return openai_messages(turns)
-
-    def variables(self, tools: Sequence[Tool]) -> Variables:
-        """See `ToolDialect.variables`."""
-        return {"tools": openai_tools(tools)} if tools else {}
 
     def stream(self, tools: Sequence[Tool]) -> WholeCallStream:
         """See `ToolDialect.stream`."""

@@ -10,18 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from warpbus.models.templates.base import Message, Variables
 from warpbus.models.templates.dialect import (
     LONGEST_CALL,
+    TemplateTools,
     Tool,
     ToolCall,
-    Turn,
     arguments_grammar,
     as_json,
     names_of,
     no_constant,
-    openai_messages,
-    openai_tools,
 )
 from warpbus.models.templates.partial_calls import cut_json_call
 
@@ -105,16 +102,8 @@ def _certain(text: str) -> str:
     return _without_tag(text, _OPENING).rstrip(_SPACE)
 
 
-class _TaggedTools:
+class _TaggedTools(TemplateTools):
     """What the two dialects share: tools are declared by the template, and calls are between tags."""
-
-    def render_tools(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
-        """See `ToolDialect.render_tools`."""
-        return openai_messages(turns)
-
-    def variables(self, tools: Sequence[Tool]) -> Variables:
-        """See `ToolDialect.variables`."""
-        return {"tools": openai_tools(tools)} if tools else {}
 
     def stream(self, tools: Sequence[Tool]) -> TaggedCallStream:
         """See `ToolDialect.stream`."""

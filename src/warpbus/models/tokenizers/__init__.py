@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError
+from warpbus.formats.checkpoint import read_object
 from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt
 from warpbus.models.tokenizers.chatglm import FILE as CHATGLM_FILE
 from warpbus.models.tokenizers.chatglm import ChatGLMTokenizer, load_chatglm
@@ -43,8 +43,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         return HuggingFaceTokenizer(path)
-    config = _read_json(directory / "config.json")
-    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    config = read_object(directory / "config.json") or {}
+    tokenizer_config = read_object(directory / "tokenizer_config.json") or {}
     path = directory / "tokenizer.model"
     if not path.exists():
         if (directory / CHATGLM_FILE).exists():
@@ -103,16 +103,3 @@ def _listed_specials(tokenizer_config: dict[str, Any]) -> dict[str, int]:
             "tokenizer_config.json: added_tokens_decoder: expected ids with objects of content and special; restore "
             "the file from the model's source"
         ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); restore it from the model's source") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object; restore it from the model's source")
-    return found

@@ -17,7 +17,7 @@ from warpbus.errors import UsageError
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Text to ids and back; implementations inherit `decode`.
 
     Attributes:
         vocab_size: number of ids, special tokens included: every id is in `range(vocab_size)`.
@@ -43,6 +43,7 @@ class Tokenizer(Protocol):
 
         Bytes that are not UTF-8 become U+FFFD.
         """
+        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token adds to the text: none for special tokens and for ids that name no token."""

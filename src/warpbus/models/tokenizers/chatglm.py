@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import sentencepiece
 
 from warpbus.errors import CheckpointError
-from warpbus.models.tokenizers.base import check_text, join_bytes
+from warpbus.models.tokenizers.base import Tokenizer, check_text
 from warpbus.models.tokenizers.spm import piece_bytes, read_sentencepiece
 
 FILE = "ice_text.model"
@@ -47,7 +47,7 @@ _IMAGE_TOKENS = {130528: 0, 150528: 20000}
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 
-class ChatGLMTokenizer:
+class ChatGLMTokenizer(Tokenizer):
     """The vocabulary of ChatGLM-6B.
 
     What somebody typed never becomes a special token, nor does a typed `<n>` become a line feed.
@@ -89,10 +89,6 @@ class ChatGLMTokenizer:
             ids += found[found.index(self._line) + 1 :]
         # A normalizer may make a special token's text of other characters, in a file that then takes it for the token.
         return [i + self._shift for i in ids if i + self._shift not in self._forbidden]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
-        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`. The tokens of images have none."""

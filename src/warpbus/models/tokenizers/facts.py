@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError
+from warpbus.formats.checkpoint import read_object
 
 
 def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[str, Any]:
@@ -20,15 +20,11 @@ def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[s
     Raises:
         CheckpointError: the file is damaged.
     """
-    file = directory / "tokenizer_config.json"
+    found, jinja = read_object(directory / "tokenizer_config.json") or {}, directory / "chat_template.jinja"
     try:
-        found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        jinja = directory / "chat_template.jinja"
         template = jinja.read_text(encoding="utf-8") if jinja.is_file() else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({type(error).__name__}); download it again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: expected a JSON object; download it again")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{jinja}: cannot be read ({type(error).__name__}); download it again") from None
     facts = {name: _plain(value) if name.endswith("_token") else value for name, value in found.items()}
     named = facts.get("chat_template")
     if isinstance(named, list):  # several templates by name

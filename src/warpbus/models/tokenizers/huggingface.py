@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from warpbus.errors import CheckpointError
-from warpbus.models.tokenizers.base import check_text, join_bytes
+from warpbus.models.tokenizers.base import Tokenizer, check_text
 
 _SPACE = "\u2581"
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json`. Its added tokens marked `special` are the special tokens.
 
     Understood are the two ways in which such a file spells bytes: every byte as a printable character (`ByteLevel`:
@@ -98,10 +97,6 @@ class HuggingFaceTokenizer:
         cuts = [0, *(match.start() + 1 for match in self._openings.finditer(text)), len(text)]
         pieces = (self._library.encode(text[a:b], add_special_tokens=False).ids for a, b in pairwise(cuts))
         return [i for piece in pieces for i in piece if i not in self._forbidden]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
-        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import tiktoken
 
 from warpbus.errors import CheckpointError
-from warpbus.models.tokenizers.base import check_text, join_bytes
+from warpbus.models.tokenizers.base import Tokenizer, check_text
 
 GLM4_SPECIALS = {
     text: 151329 + i
@@ -48,7 +48,7 @@ _SPLIT = "|".join(
 )
 
 
-class RankTokenizer:
+class RankTokenizer(Tokenizer):
     """Byte-level BPE from a file of ranks, with GLM-4's way of cutting text.
 
     Attributes:
@@ -84,10 +84,6 @@ class RankTokenizer:
         """See `Tokenizer.encode`."""
         check_text(text)
         return self._encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
-        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""

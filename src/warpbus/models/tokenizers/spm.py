@@ -8,7 +8,7 @@ from pathlib import Path
 import sentencepiece
 
 from warpbus.errors import CheckpointError
-from warpbus.models.tokenizers.base import check_text, join_bytes
+from warpbus.models.tokenizers.base import Tokenizer, check_text
 
 # ChatGLM2 and ChatGLM3 keep their special tokens outside the SentencePiece file: behind its last piece.
 CHATGLM2_SPECIALS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
@@ -17,7 +17,7 @@ CHATGLM3_SPECIALS = (*CHATGLM2_SPECIALS, "<|system|>", "<|user|>", "<|assistant|
 _SPACE = "\u2581"
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, with special tokens added behind its pieces where a family wants that.
 
     The control symbols of the model are its special tokens. SentencePiece writes a space as U+2581, so a U+2581 in the
@@ -44,10 +44,6 @@ class SentencePieceTokenizer:
         """See `Tokenizer.encode`."""
         check_text(text)
         return self._encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
-        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""

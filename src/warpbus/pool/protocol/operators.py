@@ -21,6 +21,7 @@ from warpbus.kernels.ops import (  # noqa: F401  # each registers operators of W
     norm,
     rope,
     sampling,
+    trellis_linear,
     w8a8,
     wna16,
 )

@@ -3,6 +3,11 @@
 The error is tr(dW H dW^T), where H = X^T X of the layer's inputs X. Columns are rounded in descending order of the
 diagonal of H ("activation order"). The groups are those of the original order, and their grids are chosen before the
 first column, so the result needs no column index.
+
+GPTQ rounds each column only once. Coordinate descent (as in QuantEase; Behdin et al., 2023) then rounds every column
+again to the optimum for the current other columns, and sets each group's scale to its least-squares optimum; both can
+only lower the error. On glm-poet three sweeps lower it by 8 % at 3 bits and by 6 % at 4 bits; two sweeps lower it
+nearly as much.
 """
 
 from collections.abc import Sequence
@@ -11,10 +16,9 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.graphs import Call, Replayed, at_once
-from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
+from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, fit_scales, round_again, round_columns
 from warpbus.kernels.reference.grid import fit
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms.descent import SPAN, carry_over, descend
 from warpbus.quantization.algorithms.factored import (
     FactoredHessian,
     FactoredStack,
@@ -25,8 +29,11 @@ from warpbus.quantization.algorithms.factored import (
 )
 from warpbus.quantization.algorithms.gptq_fp4 import fp4_matrices
 from warpbus.quantization.algorithms.gptq_trellis import rotated_moments, trellis_matrices
-from warpbus.quantization.algorithms.linear_algebra import narrow, product
+from warpbus.quantization.algorithms.linear_algebra import add_product, narrow, product
 from warpbus.quantization.algorithms.weights import check_scales, check_weight
+
+SPAN = 4 * LARGEST_BLOCK
+"""Columns whose changes are gathered before they are carried over to all others: fewer passes over the others."""
 
 # Sweeps of coordinate descent after the columns are rounded: on glm-poet a third one takes another 0.5 % off the error
 # on the calibration data, and nothing off the perplexity on other data.
@@ -56,7 +63,7 @@ def gptq(
         damping: the fraction of the mean diagonal that is added to the diagonal.
         activation_order: columns with the largest diagonal first; otherwise the original order.
         clip: choose each group's range by its error; otherwise use the full range.
-        sweeps: the number of sweeps of coordinate descent after GPTQ (see `descent`).
+        sweeps: the number of sweeps of coordinate descent after GPTQ (see `descend`).
         name: the matrix, for messages.
 
     Returns:
@@ -296,3 +303,80 @@ def _round(
 def _losses(errors: Tensor, of_part: Sequence[FactoredHessian]) -> Tensor:
     """tr(E^T H E) of each part, without damping: float64 `[parts]`."""
     return torch.stack([factored_loss(part, hessian) for part, hessian in zip(errors, of_part, strict=True)])
+
+
+def descend(
+    gradient: Tensor,
+    factors: Sequence[FactoredHessian],
+    centred: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    members: Tensor,
+    *,
+    max_code: int,
+    scale_dtype: torch.dtype,
+    sweeps: int,
+) -> None:
+    """Improve codes and scales in sweeps over all columns; `gradient`, `centred` and `scales` are changed in place.
+
+    Args:
+        gradient: float32 `[parts, in, rows]`: H (W - Q), which is updated. The parts of the matrices follow each other,
+            with the same number of parts per matrix.
+        factors: the Hessian of each matrix; all columns are in its order.
+        centred: float32 `[parts, in, rows]`: the codes minus their zero points.
+        scales, zeros: float32 `[parts, groups, rows]`.
+        groups: int32 `[matrices, in]`, the group of each column.
+        members: int64 `[matrices, groups, columns of a group]`: the columns of each group.
+        max_code: of the scheme.
+        scale_dtype: what the scales are rounded to.
+        sweeps: how many times each column is visited.
+    """
+    narrowed, size = [each.narrow_hessian for each in factors], members.shape[2]
+    parts, count, rows = gradient.shape
+    each_parts = parts // len(factors)
+    step = max(1, SPAN // size)  # groups at once
+    carried = gradient.new_empty((parts, max(step * size, SPAN), rows), dtype=narrowed[0].dtype)
+    for _ in range(sweeps):
+        for first in range(0, members.shape[1], step):
+            columns = members[:, first : first + step].flatten(1)
+            within = stacked([each.hessian[own[:, None], own] for each, own in zip(factors, columns, strict=True)])
+            behind = narrow(within[:, :, size:])  # the first block's rest, of which the others have a part
+            near, changes = gradient.new_empty(parts, columns.shape[1], rows), carried[:, : columns.shape[1]]
+            for part in range(parts):
+                torch.index_select(gradient[part], 0, columns[part // each_parts], out=near[part])
+            for start in range(0, columns.shape[1], size):
+                block, rest = slice(start, start + size), slice(start + size, None)
+                scale, own = scales[:, first + start // size], changes[:, block]
+                corner = within[:, block, block]
+                fit_scales(near[:, block], centred, columns[:, block], corner, scale, scale_dtype, changes=own)
+                carry_over(near[:, rest], list(behind[:, block, start:]), own, sign=-1)
+            outside = [each[own] for each, own in zip(narrowed, columns, strict=True)]
+            carry_over(gradient, outside, changes, sign=-1)
+        for first in range(0, count, SPAN):
+            span = slice(first, min(first + SPAN, count))
+            near, codes = gradient[:, span].clone(), centred[:, span]
+            changes = carried[:, : near.shape[1]]
+            within = stacked([each.hessian[span, span] for each in factors])
+            for start in range(0, near.shape[1], LARGEST_BLOCK):
+                block, rest = slice(start, start + LARGEST_BLOCK), slice(start + LARGEST_BLOCK, None)
+                grid, own = (scales, zeros, groups[:, span][:, block]), changes[:, block]
+                round_again(near[:, block], within[:, block, block], codes[:, block], *grid, max_code, changes=own)
+                carry_over(near[:, rest], [each[span, span][block, rest] for each in narrowed], own, sign=-1)
+            carry_over(gradient, [each[span] for each in narrowed], changes, sign=-1)
+
+
+def carry_over(target: Tensor, rows: Sequence[Tensor], change: Tensor, *, sign: float) -> None:
+    """Add `sign` times R^T C to float32 T, part by part.
+
+    Args:
+        target: T, `[parts, in, rows]`; the parts of the matrices follow each other, with the same number per matrix.
+        rows: R of each matrix, `[columns, in]`, narrow: see `linear_algebra`.
+        change: C, `[parts, columns, rows]`, narrow.
+    """
+    if target.shape[1] == 0:
+        return
+    each_parts = len(target) // len(rows)
+    # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
+    for index, (part, own) in enumerate(zip(target, change, strict=True)):
+        add_product(part, rows[index // each_parts].T, own, alpha=sign)

@@ -10,7 +10,7 @@
 #include "cpu/lanes.h"
 #include "cpu/threads.h"
 
-// Shared with Python: warpbus/kernels/ops/cpu_attention.py. Strides are in elements, for codes in bytes.
+// Shared with Python: warpbus/kernels/ops/attention.py. Strides are in elements, for codes in bytes.
 struct Attention {
     const float* qkv;          // [rows, (heads + 2 kv_heads) dim]
     const float* table;        // [positions, rotary]: cosines, then sines

@@ -1,4 +1,4 @@
-"""`Layout`: the interface of the quantized file formats."""
+"""`Format`: the interface of the quantized file formats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Format:
     """A format that can be read.
 
     Attributes:
@@ -48,7 +48,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class WritableLayout(Layout):
+class WritableFormat(Format):
     """A format that can be written, too.
 
     Attributes:
@@ -68,7 +68,7 @@ class WritableLayout(Layout):
     quantization_config: Callable[[Scheme | Mapping[str, Scheme], Sequence[str]], Config]
 
 
-def layout_named(name: str) -> WritableLayout:
+def format_named(name: str) -> WritableFormat:
     """The format to write: "compressed-tensors", "gptq", "gptq-v2", "awq", "modelopt" or "warpbus".
 
     Raises:
@@ -82,20 +82,23 @@ def layout_named(name: str) -> WritableLayout:
         ) from None
 
 
-def layout_of(config: Config) -> Layout | None:
+def format_of(config: Config, *, trellises: bool = False) -> Format | None:
     """The format of a model's quantized matrices, from its `config.json`; None if no matrix is loaded quantized.
 
     The latter is an unquantized model, or one with which no kernel computes: see `formats.dequantizing`.
 
+    Args:
+        trellises: count those as quantized: some devices have kernels for them.
+
     Raises:
         CheckpointError: the quantized format is not supported.
     """
-    if fp4_storage(config) is not None or trellis.detect(config):
+    if fp4_storage(config) is not None or (trellis.detect(config) and not trellises):
         return None
     storage = fp8_storage(config)
     if storage is not None and not storage.is_scheme:
         return None
-    for each in LAYOUTS:
+    for each in FORMATS:
         if each.detect(config):
             return each
     quantization = config.get("quantization_config")
@@ -111,12 +114,12 @@ def layout_of(config: Config) -> Layout | None:
 
 
 def read_schemes(config: Config) -> Schemes:
-    """The schemes of a model's quantized matrices, from its `config.json`; none where `layout_of` gives None.
+    """The schemes of a model's quantized matrices, from its `config.json`; none where `format_of` gives None.
 
     Raises:
         CheckpointError: the quantization is not supported.
     """
-    found = layout_of(config)
+    found = format_of(config)
     return Schemes(None) if found is None else found.read_schemes(config)
 
 
@@ -130,8 +133,8 @@ def _any_matrix(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
     scheme.groups(shape[1], name)
 
 
-def _gptq(name: str, version: int) -> WritableLayout:
-    return WritableLayout(
+def _gptq(name: str, version: int) -> WritableFormat:
+    return WritableFormat(
         name=name,
         parts=gptq.PARTS,
         detect=lambda config: gptq.version(config) == version,
@@ -149,7 +152,7 @@ def _gptq(name: str, version: int) -> WritableLayout:
 WRITABLE = {
     each.name: each
     for each in (
-        WritableLayout(
+        WritableFormat(
             name="compressed-tensors",
             parts=compressed_tensors.PARTS,
             detect=compressed_tensors.detect,
@@ -164,7 +167,7 @@ WRITABLE = {
         ),
         _gptq("gptq", 1),
         _gptq("gptq-v2", 2),
-        WritableLayout(
+        WritableFormat(
             name="awq",
             parts=awq.PARTS,
             detect=awq.detect,
@@ -177,7 +180,7 @@ WRITABLE = {
             to_tensors=awq.to_tensors,
             quantization_config=awq.quantization_config,
         ),
-        WritableLayout(
+        WritableFormat(
             name="modelopt",
             parts=fp4.MODELOPT_PARTS,
             detect=fp4.modelopt_detect,
@@ -190,7 +193,7 @@ WRITABLE = {
             to_tensors=partial(fp4.fp4_to_tensors, modelopt=True),
             quantization_config=fp4.modelopt_config,
         ),
-        WritableLayout(
+        WritableFormat(
             name="warpbus",
             parts=trellis.PARTS,
             detect=trellis.detect,
@@ -207,9 +210,9 @@ WRITABLE = {
 }
 """The formats that are read and written, by their names."""
 
-LAYOUTS: tuple[Layout, ...] = (
+FORMATS: tuple[Format, ...] = (
     *WRITABLE.values(),
-    Layout(
+    Format(
         name="thudm",
         parts=thudm.PARTS,
         detect=thudm.detect,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, UsageError, WarpbusError
-from warpbus.formats import Checkpoint, CheckpointWriter, layout_named, layout_of, read_schemes
-from warpbus.formats.layout import LAYOUTS, WRITABLE
+from warpbus.formats import Checkpoint, CheckpointWriter, format_named, format_of, read_schemes
+from warpbus.formats.format import FORMATS, WRITABLE
 from warpbus.qtensor import QTensor, Scheme
 
 INTEGER = [name for name in WRITABLE if name not in ("modelopt", "warpbus")]
@@ -48,26 +48,26 @@ def matrices(draw: st.DrawFn) -> QTensor:
 @SETTINGS
 @given(weight=matrices())
 def test_what_is_written_is_read_or_refused(name: str, weight: QTensor, tmp_path: Path) -> None:
-    layout = layout_named(name)
+    format = format_named(name)
     try:
-        layout.check(weight.scheme, weight.shape, "p")
+        format.check(weight.scheme, weight.shape, "p")
         if weight.zeros is not None:
-            layout.check_zeros(weight.zeros, "p")
+            format.check_zeros(weight.zeros, "p")
     except SchemeError:
         if name != "compressed-tensors":
             with pytest.raises(SchemeError, match=r"^p: "):
-                layout.to_tensors("p", weight)
+                format.to_tensors("p", weight)
         return
-    tensors = layout.to_tensors("p", weight)
-    assert {name.removeprefix("p") for name in tensors} <= set(layout.parts)
+    tensors = format.to_tensors("p", weight)
+    assert {name.removeprefix("p") for name in tensors} <= set(format.parts)
     checkpoint = write(tmp_path / "model", tensors)
-    assert layout.is_quantized(checkpoint, "p")
-    assert sorted(layout.stored(checkpoint, "p")) == checkpoint.names()
-    read = layout.from_tensors(checkpoint, "p", weight.scheme)
+    assert format.is_quantized(checkpoint, "p")
+    assert sorted(format.stored(checkpoint, "p")) == checkpoint.names()
+    read = format.from_tensors(checkpoint, "p", weight.scheme)
     assert torch.equal(read.codes(), weight.codes())
     assert torch.equal(read.scales, weight.scales)
     assert weight.zeros is None if read.zeros is None else torch.equal(read.zeros, weight.zeros)
-    again = layout.to_tensors("p", read)
+    again = format.to_tensors("p", read)
     assert all(torch.equal(again[part], tensor) for part, tensor in tensors.items())
 
 
@@ -80,8 +80,8 @@ def test_shapes_that_do_not_fit_end_in_one_line(name: str, data: st.DataObject, 
     weight = QTensor.from_codes(
         scheme, torch.full((16, 64), 3), torch.ones(16, 2).half(), torch.full((16, 2), 5, dtype=torch.uint8)
     )
-    layout = layout_named(name)
-    tensors = layout.to_tensors("p", weight)
+    format = format_named(name)
+    tensors = format.to_tensors("p", weight)
     part = data.draw(st.sampled_from(sorted(tensors)))
     tensor = tensors[part]
     change = data.draw(st.sampled_from(["cut", "grow", "type", "flat", "none"]))
@@ -97,32 +97,32 @@ def test_shapes_that_do_not_fit_end_in_one_line(name: str, data: st.DataObject, 
             "flat": tensor.reshape(1, -1, 1),
         }[change]
     with pytest.raises(WarpbusError) as caught:
-        layout.from_tensors(write(tmp_path / "model", tensors), "p", scheme)
+        format.from_tensors(write(tmp_path / "model", tensors), "p", scheme)
     assert "p" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_names() -> None:
-    assert [layout.name for layout in LAYOUTS] == [*INTEGER, "modelopt", "warpbus", "thudm"]
+    assert [format.name for format in FORMATS] == [*INTEGER, "modelopt", "warpbus", "thudm"]
     assert INTEGER == ["compressed-tensors", "gptq", "gptq-v2", "awq"]
     with pytest.raises(
         UsageError,
         match=r"^format 'gguf': expected one of compressed-tensors, .*, warpbus; GGUF is written by warpbus convert$",
     ):
-        layout_named("gguf")
+        format_named("gguf")
 
 
 @pytest.mark.parametrize("name", INTEGER)
 @pytest.mark.parametrize("scheme", ["w4a16-g128", "w4a16-asym"])
 def test_each_format_knows_its_own_configurations(name: str, scheme: str) -> None:
-    config = {"quantization_config": layout_named(name).quantization_config(Scheme.parse(scheme), ["lm_head"])}
-    assert [layout.name for layout in LAYOUTS if layout.detect(config)] == [name]
+    config = {"quantization_config": format_named(name).quantization_config(Scheme.parse(scheme), ["lm_head"])}
+    assert [format.name for format in FORMATS if format.detect(config)] == [name]
     assert read_schemes(config).of("model.layers.0.mlp.up_proj") == Scheme.parse(scheme)
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_bit": 0}])
 def test_a_plain_model(config: dict[str, Any]) -> None:
-    assert layout_of(config) is None
+    assert format_of(config) is None
     assert read_schemes(config).distinct() == ()
 
 
@@ -136,4 +136,4 @@ def test_a_plain_model(config: dict[str, Any]) -> None:
 )
 def test_formats_that_are_not_understood(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^config.json: .*{message}.* this kind of quantization is not"):
-        layout_of(config)
+        format_of(config)
