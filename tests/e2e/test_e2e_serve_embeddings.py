@@ -155,7 +155,7 @@ def test_refusals(client):
     ]:
         with pytest.raises(openai.BadRequestError, match=sentence):
             client.embeddings.create(model=model, **fields)
-    with pytest.raises(openai.BadRequestError, match=r"defines no embeddings: it needs modules\.json"):
+    with pytest.raises(openai.NotFoundError, match=r"defines no embeddings: it needs modules\.json"):
         client.embeddings.create(model="judge", input="a")
     cut = client.embeddings.create(model="last", input="a" * 2000, extra_body={"truncate_prompt_tokens": -1})
     assert cut.usage.prompt_tokens == 1023

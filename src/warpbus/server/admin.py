@@ -34,7 +34,7 @@ from warpbus.server.options import ServerOptions
 from warpbus.server.registry import RETRY_SECONDS, Model, Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.schema import DetokenizeRequest, TokenizeRequest
-from warpbus.server.token_scores import token_text
+from warpbus.server.token_scores import text_with_specials, token_text
 
 Device = Annotated[str, Query(json_schema_extra={"pattern": "^(auto|cpu|cuda(:[0-9]+)?)$"})]
 
@@ -82,30 +82,37 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
         service = model.service
 
         def encoded(text: str) -> list[int]:
-            if body.add_special_tokens is None:
+            added = body.add_special if body.add_special_tokens is None else body.add_special_tokens
+            if added is None:
                 return encode_prompt(service.tokenizer, text)
             tokens = service.tokenizer.encode(text)
-            return [*model.heads.before, *tokens, *model.heads.after] if body.add_special_tokens else tokens
+            return [*model.heads.before, *tokens, *model.heads.after] if added else tokens
 
-        def work() -> tuple[list[list[int]], list[list[str]] | None]:
+        def work() -> tuple[list[list[int]], list[list[tuple[str, bytes]]] | None]:
             if body.messages is not None:
                 tools = offered_tools(() if body.tool_choice == "none" else body.tools or ())
                 found = [render_prompt(body.messages, body, model, tools, options)]
             else:
                 texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or body.content or ""]
                 found = [encoded(text) for text in texts]
-            if not body.return_token_strs:
+            if not (body.return_token_strs or body.with_pieces):
                 return found, None
-            return found, [[token_text(service.tokenizer, token)[0] for token in tokens] for tokens in found]
+            return found, [[token_text(service.tokenizer, token) for token in tokens] for tokens in found]
 
         found, texts = await unless_gone(request.receive, model.in_thread(work))
         several = isinstance(body.prompt, list)
         counts = [len(tokens) for tokens in found]
+        ids: list[Any] = found
+        strings = None
+        if texts is not None and body.with_pieces:
+            ids = [list(map(_with_piece, *pair)) for pair in zip(found, texts, strict=True)]
+        if texts is not None and body.return_token_strs:
+            strings = [[text for text, _ in each] for each in texts]
         return {
-            "tokens": found if several else found[0],
+            "tokens": ids if several else ids[0],
             "count": counts if several else counts[0],
             "max_model_len": service.max_model_len,
-            "token_strs": texts if several or texts is None else texts[0],
+            "token_strs": strings if several or strings is None else strings[0],
         }
 
     @app.get("/tokenizer_info", **documented(TokenizerAnswer))
@@ -123,8 +130,14 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
         """The text of token ids."""
         model = named_model(models, body, request, options)
         service = model.service
-        text = await unless_gone(request.receive, model.in_thread(lambda: service.tokenizer.decode(body.tokens)))
+        decode = text_with_specials if body.skip_special_tokens is False else type(service.tokenizer).decode
+        text = await unless_gone(request.receive, model.in_thread(lambda: decode(service.tokenizer, body.tokens)))
         return dict.fromkeys(("prompt", "text", "content"), text)
+
+
+def _with_piece(token: int, text: tuple[str, bytes]) -> dict[str, Any]:
+    string, data = text
+    return {"id": token, "piece": string if string.encode() == data else list(data)}
 
 
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:

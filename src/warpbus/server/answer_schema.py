@@ -193,10 +193,17 @@ class ModelList(BaseModel):
     data: list[ServedModel]
 
 
+class TokenAndPiece(BaseModel):
+    """A token, and what it adds to the text: a string, or bytes that are not UTF-8 by themselves."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(BaseModel):
     """The token ids of a text or of several, and their texts if they were asked for."""
 
-    tokens: list[int] | list[list[int]]
+    tokens: list[int] | list[list[int]] | list[TokenAndPiece] | list[list[TokenAndPiece]]
     count: int | list[int]
     max_model_len: int
     token_strs: list[str] | list[list[str]] | None

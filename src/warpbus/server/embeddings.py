@@ -16,7 +16,7 @@ from warpbus.engine import PromptPooling, SamplingParams, TextPiece
 from warpbus.errors import UsageError
 from warpbus.models.pooling import EmbeddingHead, LogitScoreHead, TextHeads
 from warpbus.models.tokenizers import encode_prompt
-from warpbus.server.answer_schema import documented
+from warpbus.server.answer_schema import ErrorAnswer, documented
 from warpbus.server.conversations import named_model
 from warpbus.server.embeddings_schema import (
     EmbeddingList,
@@ -38,6 +38,10 @@ _AT_ONCE = 64
 
 Vector = abc.Sequence[float]
 
+_NOT_DEFINED: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorAnswer, "description": "no such model, or its checkpoint defines no vectors or scores"}
+}
+
 # The format in which Qwen3-Reranker and its descendants were trained.
 _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
@@ -50,7 +54,7 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
     """Add the routes to the application."""
     options = responder.options
 
-    @app.post("/v1/embeddings", **documented(EmbeddingList))
+    @app.post("/v1/embeddings", **documented(EmbeddingList, also=_NOT_DEFINED))
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         """The vectors of texts."""
         work = _TextWork(named_model(models, body, request, options), request, responder, body.truncate_prompt_tokens)
@@ -60,7 +64,7 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         return {"id": new_id("embd"), "object": "list", **work.envelope(), "data": data}
 
     @app.post("/score", include_in_schema=False)
-    @app.post("/v1/score", **documented(ScoreList))
+    @app.post("/v1/score", **documented(ScoreList, also=_NOT_DEFINED))
     async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
         """How relevant texts are to each other; or the probabilities of some tokens after a query with each item."""
         work = _TextWork(named_model(models, body, request, options), request, responder, body.truncate_prompt_tokens)
@@ -75,7 +79,7 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
 
     @app.post("/v2/rerank", include_in_schema=False)
     @app.post("/rerank", include_in_schema=False)
-    @app.post("/v1/rerank", **documented(Ranking))
+    @app.post("/v1/rerank", **documented(Ranking, also=_NOT_DEFINED))
     async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
         """Order documents by their relevance to a query."""
         work = _TextWork(named_model(models, body, request, options), request, responder, body.truncate_prompt_tokens)
@@ -215,7 +219,7 @@ class _TextWork:
         return await unless_gone(self.request.receive, self.model.in_thread(work))
 
     def _not_served(self, what: str, message: str) -> RequestError:
-        return RequestError(400, message, param="model", code=f"{what}_not_supported")
+        return RequestError(404, message, param="model", code=f"{what}_not_supported")
 
 
 def _inputs(given: Any) -> list[str | list[int]]:

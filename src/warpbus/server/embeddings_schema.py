@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from warpbus.server.answer_schema import TokenDetails
 from warpbus.server.schema import Body, FilledText, NamesModel, TokenId, TokenIds
-from warpbus.server.schema_rules import absent, either, given
+from warpbus.server.schema_rules import Rule, absent, either, given
 
 MOST_TEXTS = 1024
 """Texts of one request; the engine computes them in batches."""
@@ -16,8 +16,10 @@ MOST_TEXTS = 1024
 Texts = Annotated[list[FilledText], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
 Items = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_TEXTS)]
 Truncation = Annotated[
-    int | None, Field(ge=-1, lt=2**31, description="keeps so many tokens of each text's end; -1: all that fit")
+    Annotated[int, Field(ge=-1, le=-1)] | Annotated[int, Field(ge=1, lt=2**31)] | None,
+    Field(description="keeps so many tokens of each text's end; -1: all that fit"),
 ]
+_FILLED: Rule = {"minLength": 1, "minItems": 1}
 
 
 class EmbeddingRequest(NamesModel):
@@ -59,6 +61,7 @@ class ScoreRequest(NamesModel):
             {"properties": {"text_1": {"type": ["string", "null"]}}},
             {"properties": {"text_2": {"type": ["array", "null"]}}},
         ),
+        either({"properties": {"query": _FILLED}}, {"properties": {"items": {**_FILLED, "items": _FILLED}}}),
     )
 
     @model_validator(mode="after")
@@ -75,6 +78,8 @@ class ScoreRequest(NamesModel):
             raise ValueError("text_1 and text_2 are lists of different lengths")
         if isinstance(self.text_1, list) and isinstance(self.text_2, str):
             raise ValueError("text_1 is a list and text_2 is not: give the single text as text_1")
+        if self.query is not None and not self.query and not (self.items and all(self.items)):
+            raise ValueError("query and one of items are empty: there is no token to be scored after")
         return self
 
 

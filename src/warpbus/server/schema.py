@@ -473,14 +473,21 @@ class TokenizeRequest(NamesModel, Templated):
     add_special_tokens: bool | None = Field(
         None, description="of a text: with those that the model's tokenizer puts around texts, or none"
     )
+    add_special: bool | None = Field(None, description="llama.cpp's name of add_special_tokens")
     return_token_strs: bool | None = Field(None, description="the tokens' texts, too")
+    with_pieces: bool | None = Field(None, description="as in llama.cpp: each token is an object with its text")
 
-    rules: ClassVar[tuple[Rule, ...]] = (one_of("prompt", "content", "messages"),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        one_of("prompt", "content", "messages"),
+        either(absent("add_special"), absent("add_special_tokens")),
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
             raise ValueError("give either prompt (or its other name, content) or messages")
+        if self.add_special is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special is llama.cpp's name of add_special_tokens: give one of them")
         return self
 
 
@@ -499,6 +506,7 @@ class UnloadAdapterRequest(Body):
 
 
 class DetokenizeRequest(NamesModel):
-    """POST /detokenize. Special tokens have no text."""
+    """POST /detokenize."""
 
     tokens: TokenIds
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are written, too")

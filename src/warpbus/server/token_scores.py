@@ -21,6 +21,18 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
     return data.decode("utf-8", "replace"), data
 
 
+def text_with_specials(tokenizer: Tokenizer, tokens: abc.Sequence[int]) -> str:
+    """The text of tokens, special ones included; otherwise as `Tokenizer.decode`."""
+    names = {number: text for text, number in tokenizer.special_ids.items()}
+    found, rest = "", list[int]()
+    for token in tokens:
+        if token in names:
+            found, rest = found + tokenizer.decode(rest) + names[token], []
+        else:
+            rest.append(token)
+    return found + tokenizer.decode(rest)
+
+
 def token_id_text(token: int) -> str:
     """A token in the place of its text, as vLLM writes it for `return_tokens_as_token_ids`."""
     return f"token_id:{token}"

@@ -77,6 +77,31 @@ def test_several_texts_become_tokens(http):
     assert http.post("/v1/detokenize", json={"tokens": [97]}).json()["text"] == "a"
 
 
+def test_tokens_with_their_pieces_as_llama_cpp_gives_them(http):
+    found = http.post("/tokenize", json={"content": "a好", "with_pieces": True, "add_special": False}).json()
+    assert found["tokens"] == [{"id": 97, "piece": "a"}, *({"id": one, "piece": [one]} for one in "好".encode())]
+    assert (found["count"], found["token_strs"]) == (4, None)
+    found = http.post("/tokenize", json={"prompt": ["a", "b"], "with_pieces": True, "return_token_strs": True}).json()
+    assert found["tokens"] == [[{"id": 97, "piece": "a"}], [{"id": 98, "piece": "b"}]]
+    assert found["token_strs"] == [["a"], ["b"]]
+    special = http.post("/tokenize", json={"model": "glm-4", "messages": HELLO, "with_pieces": True}).json()["tokens"]
+    assert special[0] == {"id": 256, "piece": "[gMASK]"}
+    refused = http.post("/tokenize", json={"prompt": "a", "add_special": True, "add_special_tokens": True})
+    assert refused.status_code == 400
+    assert "give one of them" in refused.json()["error"]["message"]
+
+
+def test_special_tokens_have_a_text_where_they_are_asked_for(http):
+    tokens = http.post("/tokenize", json={"model": "glm-4", "messages": HELLO}).json()["tokens"]
+    skipped = http.post("/detokenize", json={"model": "glm-4", "tokens": tokens}).json()["text"]
+    written = http.post("/detokenize", json={"model": "glm-4", "tokens": tokens, "skip_special_tokens": False}).json()
+    assert "ab" in skipped
+    assert "<|user|>" not in skipped
+    assert written["text"].startswith("[gMASK]<sop><|user|>")
+    assert written["text"].endswith("ab<|assistant|>")
+    assert written["text"] == written["content"]
+
+
 def test_tools_that_may_not_be_called_are_not_in_the_prompt(http):
     tool = {"type": "function", "function": {"name": "get_time"}}
     body = {"model": "glm-4", "messages": HELLO}

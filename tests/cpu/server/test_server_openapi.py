@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 from serving_fakes import FakeService, Running, qwen_template
 
 from warpbus.server.app import create_app
-from warpbus.server.embeddings_schema import ScoreRequest
+from warpbus.server.embeddings_schema import EmbeddingRequest, ScoreRequest
 from warpbus.server.generate_schema import GenerateRequest
 from warpbus.server.messages_schema import MessagesRequest
 from warpbus.server.options import ServerOptions
@@ -29,6 +29,7 @@ SCHEMA = create_app(Models()).openapi()
 BODIES = (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     GenerateRequest,
     MessagesRequest,
     ResponsesRequest,
@@ -252,6 +253,13 @@ ANTHROPIC = {"model": "m", "max_tokens": 1, "messages": [MESSAGE]}
         ("ResponsesRequest", {"model": "m", "input": "a", "background": True}, False),
         ("ResponsesRequest", {"model": "m", "input": "a", "tools": [{"type": "function"}]}, False),
         ("ResponsesRequest", {"model": "m", "input": "a", "text": {"format": {"type": "text", "schema": {}}}}, False),
+        ("TokenizeRequest", {"content": "a", "add_special": True, "add_special_tokens": True}, False),
+        ("EmbeddingRequest", {"input": "a", "truncate_prompt_tokens": 0}, False),
+        ("EmbeddingRequest", {"input": "a", "truncate_prompt_tokens": -1.0}, True),
+        ("ScoreRequest", {"query": "", "items": "", "label_token_ids": [1]}, False),
+        ("ScoreRequest", {"query": [], "items": ["a", ""], "label_token_ids": [1]}, False),
+        ("ScoreRequest", {"query": "", "items": ["a"], "label_token_ids": [1]}, True),
+        ("ScoreRequest", {"query": "a", "items": [""], "label_token_ids": [1]}, True),
         ("ScoreRequest", {"text_1": "a"}, False),
         ("ScoreRequest", {"text_1": ["a"], "text_2": "b"}, False),
         ("ScoreRequest", {"text_1": "a", "text_2": ["b"]}, True),
