@@ -1,34 +1,34 @@
 """Kills processes while a lease is copied from one machine to another, and checks that one living copy or none is left.
 
-    python benchmarks/pool_move_kills.py --trials 300
+    python benchmarks/pool_move_kills.py --trials 400 --daemon-trials 40
 
 Two machines are processes here, with CPUs in place of GPUs. In each trial a lease holds numbers, its client moves it,
-and at a random moment of the copying a signal kills the source's process, the destination's, or both; with `--daemons`
-it kills the daemon of one of the machines, which is started again afterwards. Then the client reads all numbers: they
-are right, or the error is a `LeaseLostError`. The processes of both machines are counted until only a living lease has
-one.
+and at a random moment of the copying a signal kills the source's process, the destination's, or both; in the last
+trials it kills the daemon of one of the machines, which is started again afterwards. Then the client reads all numbers:
+they are right, or the error is a `LeaseLostError`. The processes of both machines are counted until only a living lease
+has one. The processes of leases are forked (`pool_forking_daemon.py`), so that a trial takes about a second.
 
-It prints one line for each trial and a JSON object about the kills that came before the end of the move: outcomes by
-what was killed, and the seconds that `migrate` took to return after the kill.
+It prints one line for each trial. The records in benchmarks/results count the kills that came before `migrate`
+returned, by what was killed and the outcome, and have the seconds that `migrate` took to return after the kill.
 """
 
 import argparse
 import contextlib
-import json
 import os
+import platform
 import random
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import warpbus
+from warpbus.bench.records import RESULTS, Peer, Record, now, write
 from warpbus.errors import LeaseLostError, WarpbusError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
@@ -40,6 +40,7 @@ from warpbus.pool.protocol.control_channel import ControlChannel
 VICTIMS = ("source", "destination", "both")
 DAEMONS = ("source's daemon", "destination's daemon")
 OPTIONS = ("--spare", "0", "--grace", "15")
+FORKING = (str(Path(__file__).with_name("pool_forking_daemon.py")),)
 _SECONDS = 90.0
 
 
@@ -148,34 +149,73 @@ def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements
     return {"victim": victim, "outcome": outcome, "phase": phase, "seconds": seconds}
 
 
+def records(found: list[dict[str, Any]], command: str) -> list[Record]:
+    """Of each kind of kill and outcome."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for each in found:
+        if each["seconds"] is not None:
+            groups.setdefault((each["victim"], each["outcome"], each["phase"]), []).append(each["seconds"])
+    return [
+        Record(
+            bench="pool-kills",
+            case={
+                "killed": victim,
+                "outcome": outcome,
+                "phase": phase,
+                "kills": len(seconds),
+                "wrong_numbers": 0,
+                "processes_left": 0,  # else a trial raises
+            },
+            metric="latency",
+            unit="s",
+            ours=max(seconds),
+            peer=Peer("the pool's wait for a claim", "the limit", 60.0),
+            ratio=60.0 / max(seconds),
+            floor=None,
+            samples={"ours": [round(each, 4) for each in seconds], "peer": [60.0]},
+            device="cpu",
+            versions={
+                "warpbus": warpbus.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            date=now(),
+            command=command,
+        )
+        for (victim, outcome, phase), seconds in sorted(groups.items())
+    ]
+
+
 def main() -> None:
     """Run trials."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--trials", type=int, default=400, help="that kill the processes of leases")
+    parser.add_argument("--daemon-trials", type=int, default=40, help="that kill daemons")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--daemons", action="store_true", help="kill daemons in place of leases' processes")
     parser.add_argument("--elements", type=int, default=10_000_000, help="of 8 bytes, that the lease holds")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     found = []
     with tempfile.TemporaryDirectory() as directory:
-        home = Machine("home", Path(directory), options=OPTIONS)
-        away = Machine("away", Path(directory), home.address, options=OPTIONS)
+        home = Machine("home", Path(directory), options=OPTIONS, program=FORKING)
+        away = Machine("away", Path(directory), home.address, options=OPTIONS, program=FORKING)
         try:
-            for number in range(options.trials):
-                kinds = DAEMONS if options.daemons else VICTIMS
+            for number in range(options.trials + options.daemon_trials):
+                kinds = VICTIMS if number < options.trials else DAEMONS
                 victim, delay = kinds[number // 2 % len(kinds)], draw.uniform(0.0, 0.3)
                 machines = (home, away) if number % 2 else (away, home)
                 found.append(trial(machines, victim, delay, options.elements))
-                print(number, found[-1], file=sys.stderr, flush=True)
+                print(number, found[-1], flush=True)
+        except KeyboardInterrupt:
+            print(f"stopped after {len(found)} trials")
         finally:
             away.close()
             home.close()
-    within = [each for each in found if each["seconds"] is not None]
-    outcomes = Counter(f"{each['victim']} killed: {each['outcome']}" for each in within)
-    seconds = sorted(each["seconds"] for each in within) or [0.0]
-    figures = {"within": len(within), "median": seconds[len(seconds) // 2], "longest": seconds[-1]}
-    print(json.dumps({"outcomes": dict(sorted(outcomes.items())), **figures}, indent=1))
+    made = records(found, " ".join(["python", "benchmarks/pool_move_kills.py", *sys.argv[1:]]))
+    for each in made:
+        print(f"{each.case['kills']:4} {each.case['killed']} killed, {each.case['phase']}: {each.case['outcome']}")
+    print(write(made, options.output))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""PyTorch's database of operators on a CPU pool, compared with the CPU: how many are right, and what the others do.
+"""PyTorch's database of operators over a pool, compared with the same device without a pool: how many are right.
 
     python benchmarks/pool_operators.py
+    python benchmarks/pool_operators.py --device cuda --processes 16
 
 All samples of all operators in five dtypes, forward, backward and in place, take some ten minutes per core. Results
-go to build/pool-operators.jsonl as they come, one operator and dtype a line; a run that was stopped goes on there
-(`--fresh` begins again). The records go to benchmarks/results. The exit code is 1 if an operator gives other numbers
-than the CPU, or an error that the table in docs/pool.md does not have.
+go to build/pool-operators-DEVICE.jsonl as they come, one operator and dtype per line; a run that was stopped goes on
+there (`--fresh` begins again). The records go to benchmarks/results. The exit code is 1 if an operator gives other
+numbers than the device itself, or an error that the table in docs/pool.md does not have.
 """
 
 import argparse
 import json
 import os
 import platform
+import queue
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import get_context
@@ -26,9 +29,8 @@ from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cpu" / "pool"))
 from pool_direct import connected
-from pool_operator_database import DIRECTIONS, DTYPES, check, documented_refusals, entries, title
+from pool_operator_database import DIRECTIONS, DTYPES, check, documented_refusals, entries, expected, title
 
-PARTIAL = Path("build/pool-operators.jsonl")
 VERDICTS = ("right", "refused", "wrong", "failed", "crashed")
 SECONDS_EACH = 600
 
@@ -36,37 +38,53 @@ Key = tuple[str, str]
 """An operator's title and the name of a dtype."""
 
 
-def jobs() -> list[Key]:
+def jobs(device: str) -> list[Key]:
     """All that is to be computed."""
-    return [(title(entry), str(dtype)[6:]) for dtype in DTYPES for entry in entries(dtype)]
+    return [(title(entry), str(dtype)[6:]) for dtype in DTYPES for entry in entries(dtype, device)]
 
 
-def compute(key: Key, samples: int) -> dict[str, Any]:
-    """Per direction: the verdict, counts of samples, and messages."""
-    name, dtype = key[0], getattr(torch, key[1])
-    (entry,) = (each for each in entries(dtype) if title(each) == name)
-    refusals = documented_refusals()
-    with connected(1 << 30):
-        outcomes = check(entry, dtype, lambda message: any(each in message for each in refusals), range(samples))
-    return {
-        direction: {"verdict": each.verdict, "samples": dict(each.counts), "messages": each.messages}
-        for direction, each in outcomes.items()
-    }
+class DeviceBrokenError(Exception):
+    """After an error of CUDA a process computes nothing more."""
 
 
-def worker(keys: list[Key], samples: int, results: Any) -> None:
+def entry_of(key: Key, device: str) -> tuple[Any, torch.dtype]:
+    """An operator of the database, and the dtype."""
+    dtype = getattr(torch, key[1])
+    (found,) = (each for each in entries(dtype, torch.device(device).type) if title(each) == key[0])
+    return found, dtype
+
+
+def worker(keys: list[Key], samples: int, device: str, results: Any) -> None:
     """Compute one after the other, in a process that a crash may end."""
     torch.set_num_threads(1)
+    refusals = documented_refusals()
+    # Before the pool's device is registered: PyTorch then computes gradients there, and on no GPU of this process.
+    rights = {key: expected(*entry_of(key, device), range(samples), device) for key in keys} if device != "cpu" else {}
     for key in keys:
-        results.send(compute(key, samples))
+        with connected(1 << 30, device):
+            outcomes = check(
+                *entry_of(key, device),
+                lambda message: any(each in message for each in refusals),
+                range(samples),
+                rights.pop(key, None),
+                device,
+            )
+        if any("CUDA error" in each for outcome in outcomes.values() for each in outcome.messages.values()):
+            raise DeviceBrokenError
+        results.send(
+            {
+                direction: {"verdict": each.verdict, "samples": dict(each.counts), "messages": each.messages}
+                for direction, each in outcomes.items()
+            }
+        )
 
 
-def computed(keys: list[Key], samples: int) -> Iterator[tuple[Key, dict[str, Any]]]:
+def computed(keys: list[Key], samples: int, device: str) -> Iterator[tuple[Key, dict[str, Any]]]:
     """The outcomes, in order."""
     context, position = get_context("spawn"), 0
     while position < len(keys):
         receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=worker, args=(keys[position:], samples, sending))
+        process = context.Process(target=worker, args=(keys[position:], samples, device, sending))
         process.start()
         sending.close()
         try:
@@ -85,6 +103,23 @@ def computed(keys: list[Key], samples: int) -> Iterator[tuple[Key, dict[str, Any
         process.join()
 
 
+def computed_in_parallel(
+    keys: list[Key], samples: int, device: str, processes: int
+) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """The outcomes, in the order in which they come. The processes are divided among the GPUs of the machine."""
+    found: queue.SimpleQueue[tuple[Key, dict[str, Any]]] = queue.SimpleQueue()
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+
+    def collect(number: int) -> None:
+        for each in computed(keys[number::processes], samples, f"cuda:{number % gpus}" if gpus else device):
+            found.put(each)
+
+    for number in range(processes):
+        threading.Thread(target=collect, args=(number,), daemon=True).start()
+    for _ in keys:
+        yield found.get()
+
+
 def read_partial(path: Path, samples: int) -> dict[Key, dict[str, Any]]:
     """What an earlier run of as many samples has written; a line that it did not finish is left out."""
     found: dict[Key, dict[str, Any]] = {}
@@ -99,8 +134,9 @@ def read_partial(path: Path, samples: int) -> dict[Key, dict[str, Any]]:
     return found
 
 
-def records(outcomes: dict[Key, dict[str, Any]], samples: int, command: str) -> list[Record]:
-    """Of each dtype and direction: the operators that are right, of those that the CPU computes."""
+def records(outcomes: dict[Key, dict[str, Any]], samples: int, device: str, command: str) -> list[Record]:
+    """Of each dtype and direction: the operators that are right, of those that the device computes."""
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name()
     made = []
     for dtype in dict.fromkeys(dtype for _, dtype in outcomes):
         for direction in DIRECTIONS:
@@ -124,11 +160,11 @@ def records(outcomes: dict[Key, dict[str, Any]], samples: int, command: str) -> 
                     metric="agreement",
                     unit="operators",
                     ours=verdicts["right"],
-                    peer=Peer("PyTorch on the CPU", torch.__version__, compared),
+                    peer=Peer(f"PyTorch on the {'CPU' if device == 'cpu' else 'GPU'}", torch.__version__, compared),
                     ratio=ratio("agreement", verdicts["right"], compared),
                     floor=None,
                     samples={"ours": [verdicts["right"]], "peer": [compared]},
-                    device="cpu",
+                    device=name,
                     versions={
                         "warpbus": warpbus.__version__,
                         "python": platform.python_version(),
@@ -144,23 +180,28 @@ def records(outcomes: dict[Key, dict[str, Any]], samples: int, command: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=25, help="the most samples of an operator and dtype")
-    parser.add_argument("--partial", type=Path, default=PARTIAL, help="results of a run that goes on")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the pool")
+    parser.add_argument("--processes", type=int, default=1, help="that compute at the same time")
+    parser.add_argument("--partial", type=Path, help="results of a run that goes on")
     parser.add_argument("--fresh", action="store_true", help="begin again")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
+    path = options.partial or Path(f"build/pool-operators-{options.device}.jsonl")
     if options.fresh:
-        options.partial.unlink(missing_ok=True)
-    outcomes = read_partial(options.partial, options.samples)
-    options.partial.parent.mkdir(parents=True, exist_ok=True)
-    todo = [key for key in jobs() if key not in outcomes]
-    with options.partial.open("a", encoding="utf-8") as partial:
-        for done, (key, outcome) in enumerate(computed(todo, options.samples), 1):
+        path.unlink(missing_ok=True)
+    outcomes = read_partial(path, options.samples)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    todo = [key for key in jobs(options.device) if key not in outcomes]
+    found = computed_in_parallel(todo, options.samples, options.device, options.processes)
+    with path.open("a", encoding="utf-8") as partial:
+        for done, (key, outcome) in enumerate(found, 1):
             outcomes[key] = outcome
             partial.write(json.dumps([*key, options.samples, outcome]) + "\n")
             partial.flush()
             if sys.stderr.isatty():
                 print(f"\r{done} of {len(todo)}: {' '.join(key):60.60}", end="", file=sys.stderr)
-    made = records(outcomes, options.samples, " ".join(["python", "benchmarks/pool_operators.py", *sys.argv[1:]]))
+    command = " ".join(["python", "benchmarks/pool_operators.py", *sys.argv[1:]])
+    made = records(outcomes, options.samples, options.device, command)
     bad = False
     for (name, dtype), found in outcomes.items():
         for direction, each in found.items():

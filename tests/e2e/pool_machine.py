@@ -11,12 +11,19 @@ from pathlib import Path
 
 
 class Machine:
-    """`warpbus pool serve` with a directory of its own."""
+    """`warpbus pool serve` with a directory of its own; `program` is what Python runs as `warpbus`."""
 
-    def __init__(self, name: str, directory: Path, *peers: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        *peers: str,
+        options: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "warpbus"),
+    ) -> None:
         self.log = directory / f"{name}.log"
         self.directory = directory / name
-        self._command = [sys.executable, "-m", "warpbus", "pool", "serve", "--name", name, "--grace", "5"]
+        self._command = [sys.executable, *program, "pool", "serve", "--name", name, "--grace", "5"]
         for peer in peers:
             self._command += ["--peer", peer]
         self._command += ["--directory", str(self.directory), "--cpu-memory", "4GB", *options]

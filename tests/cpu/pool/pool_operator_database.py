@@ -1,22 +1,24 @@
-"""PyTorch's own database of operators, on the device `warpbus:0` and on the CPU: the same results, or a refusal.
+"""PyTorch's own database of operators, on the device `warpbus:0` and without a pool: the same results, or a refusal.
 
 `torch.testing` has for each operator samples of its arguments. Each sample is computed on both devices: forward,
 backward with the same gradients of the results, and in place where the operator has that form.
 """
 
 import importlib.util
+import random
 import re
 import sys
 import types
 import unittest
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -82,9 +84,9 @@ def documented_refusals() -> list[str]:
     return re.findall(r"^\| [^|]+ \| `([^`|]+)` \| [^|]+ \|$", table, re.MULTILINE)
 
 
-def entries(dtype: torch.dtype) -> list[Any]:
-    """The operators of the database that a CPU computes in a dtype."""
-    return [each for each in op_db if dtype in each.supported_dtypes("cpu")]
+def entries(dtype: torch.dtype, device: str = "cpu") -> list[Any]:
+    """The operators of the database that a device ("cpu" or "cuda") computes in a dtype."""
+    return [each for each in op_db if dtype in each.supported_dtypes(device)]
 
 
 def title(entry: Any) -> str:
@@ -92,33 +94,73 @@ def title(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else entry.name
 
 
-def check(
-    entry: Any, dtype: torch.dtype, is_refusal: Callable[[str], bool], indices: Iterable[int]
-) -> dict[str, Outcome]:
-    """Compute samples of an operator on both devices.
+Results = dict[str, list["list[Any] | None"]]
+"""By direction, those of each sample, on the CPU; None if the device computes none."""
+
+
+def expected(entry: Any, dtype: torch.dtype, indices: Iterable[int], device: str = "cpu") -> Results:
+    """Compute samples of an operator on a device of this machine.
 
     Args:
         entry: of `entries`.
         dtype: of its floating-point arguments.
-        is_refusal: whether a message of an error is a documented refusal.
         indices: of the samples; where there are fewer samples, they are counted from the first again.
     """
+    found: Results = {direction: [] for direction in DIRECTIONS}
+    for direction, compute, sample in _work(entry, dtype, indices, device):
+        try:
+            torch.manual_seed(1)
+            found[direction].append(_on_cpu(compute(_moved(entry, sample, device))))
+        except Exception:  # what the device refuses is not compared
+            found[direction].append(None)
+    return found
+
+
+def check(
+    entry: Any,
+    dtype: torch.dtype,
+    is_refusal: Callable[[str], bool],
+    indices: Iterable[int],
+    right: Results | None = None,
+    device: str = "cpu",
+) -> dict[str, Outcome]:
+    """Compute samples of an operator over the pool, and compare them with what a device of this machine gives.
+
+    Args:
+        entry, dtype, indices: as for `expected`.
+        is_refusal: whether a message of an error is a documented refusal.
+        right: what `expected` gave for the same samples and `device`; None computes it here.
+    """
+    indices = list(indices)
+    rights = {key: iter(each) for key, each in (right or expected(entry, dtype, indices, device)).items()}
     outcomes = {direction: Outcome() for direction in DIRECTIONS}
-    differentiable = dtype in entry.supported_backward_dtypes("cpu") and entry.supports_autograd
+    for direction, compute, sample in _work(entry, dtype, indices, device):
+        _compare(outcomes[direction], is_refusal, entry, compute, sample, next(rights[direction]))
+    return outcomes
+
+
+Compute = Callable[[Any], list[Any]]
+
+
+def _work(entry: Any, dtype: torch.dtype, indices: Iterable[int], device: str) -> Iterator[tuple[str, Compute, Any]]:
+    """A direction, how its results are computed from moved arguments, and the sample: in the same order each time."""
+    kind = torch.device(device).type
+    differentiable = dtype in entry.supported_backward_dtypes(kind) and entry.supports_autograd
     in_place = entry.get_inplace()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for sample in _samples(entry, dtype, differentiable, set(indices)):
-            _compare(outcomes["forward"], is_refusal, entry, lambda s: _forward(entry, s), sample)
+            yield "forward", lambda moved: _forward(entry, moved), sample
             if differentiable:
-                _compare(outcomes["backward"], is_refusal, entry, lambda s, of=sample: _backward(entry, s, of), sample)
+                yield "backward", lambda moved, of=sample: _backward(entry, moved, of), sample
             if in_place is not None and not sample.broadcasts_input:
-                _compare(outcomes["in place"], is_refusal, entry, lambda s: _in_place(in_place, s), sample)
-    return outcomes
+                yield "in place", lambda moved: _in_place(in_place, moved), sample
 
 
 def _samples(entry: Any, dtype: torch.dtype, differentiable: bool, indices: set[int]) -> list[Any]:
     torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     found = list(islice(entry.sample_inputs("cpu", dtype, requires_grad=differentiable), max(indices) + 1))
     return [found[index] for index in sorted({index % len(found) for index in indices})] if found else []
 
@@ -171,23 +213,29 @@ class _NothingToCompareError(Exception):
     pass
 
 
+def _on_cpu(results: list[Any]) -> list[Any]:
+    return [each.detach().cpu() if isinstance(each, Tensor) else each for each in results]
+
+
 def _compare(
-    outcome: Outcome, is_refusal: Callable[[str], bool], entry: Any, compute: Callable[[Any], list[Any]], sample: Any
+    outcome: Outcome,
+    is_refusal: Callable[[str], bool],
+    entry: Any,
+    compute: Compute,
+    sample: Any,
+    right: list[Any] | None,
 ) -> None:
-    try:
-        torch.manual_seed(1)
-        expected = compute(_moved(entry, sample, "cpu"))
-    except Exception:  # what the CPU refuses is not compared
+    if right is None:
         outcome.add("skipped")
         return
     try:
         torch.manual_seed(1)
-        found = [each.cpu() if isinstance(each, Tensor) else each for each in compute(_moved(entry, sample, REMOTE))]
+        found = _on_cpu(compute(_moved(entry, sample, REMOTE)))
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         outcome.add("refused" if is_refusal(message) else "failed", message[:600])
         return
-    outcome.add(*_difference(entry, expected, found))
+    outcome.add(*_difference(entry, right, found))
 
 
 def _difference(entry: Any, expected: list[Any], found: list[Any]) -> tuple[str, str]:

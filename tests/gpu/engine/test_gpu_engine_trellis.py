@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_engine_models import GLM, GPU, PROMPTS, SMALL, assert_best, model_of
+from gpu_engine_models import GPU, PROMPTS, SMALL, assert_best, model_of, with_experts
 
 from warpbus.demo import data_path, model_path
 from warpbus.engine.engine import Engine
@@ -11,6 +11,7 @@ from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.trellis_packed import PackedTrellis
 from warpbus.models import SHAPES, Decoder, load_model, random_model
 from warpbus.models.cost import parameter_bytes
+from warpbus.models.layer_spec import RouterSpec
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
 from warpbus.quantization import quantize
@@ -80,7 +81,9 @@ def test_a_random_model(dtype):
 
 
 def test_experts_run_one_after_another():
-    model = model_of(GLM, W3)
+    """Each token has all experts: where there is a choice, rounding changes that of 1 in 300 tokens of such a model,
+    and its scores by up to 0.9."""
+    model = model_of(with_experts(RouterSpec(4, 4, "softmax")), W3)
     assert model.waits_for_gpu
     for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 5), strict=True):
         assert_best(model, prompt, answer, 0.1)

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from warpbus.errors import LeaseLostError, WarpbusError
+from warpbus.errors import ConnectionLostError, LeaseLostError, WarpbusError
 from warpbus.pool.client import links
 from warpbus.pool.client.checkpoints import load
 from warpbus.pool.client.connection import Connection
@@ -30,6 +30,11 @@ from warpbus.pool.protocol.preamble import link_key
 from warpbus.pool.quota import Quota
 
 TOKEN = "WARPBUS_POOL_TOKEN"
+
+# Without a word from the pool. Each of its own waits during a migration is shorter, the longest is for a process to
+# start, so a daemon that is silent for longer has stopped.
+_SECONDS_OF_SILENCE = 300.0
+_SECONDS_TO_RELEASE = 60.0
 
 
 def connect(
@@ -155,6 +160,8 @@ class Gpu:
 
         Raises:
             LeaseLostError: the lease ended during the migration.
+            ConnectionLostError: the pool's daemon is gone, or silent for 300 s. It is not known whether the lease
+                migrated; its tensors can be used, wherever it is.
             StateError: the lease is in a process group: destroy the group first.
             WarpbusError: the migration failed, and the lease continues on its old GPU.
         """
@@ -163,8 +170,10 @@ class Gpu:
         arguments = {"lease": self.lease, "to": to}
         try:
             # A client whose source died has to claim its lease at the destination: the pool waits for that.
-            moved = self._control.ask("migrate", arguments, progress, watch=self.session.watch)
-        except LeaseLostError:
+            moved = self._control.ask(
+                "migrate", arguments, progress, timeout=_SECONDS_OF_SILENCE, watch=self.session.watch
+            )
+        except (LeaseLostError, ConnectionLostError):
             self._control.close()  # its answer may still come; there is nothing more to ask
             raise
         self.synchronize()  # follows the lease
@@ -216,7 +225,7 @@ class Gpu:
 
     def _release(self) -> None:
         with self._control, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
-            self._control.ask("release", {"lease": self.lease})
+            self._control.ask("release", {"lease": self.lease}, timeout=_SECONDS_TO_RELEASE)
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ import socket
 import stat
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from ipaddress import IPv6Address, IPv6Network, ip_address
@@ -59,6 +60,7 @@ from warpbus.pool.protocol.wire import encode
 _log = logging.getLogger(__name__)
 
 _TICK = 1.0
+_OWN_THREADS = 64  # of the executor, beside those that wait for other daemons
 # The machines of a pool whose broker was started again report to it within this time.
 _SECONDS_TO_REJOIN = 10.0
 
@@ -112,6 +114,10 @@ class Daemon:
     async def start(self) -> None:
         """Listen, join a pool or start one, and accept connections."""
         options = self._options
+        # Each request that another daemon answers holds a thread. asyncio's own executor has four more than processors,
+        # so that a few waiting clients would keep this machine from reporting its leases, which then count as lost.
+        threads = ThreadPoolExecutor(2 * options.max_connections + _OWN_THREADS, "daemon")
+        asyncio.get_running_loop().set_default_executor(threads)
         self._stack.enter_context(self._gpus)
         tcp = _bind(options.host, options.port)
         self._listening.append(tcp)

@@ -128,7 +128,7 @@ class LocalHost:
         if gpu is None:
             raise UsageError(f"{self.name} has no GPU {order.gpu}: its GPUs are {self._names()}: choose one of them")
         if self._endings:  # what they have counts as free already
-            await asyncio.wait(self._endings)
+            await asyncio.wait(self._endings, timeout=_SECONDS_TO_START)
         process = self._spares.take()
         if order.migration_token is None:
             self._gone.pop(order.lease, None)

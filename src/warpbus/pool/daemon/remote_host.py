@@ -31,9 +31,16 @@ _log = logging.getLogger(__name__)
 
 
 async def ask(
-    to: Address, token: str | None, operation: str, arguments: Mapping[str, Any] | None = None, tell: Tell | None = None
+    to: Address,
+    token: str | None,
+    operation: str,
+    arguments: Mapping[str, Any] | None = None,
+    tell: Tell | None = None,
+    *,
+    timeout: float | None = _SECONDS,
 ) -> dict[str, Any]:
-    """Ask another daemon. If this is cancelled, the connection is closed.
+    """Ask another daemon, and wait `timeout` seconds at most for each answer. If this is cancelled, the connection is
+    closed. A thread of the event loop's executor waits for the answer.
 
     Raises:
         WarpbusError: what it answers with.
@@ -47,7 +54,7 @@ async def ask(
             loop.call_soon_threadsafe(tell, answer)
 
     try:
-        return await asyncio.to_thread(control.ask, operation, arguments, told, timeout=_SECONDS)
+        return await asyncio.to_thread(control.ask, operation, arguments, told, timeout=timeout)
     finally:
         control.close()
 
@@ -147,7 +154,9 @@ class Membership:
     async def answer(self, request: Request, asker: Asker, tell: Tell) -> dict[str, Any]:
         """Forward a request to the broker's daemon, and return its result."""
         who = {"tenant": asker.tenant.name, "role": asker.tenant.role, "address": asker.address}
-        return await ask(self._to, self._token, "forward", {**request._asdict(), **who}, tell)
+        # A lease waits in the queue for as long as it takes.
+        timeout = None if request.operation in ("lease", "resume") else _SECONDS
+        return await ask(self._to, self._token, "forward", {**request._asdict(), **who}, tell, timeout=timeout)
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """To be told with the next report."""

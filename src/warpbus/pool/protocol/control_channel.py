@@ -1,5 +1,7 @@
 """The client side of a control connection to a daemon, for the command line, clients and other daemons."""
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -63,7 +65,7 @@ class ControlChannel:
             operation: its name in the table `operations.DAEMON`.
             arguments: of the operation.
             tell: gets the answers that report progress.
-            timeout: seconds until the next answer; None waits as long as it takes. With a `watch` it has no effect.
+            timeout: seconds until the next answer; None waits as long as it takes.
             watch: called several times per second while there is no answer. What it raises ends the wait; the
                 connection is of no use afterwards, because the answer may still come.
 
@@ -99,8 +101,9 @@ class ControlChannel:
 
     def _receive(self, expected: Kind, timeout: float | None, watch: Callable[[], None] | None = None) -> Frame:
         """The next frame, which has to be of this kind. Raises the error that was sent instead."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
         frame = self._channel.receive(timeout if watch is None else _WATCH_SECONDS)
-        while frame is None and watch is not None:
+        while frame is None and watch is not None and time.monotonic() < until:
             watch()
             frame = self._channel.receive(_WATCH_SECONDS)
         if frame is None:

@@ -88,6 +88,9 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
         raise OutputSizeError(signature.operator, resized)
     if _base_name(call) == "native_group_norm_backward":
         return _group_norm_gradients(outputs, named_arguments(call, signature))
+    if device == "cuda" and _base_name(call) == "log_sigmoid_forward":
+        result, buffer = outputs  # a CPU keeps something for the backward there
+        return result, _changed(buffer, signature.inputs[0].dtype, (0,))
     if device == "cpu" and _base_name(call) in _NORMS:
         return _normalized_on_cpu(outputs, named_arguments(call, signature), _base_name(call) in _EVALUATING)
     return outputs

@@ -43,6 +43,7 @@ class Arrival:
         self._reading = reading
         self._staging = ByteStaging(executor.storages.device)
         self._received: dict[int, tuple[int, int]] = {}  # by storage: the version that comes, and how much of it came
+        self._ends: dict[int, tuple[int, int]] = {}  # by storage: a version of which a part comes, and the part's end
         self._state = bytearray()
         self._manifest = bytearray()
 
@@ -55,6 +56,9 @@ class Arrival:
         """Take in anything but a `copy` and the `end`."""
         if what == "bytes" and values:
             self._bytes(values[0], [StorageRange(*row) for row in numbers(values[1:], 4)], raw)
+        elif what == "changed":
+            for row in numbers(values, 5):
+                self._changed(*row)
         elif what == "create":
             for handle, nbytes in numbers(values, 2):
                 self._storages.create(handle, nbytes)
@@ -141,6 +145,14 @@ class Arrival:
             at += piece.length
         self._staging.write(parts)
 
+    def _changed(self, handle: int, since: int, version: int, start: int, end: int) -> None:
+        """Of a version that differs from one that is here, bytes `[start, end)` will come."""
+        known, nbytes = self._known(handle), self._storages.sizes()[handle]
+        again = known == (version, start) and self._ends.get(handle) == (version, end)  # they could not be read
+        if not start < end <= nbytes or not (again or known == (since, nbytes)):
+            raise malformed(f"bytes {start} to {end} that differ from version {since} of storage {handle}")
+        self._received[handle], self._ends[handle] = (version, start), (version, end)
+
     def _targets(self, pieces: Sequence[StorageRange]) -> list[Tensor]:
         """Where pieces belong, which are noted as arrived."""
         targets = []
@@ -150,7 +162,10 @@ class Arrival:
             target = self._storages.raw(piece.handle)[piece.offset : piece.offset + piece.length]
             if piece.offset != expected or len(target) != piece.length:
                 raise malformed(f"{piece} where byte {expected} was to follow")
-            self._received[piece.handle] = piece.version, piece.offset + piece.length
+            came = piece.offset + piece.length
+            if self._ends.get(piece.handle) == (piece.version, came):
+                came = self._storages.sizes()[piece.handle]
+            self._received[piece.handle] = piece.version, came
             targets.append(target)
         return targets
 

@@ -264,10 +264,13 @@ class Executor:
             elif not definition.quiet and not (definition.several and self._hold(definition, operands, values, result)):
                 self._settle(definition, operands, values, result)
             if definition.written:
-                clock = storages.clock
+                clock, logs = storages.clock, storages.writes is not None
                 for index in definition.written:
                     clock += 1
-                    live[operands[index]].version = clock
+                    storage = live[operands[index]]
+                    if logs:
+                        storages.log_write(operands[index], storage.version, clock, definition.places[index].geometry)
+                    storage.version = clock
                 storages.clock = clock
             self.calls += 1
         except Exception as error:  # operators raise anything

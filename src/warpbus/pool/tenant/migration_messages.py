@@ -6,6 +6,8 @@ by `wire`) and raw bytes. Messages of the source, where S is the handle of a sto
     drop      S...                                   free these storages
     create    S, nbytes...                           create these storages
     bytes     crc32, (S, version, offset, length)... raw: the bytes of these ranges
+    changed   (S, earlier version, version, start, end)...   the storages, which arrived in full in the earlier version,
+                                                     differ from it in these bytes, whose ranges follow
     copy      segments, (S, version, offset, length, segment, place)...   copy these ranges from the GPU's memory
     define    number                                 raw: a definition of the executor, to be prepared
     ready                                            answer when all earlier messages have been handled

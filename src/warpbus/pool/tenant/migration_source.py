@@ -189,6 +189,7 @@ class MigrationSource:
             answer = decode_dict(frame.payload)
             shared = self._exporter if answer.get("reads") is True else None
             self._outgoing = Outgoing(self._executor.storages, self._say, self._hear, shared)
+            self._executor.storages.writes = {}
             self.state = SourceState.COPYING
             return True
 
@@ -353,6 +354,7 @@ class MigrationSource:
 
     def _stay(self) -> None:
         self.state = SourceState.STAYS
+        self._executor.storages.writes = None
         with suppress(PoolError, OSError):
             self._say("cancel")
         self._channel.close()

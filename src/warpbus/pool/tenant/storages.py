@@ -85,6 +85,8 @@ class Storages:
         peak: the most that `used` has been.
         clock: the last version given.
         moved: counts how often memory that programs have the address of went away.
+        writes: where calls write while a migration copies the lease, else None. By handle: the version before the first
+            logged write, that after the last, and the range of all these writes in bytes.
     """
 
     def __init__(self, device: torch.device, memory: int) -> None:
@@ -95,6 +97,7 @@ class Storages:
         self.peak = 0
         self.clock = 0
         self.moved = 0
+        self.writes: dict[int, tuple[int, int, int, int]] | None = None
         self._sizes: dict[int, int] = {}
         self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
@@ -281,6 +284,31 @@ class Storages:
     def version(self, handle: int) -> int:
         """A number that grows with every write, and that no two writes, to whatever storages, have in common."""
         return self.live[handle].version
+
+    def log_write(self, handle: int, before: int, after: int, geometry: Geometry) -> None:
+        """A call wrote into a tensor of a storage, whose versions before and after that are given."""
+        assert self.writes is not None
+        start, end = geometry.offset * geometry.dtype.itemsize, geometry.extent
+        if not end:  # it has no elements, but there is a new version, of which something has to be copied
+            start, end = 0, 1
+        first, last, low, high = self.writes.get(handle, (before, before, start, end))
+        if last != before:  # something else wrote in between
+            first, low, high = before, start, end
+        self.writes[handle] = first, after, min(low, start), max(high, end)
+
+    def changed(self, handle: int, since: int) -> tuple[int, int]:
+        """A range of bytes, `[start, end)`, that has all that were written since a version; all bytes if that is not
+        known."""
+        storage = self.live[handle]
+        first, last, start, end = (self.writes or {}).get(handle, (0, -1, 0, 0))
+        if last != storage.version or since < first:
+            return 0, storage.nbytes
+        return start, min(end, storage.nbytes)
+
+    def forget_writes(self, handle: int) -> None:
+        """`changed` will not be asked for versions before the present one."""
+        if self.writes is not None:
+            self.writes.pop(handle, None)
 
     def sizes(self) -> dict[int, int]:
         """Bytes of each storage that has memory, by handle. Not to be changed."""

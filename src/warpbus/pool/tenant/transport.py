@@ -16,7 +16,7 @@ from warpbus.cuda.ipc import IpcExport, IpcLocation, IpcMapping
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.migration_messages import checksum, flat
-from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
+from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange, follows
 from warpbus.pool.tenant.staging import ByteStaging
 
 # A few milliseconds at 2 GB/s, and at 100 GB/s.
@@ -100,7 +100,13 @@ class Outgoing:
         """Send ranges of storages."""
         remaining = ((pieces, self._tensors(pieces)) for pieces in self._not_read(chunks))
         for pieces, views in self._staging.read(remaining):
+            self._tell_changed(pieces)
             self._say("bytes", checksum(views), *flat(pieces), raw=views)
+
+    def _tell_changed(self, pieces: Sequence[StorageRange]) -> None:
+        changed = [(each.handle, each.since, each.version, each.offset, each.end) for each in pieces if each.since >= 0]
+        if changed:
+            self._say("changed", *(number for each in changed for number in each))
 
     def _tensors(self, pieces: Sequence[StorageRange]) -> list[Tensor]:
         raw = self._storages.raw
@@ -113,7 +119,8 @@ class Outgoing:
             return
         together: list[list[StorageRange]] = []
         for chunk in chunks:
-            if sum(map(len, together)) + len(chunk) > MOST_PIECES:
+            full = sum(map(len, together)) + len(chunk) > MOST_PIECES
+            if together and (full or follows(chunk[0], together[-1])):
                 yield from self._offer(together)
                 together = []
             together.append(chunk)
@@ -131,6 +138,7 @@ class Outgoing:
         segments = {place.handle: place.size for place in places}
         number = {handle: index for index, handle in enumerate(segments)}
         self._shared.synchronize()
+        self._tell_changed(pieces)
         values: list[Value] = []
         for piece, place in zip(pieces, places, strict=True):
             values += [*flat([piece]), number[place.handle], place.offset]
