@@ -34,6 +34,7 @@ EXTRAS = {
     ),
     "cluster": ("several machines", ("ray",)),
     "serve": ("warpbus serve", ("fastapi", "uvicorn", "h11", "pydantic", "prometheus-client", "llguidance")),
+    "tasks": ("warpbus eval --tasks", ("lm-eval",)),
     "test": (
         "make test",
         (

@@ -1,10 +1,15 @@
 """`warpbus eval`: models side by side."""
 
 import json
+import logging
+import os
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
@@ -25,6 +30,13 @@ def evaluate(
     ],
     data: Annotated[Path | None, typer.Option(help=".jsonl of conversations or texts, or .txt to predict")] = None,
     choices: Annotated[Path | None, typer.Option(help=".jsonl of multiple-choice questions")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(help="a directory of further tasks (.yaml); they can run Python code")
+    ] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, help="examples before each question of the tasks")] = None,
     length: Annotated[int, typer.Option(min=2, help="tokens of a document; longer ones are cut")] = 2048,
     limit: Annotated[int | None, typer.Option(min=1, help="documents and questions at most")] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="also measure tokens/s and peak memory")] = True,
@@ -37,7 +49,16 @@ def evaluate(
     """Measure MODELS on the same text: perplexity, divergence from the first, choices, size, speed, memory.
 
     For the packaged model the poems that it was not trained on are the default: warpbus eval demo demo-output/*g128*
+
+    With --tasks, the metrics of these tasks instead: warpbus eval MODELS --tasks hellaswag,gsm8k --limit 100
     """
+    if tasks is not None:
+        if data is not None or choices is not None or plot is not None or html is not None:
+            raise UsageError("--tasks excludes --data, --choices, --plot and --html: leave these out")
+        _evaluate_tasks(models, tasks, task_path, fewshot, limit, device, dtype, as_json=as_json)
+        return
+    if task_path is not None or fewshot is not None:
+        raise UsageError("--task-path and --fewshot have no part without --tasks: name the tasks")
     from warpbus.cuda.devices import resolve_device, resolve_dtype
     from warpbus.demo import data_path
     from warpbus.evaluation import evaluate as measure
@@ -72,3 +93,48 @@ def evaluate(
         report.draw(evaluations, plot)
     if html is not None:
         report.write_page(evaluations, title, html)
+
+
+def _evaluate_tasks(
+    models: list[str],
+    tasks: str,
+    directory: Path | None,
+    fewshot: int | None,
+    limit: int | None,
+    device: str,
+    dtype: str,
+    *,
+    as_json: bool,
+) -> None:
+    os.environ["TQDM_DISABLE"] = "1"  # of the harness's bars, read when tqdm is imported
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    from warpbus.engine import LLM
+    from warpbus.evaluation.tasks import TaskScore, check_tasks, evaluate_tasks
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"--tasks {tasks!a:.60}: expected names separated by commas, such as hellaswag,gsm8k")
+    manager = check_tasks(names, directory)
+    scores: dict[str, list[TaskScore]] = {}
+    for model in models:
+        path = model_directory(model)
+        label = model_name(model)
+        label = str(path) if label in scores else label
+        with progress_bar() as show:
+            llm = LLM(path, device=device, dtype=dtype)
+            scores[label] = evaluate_tasks(
+                llm, names, manager, fewshot=fewshot, limit=limit, tell=partial(show, f"{label}: prompts")
+            )
+        del llm
+    if as_json:
+        print(json.dumps({name: [asdict(score) for score in found] for name, found in scores.items()}))
+        return
+    table = Table(title="Tasks of lm-evaluation-harness", title_justify="left")
+    for column in ("task", "metric", "questions", *scores):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for row in zip(*scores.values(), strict=True):
+        first = row[0]
+        arrow = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
+        cells = [f"{each.value:.4f}" + (f" ± {each.error:.4f}" if each.error is not None else "") for each in row]
+        table.add_row(first.task, first.metric + arrow, f"{first.questions:,}", *cells)
+    Console().print(table)
