@@ -17,9 +17,14 @@ class Chat:
         self.page = chromium.new_context(**{**options, **context}).new_page()
         self.page.set_default_timeout(60_000)
         self.problems: list[str] = []
-        self.page.on("console", lambda message: self.problems.append(message.text))
+        self.page.on("console", self._complained)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.fresh()
+
+    def _complained(self, message: Any) -> None:
+        # The picture that `fresh` visits names no icon, so Chromium asks for one, once and at a time of its own.
+        if not message.location["url"].endswith("/favicon.ico"):
+            self.problems.append(message.text)
 
     def fresh(self) -> None:
         """The page as on the first visit."""
