@@ -106,7 +106,7 @@ def _evaluate_tasks(
     *,
     as_json: bool,
 ) -> None:
-    os.environ["TQDM_DISABLE"] = "1"  # of the harness's bars, read when tqdm is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when tqdm is imported
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from warpbus.engine import LLM
     from warpbus.evaluation.tasks import TaskScore, check_tasks, evaluate_tasks

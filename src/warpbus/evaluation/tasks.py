@@ -221,7 +221,7 @@ def sampling_params(given: Mapping[str, Any], most: int) -> SamplingParams:
 def _harness_model(answers: Answers) -> Any:
     """The harness's model for these answers."""
 
-    class Model(importlib.import_module("lm_eval.api.model").TemplateLM):  # type: ignore[misc]  # no types
+    class HarnessModel(importlib.import_module("lm_eval.api.model").TemplateLM):  # type: ignore[misc]  # no types
         @property
         def eot_token_id(self) -> int:
             return answers.prefix_token
@@ -241,7 +241,7 @@ def _harness_model(answers: Answers) -> Any:
         def generate_until(self, requests: abc.Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             return answers.generate([request.args for request in requests])
 
-    return Model()
+    return HarnessModel()
 
 
 def _first_stop(config: ModelConfig) -> int:
