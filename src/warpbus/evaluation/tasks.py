@@ -106,9 +106,9 @@ def evaluate_tasks(
     except WarpbusError:
         raise
     except Exception as error:  # reading data, the harness raises anything
-        last = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"--tasks {','.join(names)}: {last:.300}: the data of tasks comes from a hub (HF_ENDPOINT), "
+            f"--tasks {','.join(names)}: {why:.300}: the data of tasks comes from a hub (HF_ENDPOINT), "
             "that of --task-path also from files"
         ) from error
     return [score for task in found["results"] for score in _scores(task, found)]
