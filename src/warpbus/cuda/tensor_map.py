@@ -41,9 +41,9 @@ def tensor_map(
     """The 128 bytes for a matrix [rows, columns], contiguous along its columns, copied box by box.
 
     The box lies in shared memory with the swizzle over 64 bytes, if that is what `box_columns` elements take, else with
-    the one over 128 bytes, which they must not exceed; or with `swizzled` false row by row, at most 256 elements each. With `panels`, a copy brings that many neighbouring boxes,
-    one behind the other, and has three coordinates: column and row within a panel, and panel; the matrix is a whole
-    number of panels wide.
+    the one over 128 bytes, which they must not exceed; or with `swizzled` false row by row, at most 256 elements each.
+    With `panels`, a copy brings that many neighbouring boxes, one behind the other, and has three coordinates: column
+    and row within a panel, and panel; the matrix is a whole number of panels wide.
 
     Raises:
         TensorError: the matrix is not aligned as `fits` says, or has no whole number of panels.

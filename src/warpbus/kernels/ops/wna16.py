@@ -39,8 +39,8 @@ def wna16_linear(
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
     On a GPU from Hopper on, all of it is one kernel where x has up to 16 rows; the norm too, where x fits into shared
-    memory beside the weights in flight (16 rows of 4096). With more rows on Hopper, the product's kernel adds the bias and
-    computes swiglu. Otherwise kernels of their own compute what surrounds the product.
+    memory beside the weights in flight (16 rows of 4096). With more rows on Hopper, the product's kernel adds the bias
+    and computes swiglu. Otherwise kernels of their own compute what surrounds the product.
 
     Args:
         x: `[..., k]`, finite: an infinite element makes results NaN or infinite. With a `PackedWeight` in its dtype,

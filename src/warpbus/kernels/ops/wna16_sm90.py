@@ -24,8 +24,8 @@ _PARAMETERS = Parameters(
     "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
     Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out, "
     "TensorMap host_codes, TensorMap host_scales, TensorMap host_zeros",
-    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int middle, int scale_words, int group, int waves, "
-    "int direct, int splits, const int4* tiles, int resident",
+    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int middle, int scale_words, int group, "
+    "int waves, int direct, int splits, const int4* tiles, int resident",
 )
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
