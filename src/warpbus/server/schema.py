@@ -133,19 +133,21 @@ class Body(BaseModel):
             return data
         if len(data) > _MOST_FIELDS:
             raise ValueError(f"it has {len(data):,} fields, and at most {_MOST_FIELDS} can be right")
-        return data | {name: _with_integers(data[name]) for name in cls._integers & data.keys()}
+        integers = cls._integers & data.keys()
+        return data | {name: _with_integers(data[name]) for name in integers} if integers else data
 
 
 def unknown_fields(value: Any, path: str = "") -> list[str]:
     """The names of the fields of a body that are not declared, such as `messages.0.cache`."""
     if isinstance(value, list):
-        return [name for at, item in enumerate(value) for name in unknown_fields(item, f"{path}{at}.")]
+        found = [(at, item) for at, item in enumerate(value) if isinstance(item, (Body, list))]
+        return [name for at, item in found for name in unknown_fields(item, f"{path}{at}.")]
     if not isinstance(value, Body):
         return []
-    found = [path + name for name in value.model_extra or ()]
+    names = [path + name for name in value.model_extra or ()]
     for name in type(value).model_fields:
-        found += unknown_fields(getattr(value, name), f"{path}{name}.")
-    return found
+        names += unknown_fields(getattr(value, name), f"{path}{name}.")
+    return names
 
 
 class TextPart(Body):
