@@ -301,14 +301,20 @@ class NamesModel(Body):
     model: ModelName | None = Field(None, description="by default the first model of the server")
 
 
+_GRAMMARS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("ebnf", "grammar", "regex", "json_schema", "structural_tag"),
+)
+
+
 class Generating(NamesModel):
     """The fields of every request that generates."""
 
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1 allows every token")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Biases | None = None
@@ -348,6 +354,7 @@ class Generating(NamesModel):
     rules: ClassVar[tuple[Rule, ...]] = (
         either(absent("stream_options"), equals("stream", True)),
         either(absent("prompt_logprobs"), {"properties": {"stream": {"not": {"const": True}}}}),
+        either(absent(*_GRAMMARS), one_of(*_GRAMMARS)),
     )
 
     @model_validator(mode="after")
