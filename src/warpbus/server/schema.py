@@ -301,12 +301,6 @@ class NamesModel(Body):
     model: ModelName | None = Field(None, description="by default the first model of the server")
 
 
-_GRAMMARS = (
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("ebnf", "grammar", "regex", "json_schema", "structural_tag"),
-)
-
-
 class Generating(NamesModel):
     """The fields of every request that generates."""
 
@@ -354,7 +348,6 @@ class Generating(NamesModel):
     rules: ClassVar[tuple[Rule, ...]] = (
         either(absent("stream_options"), equals("stream", True)),
         either(absent("prompt_logprobs"), {"properties": {"stream": {"not": {"const": True}}}}),
-        either(absent(*_GRAMMARS), one_of(*_GRAMMARS)),
     )
 
     @model_validator(mode="after")

@@ -283,16 +283,6 @@ def test_the_schema_and_the_server_agree_on_what_is_refused(name, body, fits):
         assert fits
 
 
-@pytest.mark.parametrize(("other", "fits"), [({"regex": "a"}, False), ({"regex": None}, True), ({}, True)])
-def test_a_second_grammar_fits_neither_the_schema_nor_the_server(sleepless, other, fits):
-    body = {"model": "parrot", "prompt": "a", "guided_choice": ["a", "b"], **other}
-    definitions = json.loads(json.dumps(SCHEMA["components"]["schemas"]).replace("#/components/schemas/", "#/$defs/"))
-    schema = {"$ref": "#/$defs/CompletionRequest", "$defs": definitions}
-    assert jsonschema.Draft202012Validator(schema).is_valid(body) == fits
-    with sleepless.http() as http:
-        assert http.post("/v1/completions", json=body).status_code == (200 if fits else 400)
-
-
 def test_the_links_of_a_response_lead_to_it(sleepless):
     links = SCHEMA["paths"]["/v1/responses"]["post"]["responses"]["200"]["links"]
     paths = {
