@@ -27,6 +27,7 @@ MOST_TEXT = 1 << 17
 """The most characters of a schema, an expression or a grammar."""
 
 _CACHED = 256
+_CACHED_TEXT = 1 << 18  # characters of all cached grammars: one of 65,000 takes 32 MB
 _MOST_RULES = 500  # of EBNF: the time to convert them grows with their square
 _MOST_DEPTH = 64  # of a schema: its parsers are recursive
 
@@ -111,6 +112,7 @@ class GrammarCompiler:
         self._stops = _packed(stops, vocab_size)
         self._allowed = _packed([*stops, *(token for token, data in enumerate(tokens.tokens) if data)], vocab_size)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._characters = 0  # of the cached grammars
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
@@ -123,8 +125,9 @@ class GrammarCompiler:
             found = self._compiled.get(grammar)
             if found is None:
                 found = self._compiled[grammar] = self._parse(grammar)
-                if len(self._compiled) > _CACHED:
-                    self._compiled.popitem(last=False)
+                self._characters += len(grammar.text)
+                while len(self._compiled) > _CACHED or self._characters > _CACHED_TEXT:
+                    self._characters -= len(self._compiled.popitem(last=False)[0].text)
             self._compiled.move_to_end(grammar)
             return GrammarMatcher(found.deep_copy(), self._allowed, self._stops)
 

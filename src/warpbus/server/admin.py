@@ -31,7 +31,7 @@ from warpbus.server.conversations import named_model, offered_tools, render_prom
 from warpbus.server.generation import unless_gone
 from warpbus.server.metrics import CONTENT_TYPE, Metrics
 from warpbus.server.options import ServerOptions
-from warpbus.server.registry import RETRY_SECONDS, Model, Models
+from warpbus.server.registry import RETRY_SECONDS, Model, Models, ServiceProtocol
 from warpbus.server.request_error import RequestError
 from warpbus.server.schema import DetokenizeRequest, TokenizeRequest
 from warpbus.server.token_scores import text_with_specials, token_text
@@ -76,7 +76,7 @@ def _described(model: Model) -> dict[str, Any]:
 def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", **documented(Tokenized))
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a text, as /v1/completions has it, of several, or of a conversation."""
         model = named_model(models, body, request, options)
         service = model.service
@@ -88,32 +88,16 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
             tokens = service.tokenizer.encode(text)
             return [*model.heads.before, *tokens, *model.heads.after] if added else tokens
 
-        def work() -> tuple[list[list[int]], list[list[tuple[str, bytes]]] | None]:
+        def work() -> Response:
             if body.messages is not None:
                 tools = offered_tools(() if body.tool_choice == "none" else body.tools or ())
                 found = [render_prompt(body.messages, body, model, tools, options)]
             else:
                 texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or body.content or ""]
                 found = [encoded(text) for text in texts]
-            if not (body.return_token_strs or body.with_pieces):
-                return found, None
-            return found, [[token_text(service.tokenizer, token) for token in tokens] for tokens in found]
+            return _tokenized(body, service, found)
 
-        found, texts = await unless_gone(request.receive, model.in_thread(work))
-        several = isinstance(body.prompt, list)
-        counts = [len(tokens) for tokens in found]
-        ids: list[Any] = found
-        strings = None
-        if texts is not None and body.with_pieces:
-            ids = [list(map(_with_piece, *pair)) for pair in zip(found, texts, strict=True)]
-        if texts is not None and body.return_token_strs:
-            strings = [[text for text, _ in each] for each in texts]
-        return {
-            "tokens": ids if several else ids[0],
-            "count": counts if several else counts[0],
-            "max_model_len": service.max_model_len,
-            "token_strs": strings if several or strings is None else strings[0],
-        }
+        return await unless_gone(request.receive, model.in_thread(work))
 
     @app.get("/tokenizer_info", **documented(TokenizerAnswer))
     async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
@@ -126,18 +110,43 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
 
     @app.post("/v1/detokenize", include_in_schema=False)
     @app.post("/detokenize", **documented(Detokenized))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         model = named_model(models, body, request, options)
-        service = model.service
-        decode = text_with_specials if body.skip_special_tokens is False else type(service.tokenizer).decode
-        text = await unless_gone(request.receive, model.in_thread(lambda: decode(service.tokenizer, body.tokens)))
-        return dict.fromkeys(("prompt", "text", "content"), text)
+        tokenizer = model.service.tokenizer
+
+        def work() -> Response:
+            decode = text_with_specials if body.skip_special_tokens is False else type(tokenizer).decode
+            return JSONResponse(dict.fromkeys(("prompt", "text", "content"), decode(tokenizer, body.tokens)))
+
+        return await unless_gone(request.receive, model.in_thread(work))
 
 
-def _with_piece(token: int, text: tuple[str, bytes]) -> dict[str, Any]:
-    string, data = text
-    return {"id": token, "piece": string if string.encode() == data else list(data)}
+def _tokenized(body: TokenizeRequest, service: ServiceProtocol, found: list[list[int]]) -> Response:
+    """The answer of /tokenize. Encoding it takes seconds for a long text: not to be called in the event loop."""
+    several = isinstance(body.prompt, list)
+    counts = [len(tokens) for tokens in found]
+    ids: list[Any] = found
+    strings = None
+    if body.return_token_strs or body.with_pieces:
+        texts = {token: token_text(service.tokenizer, token) for token in set().union(*found)}
+        if body.with_pieces:
+            pieces = {token: _with_piece(token, *text) for token, text in texts.items()}
+            ids = [[pieces[token] for token in tokens] for tokens in found]
+        if body.return_token_strs:
+            strings = [[texts[token][0] for token in tokens] for tokens in found]
+    return JSONResponse(
+        {
+            "tokens": ids if several else ids[0],
+            "count": counts if several else counts[0],
+            "max_model_len": service.max_model_len,
+            "token_strs": strings if several or strings is None else strings[0],
+        }
+    )
+
+
+def _with_piece(token: int, text: str, data: bytes) -> dict[str, Any]:
+    return {"id": token, "piece": text if text.encode() == data else list(data)}
 
 
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:

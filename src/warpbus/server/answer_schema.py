@@ -450,7 +450,11 @@ STREAMED: tuple[type[BaseModel], ...] = (ChatCompletionChunk,)
 
 
 def documented(
-    model: Any, *, events: str | None = None, also: dict[int | str, dict[str, Any]] | None = None
+    model: Any,
+    *,
+    events: str | None = None,
+    also: dict[int | str, dict[str, Any]] | None = None,
+    links: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of a route that declare its answer.
 
@@ -458,8 +462,11 @@ def documented(
         model: of the body, for status 200.
         events: if the answer may be a stream, what the data of its events is.
         also: what other statuses are declared.
+        links: OpenAPI's links to operations that take a value of the answer.
     """
     event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
     content = {} if events is None else {"text/event-stream": {"schema": {**event, "description": f"events: {events}"}}}
     whole = {"model": model, "description": "the answer", "content": content}
+    if links is not None:
+        whole["links"] = links
     return {"response_model": None, "responses": {200: whole, **(also or {})}}

@@ -43,11 +43,11 @@ class NativeSampling(_Refusing):
 
     max_new_tokens: int | None = Field(None, ge=0, lt=2**31, description="128 by default; 0: nothing is generated")
     min_new_tokens: int | None = Field(None, ge=0, lt=2**31)
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1 allows every token")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Biases | None = None

@@ -140,17 +140,6 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A client that does not read must not keep its answer in memory.
-        send_in_time = _SendInTime(send, self._options.body_timeout)
-        try:
-            await self._respond(scope, receive, send_in_time)
-        except TimeoutError:
-            if not send_in_time.used:
-                raise
-        finally:
-            send_in_time.close()
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._admit(scope)
             body = await self._read(scope, receive)
@@ -245,52 +234,6 @@ class Guard:
             raise RequestError(
                 408, f"the body did not arrive in {seconds:g} s", code="body_timeout", closes=True
             ) from None
-
-
-class _SendInTime:
-    """Sends messages to a client; one that takes longer than `seconds` raises TimeoutError.
-
-    A single timer watches all messages of a response: a timeout of each would take as long as sending it.
-
-    Attributes:
-        used: something was sent.
-    """
-
-    def __init__(self, send: Send, seconds: float) -> None:
-        self._send = send
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[Any] | None = None  # that sends now
-        self._since = 0.0
-        self._late = False
-        self._timer = self._loop.call_later(seconds, self._check)
-        self.used = False
-
-    async def __call__(self, message: Message) -> None:
-        self.used = True
-        self._task, self._since = asyncio.current_task(), self._loop.time()
-        try:
-            await self._send(message)
-        except asyncio.CancelledError:
-            if self._late and self._task is not None and self._task.uncancel() == 0:
-                raise TimeoutError("the client does not read its answer") from None
-            raise
-        finally:
-            self._task = None
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        due = self._since + self._seconds
-        if self._task is None:
-            due = self._loop.time() + self._seconds
-        elif self._loop.time() >= due:
-            self._late = True
-            self._task.cancel()
-            return
-        self._timer = self._loop.call_at(due, self._check)
 
 
 def cache_salt(scope: Scope, given: str | None = None) -> bytes:

@@ -13,6 +13,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,16 @@ from warpbus.engine.replicas import start_service
 from warpbus.errors import UsageError
 from warpbus.models import Progress
 from warpbus.server.app import create_app
+from warpbus.server.failures import response_of
 from warpbus.server.generation import RunningGenerations
 from warpbus.server.options import ServerOptions
-from warpbus.server.registry import Models
+from warpbus.server.registry import RETRY_SECONDS, Models
+from warpbus.server.request_error import RequestError
 from warpbus.server.tracing import tracer
 
 _IDLE_SECONDS = 30
 # At the end of the server, clients whose requests are not done have so long to receive the error.
 _SECONDS_TO_TELL = 5
-_CROWDED = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 5\r\n"
-    b"content-length: 131\r\n\r\n"
-    b'{"error":{"message":"too many connections are open: try again later","type":"service_unavailable","param":null,'
-    b'"code":"too_many"}}\n'
-)
 
 
 @dataclass(frozen=True)
@@ -216,8 +213,32 @@ class _Http(h11.Connection):
         return sent
 
 
+def _raw_response(error: RequestError) -> bytes:
+    """The response to what is no request of the application yet."""
+    response = response_of(error, "")
+    first = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n".encode()
+    return first + b"".join(b"%s: %s\r\n" % header for header in response.raw_headers) + b"\r\n" + bytes(response.body)
+
+
+_INVALID = _raw_response(RequestError(400, "what was sent is not HTTP/1.1", code="invalid_http", closes=True))
+_CROWDED = _raw_response(
+    RequestError(
+        503,
+        "too many connections are open: try again later",
+        kind="service_unavailable",
+        code="too_many",
+        retry_after=RETRY_SECONDS,
+        closes=True,
+    )
+)
+
+
 class _LimitedConnection(H11Protocol):
-    """A connection; refused if there are too many, and closed if the head of a request does not arrive in time."""
+    """A connection; refused if there are too many.
+
+    It is closed if the head of a request does not arrive in time, and aborted if the client reads nothing for as long:
+    a connection that is closed with unsent data would otherwise stay, and count, until the client takes the data.
+    """
 
     def __init__(self, *, most: int, seconds: float, **others: Any) -> None:
         super().__init__(**others)
@@ -225,8 +246,11 @@ class _LimitedConnection(H11Protocol):
         self._most = most
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None  # while there is unsent data
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # `pause_writing` and `resume_writing` are then called whenever there begins and ends to be unsent data.
+        transport.set_write_buffer_limits(high=1, low=0)
         super().connection_made(transport)
         if len(self.connections) > self._most:
             transport.write(_CROWDED)
@@ -245,7 +269,25 @@ class _LimitedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._unwatch_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reading()
+
+    def resume_writing(self) -> None:
+        self._unwatch_reading()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        # Uvicorn fails if a response was sent already, as to a body that is too long and then malformed.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_INVALID)
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        return False  # uvicorn would log twice that WebSockets are missing, also for those that ask for HTTP/2
 
     def _between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -262,3 +304,19 @@ class _LimitedConnection(H11Protocol):
         self._timer = None
         if self._between_requests():
             self.transport.close()
+
+    def _watch_reading(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._reading_timer = self.loop.call_later(self._seconds, self._check_reading, unsent)
+
+    def _unwatch_reading(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
+    def _check_reading(self, unsent: int) -> None:
+        """Abort if there is no less unsent data than before."""
+        if self.transport.get_write_buffer_size() < unsent:
+            self._watch_reading()
+        else:
+            self.transport.abort()

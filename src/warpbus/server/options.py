@@ -33,7 +33,7 @@ class ServerOptions:
         max_schema_bytes: of a JSON schema, regular expression, list of choices, or of all tools.
         max_connections: the most open connections.
         request_timeout: the most seconds for an answer.
-        body_timeout: the most seconds for receiving a request body, and for sending each part of an answer.
+        body_timeout: the most seconds for receiving a request body, and without a client reading of its answer.
         heartbeat: after so many seconds without data a stream gets a comment line.
         shutdown_timeout: how many seconds running requests get at shutdown.
         max_stored_responses: how many responses of /v1/responses are kept, to be continued by their id; 0: none.

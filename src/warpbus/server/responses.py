@@ -233,8 +233,6 @@ class EventStream(Response):
         try:
             await self._generations.run(send_piece, self._heartbeat, send_heartbeat)
             last = encode(form.closing(usage)) + form.last
-        except TimeoutError:  # of `send`: the client does not read
-            raise
         except Exception as error:
             await self._generations.aclose()
             failure = as_request_error(error, scope["path"])

@@ -87,6 +87,12 @@ class Exchange:
         return valid_chat(found)
 
 
+_LINKS = {
+    operation: {"operationId": operation, "parameters": {"name": "$response.body#/id"}}
+    for operation in ("retrieve_response", "delete_response")
+}
+
+
 def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
     """Add the routes to the application."""
     options = responder.options
@@ -102,7 +108,7 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         )
         return model, Exchange(body, tools, [*before, *_messages(body.input)])
 
-    @app.post("/v1/responses", **documented(ResponseAnswer, events="OpenAI's response events"))
+    @app.post("/v1/responses", **documented(ResponseAnswer, events="OpenAI's response events", links=_LINKS))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's Responses API."""
         model, exchange = begun(body, request)
@@ -123,12 +129,12 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         count = await count_prompt(exchange.chat(), model, request, options)
         return {"object": "response.input_tokens", "input_tokens": count}
 
-    @app.get("/v1/responses/{name}", **documented(ResponseAnswer))
+    @app.get("/v1/responses/{name}", operation_id="retrieve_response", **documented(ResponseAnswer))
     async def one_response(name: str, request: Request) -> dict[str, Any]:
         """A response that is kept."""
         return _kept(stored, name, cache_salt(request.scope)).body
 
-    @app.delete("/v1/responses/{name}", **documented(DeletedAnswer))
+    @app.delete("/v1/responses/{name}", operation_id="delete_response", **documented(DeletedAnswer))
     async def delete_response(name: str, request: Request) -> dict[str, Any]:
         """Forget a response."""
         _kept(stored, name, cache_salt(request.scope))

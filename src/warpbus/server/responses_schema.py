@@ -163,7 +163,7 @@ class ResponsesRequest(NamesModel):
     max_output_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="limited to what the prompt leaves of the context"
     )
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None

@@ -133,19 +133,21 @@ class Body(BaseModel):
             return data
         if len(data) > _MOST_FIELDS:
             raise ValueError(f"it has {len(data):,} fields, and at most {_MOST_FIELDS} can be right")
-        return data | {name: _with_integers(data[name]) for name in cls._integers & data.keys()}
+        integers = cls._integers & data.keys()
+        return data | {name: _with_integers(data[name]) for name in integers} if integers else data
 
 
 def unknown_fields(value: Any, path: str = "") -> list[str]:
     """The names of the fields of a body that are not declared, such as `messages.0.cache`."""
     if isinstance(value, list):
-        return [name for at, item in enumerate(value) for name in unknown_fields(item, f"{path}{at}.")]
+        found = [(at, item) for at, item in enumerate(value) if isinstance(item, (Body, list))]
+        return [name for at, item in found for name in unknown_fields(item, f"{path}{at}.")]
     if not isinstance(value, Body):
         return []
-    found = [path + name for name in value.model_extra or ()]
+    names = [path + name for name in value.model_extra or ()]
     for name in type(value).model_fields:
-        found += unknown_fields(getattr(value, name), f"{path}{name}.")
-    return found
+        names += unknown_fields(getattr(value, name), f"{path}{name}.")
+    return names
 
 
 class TextPart(Body):
@@ -302,11 +304,11 @@ class NamesModel(Body):
 class Generating(NamesModel):
     """The fields of every request that generates."""
 
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1 allows every token")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Biases | None = None

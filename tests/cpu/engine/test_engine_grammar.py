@@ -373,6 +373,18 @@ def test_without_a_stop_token(tokenizer):
         GrammarCompiler(tokenizer, vocab_size=VOCABULARY, stop_ids=())
 
 
+def test_the_text_of_all_compiled_grammars_is_limited(tokenizer, monkeypatch):
+    monkeypatch.setattr("warpbus.engine.grammar._CACHED_TEXT", 50)
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCABULARY, stop_ids=STOPS)
+    parsed = []
+    parse = compiler._parse
+    monkeypatch.setattr(compiler, "_parse", lambda grammar: parsed.append(grammar.text[0]) or parse(grammar))
+    for letter in "abcabcdbab":
+        compiler.compile(Grammar("regex", letter * (15 if letter != "d" else 40)))
+    # d leaves no room for another; a and b then fit beside each other.
+    assert "".join(parsed) == "abcdba"
+
+
 def test_threads_compile_one_after_the_other(compiler, monkeypatch):
     """The library's objects and the cache of what is compiled are not made for several."""
     inside, most, parse = [], [], GrammarCompiler._parse

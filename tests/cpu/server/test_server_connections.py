@@ -13,16 +13,21 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import h11
 import httpx
 import openai
 import pytest
 import trustme
+import uvicorn
 from serving_fakes import FakeService, Running, until
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
 from warpbus.errors import EngineDiedError, NumericError, QueueFullError, UnavailableError, UsageError
-from warpbus.server.listening import _Http, bind
+from warpbus.server.app import create_app
+from warpbus.server.listening import _Http, _LimitedConnection, bind
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Models
 
@@ -188,16 +193,34 @@ def test_slow_heads_and_slow_bodies_are_cut_off():
             assert [http.get("/health").status_code for _ in range(3)] == [200] * 3
 
 
-def test_a_client_that_reads_nothing_does_not_hold_its_request():
+@pytest.mark.parametrize(("stream", "length"), [(True, 100_000), (False, 3000)])
+def test_a_client_that_reads_nothing_holds_neither_its_request_nor_its_connection(stream, length):
     with serving(body_timeout=0.3) as running:
-        running.service.script = "x" * 100_000
+        running.service.script = "x" * length
         running.service.max_model_len = 1 << 20
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", running.port))
-            connection.sendall(post({**CHAT, "stream": True, "n": 16, "logprobs": True, "top_logprobs": 2}))
+            connection.sendall(post({**CHAT, "stream": stream, "n": 16, "logprobs": True, "top_logprobs": 2}))
             until(lambda: running.service.ended.total() == 16, 90)
-        assert running.service.ended["aborted"] > 0
+            until(lambda: not running.connections, 90)
+        assert (running.service.ended["aborted"] > 0) is stream
+
+
+def test_a_connection_is_kept_while_its_client_reads():
+    async def run():
+        aborted = asyncio.Event()
+        unsent = [300, 200, 100, 100, 0]
+        transport = SimpleNamespace(get_write_buffer_size=lambda: unsent.pop(0), abort=aborted.set)
+        config = uvicorn.Config(create_app(Models()))
+        connection = _LimitedConnection(most=1, seconds=0.01, config=config, server_state=ServerState(), app_state={})
+        connection.transport = transport
+        connection.flow = FlowControl(transport)
+        connection.pause_writing()
+        await aborted.wait()
+        assert unsent == [0]
+
+    asyncio.run(run())
 
 
 def test_too_many_connections_are_refused():
@@ -224,6 +247,40 @@ def test_what_is_no_http_does_no_harm(data):
         assert found == b"" or found.startswith((b"HTTP/1.1 400", b"HTTP/1.1 403"))
         with running.http() as http:
             assert http.get("/health").status_code == 200
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunk", [b"zz\r\nab\r\n", b"-1\r\nab\r\n", b"2\r\nabXX0\r\n\r\n", b"2\r\n{}\r\nzz\r\n"])
+def test_malformed_chunks_are_refused(chunk, caplog):
+    with serving() as running:
+        head, _, body = raw(running, CHUNKED + chunk).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert f"content-length: {len(body)}".encode() in head
+        assert b"connection: close" in head
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+        until(lambda: not running.connections)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_malformed_chunks_of_a_body_that_was_refused_already_end_the_connection(caplog):
+    with (
+        serving(max_body_bytes=1000) as running,
+        socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection,
+    ):
+        connection.sendall(CHUNKED + b"5dc\r\n" + b" " * 1500 + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+        connection.sendall(b"zz\r\n")
+        until(lambda: not running.connections)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_who_asks_for_another_protocol_is_answered_in_this_one(caplog):
+    with serving() as running, running.http() as http:
+        asked = {"connection": "upgrade, http2-settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
+        assert http.get("/health", headers=asked).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_tls(tmp_path):

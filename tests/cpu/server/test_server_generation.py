@@ -6,7 +6,6 @@ import pytest
 
 from warpbus.engine import SamplingParams, TextPiece
 from warpbus.server.generation import GenerationRequest, Generations, RequestRecord, RunningGenerations
-from warpbus.server.guard import _SendInTime
 from warpbus.server.metrics import Metrics
 from warpbus.server.request_error import RequestError
 
@@ -207,38 +206,5 @@ def test_a_failed_receiver_raises_its_error_and_ends_the_answers():
             await generations.run(fail)
         await generations.aclose()
         assert sorted(model.closed) == [0, 1]
-
-    asyncio.run(run())
-
-
-def test_messages_that_cannot_be_sent_time_out_and_others_do_not():
-    async def run():
-        blocked = asyncio.Event()
-        sent = []
-
-        async def send(message):
-            if message == "blocks":
-                await blocked.wait()
-            sent.append(message)
-
-        timed = _SendInTime(send, 0.02)
-        assert not timed.used
-        await timed("first")
-        await asyncio.sleep(0.05)  # nothing is being sent: the timer goes on
-        await timed("second")
-        with pytest.raises(TimeoutError, match="does not read"):
-            await timed("blocks")
-        assert timed.used
-        assert sent == ["first", "second"]
-        assert asyncio.current_task().cancelling() == 0
-
-        other = _SendInTime(send, 60.0)
-        task = asyncio.ensure_future(other("blocks"))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        other.close()
-        timed.close()
 
     asyncio.run(run())

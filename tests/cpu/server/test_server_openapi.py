@@ -238,6 +238,9 @@ ANTHROPIC = {"model": "m", "max_tokens": 1, "messages": [MESSAGE]}
         ("ChatRequest", {"messages": [MESSAGE], "response_format": {"type": "json_object", "schema": {}}}, True),
         ("ChatRequest", {"messages": [MESSAGE], "continue_final_message": True, "add_generation_prompt": True}, False),
         ("ChatRequest", {"messages": [MESSAGE], **{f"field{at}": 0 for at in range(64)}}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "temperature": 100, "repetition_penalty": 0.01}, True),
+        ("ChatRequest", {"messages": [MESSAGE], "temperature": 100.5}, False),
+        ("ChatRequest", {"messages": [MESSAGE], "repetition_penalty": 0.001}, False),
         ("CompletionRequest", {"prompt": [[1.0, 2], [3]]}, True),
         ("CompletionRequest", {"prompt": [1, 2.5]}, False),
         ("CompletionRequest", {"prompt": "a", "suffix": "b"}, False),
@@ -251,6 +254,7 @@ ANTHROPIC = {"model": "m", "max_tokens": 1, "messages": [MESSAGE]}
         ("MessagesRequest", {**ANTHROPIC, "tool_choice": {"type": "any", "name": "f"}}, False),
         ("MessagesRequest", {**ANTHROPIC, "tool_choice": {"type": "tool", "name": "f"}}, True),
         ("ResponsesRequest", {"model": "m", "input": "a", "background": True}, False),
+        ("ResponsesRequest", {"model": "m", "input": "a", "temperature": 1e9}, False),
         ("ResponsesRequest", {"model": "m", "input": "a", "tools": [{"type": "function"}]}, False),
         ("ResponsesRequest", {"model": "m", "input": "a", "text": {"format": {"type": "text", "schema": {}}}}, False),
         ("TokenizeRequest", {"content": "a", "add_special": True, "add_special_tokens": True}, False),
@@ -277,3 +281,18 @@ def test_the_schema_and_the_server_agree_on_what_is_refused(name, body, fits):
         assert not fits
     else:
         assert fits
+
+
+def test_the_links_of_a_response_lead_to_it(sleepless):
+    links = SCHEMA["paths"]["/v1/responses"]["post"]["responses"]["200"]["links"]
+    paths = {
+        operation["operationId"]: (method, path)
+        for path, item in SCHEMA["paths"].items()
+        for method, operation in item.items()
+    }
+    with sleepless.http() as http:
+        made = http.post("/v1/responses", json={"model": "parrot", "input": "a"}).json()
+        for name, link in links.items():
+            method, path = paths[link["operationId"]]
+            assert link["parameters"] == {"name": "$response.body#/id"}, name
+            assert http.request(method, path.format(name=made["id"])).json()["id"] == made["id"]
