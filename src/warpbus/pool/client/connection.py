@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, StateError
+from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, NotListeningError, StateError
 from warpbus.pool.client.swap_history import SwapHistory
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
@@ -26,11 +26,13 @@ from warpbus.pool.protocol.wire import Value, decode, encode
 
 PATIENCE_SECONDS = 30.0
 """Seconds for which a broken connection is retried."""
+REFUSED_SECONDS = 1.0
+"""Seconds after which a machine that refuses all connections has lost the lease: leases end with their daemon."""
 
 _KEPT_BYTES = 256 << 20
 _LOOKED_EVERY = 8
 _ANSWERS = (Kind.ANSWER, Kind.DATA, Kind.ERROR)
-_RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+_RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
 
 
 class Welcome(NamedTuple):
@@ -104,6 +106,7 @@ class Connection:
         self._moving: _Moving | None = None
         self._failures: deque[CallFailure] = deque()
         self._abandoned: str | None = None
+        self._may_return = False  # a daemon has said that the lease is suspended, or on its way
         self.reconnections = 0
         self.swaps = SwapHistory(lease.hex())
         self._channel, self.welcome = self._open(where, claim=False)
@@ -268,13 +271,15 @@ class Connection:
         """Reconnect to the lease, and send again what may not have arrived.
 
         Raises:
-            LeaseLostError: the lease is gone, or cannot be reached within `patience` seconds.
+            LeaseLostError: the lease is gone, or cannot be reached within `patience` seconds; or for `REFUSED_SECONDS`
+                nothing listened where it can be.
             StateError: the connection belongs to the parent process.
         """
         if self._abandoned is not None:
             raise StateError(self._abandoned) from None
         self._channel.close()
-        until = time.monotonic() + self.patience
+        self._may_return = False
+        begun = answered = time.monotonic()
         attempt = 0
         last: Exception = lost
         while True:
@@ -285,10 +290,19 @@ class Connection:
                     self._resend()
                     self.reconnections += 1
                     return
+                except NotListeningError as error:
+                    last = error
                 except ConnectionLostError as error:
                     last = error
-            if time.monotonic() >= until:
+                    answered = time.monotonic()
+            now = time.monotonic()
+            if now - begun >= self.patience:
                 raise LeaseLostError(f"the remote GPU is lost: {last}; what was on it is gone, connect again") from None
+            if now - answered >= REFUSED_SECONDS and not self._may_return:
+                raise LeaseLostError(
+                    f"the remote GPU {self.welcome.gpu} is lost: nothing listens at {self._where}, so its daemon has "
+                    "ended, and its leases with it; start the daemon and connect again"
+                ) from None
             time.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1
 
@@ -320,7 +334,9 @@ class Connection:
                 raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
             value: Any = decode(frame.payload)
             if frame.kind is Kind.REFUSED:
-                raise sent_error(value)
+                error = sent_error(value)
+                self._may_return = isinstance(error, ConnectionLostError)
+                raise error
             if frame.kind is not Kind.WELCOME:
                 raise FrameError(f"{where} greets with a {frame.kind.name} frame")
         except BaseException:
