@@ -4,7 +4,7 @@ Knows nothing of operators. A storage is memory that is charged with the bytes i
 of it by geometry, which is checked once and then looked up.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -280,6 +280,12 @@ class Storages:
             clock += 1
             live[handle].version = clock
         self.clock = clock
+
+    def written_in_part(self, handles: Iterable[int]) -> None:
+        """A call has failed that writes into these, as far as they are there; it may have written until then."""
+        for handle in handles:
+            if handle in self.live:
+                self.written(handle)
 
     def version(self, handle: int) -> int:
         """A number that grows with every write, and that no two writes, to whatever storages, have in common."""
