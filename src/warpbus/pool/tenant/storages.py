@@ -4,6 +4,7 @@ Knows nothing of operators. A storage is memory that is charged with the bytes i
 of it by geometry, which is checked once and then looked up.
 """
 
+import ctypes
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -21,6 +22,7 @@ MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
 MAX_HANDLE = 1 << 63
 
+_FEW = 4096
 _LEAST_SLACK = 512 << 20
 _SLACK = 8
 
@@ -240,8 +242,10 @@ class Storages:
         return found
 
     def read(self, handle: int, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a storage: its memory itself on a CPU, a copy of it on a GPU."""
+        """Bytes of a storage: its memory itself on a CPU, or a copy if they are few; a copy on a GPU."""
         if self.device.type != "cuda":
+            if nbytes <= _FEW and (few := self._few(handle, offset, nbytes)) is not None:
+                return few
             return self.slice(handle, offset, nbytes).numpy().data
         copy = bytearray(nbytes)
         at = 0
@@ -249,6 +253,16 @@ class Storages:
             copy[at : at + len(part)] = part
             at += len(part)
         return memoryview(copy).toreadonly()
+
+    def _few(self, handle: int, offset: int, nbytes: int) -> memoryview | None:
+        """A few bytes of a storage, which programs read in each step; None if they are not all inside."""
+        storage = self.memory_of(handle)
+        assert storage.base is not None
+        memory = storage.base.data_ptr()  # none if the tensor has no elements
+        if not memory or offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
+            return None
+        memory -= storage.base.storage_offset() * storage.base.itemsize
+        return memoryview(ctypes.string_at(memory + offset, nbytes))
 
     def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same in pieces of 4 MiB at most, each of which holds until the next is asked for."""
