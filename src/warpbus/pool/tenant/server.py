@@ -491,7 +491,7 @@ class TenantServer:
             try:
                 if not leaving.arrived:
                     return
-                self.channel.send(Kind.DATA, number, leaving.data)
+                self.channel.send(Kind.DATA, number, leaving.take())
             except ConnectionLostError:
                 self.hang_up()
                 return

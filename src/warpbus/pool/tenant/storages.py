@@ -16,7 +16,7 @@ from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopy
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopies, HostCopy
 
 MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
@@ -103,6 +103,7 @@ class Storages:
         self._sizes: dict[int, int] = {}
         self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
+        self._copies = HostCopies()
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
@@ -272,7 +273,7 @@ class Storages:
 
     def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
         """The same of a GPU, as they are now, without waiting for them."""
-        return HostCopy(self.slice(handle, offset, nbytes))
+        return self._copies.begin(self.slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""
