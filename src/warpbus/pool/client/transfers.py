@@ -218,7 +218,7 @@ def item(source: Tensor) -> bool | int | float | complex:
     form = _NUMBERS.get(source.dtype)
     if form is None or source.is_neg():
         return download(source).item()
-    offset = source.storage_offset() * form.size  # type: ignore[operator]
+    offset = int(source.storage_offset()) * form.size
     (number,) = form.unpack(current().read_little(remote_of(source), offset, form.size))
     return number
 

@@ -262,7 +262,7 @@ class Storages:
         memory = storage.base.data_ptr()  # none if the tensor has no elements
         if not memory or offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
             return None
-        memory -= storage.base.storage_offset() * storage.base.itemsize
+        memory -= int(storage.base.storage_offset()) * storage.base.itemsize
         return memoryview(ctypes.string_at(memory + offset, nbytes))
 
     def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
