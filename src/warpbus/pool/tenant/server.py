@@ -49,6 +49,7 @@ from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
+_REST = 0.001
 _BATCH, _READ, _DATA = Kind.BATCH, Kind.READ, Kind.DATA  # looking up a member of an enumeration takes a while
 _SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
 _LINGER = 2.0
@@ -85,6 +86,7 @@ class TenantServer:
         self._checkpoints = OfferedCheckpoints(executor.storages)
         self._swapping = Swapping(self, out=setup["swapped_out"])
         self._work: Iterator[None] | None = None
+        self._work_rests = False
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: MigrationDestination | None = None
         if setup["migration_token"] is not None:
@@ -153,6 +155,10 @@ class TenantServer:
             self._leaving.clear()
             self._tell_clients()
 
+    def rest_work(self) -> None:
+        """Wait up to a millisecond for others before the work goes on, which waits for another process."""
+        self._work_rests = True
+
     def step_aside(self) -> None:
         """Give up the time slice while this process waits for something other than the GPU."""
         if self._time_slices is not None:
@@ -163,7 +169,9 @@ class TenantServer:
         """Run one iteration of the event loop. Returns False when the process has to end."""
         patience = self._attend()
         talking = self.channel is not None and self._kept is None
-        busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
+        patience = min(patience, _REST) if self._work_rests else patience
+        busy = self._work is not None and not self._work_rests
+        busy = busy or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
         for other in (self._end, self._acceptor, self._links):
@@ -190,6 +198,7 @@ class TenantServer:
                 self.tell(event, **facts)
         if self._destination is not None:
             self._receive_lease(self._destination)
+        self._work_rests = False
         if self._work is not None and next(self._work, True):
             self._work = None
         if self._leaving:

@@ -125,8 +125,8 @@ class Storages:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def create(self, handle: int, nbytes: int) -> None:
-        """A storage of zeros.
+    def create(self, handle: int, nbytes: int, *, zeros: bool = True) -> None:
+        """A storage of zeros; without `zeros` of any bytes, which nobody may read before all of them are written.
 
         Raises:
             torch.OutOfMemoryError: with the figures; nothing has changed.
@@ -135,7 +135,7 @@ class Storages:
         self.check_new(handle)
         self.charge(nbytes)
         try:
-            base = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            base = (torch.zeros if zeros else torch.empty)(nbytes, dtype=torch.uint8, device=self.device)
         except Exception:
             self.used -= nbytes
             raise
