@@ -16,7 +16,8 @@
     ├── PoolError                     the GPU pool cannot do what it was asked, and no GPU is to blame
     │   ├── ProtocolError             a value or message that does not fit the pool's protocol
     │   ├── ConnectionLostError       a connection is closed, refused or silent; a new one may work
-    │   │   └── FrameError            closed because the peer broke the protocol (also a ProtocolError)
+    │   │   ├── FrameError            closed because the peer broke the protocol (also a ProtocolError)
+    │   │   └── NotListeningError     refused, because nothing listens at the address
     │   ├── PeerTimeoutError          a process or machine of the pool did not do its part in time
     │   ├── AuthorizationError        a key, certificate or user id does not give access
     │   │   └── TokenError            a token is not accepted (also a UsageError)
@@ -113,6 +114,10 @@ class ConnectionLostError(PoolError):
 
 class FrameError(ConnectionLostError, ProtocolError):
     """The peer sent bytes that are no frame of the protocol, or a frame out of order; the connection was closed."""
+
+
+class NotListeningError(ConnectionLostError):
+    """A machine refuses a connection because nothing listens at the address; its network works."""
 
 
 class PeerTimeoutError(PoolError):

@@ -198,8 +198,8 @@ def test_a_machine_that_dies_takes_its_leases_along_and_says_so(doomed, connect)
     x = torch.ones(4, device=gpu.device)
     gpu.synchronize()
     doomed.kill()
-    gpu.patience = 2.0
-    with pytest.raises(LeaseLostError, match="the remote GPU is lost"):
+    gpu.patience = 3600.0  # longer than this test may take
+    with pytest.raises(LeaseLostError, match=rf"{doomed.log.stem}/0 is lost: nothing listens at {doomed.address}"):
         (x + 1).cpu()
 
 
@@ -207,7 +207,7 @@ def test_a_machine_that_dies_while_its_lease_is_copied(doomed, connect, away):
     gpu = connect(doomed.log.stem)
     x = torch.randn(50_000_000, device=gpu.device)  # 200 MB
     gpu.synchronize()
-    gpu.patience = 3.0
+    gpu.patience = 3600.0
 
     def kill(progress: dict[str, object]) -> None:
         if progress["phase"] == "copying ahead":
@@ -215,7 +215,7 @@ def test_a_machine_that_dies_while_its_lease_is_copied(doomed, connect, away):
 
     with pytest.raises(warpbus.WarpbusError):
         gpu.migrate("away", progress=kill)
-    with pytest.raises(LeaseLostError, match="the remote GPU is lost"):
+    with pytest.raises(LeaseLostError, match="nothing listens at"):
         x.sum().item()
 
 

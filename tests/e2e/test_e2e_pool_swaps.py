@@ -19,7 +19,6 @@ from warpbus.pool.protocol.control_channel import ControlChannel
 OPTIONS = ("--cpu-memory", "500MB", "--oversubscribe", "2", "--swap-memory", "2GB", "--swap-time-slice", "600")
 MEMORY = "400MB"
 ELEMENTS = 48_000_000  # of 8 bytes
-PATIENCE = 2.0
 _SECONDS = 60.0
 
 
@@ -37,7 +36,6 @@ class Striker(threading.Thread):
     def __init__(self, machine: Machine, lease: str, moment: str) -> None:
         super().__init__(daemon=True)
         self.children: set[int] = set()
-        self.killed = float("inf")
         self._machine, self._lease, self._moment = machine, lease, moment
 
     def swaps(self) -> list[str]:
@@ -63,7 +61,6 @@ class Striker(threading.Thread):
             time.sleep(0.001)
         self.children = self._machine.children()
         self._machine.kill()
-        self.killed = time.monotonic()
 
     def _copy(self) -> tuple[int, int]:
         """The process that has the largest copy in host memory, and the bytes of it; zeros if there is none."""
@@ -89,20 +86,19 @@ def _anonymous(pid: int) -> int:
 def test_a_daemon_that_is_killed_while_a_lease_is_swapped(machine, moment, swaps):
     low = warpbus.pool.connect(machine.address, memory=MEMORY, share=0.5)
     high = warpbus.pool.connect(machine.address, memory=MEMORY, share=0.5, priority=1)
-    low.patience = high.patience = PATIENCE
+    low.patience = high.patience = 3600.0  # longer than this test may take
     kept = torch.arange(ELEMENTS, device=low.device)
     low.synchronize()
     strike = Striker(machine, low.lease, moment)
     strike.start()
     x = torch.ones(4, device=high.device)
     if moment == "moving out":
-        with pytest.raises(LeaseLostError, match="cannot be reached"):  # it waits for room
+        with pytest.raises(LeaseLostError, match="nothing listens at"):  # it waits for room
             x.sum().item()
     else:
         assert x.sum().item() == 4
-        with pytest.raises(LeaseLostError, match="cannot be reached"):  # it waits until the other one is idle
+        with pytest.raises(LeaseLostError, match="nothing listens at"):  # it waits until the other one is idle
             kept.sum().item()
-    assert time.monotonic() - strike.killed < PATIENCE + 10
     strike.join()
     assert strike.swaps() == swaps
     assert len(strike.children) >= 2

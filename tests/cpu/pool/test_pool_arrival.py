@@ -128,6 +128,28 @@ def test_a_storage_of_which_a_part_is_missing_is_no_lease() -> None:
     assert "did not arrive in full" in destination.reason
 
 
+def test_a_part_of_an_earlier_storage_does_not_complete_a_later_one() -> None:
+    """Its other bytes would be what somebody else had in that memory."""
+    ours, destination = raw_destination()
+    state, manifest = encode({"executed": 0}), migration_messages.ENTRY.pack(1, 100, 8)
+    said: list[tuple[str, list[Value], bytes]] = [
+        ("create", [1, 100], b""),
+        ("bytes", [migration_messages.checksum([GOOD]), 1, 7, 0, 100], GOOD),
+        ("changed", [1, 7, 8, 0, 10], b""),
+        ("drop", [1], b""),
+        ("create", [1, 100], b""),
+        ("bytes", [migration_messages.checksum([GOOD[:10]]), 1, 8, 0, 10], GOOD[:10]),
+        ("state", [migration_messages.checksum([state])], state),
+        ("manifest", [migration_messages.checksum([manifest])], manifest),
+        ("end", [0, len(state), 1], b""),
+    ]
+    for number, (what, values, raw) in enumerate(said):
+        migration_messages.say(ours, number, what, *values, raw=[raw])
+        destination.step(1.0)
+    assert destination.state is DestinationState.DISCARDED
+    assert "did not arrive in full" in destination.reason
+
+
 def test_frames_of_rubbish_end_in_a_sentence() -> None:
     rng = random.Random(0)
     for _ in range(200):

@@ -77,11 +77,16 @@ def test_lists_of_tensors(hand):
     joined = hand.call("aten::cat", there, 1)
     hand.call("aten::_foreach_add_.Scalar", there, 2.0)
     parts = hand.call("aten::unsafe_split_with_sizes", joined, [1, 2, 3], 1)
+    squares = hand.call("aten::_foreach_mul.List", there[1:], there[1:])
     assert torch.equal(hand.get(joined), torch.cat(pieces, 1))
     assert torch.equal(hand.get(there[2]), pieces[2] + 2)
     for piece, part in zip(pieces, parts, strict=True):
         assert torch.equal(hand.get(part), piece)
-    assert used(hand) == 2 * 48 + 28 + 32 + 36  # the parts are copies, with the gaps that were announced
+    for piece, square in zip(pieces[1:], squares, strict=True):
+        assert torch.equal(hand.get(square), (piece + 2) ** 2)
+    at_once = {each.operator for each in hand.executor.definitions.values() if each.several}
+    assert "aten::_foreach_mul.List" in at_once
+    assert used(hand) == 2 * 48 + 28 + 32 + 36 + 40  # the parts are copies, with the gaps that were announced
 
 
 def test_results_come_in_the_strides_that_were_announced(hand):

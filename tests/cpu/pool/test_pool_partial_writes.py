@@ -147,3 +147,25 @@ def test_a_move_that_fails_ends_the_log_of_writes(hand: Hand) -> None:
     hand.call("aten::add_.Tensor", cache, cache)
     assert not hand.send()
     move._thread.join()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_a_call_wrote_before_it_failed_is_copied(hand: Hand, recorded: bool) -> None:
+    """As with PyTorch, a tensor keeps what a call wrote until it met a wrong value."""
+    kept = hand.put(torch.zeros(4))
+    ones = hand.put(torch.ones(2))
+    index = hand.put(torch.tensor([1, 9]))
+    hand.send()
+    move = Move(hand.executor, little=0)
+    while not move.copy_ahead():
+        pass
+    if recorded:
+        hand.writer.record(0)
+    hand.call("aten::index_add_", kept, 0, index, ones)
+    if recorded:
+        hand.writer.stop()
+        hand.writer.run(0)
+    (failure,) = hand.send()
+    assert failure.type == "IndexError"
+    assert hand.get(kept).tolist() == torch.zeros(4).index_add_(0, torch.tensor([1]), torch.ones(1)).tolist()
+    move.finish()

@@ -65,6 +65,22 @@ def test_bytes_in_and_out(hand):
     assert not hand.get(hand.empty((1 << 20,))).any()
 
 
+def test_copies_that_are_on_their_way_together(hand):
+    data = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8)
+    there = hand.put(data)
+    hand.send()
+    storages = hand.executor.storages
+    for _ in range(2):  # the second time with the same buffers
+        wanted = [(5, 8), (100, 4096), (7, 1 << 19), (0, 1)]
+        copies = [storages.leave(there, *each) for each in wanted]
+        storages.write(there, 0, b"later")
+        storages.synchronize()
+        for copy, (start, nbytes) in zip(copies, wanted, strict=True):
+            assert copy.arrived
+            assert bytes(copy.take()) == bytes(data[start : start + nbytes].numpy())
+        storages.write(there, 0, bytes(data[:5].numpy()))
+
+
 def test_an_mlp_computes_what_it_does_without_a_pool(hand):
     torch.manual_seed(0)
     x, w, b = torch.randn(32, 64), torch.randn(128, 64), torch.randn(128)

@@ -8,7 +8,6 @@ back.
 
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, StateError
+from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, NotListeningError, StateError
 from warpbus.pool.client.swap_history import SwapHistory
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
@@ -26,11 +25,14 @@ from warpbus.pool.protocol.wire import Value, decode, encode
 
 PATIENCE_SECONDS = 30.0
 """Seconds for which a broken connection is retried."""
+REFUSED_SECONDS = 1.0
+"""Seconds after which a machine that refuses all connections has lost the lease: leases end with their daemon."""
 
 _KEPT_BYTES = 256 << 20
 _LOOKED_EVERY = 8
+_READ, _ERROR = Kind.READ, Kind.ERROR  # looking up a member of an enumeration takes half a microsecond
 _ANSWERS = (Kind.ANSWER, Kind.DATA, Kind.ERROR)
-_RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+_RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0)
 
 
 class Welcome(NamedTuple):
@@ -55,10 +57,10 @@ class PendingRead:
     The connection holds a weak reference: a read that nobody references is dropped.
     """
 
-    def __init__(self, number: int, payload: bytes, nbytes: int) -> None:
+    def __init__(self, number: int, payload: bytes, data: bytearray | memoryview) -> None:
         self.number = number
         self.payload = payload
-        self.data = bytearray(nbytes)
+        self.data = data
         self.filled = 0
         self.failure: CallFailure | None = None
 
@@ -104,6 +106,7 @@ class Connection:
         self._moving: _Moving | None = None
         self._failures: deque[CallFailure] = deque()
         self._abandoned: str | None = None
+        self._may_return = False  # a daemon has said that the lease is suspended, or on its way
         self.reconnections = 0
         self.swaps = SwapHistory(lease.hex())
         self._channel, self.welcome = self._open(where, claim=False)
@@ -128,38 +131,27 @@ class Connection:
 
     def ask(self, question: list[Value]) -> Value:
         """Ask a question and return its answer, once everything sent before has been executed."""
-        return self._answered(Kind.ASK, encode(question), lambda frame: (True, decode(frame.payload)), lambda: None)
+        return decode(self._answer(Kind.ASK, encode(question)))
 
     def read(self, handle: int, offset: int, into: memoryview) -> None:
         """Fill `into` with bytes of a storage."""
-        filled = 0
-
-        def take(frame: Frame) -> tuple[bool, None]:
-            nonlocal filled
-            if filled + len(frame.payload) > len(into):
-                raise FrameError("the pool sent more bytes than were asked for")
-            into[filled : filled + len(frame.payload)] = frame.payload
-            filled += len(frame.payload)
-            return filled == len(into), None
-
-        def restart() -> None:
-            nonlocal filled
-            filled = 0
-
-        self._answered(Kind.READ, READ.pack(handle, offset, len(into)), take, restart)
+        self.wait_for(self._request(READ.pack(handle, offset, len(into)), into))
 
     def read_little(self, handle: int, offset: int, nbytes: int) -> memoryview:
         """As many bytes of a storage as one frame has, `MAX_DATA` at most."""
-        question = READ.pack(handle, offset, nbytes)
-        data: memoryview = self._answered(Kind.READ, question, lambda frame: (True, frame.payload), lambda: None)
+        data = self._answer(_READ, READ.pack(handle, offset, nbytes))
         if len(data) != nbytes:
             raise FrameError(f"the pool sent {len(data)} bytes: {nbytes} were asked for")
         return data
 
     def ask_for(self, handle: int, offset: int, nbytes: int) -> PendingRead:
         """Request bytes of a storage, as they are after everything sent before; `wait_for` returns them."""
+        return self._request(READ.pack(handle, offset, nbytes), bytearray(nbytes))
+
+    def _request(self, payload: bytes, data: bytearray | memoryview) -> PendingRead:
+        """Request bytes of a storage as `READ` packs it, to be put into `data`."""
         self._question += 1
-        reading = PendingRead(self._question, READ.pack(handle, offset, nbytes), nbytes)
+        reading = PendingRead(self._question, payload, data)
         self._readings[reading.number] = reading
         try:
             self._channel.send(Kind.READ, reading.number, reading.payload)
@@ -167,7 +159,7 @@ class Connection:
             self._reconnect(lost)
         return reading
 
-    def wait_for(self, reading: PendingRead) -> bytearray:
+    def wait_for(self, reading: PendingRead) -> bytearray | memoryview:
         """Wait for the data of a read."""
         while not reading.arrived:
             try:
@@ -203,33 +195,24 @@ class Connection:
         self._abandoned = why
         self._channel.abandon(why)
 
-    def _answered(
-        self,
-        kind: Kind,
-        payload: bytes,
-        take: Callable[[Frame], tuple[bool, Any]],
-        restart: Callable[[], None],
-    ) -> Any:
-        self._question += 1
-        number = self._question
+    def _answer(self, kind: Kind, question: bytes) -> memoryview:
+        """The payload of the frame that answers a question."""
+        number = self._question = self._question + 1
         while True:
+            channel = self._channel
             try:
-                restart()
-                self._channel.send(kind, number, payload)
-                while True:
-                    frame = self._channel.receive()
-                    if frame is None or frame.kind not in _ANSWERS or frame.number != number:
-                        self._take(frame)
-                        continue
-                    if frame.kind is Kind.ERROR:
-                        self._failures.clear()  # what led to this one, most likely
-                        raise CallFailure.read(decode(frame.payload)).exception()
-                    finished, answer = take(frame)
-                    if finished:
-                        self._raise()
-                        return answer
+                channel.send(kind, number, question)
+                while (frame := channel.receive()) is None or frame.number != number or frame.kind not in _ANSWERS:
+                    self._take(frame)
             except ConnectionLostError as lost:
                 self._reconnect(lost)
+                continue
+            if frame.kind is _ERROR:
+                self._failures.clear()  # what led to this one, most likely
+                raise CallFailure.read(decode(frame.payload)).exception()
+            if self._failures:
+                self._raise()
+            return frame.payload
 
     def _look(self) -> None:
         while self._channel.pending():
@@ -268,13 +251,15 @@ class Connection:
         """Reconnect to the lease, and send again what may not have arrived.
 
         Raises:
-            LeaseLostError: the lease is gone, or cannot be reached within `patience` seconds.
+            LeaseLostError: the lease is gone, or cannot be reached within `patience` seconds; or for `REFUSED_SECONDS`
+                nothing listened where it can be.
             StateError: the connection belongs to the parent process.
         """
         if self._abandoned is not None:
             raise StateError(self._abandoned) from None
         self._channel.close()
-        until = time.monotonic() + self.patience
+        self._may_return = False
+        begun = answered = time.monotonic()
         attempt = 0
         last: Exception = lost
         while True:
@@ -285,10 +270,19 @@ class Connection:
                     self._resend()
                     self.reconnections += 1
                     return
+                except NotListeningError as error:
+                    last = error
                 except ConnectionLostError as error:
                     last = error
-            if time.monotonic() >= until:
+                    answered = time.monotonic()
+            now = time.monotonic()
+            if now - begun >= self.patience:
                 raise LeaseLostError(f"the remote GPU is lost: {last}; what was on it is gone, connect again") from None
+            if now - answered >= REFUSED_SECONDS and not self._may_return:
+                raise LeaseLostError(
+                    f"the remote GPU {self.welcome.gpu} is lost: nothing listens at {self._where}, so its daemon has "
+                    "ended, and its leases with it; start the daemon and connect again"
+                ) from None
             time.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1
 
@@ -320,7 +314,9 @@ class Connection:
                 raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
             value: Any = decode(frame.payload)
             if frame.kind is Kind.REFUSED:
-                raise sent_error(value)
+                error = sent_error(value)
+                self._may_return = isinstance(error, ConnectionLostError)
+                raise error
             if frame.kind is not Kind.WELCOME:
                 raise FrameError(f"{where} greets with a {frame.kind.name} frame")
         except BaseException:

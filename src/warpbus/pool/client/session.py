@@ -186,7 +186,7 @@ class Session:
             self.statistics.bytes_received += nbytes
             return self.connection.ask_for(remote.handle, offset, nbytes)
 
-    def wait_for(self, reading: PendingRead) -> bytearray:
+    def wait_for(self, reading: PendingRead) -> bytearray | memoryview:
         """Wait for the data of a read; calls that were sent since run meanwhile."""
         with self.lock:
             return self.connection.wait_for(reading)
@@ -258,7 +258,8 @@ class Session:
     def _waits(self) -> None:
         if self.recording:
             raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
-        self.flush(more=True)
+        if self.writer.count or self.freed:
+            self.flush(more=True)
         self.enough = _FIRST_BATCH
         self.statistics.round_trips += 1
 

@@ -216,7 +216,7 @@ class Copies:
 def item(source: Tensor) -> bool | int | float | complex:
     """`aten::_local_scalar_dense`: one round trip."""
     form = _NUMBERS.get(source.dtype)
-    if form is None or is_marked(source):
+    if form is None or source.is_neg():
         return download(source).item()
     offset = int(source.storage_offset()) * form.size
     (number,) = form.unpack(current().read_little(remote_of(source), offset, form.size))

@@ -41,6 +41,8 @@ STALL_SECONDS = 30.0  # without a byte in the middle of a frame
 
 _GIVEN_UP = "a frame was given up halfway, and with it the connection to"
 _IN = select.POLLIN
+_OUT = select.POLLOUT
+_HEADER_BYTES = HEADER.size
 _READ_AHEAD = 2**16  # small frames come several at a time
 _MOST_IN_VAIN = 6
 _JOINED = 2**14  # parts up to this are copied together: one call, or one TLS record, in place of several
@@ -99,32 +101,41 @@ class Channel:
         """
         nbytes = 0
         for part in payload:
-            nbytes += part.nbytes if isinstance(part, memoryview) else len(part)
+            nbytes += part.nbytes if part.__class__ is memoryview else len(part)
         header = pack_header(kind, number, nbytes)
         if self._deaf is not None:
             raise ConnectionLostError(self._deaf)
         if self._sending:
             raise self._fail(f"{_GIVEN_UP} {self.peer}")
         self._held += (header, *payload)
-        self._held_bytes += HEADER.size + nbytes
+        self._held_bytes += _HEADER_BYTES + nbytes
         if more:
             return
         self._sending = True
         held, self._held = self._held, []
-        small, self._held_bytes = self._held_bytes <= _JOINED, 0
-        if small:
-            parts = [memoryview(b"".join(held))]
+        nbytes, self._held_bytes = self._held_bytes, 0
+        if nbytes <= _JOINED:
+            data = b"".join(held)
+            sent = self._attempt(self._sock.send, data, _OUT)
+            if sent < nbytes:
+                self._send_rest([memoryview(data)], sent)
         else:
             parts = _joined([memoryview(each).cast("B") for each in held if len(each)])
-        while parts:
-            sent = self._attempt(self._write, parts, select.POLLOUT)
+            self._send_rest(parts, self._attempt(self._write, parts, _OUT))
+        self._sending = False
+
+    def _send_rest(self, parts: list[memoryview], sent: int) -> None:
+        """Send what is left of the parts, after an attempt that sent so many bytes, or minus the event it waits for."""
+        while True:
             if sent < 0:
                 self._wait(-sent, math.inf)
             while sent > 0 and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
+            if not parts:
+                return
             if sent > 0:
                 parts[0] = parts[0][sent:]
-        self._sending = False
+            sent = self._attempt(self._write, parts, _OUT)
 
     def offer(self, kind: Kind, number: int = 0, *payload: _Buffer) -> bool:
         """Send a small frame if the other side takes it without being waited for; returns whether it was sent.
@@ -162,7 +173,7 @@ class Channel:
             if self._end - self._start >= HEADER.size + nbytes:
                 return True
         with self._reading:
-            if self._lost is not None or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            if self._lost is not None or (self._tls and self._sock.pending()):  # type: ignore[attr-defined]
                 return True
         return bool(self._readable.poll(0))
 
@@ -188,7 +199,7 @@ class Channel:
                 return None
             self._large = None
             return Frame(kind, number, payload)
-        begin = self._start + HEADER.size
+        begin = self._start + _HEADER_BYTES
         if self._end < begin:
             return None
         nbytes, kind, number = self._header(most)
@@ -207,7 +218,7 @@ class Channel:
 
     def _header(self, most: int = MAX_FRAME) -> tuple[int, Kind, int]:
         try:
-            return parse_header(self._ahead[self._start : self._end], self.peer, most)
+            return parse_header(self._ahead, self.peer, most, self._start)
         except ConnectionLostError as error:
             raise self._fail(str(error)) from None
 
@@ -221,8 +232,8 @@ class Channel:
         within = self._large is not None or self._end > 0
         stall = self._progress + STALL_SECONDS if within else math.inf
         until = stall if deadline is None else min(deadline, stall)
-        if deadline is None:
-            self.spin(SPIN_SECONDS)
+        if deadline is None and not self.spin(SPIN_SECONDS):
+            self._wait(_IN, until - time.monotonic())
         while True:
             self._receiving = True
             received = self._attempt(self._sock.recv_into, target, _IN)
@@ -251,7 +262,7 @@ class Channel:
         each time, up to 63.
         """
         poll = self._readable.poll
-        if poll(0) or self._lost is not None or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+        if poll(0) or self._lost is not None or (self._tls and self._sock.pending()):  # type: ignore[attr-defined]
             return True
         if self._skipped:
             self._skipped -= 1
@@ -271,13 +282,20 @@ class Channel:
             return False  # it was not, a moment ago
         if self.before_waiting is not None:
             self.before_waiting()
-        return ready(self._sock, event, seconds)
+        if event != _IN:
+            return ready(self._sock, event, seconds)
+        if self._lost is not None:
+            return True
+        return bool(self._readable.poll(None if seconds == math.inf else math.ceil(seconds * 1000)))
 
     def _space(self) -> memoryview:
         """Where the next bytes go."""
         if self._large is not None:
             return self._large[2][self._filled :]
         rest = self._end - self._start
+        if not rest:
+            self._start = self._end = 0
+            return self._ahead
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
             self._start, self._end = 0, rest

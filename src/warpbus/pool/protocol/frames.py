@@ -41,7 +41,7 @@ class Kind(IntEnum):
     BYE = 11  # the connection ends as it was meant
     STATE = 12  # a part of a lease that moves
     SWAP = 13  # the lease's memory went to host memory, waits there for room, or is back
-    READ = 14  # the question ["read", handle, offset, bytes], as `READ` packs its numbers
+    READ = 14  # asks for bytes of a storage, as `READ` packs its numbers; DATA frames answer
 
 
 class Frame(NamedTuple):
@@ -52,11 +52,11 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-def read_question(frame: Frame) -> list[str | int]:
-    """The question of a READ frame."""
+def read_request(frame: Frame) -> tuple[int, int, int]:
+    """The handle, the first byte and the number of bytes of a READ frame."""
     if len(frame.payload) != READ.size:
         raise ProtocolError(f"a READ frame of {len(frame.payload)} bytes: expected {READ.size}")
-    return ["read", *READ.unpack(frame.payload)]
+    return READ.unpack(frame.payload)
 
 
 def pack_header(kind: Kind, number: int, nbytes: int) -> bytes:
@@ -66,13 +66,13 @@ def pack_header(kind: Kind, number: int, nbytes: int) -> bytes:
     return HEADER.pack(nbytes, kind, number)
 
 
-def parse_header(data: memoryview, peer: str, most: int = MAX_FRAME) -> tuple[int, Kind, int]:
-    """Bytes of the payload, kind and number that a header announces.
+def parse_header(data: memoryview, peer: str, most: int = MAX_FRAME, at: int = 0) -> tuple[int, Kind, int]:
+    """Bytes of the payload, kind and number that the header at `at` announces.
 
     Raises:
         ConnectionLostError: `peer` announces a kind that there is not, or more than `most` bytes.
     """
-    nbytes, kind, number = HEADER.unpack_from(data)
+    nbytes, kind, number = HEADER.unpack_from(data, at)
     if kind not in _KINDS:
         raise FrameError(f"{peer} sent a frame of unknown kind {kind}: it speaks another protocol, or without TLS")
     if nbytes > most:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import ConnectionLostError, UsageError
+from warpbus.errors import ConnectionLostError, NotListeningError, UsageError
 from warpbus.pool.protocol.address import Address, is_loopback
 
 _UNIX_BUFFER = 4 * 2**20  # TCP's buffers are left to the kernel, which lets them grow where that helps
@@ -57,9 +57,11 @@ def connected(address: Address, peer: str, deadline: float) -> socket.socket:
     """A socket connected to the first of the host's addresses that answers.
 
     Raises:
-        ConnectionLostError: none does, until the deadline.
+        NotListeningError: all of them refuse the connection.
+        ConnectionLostError: none answers until the deadline.
     """
-    failed: Exception = ConnectionRefusedError(f"{address.host} has no address of this machine")
+    failed: Exception = OSError(f"{address.host} has no address of this machine")
+    refused = []
     try:
         for family, target in _targets(address):
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -70,9 +72,11 @@ def connected(address: Address, peer: str, deadline: float) -> socket.socket:
             except OSError as error:
                 sock.close()
                 failed = error
+                refused.append(isinstance(error, ConnectionRefusedError | FileNotFoundError))
     except (OSError, UnicodeError) as error:  # of the look-up
         failed = error
-    raise ConnectionLostError(f"{peer} cannot be reached ({reason(failed)}); is `warpbus pool serve` running there?")
+    kind = NotListeningError if refused and all(refused) else ConnectionLostError
+    raise kind(f"{peer} cannot be reached ({reason(failed)}); is `warpbus pool serve` running there?")
 
 
 def _targets(address: Address) -> list[tuple[int, Any]]:

@@ -61,8 +61,9 @@ class Arrival:
                 self._changed(*row)
         elif what == "create":
             for handle, nbytes in numbers(values, 2):
-                self._storages.create(handle, nbytes)
+                self._storages.create(handle, nbytes, zeros=False)  # `end` checks that all has come
                 self._received[handle] = -1, 0
+                self._ends.pop(handle, None)  # of an earlier storage with this handle
         elif what == "drop":
             for (handle,) in numbers(values, 1):
                 self._known(handle)

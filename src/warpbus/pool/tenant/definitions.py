@@ -96,7 +96,7 @@ class Definition:
         returns = [str(each.type) for each in function._schema.returns]
         self.only: CheckedGeometry | None = self.news[0][0] if plain and returns == ["Tensor"] else None
         tuples = len(returns) > 1 and set(returns) == {"Tensor"}
-        self.several = plain and (tuples or returns == ["Tensor[]"])
+        self.several = plain and (tuples or returns == ["List[Tensor]"])
         self.quiet = self._verified and not self.dynamic and not self.news
 
     def run(self, values: Values) -> Any:
@@ -229,6 +229,10 @@ class Definition:
         if isinstance(argument, DevicePlaceholder):
             return self._device
         if isinstance(argument, tuple):
+            at = argument[0].index if argument and isinstance(argument[0], Input) else 0
+            if argument and argument == tuple(Input(at + place) for place in range(len(argument))):
+                end = at + len(argument)
+                return lambda values: values[at:end]  # the long lists of an optimizer
             items = [self._prepared(item) for item in argument]
             if not any(callable(item) for item in items):
                 return items

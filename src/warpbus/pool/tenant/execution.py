@@ -341,6 +341,7 @@ class Executor:
         poisoned = isinstance(error, PoisonedError)
         failure = error.failure if isinstance(error, PoisonedError) else self._report(error, definition.operator)
         handles = list(operands[definition.carried :])
+        self.storages.written_in_part(operands[index] for index in definition.written)
         if poisoned:  # it should have been written from what was never computed
             handles += [operands[index] for index in definition.written]
         self._poison(handles, failure, new=len(operands) - definition.carried)

@@ -78,12 +78,14 @@ class MigrationProgress:
         total: bytes of the storages that exist now.
         rounds: copying rounds that have begun.
         stop_reason: the reason to call `finish` now, or "".
+        waits: nothing was copied, because the destination prepares what it was told.
     """
 
     copied: int
     total: int
     rounds: int
     stop_reason: str
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -205,11 +207,12 @@ class MigrationSource:
             if self._is_ready(0.0) and not waited:
                 self._tell_storages(ask=True)
                 self._tell_definitions()
-            stop_reason = ""
+            stop_reason, before = "", precopy.sent
             if self._is_ready(_NAP if precopy.stop_reason else 0.0):
                 self._copy_piece(budget)
                 stop_reason = precopy.stop_reason if self._is_ready(_NAP if precopy.stop_reason else 0.0) else ""
-            return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, stop_reason)
+            waits = self._awaited > 0 and precopy.sent == before
+            return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, stop_reason, waits)
 
     def _copy_piece(self, budget: int | None) -> None:
         """Copy about `budget` bytes; None is what took a few milliseconds the last times."""

@@ -33,6 +33,9 @@ class MovableTenant(Protocol):
     def tell(self, event: str, **facts: Value) -> None:
         """Report one of `operations.EVENTS` to the daemon."""
 
+    def rest_work(self) -> None:
+        """Until the client sends something, or a millisecond is over, do nothing: the other side is at work."""
+
     def step_aside(self) -> None:
         """Let other tenants have the GPU."""
 
@@ -78,6 +81,8 @@ def migrate(
                 if content is None or not content.awaited:
                     break
                 time.sleep(_NAP)  # the destination may not have it
+            if progress.waits:
+                tenant.rest_work()
             yield
         tenant.tell("progress", phase=COPYING_REST, done=progress.copied, total=progress.total)
         tenant.warn_client(to, final=False)

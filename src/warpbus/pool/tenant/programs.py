@@ -186,6 +186,7 @@ class Programs:
         program = self._programs.get(number)
         if program is not None and program is not self.recording:
             self._forget(program)
+            self._storages.written_in_part(program.written)
             for handle in program.made:
                 self._storages.poison(handle, failure)
             for step in program.steps:

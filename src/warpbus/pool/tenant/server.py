@@ -11,7 +11,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from warpbus.errors import (
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import SPIN_SECONDS, Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
-from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind, read_question
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind, read_request
 from warpbus.pool.protocol.group_steps import GroupPlace
 from warpbus.pool.protocol.operations import TENANT
 from warpbus.pool.protocol.sockets import Tls, hung_up, ready
@@ -49,6 +49,8 @@ from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
+_REST = 0.001
+_BATCH, _READ, _DATA = Kind.BATCH, Kind.READ, Kind.DATA  # looking up a member of an enumeration takes a while
 _SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
 _LINGER = 2.0
 _AT_ONCE = 0.001  # seconds for which a client that keeps sending has the process to itself
@@ -84,6 +86,7 @@ class TenantServer:
         self._checkpoints = OfferedCheckpoints(executor.storages)
         self._swapping = Swapping(self, out=setup["swapped_out"])
         self._work: Iterator[None] | None = None
+        self._work_rests = False
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: MigrationDestination | None = None
         if setup["migration_token"] is not None:
@@ -152,6 +155,10 @@ class TenantServer:
             self._leaving.clear()
             self._tell_clients()
 
+    def rest_work(self) -> None:
+        """Wait up to a millisecond for others before the work goes on, which waits for another process."""
+        self._work_rests = True
+
     def step_aside(self) -> None:
         """Give up the time slice while this process waits for something other than the GPU."""
         if self._time_slices is not None:
@@ -162,7 +169,9 @@ class TenantServer:
         """Run one iteration of the event loop. Returns False when the process has to end."""
         patience = self._attend()
         talking = self.channel is not None and self._kept is None
-        busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
+        patience = min(patience, _REST) if self._work_rests else patience
+        busy = self._work is not None and not self._work_rests
+        busy = busy or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
         for other in (self._end, self._acceptor, self._links):
@@ -189,6 +198,7 @@ class TenantServer:
                 self.tell(event, **facts)
         if self._destination is not None:
             self._receive_lease(self._destination)
+        self._work_rests = False
         if self._work is not None and next(self._work, True):
             self._work = None
         if self._leaving:
@@ -388,7 +398,9 @@ class TenantServer:
 
     def _deal(self, channel: Channel, frame: Frame) -> None:
         self._dealt += 1
-        if frame.kind is Kind.BATCH:
+        if frame.kind is _READ:
+            self._answer_read(channel, frame)
+        elif frame.kind is _BATCH:
             self._meter.begin()
             try:
                 failures = self.executor.execute(frame.number, frame.payload)
@@ -396,46 +408,61 @@ class TenantServer:
                 self._owed += 1
                 self._meter.end()
             self._report(failures)
-        elif frame.kind in (Kind.ASK, Kind.READ):
+        elif frame.kind is Kind.ASK:
             self._answer(channel, frame)
         elif frame.kind is Kind.BYE:
             raise ConnectionLostError("the client said goodbye")
         else:
             raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
+    def _answer_read(self, channel: Channel, frame: Frame) -> None:
+        """Send bytes of a storage."""
+        handle, offset, nbytes = read_request(frame)
+        if self._owed:
+            self._acknowledge(more=True)
+        storages = self.executor.storages
+        try:
+            if nbytes > _SMALL:
+                for part in storages.stream(handle, offset, nbytes):
+                    channel.send(_DATA, frame.number, part)
+            elif self._on_gpu:
+                # The GPU goes on with what the client has sent meanwhile.
+                self._leaving.append((frame.number, storages.leave(handle, offset, nbytes)))
+            else:
+                channel.send(_DATA, frame.number, storages.read(handle, offset, nbytes))
+        except Exception as error:
+            self._answer_failed(channel, frame, error)
+
     def _answer(self, channel: Channel, frame: Frame) -> None:
-        question: Any = read_question(frame) if frame.kind is Kind.READ else decode(frame.payload)
+        question: Any = decode(frame.payload)
         self._acknowledge(more=True)
         try:
+            parts: Iterable[memoryview | Value]
             match question:
-                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL:
-                    if self._on_gpu:
-                        # The GPU goes on with what the client has sent meanwhile.
-                        self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
-                    else:
-                        channel.send(Kind.DATA, frame.number, self.executor.storages.read(handle, offset, nbytes))
-                    return
                 case ["checkpoint", str(name), int(start)] if start >= 0:
-                    channel.send(Kind.ANSWER, frame.number, encode(self._checkpoints.describe(name, start)))
-                    return
+                    parts = [self._checkpoints.describe(name, start)]
                 case ["join" | "leave" | "linked" as action, *values]:
-                    channel.send(Kind.ANSWER, frame.number, encode(self._change_groups(action, values)))
-                    return
+                    parts = [self._change_groups(action, values)]
                 case ["load", str(name), list(wanted)]:
                     self._checkpoints.load(name, wanted)
-                    channel.send(Kind.ANSWER, frame.number, encode(None))
-                    return
-            for part in self.executor.answer(question if isinstance(question, list) else [question]):
+                    parts = [None]
+                case _:
+                    parts = self.executor.answer(question if isinstance(question, list) else [question])
+            for part in parts:
                 if isinstance(part, memoryview):
                     channel.send(Kind.DATA, frame.number, part)
                 else:
                     channel.send(Kind.ANSWER, frame.number, encode(part))
-        except ConnectionLostError:
-            raise
-        except PoisonedError as error:
-            channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
-        except Exception as error:  # CUDA's, too: what was launched before may come to light here
-            channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
+        except Exception as error:
+            self._answer_failed(channel, frame, error)
+
+    def _answer_failed(self, channel: Channel, frame: Frame, error: Exception) -> None:
+        """Send the error of a question. CUDA's, too: what was launched before may come to light here."""
+        if isinstance(error, ConnectionLostError):
+            raise error
+        failure = error.failure if isinstance(error, PoisonedError) else None
+        failure = failure or CallFailure.of(error, "", self.executor.executed)
+        channel.send(Kind.ERROR, frame.number, encode(failure.plain()))
 
     def _change_groups(self, action: str, values: list[Any]) -> Value:
         """Join or leave a group, or tell which of its ranks are connected."""
@@ -473,7 +500,7 @@ class TenantServer:
             try:
                 if not leaving.arrived:
                     return
-                self.channel.send(Kind.DATA, number, leaving.data)
+                self.channel.send(Kind.DATA, number, leaving.take())
             except ConnectionLostError:
                 self.hang_up()
                 return

@@ -4,7 +4,8 @@ Knows nothing of operators. A storage is memory that is charged with the bytes i
 of it by geometry, which is checked once and then looked up.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import ctypes
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -15,12 +16,13 @@ from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopy
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopies, HostCopy
 
 MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
 MAX_HANDLE = 1 << 63
 
+_FEW = 4096
 _LEAST_SLACK = 512 << 20
 _SLACK = 8
 
@@ -101,6 +103,7 @@ class Storages:
         self._sizes: dict[int, int] = {}
         self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
+        self._copies = HostCopies()
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
@@ -122,8 +125,8 @@ class Storages:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def create(self, handle: int, nbytes: int) -> None:
-        """A storage of zeros.
+    def create(self, handle: int, nbytes: int, *, zeros: bool = True) -> None:
+        """A storage of zeros; without `zeros` of any bytes, which nobody may read before all of them are written.
 
         Raises:
             torch.OutOfMemoryError: with the figures; nothing has changed.
@@ -132,7 +135,7 @@ class Storages:
         self.check_new(handle)
         self.charge(nbytes)
         try:
-            base = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            base = (torch.zeros if zeros else torch.empty)(nbytes, dtype=torch.uint8, device=self.device)
         except Exception:
             self.used -= nbytes
             raise
@@ -240,8 +243,10 @@ class Storages:
         return found
 
     def read(self, handle: int, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a storage: its memory itself on a CPU, a copy of it on a GPU."""
+        """Bytes of a storage: its memory itself on a CPU, or a copy if they are few; a copy on a GPU."""
         if self.device.type != "cuda":
+            if nbytes <= _FEW and (few := self._few(handle, offset, nbytes)) is not None:
+                return few
             return self.slice(handle, offset, nbytes).numpy().data
         copy = bytearray(nbytes)
         at = 0
@@ -249,6 +254,16 @@ class Storages:
             copy[at : at + len(part)] = part
             at += len(part)
         return memoryview(copy).toreadonly()
+
+    def _few(self, handle: int, offset: int, nbytes: int) -> memoryview | None:
+        """A few bytes of a storage, which programs read in each step; None if they are not all inside."""
+        storage = self.memory_of(handle)
+        assert storage.base is not None
+        memory = storage.base.data_ptr()  # none if the tensor has no elements
+        if not memory or offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
+            return None
+        memory -= int(storage.base.storage_offset()) * storage.base.itemsize
+        return memoryview(ctypes.string_at(memory + offset, nbytes))
 
     def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same in pieces of 4 MiB at most, each of which holds until the next is asked for."""
@@ -258,7 +273,7 @@ class Storages:
 
     def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
         """The same of a GPU, as they are now, without waiting for them."""
-        return HostCopy(self.slice(handle, offset, nbytes))
+        return self._copies.begin(self.slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""
@@ -280,6 +295,12 @@ class Storages:
             clock += 1
             live[handle].version = clock
         self.clock = clock
+
+    def written_in_part(self, handles: Iterable[int]) -> None:
+        """A call has failed that writes into these, as far as they are there; it may have written until then."""
+        for handle in handles:
+            if handle in self.live:
+                self.written(handle)
 
     def version(self, handle: int) -> int:
         """A number that grows with every write, and that no two writes, to whatever storages, have in common."""
