@@ -15,7 +15,7 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits as copyable
 from warpbus.cuda.tensor_map import tensor_map
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
-from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.units import unit
 
@@ -67,7 +67,7 @@ class _DecodeVariant:
         """The variant for m rows of x and the GPU number `device`."""
         tokens = 8 if m <= 8 else 16
         # Two chunks share the work around their products, as far as registers and shared memory hold them.
-        span = 2 if (weight.bits, tokens) == (4, 8) and _shared_memory(device) >= _PLENTY else 1
+        span = 2 if weight.bits <= 4 and tokens == 8 and _shared_memory(device) >= _PLENTY else 1
         return cls(weight.bits, weight.scheme.group_size == 32, tokens, span, experts)
 
     @property
@@ -98,7 +98,7 @@ class _DecodeVariant:
     @functools.cached_property
     def stage_bytes(self) -> int:
         """Of shared memory: of a stage without x; the source compares it with its struct."""
-        codes = 2 * self.chunks * 512 * self.bits // 4
+        codes = 2 * self.chunks * 128 * self.bits
         scales = 2 * (self.chunks * (2 if self.two_scales else 1) + 1) * 32
         return blocks((codes + 2 * scales, 128)) * 128
 
@@ -309,7 +309,9 @@ def _shared_memory(device: int) -> int:
 
 
 for _dtype, _two in itertools.product(HALVES, (False, True)):
-    for _bits, _tokens, _span in ((4, 8, 1), (4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)):
+    for _bits, (_tokens, _span) in itertools.product(STORED_BITS, ((8, 1), (8, 2), (16, 1))):
+        if (_bits, _span) == (8, 2):
+            continue
         _DecodeVariant(_bits, _two, _tokens, _span, experts=False).kernel(_dtype)
         if _tokens == MOST_ROWS_OF_EXPERT:
             _DecodeVariant(_bits, _two, _tokens, _span, experts=True).kernel(_dtype)

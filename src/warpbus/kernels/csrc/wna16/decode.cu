@@ -2,11 +2,11 @@
 //
 // Macros
 //   ELEMENT    __half or __nv_bfloat16: the type of x, of scales, zero points and out
-//   BITS       4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
+//   BITS       2, 3, 4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
 //   GROUPS     1: a scale covers 64 columns or more; 2: it covers 32
 //   TOKENS     8 or 16: the maximum number of rows of x
 //   WARPS      number of consumer warps, which multiply
-//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies per stage: 1 or 2
+//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies per stage: 1, 2 or 4
 //   FINISHERS  number of warps that reduce the consumers' sums. With one producer warp and 16 consumers, up to five warps
 //              run on each of the four schedulers, which leaves 96 registers per thread; a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  shared memory that the host requests: for one stage without x; for sums, barriers and squares
@@ -42,7 +42,7 @@ constexpr int kThreads = 32 * WARPS;  // of the consumer warps
 constexpr int kTokenTiles = TOKENS / 8;
 constexpr bool kAtOnce = kTokenTiles == 1;  // load all fragments of x ahead; 16 tokens need too many registers
 constexpr int kMostStages = 8;
-constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
+constexpr int kLoads = Packed::kLoads;
 constexpr int kChunk = 64;
 constexpr int kStep = WARPS * SPAN;  // chunks per stage, a power of two
 constexpr int kLine = 2 * kChunk;  // bytes of one token's x per chunk
@@ -67,7 +67,7 @@ struct Weight {
 };
 
 struct alignas(128) Stage {
-    uint4 codes[2][kStep][kLoads][32];
+    alignas(16) ptx::uint32 codes[2][kStep][kLoads][32 * Packed::kLoadWords];
     ptx::uint32 scales[2][kStep * GROUPS + 1][8];
     ptx::uint32 zeros[2][kStep * GROUPS + 1][8];
 };
@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     const int chunks = min(kStep, p.chunks - step.chunk);
     const int group = group_of(step.chunk, p);
     const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
-    const int code_bytes = chunks * kLoads * 512;
+    const int code_bytes = chunks * 128 * BITS;
     const int scale_bytes = groups * 32;
     const int x_bytes = p.streamed ? step_bytes(p) : 0;
     const bool far = EXPERTS && step.source.expert >= resident;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int tile = (EXPERTS ? expert * ((p.n + 15) / 16) : 0) + tile_of(step.pair, r, p);
-        const uint4* codes = from.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
+        const uint4* codes = from.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 8 * BITS;
         const int at = (tile * p.groups + group) * 8;
         ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
         ptx::bulk_load(ptx::shared_address(stage.scales[r]), from.scales + at, scale_bytes, full);
@@ -240,8 +240,8 @@ __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const
         const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group][row]);
         const float2 zero =
             symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group][row]);
-        const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
-        const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
+        const float upper = (zero.x + Packed::kUpperBase) * -Packed::kUpper * scale.x;
+        const float lower = (zero.y + Packed::kLowerBase) * -Packed::kLower * scale.y;
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
@@ -266,11 +266,11 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
     for (int c = 0; c < SPAN; ++c) {
         if (c > 0 && c >= count) break;
-        uint4 codes[2][kLoads];
+        ptx::uint32 codes[2][kLoads][Packed::kLoadWords];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][first + c][i][lane];
+            for (int i = 0; i < kLoads; ++i) read_codes(codes[r][i], stage.codes[r][first + c][i], lane);
         }
         ptx::uint32 b[kTokenTiles][2][4];
 #pragma unroll
@@ -293,7 +293,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     ptx::uint32 a[4];
-                    Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
+                    Packed::spread(a, codes[r][s / Packed::kLoadSteps], s % Packed::kLoadSteps);
 #pragma unroll
                     for (int t = 0; t < kTokenTiles; ++t) {
                         ptx::mma_m16n8k16<ELEMENT>(own.part[r][t], a, b[t][s / 2][2 * (s % 2)],

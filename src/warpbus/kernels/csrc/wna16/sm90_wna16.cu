@@ -2,7 +2,7 @@
 //
 // Macros
 //   ELEMENT   __half or __nv_bfloat16: the type of x, of scales, zero points, the bias and out
-//   BITS      4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
+//   BITS      2, 3, 4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
 //   TOKENS    rows of x per tile: 16, 32, 64, 128 or 256
 //   CONSUMERS consumer warpgroups, 64 rows of the weight each: 2, or 3 if TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
@@ -39,7 +39,6 @@ constexpr int kConsumers = CONSUMERS;
 constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
 constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
 constexpr int kXBytes = TOKENS * kTileK * 2;
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
@@ -183,7 +182,7 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     if (EXPERTS && blocks.place.offloaded) {
         codes = &maps.host_codes, scales = &maps.host_scales, zeros = &maps.host_zeros;
     }
-    ptx::tma_load(buffers.codes + stage * kCodeBytes, codes, full, block * 128 * kLoads, tile);
+    ptx::tma_load(buffers.codes + stage * kCodeBytes, codes, full, block * 32 * BITS, tile);
     ptx::tma_load(buffers.scales + stage * kScaleBytes, scales, full, group * 8, tile);
     if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, zeros, full, group * 8, tile);
 }
@@ -209,11 +208,12 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers
                                            const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer
-    ptx::uint32 words[4 * kLoads];
+    ptx::uint32 words[Packed::kLoads][Packed::kLoadWords];
+    const ptx::uint32 codes = buffers.codes + stage * kCodeBytes + tile * 128 * BITS;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        ptx::load_shared_16(&words[4 * i],
-                            buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16);
+    for (int i = 0; i < Packed::kLoads; ++i) {
+        const void* load = __cvta_shared_to_generic(codes + i * 128 * Packed::kLoadWords);
+        read_codes(words[i], static_cast<const ptx::uint32*>(load), lane);
     }
     const ptx::uint32 offset = stage * kScaleBytes + tile * p.scale_words * 4 + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers
         const auto zeros = Packed::zeros(symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second));
 #pragma unroll
         for (int s = 2 * h; s < 2 * h + 2; ++s) {
-            Packed::integers(a[s], words + s * Packed::kWords, zeros);
+            Packed::integers(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps, zeros);
             scale_fragment<ELEMENT>(a[s], scales);
         }
     }

@@ -2,6 +2,7 @@
 //
 // Macros
 //   ELEMENT  __half or __nv_bfloat16: the type of scales, zero points, the bias and out
+//   BITS     2, 3 or 4: bits of a packed code
 //   GROUPS   groups of the weight's scales per block of 128 columns: 1, or 2 for groups of 64
 //   SYMMETRIC  1: the zero point, the same for all, is in the sums of x
 //   STAGES   blocks of 128 columns in flight
@@ -12,7 +13,7 @@
 //
 // The kernel computes the transpose, D [128 rows of the weight, 128 tokens] = W x^T, with W in registers. No code is
 // converted: a byte 0000cccc read as e4m3 is the number c * 2^-9, exactly, because it is subnormal, or of the smallest exponent
-// for codes from 8 on. So two masks turn a word of eight codes into two registers of operand A. A result is the sum over groups of
+// for codes from 8 on. So two masks turn the codes of 16 columns into two registers of operand A. A result is the sum over groups of
 //   scale * (sum of code * x - zero * sum of x).
 // A tile begins with the second terms: a product in tf32 of scales times zeros with the sums of x. Then each group's sums are
 // multiplied by its scale and added to float32 registers, one fma per result. The tensor cores add e4m3 products with about
@@ -25,6 +26,7 @@
 #include "common/schedule.cuh"
 #include "common/transposed_store.cuh"
 #include "common/wgmma.cuh"
+#include "wna16/dequantize.cuh"
 
 constexpr int kTokens = 128;
 constexpr int kConsumers = 2;
@@ -32,7 +34,8 @@ constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
 constexpr int kTileK = 128;             // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = kTokens * kTileK;
-constexpr int kCodeBytes = kRows * kTileK / 2;
+constexpr int kChunkBytes = 128 * BITS;  // codes of 16 rows by 64 columns
+constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * GROUPS * 32;
 constexpr int kSumsAtOnce = 32;  // sums of a token, which fill a row of x
 constexpr int kStagingBytes = 64 * 64 * 2;
@@ -106,7 +109,7 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
             const ptx::uint32 full = buffers.full + 8 * ring.stage;
             ptx::mbarrier_expect(full, rows * kTileK + kCodeBytes + kScaleBytes);
             const int group = GROUPS == 2 ? 2 * block : block >> p.shift;
-            ptx::tma_load(buffers.codes + ring.stage * kCodeBytes, &maps.map_codes, full, block * 256, place.row / 16);
+            ptx::tma_load(buffers.codes + ring.stage * kCodeBytes, &maps.map_codes, full, block * 64 * BITS, place.row / 16);
             ptx::tma_load(buffers.scales + ring.stage * kScaleBytes, &maps.map_scales, full, group * 8, place.row / 16);
             ptx::tma_load(buffers.x + ring.stage * kXBytes, maps.map_x.of<kTokens>(rows), full, block * kTileK,
                           place.token);
@@ -116,14 +119,17 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
 
 // The operands A of the columns of a group within a block, for the 16 rows of this warp: kSteps times 32 columns.
 __device__ __forceinline__ void spread(ptx::uint32 (&a)[kSteps][4], ptx::uint32 codes) {
+    constexpr ptx::uint32 kMask = ((1 << BITS) - 1) * 0x01010101u;
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
-        ptx::uint32 words[4];
-        ptx::load_shared_16(words, codes + i * 512);
+        ptx::uint32 words[BITS];
+        const void* chunk = __cvta_shared_to_generic(codes + i * kChunkBytes);
+        read_codes(words, static_cast<const ptx::uint32*>(chunk), threadIdx.x % 32);
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-            a[2 * i + s / 2][2 * (s % 2)] = words[s] & 0x0f0f0f0f;
-            a[2 * i + s / 2][2 * (s % 2) + 1] = words[s] >> 4 & 0x0f0f0f0f;
+            const ptx::uint32 word = word_of_step(words, s);
+            a[2 * i + s / 2][2 * (s % 2)] = word & kMask;
+            a[2 * i + s / 2][2 * (s % 2) + 1] = word >> BITS & kMask;
         }
     }
 }
@@ -244,7 +250,7 @@ private:
     __device__ __forceinline__ Group open(ptx::uint32 (&a)[kSteps][4]) {
         const int stage = ring.stage;
         if (group == 0) ptx::mbarrier_wait(buffers.full + 8 * stage, ring.parity);
-        spread(a, buffers.codes + stage * kCodeBytes + strip * 1024 + group * 512 + lane * 16);
+        spread(a, buffers.codes + stage * kCodeBytes + (2 * strip + group) * kChunkBytes);
         const ptx::uint32 scale = buffers.scales + stage * kScaleBytes + (strip * GROUPS + group) * 32 + lane / 4 * 4;
         return {ptx::wgmma_descriptor(buffers.x + stage * kXBytes, 0, 1024) +
                     group * (kSteps * 32 / ptx::kDescriptorUnit),
