@@ -11,7 +11,7 @@ from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.qtensor import Scheme
 
 HOPPER, GEFORCE = 227 * 1024, 99 * 1024  # bytes of shared memory that a block can ask for
-SCHEMES = ["w4a16", "w4a16-g128", "w4a16-g64-asym", "w4a16-g32", "w3a16-g32-asym", "w8a16", "w8a16-g32", "w8a16-g128"]
+SCHEMES = ["w4a16", "w4a16-g128", "w4a16-g64-asym", "w4a16-g32", "w3a16-g32-asym", "w2a16-g64", "w8a16", "w8a16-g32"]
 WIDTHS = [1, 64, 96, 1000, 1024, 1088, 3424, 4096, 6848, 13696, 27392]
 
 
