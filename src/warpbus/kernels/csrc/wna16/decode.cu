@@ -6,7 +6,8 @@
 //   GROUPS     1: a scale covers 64 columns or more; 2: it covers 32
 //   TOKENS     8 or 16: the maximum number of rows of x
 //   WARPS      number of consumer warps, which multiply
-//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies per stage: 1, 2 or 4
+//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies at a time: 1 or 2
+//   ROUNDS     how often a consumer warp does so per stage: 1 or 2. Sums have the same order, so that both give the same bits
 //   FINISHERS  number of warps that reduce the consumers' sums. With one producer warp and 16 consumers, up to five warps
 //              run on each of the four schedulers, which leaves 96 registers per thread; a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  shared memory that the host requests: for one stage without x; for sums, barriers and squares
@@ -22,8 +23,8 @@
 //
 // The kernel is limited by memory bandwidth: it reads each weight once and keeps as many bytes in flight as it can. One
 // producer warp issues bulk copies, stage by stage and across tile boundaries, and starts before the previous kernel has
-// ended. A stage holds two tiles of 16 rows (with a gate, one of the gate and one of up) by WARPS * SPAN chunks of 64
-// columns, SPAN for each consumer warp. Codes become mma fragments in registers. Zero points and scales are applied to the
+// ended. A stage holds two tiles of 16 rows (with a gate, one of the gate and one of up) by WARPS * SPAN * ROUNDS chunks of
+// 64 columns, SPAN for each consumer warp and round. Codes become mma fragments in registers. Zero points and scales are applied to the
 // fp32 sum of a group, so that no weight is rounded. Finisher warps reduce the sums in a fixed order while the consumers
 // multiply the next tiles, so that no block-wide barrier is needed. x is copied to shared memory in parts, so that the first
 // chunks are multiplied while later parts arrive. If a block reads x only once, or x is too large, x is streamed with the
@@ -44,7 +45,8 @@ constexpr bool kAtOnce = kTokenTiles == 1;  // load all fragments of x ahead; 16
 constexpr int kMostStages = 8;
 constexpr int kLoads = Packed::kLoads;
 constexpr int kChunk = 64;
-constexpr int kStep = WARPS * SPAN;  // chunks per stage, a power of two
+constexpr int kRound = WARPS * SPAN;      // chunks that the consumer warps multiply at a time
+constexpr int kStep = ROUNDS * kRound;  // chunks per stage, a power of two
 constexpr int kLine = 2 * kChunk;  // bytes of one token's x per chunk
 constexpr int kParts = 8;          // at most, of x: the chunks of one step each, the last one all that remain
 
@@ -253,13 +255,13 @@ __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const
     }
 }
 
-// Adds the products of this warp's chunks of a stage; `count` chunks remain. `x` has the shared-memory addresses of this
-// lane's fragment rows in the first step, for each chunk; `offset` is the distance of this step's x from them.
+// Adds the products of this warp's chunks of a stage, from its chunk `first` on; `count` chunks remain. `x` has the
+// shared-memory addresses of this lane's fragment rows in the first round of the first step, for each chunk; `offset` is the
+// distance of this round's x from them.
 __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
-                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int count,
+                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int first, int count,
                                          bool symmetric, const Problem& p) {
     const int lane = threadIdx.x % 32;
-    const int first = threadIdx.x / 32 * SPAN;
     const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
     const ptx::uint32 ones[4] = {one, one, one, one};
     GroupSums own;
@@ -539,10 +541,14 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
                     ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
                 }
                 ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-                const int count = p.chunks - first - warp * SPAN;  // chunks from this warp's first one on
-                if (count > 0) {
-                    const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
-                    multiply(sum, stages[ring.slot], mine, offset, count, zeros == nullptr, p);
+                const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
+#pragma unroll
+                for (int round = 0; round < ROUNDS; ++round) {
+                    const int within = round * kRound + warp * SPAN;  // this warp's first chunk in the stage
+                    const int count = p.chunks - first - within;      // chunks from there on
+                    if (count <= 0) break;
+                    multiply(sum, stages[ring.slot], mine, offset + round * kRound * p.m * kLine, within, count,
+                             zeros == nullptr, p);
                 }
                 __syncwarp();
                 if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
