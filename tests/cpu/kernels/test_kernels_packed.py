@@ -100,7 +100,9 @@ def test_places_of_the_first_codes():
         ("w3a16", [0x07352311]),
     ]:
         codes = torch.zeros(16, 64, dtype=torch.uint8)
-        for value, (row, column) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8), (0, 1), (8, 1), (0, 9), (8, 9)], start=1):
+        for value, (row, column) in enumerate(
+            [(0, 0), (8, 0), (0, 8), (8, 8), (0, 1), (8, 1), (0, 9), (8, 9)], start=1
+        ):
             codes[row, column] = value % 2 ** Scheme.parse(scheme).bits
         packed = pack(QTensor.from_codes(Scheme.parse(scheme), codes, scale), torch.float16)
         words = [word & 0xFFFFFFFF for word in packed.codes.tolist()]

@@ -4,9 +4,9 @@ The codes of a tile of 16 rows lie so that the words of a lane, once dequantized
 (and of `wgmma` with A in registers). Lane 4 g + t holds the rows g and g + 8 of the tile and of every 16 columns 2 t,
 2 t + 1, 2 t + 8 and 2 t + 9.
 
-2 to 4 bits: tiles of 16 rows by 64 columns. For the columns 16 s to 16 s + 15 a lane has four bytes, of the columns 2 t,
-2 t + 8, 2 t + 1 and 2 t + 9; the lowest bits of a byte are the code of row g, the next those of row g + 8. So a mask
-picks a pair that is one register of the fragment. With b bits a lane has b words of a tile:
+2 to 4 bits: tiles of 16 rows by 64 columns. For the columns 16 s to 16 s + 15 a lane has four bytes: of the columns
+2 t, 2 t + 8, 2 t + 1 and 2 t + 9. The lowest bits of a byte are the code of row g, the next those of row g + 8. So a
+mask picks a pair that is one register of the fragment. With b bits a lane has b words of a tile:
 
 - 4 bits: word s is these four bytes; `[ceil(n / 16)][ceil(k / 64)][lane][word]`.
 - 2 bits: the low halves of the bytes of word w are those of s = 2 w, the high halves those of s = 2 w + 1; in the same
