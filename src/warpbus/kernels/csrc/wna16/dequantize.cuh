@@ -88,6 +88,17 @@ __device__ __forceinline__ void read_codes(ptx::uint32 (&words)[Words], const pt
     }
 }
 
+// The same from an address in shared memory, which takes fewer registers than a pointer.
+template <int Words>
+__device__ __forceinline__ void read_codes(ptx::uint32 (&words)[Words], ptx::uint32 load, int lane) {
+    if constexpr (Words == 4) {
+        ptx::load_shared_16(words, load + 16 * lane);
+    } else {
+        ptx::load_shared_8(words, load + 8 * lane);
+        if constexpr (Words == 3) words[2] = ptx::load_shared(load + 256 + 4 * lane);
+    }
+}
+
 // How codes lie in loads, which each lane reads at once:
 //   kLoads      loads of 16 rows and 64 columns
 //   kLoadWords  words that a lane reads per load

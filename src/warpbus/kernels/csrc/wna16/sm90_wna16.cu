@@ -231,10 +231,7 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers
     ptx::uint32 words[Packed::kLoads][Packed::kLoadWords];
     const ptx::uint32 codes = buffers.codes + stage * kCodeBytes + tile * 128 * BITS;
 #pragma unroll
-    for (int i = 0; i < Packed::kLoads; ++i) {
-        const void* load = __cvta_shared_to_generic(codes + i * 128 * Packed::kLoadWords);
-        read_codes(words[i], static_cast<const ptx::uint32*>(load), lane);
-    }
+    for (int i = 0; i < Packed::kLoads; ++i) read_codes(words[i], codes + i * 128 * Packed::kLoadWords, lane);
     const ptx::uint32 offset = stage * kScaleBytes + tile_offset(tile, p) + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
 #pragma unroll

@@ -135,8 +135,7 @@ __device__ __forceinline__ void spread(ptx::uint32 (&a)[kSteps][4], ptx::uint32 
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
         ptx::uint32 words[BITS];
-        const void* chunk = __cvta_shared_to_generic(codes + i * kChunkBytes);
-        read_codes(words, static_cast<const ptx::uint32*>(chunk), threadIdx.x % 32);
+        read_codes(words, codes + i * kChunkBytes, threadIdx.x % 32);
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
             const ptx::uint32 word = word_of_step(words, s);
