@@ -73,7 +73,7 @@ class Wna16Sm80Tiling:
         return blocks((m, self.tile_m), (n, self.tile_n))
 
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
-        """The kernel for activations of a dtype and packed codes of so many bits; `experts`: of a mixture of experts."""
+        """The kernel for activations of a dtype and codes of so many bits; `experts`: of a mixture of experts."""
         declared = unit(
             "wna16/sm80_wna16.cu",
             ELEMENT=ELEMENTS[dtype],

@@ -69,7 +69,9 @@ class Wna16Sm90Tiling:
 
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False, gated: bool = False) -> Kernel:
         """The kernel with these tiles; `experts`: of a mixture of experts."""
-        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages_of(bits), self.shared(bits), experts, gated)
+        return _kernel(
+            dtype, bits, self.tokens, self.consumers, self.stages_of(bits), self.shared(bits), experts, gated
+        )
 
 
 # From the smallest tile to the largest.

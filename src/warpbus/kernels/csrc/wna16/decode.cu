@@ -24,11 +24,11 @@
 // The kernel is limited by memory bandwidth: it reads each weight once and keeps as many bytes in flight as it can. One
 // producer warp issues bulk copies, stage by stage and across tile boundaries, and starts before the previous kernel has
 // ended. A stage holds two tiles of 16 rows (with a gate, one of the gate and one of up) by WARPS * SPAN * ROUNDS chunks of
-// 64 columns, SPAN for each consumer warp and round. Codes become mma fragments in registers. Zero points and scales are applied to the
-// fp32 sum of a group, so that no weight is rounded. Finisher warps reduce the sums in a fixed order while the consumers
-// multiply the next tiles, so that no block-wide barrier is needed. x is copied to shared memory in parts, so that the first
-// chunks are multiplied while later parts arrive. If a block reads x only once, or x is too large, x is streamed with the
-// weights. One copy loads all rows of a step of chunks: with one copy per row, the producer thread would be the bottleneck.
+// 64 columns, SPAN for each consumer warp and round. Codes become mma fragments in registers. Zero points and scales are
+// applied to the fp32 sum of a group, so that no weight is rounded. Finisher warps reduce the sums in a fixed order while the
+// consumers multiply the next tiles, so that no block-wide barrier is needed. x is copied to shared memory in parts, so that
+// the first chunks are multiplied while later parts arrive. If a block reads x only once, or x is too large, it is streamed
+// with the weights. One copy loads all rows of a step of chunks: with one copy per row, the producer thread would be the bottleneck.
 // The grid has one block per multiprocessor.
 //
 // The products of experts are small, so a block may use half the consumer warps and two blocks share a multiprocessor. Blocks
@@ -294,7 +294,8 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
                 }
 #pragma unroll
                 for (int t = 0; t < kTokenTiles; ++t) {
-                    ptx::mma_m16n8k16<ELEMENT>(own.whole[t], ones, b[c][t][s / 2][2 * (s % 2)], b[c][t][s / 2][2 * (s % 2) + 1]);
+                    ptx::mma_m16n8k16<ELEMENT>(own.whole[t], ones, b[c][t][s / 2][2 * (s % 2)],
+                                               b[c][t][s / 2][2 * (s % 2) + 1]);
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {

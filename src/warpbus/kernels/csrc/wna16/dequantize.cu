@@ -2,11 +2,12 @@
 //
 // Shapes: any n, k >= 1. The last tile may extend beyond k; the values written there are undefined. ELEMENT = __half or
 // __nv_bfloat16: the type of scales, zero points and out, which is contiguous. `codes`, `scales` and `zeros` have the layout
-// of kernels/ops/packed.py, with codes of BITS = 2, 3, 4 or 8 bits; zeros is null if all zero points are `middle`. Column c belongs
-// to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is k in tiles of 64 columns.
+// of kernels/ops/packed.py, with codes of BITS = 2, 3, 4 or 8 bits; zeros is null if all zero points are `middle`.
+// Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is k in tiles of 64
+// columns.
 //
-// The result has the bits of QTensor.dequantize. A warp takes the codes of 16 rows by 64 columns (8 bits: 32), in a grid-stride loop.
-// The four lanes of a quad write 16 bytes of a row at a time, one half of a 32-byte sector after the other.
+// The result has the bits of QTensor.dequantize. A warp takes the codes of 16 rows by 64 columns (8 bits: 32), in a
+// grid-stride loop. The four lanes of a quad write 16 bytes of a row at a time, one half of a 32-byte sector after the other.
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
@@ -29,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(kBlock)
         const int row_tile = static_cast<int>(i / loads_of_row);
         const int load = static_cast<int>(i - static_cast<long long>(row_tile) * loads_of_row);
         ptx::uint32 words[Packed::kLoadWords];
-        read_codes(words, codes + ((static_cast<long long>(row_tile) * stride + first) * kLoads + load) * (32 * Packed::kLoadWords),
-                   lane);
+        const long long at = (static_cast<long long>(row_tile) * stride + first) * kLoads + load;
+        read_codes(words, codes + at * (32 * Packed::kLoadWords), lane);
         const int row = row_tile * 16 + g;
         ELEMENT* const target = out + static_cast<long long>(row) * (64 * tiles) + load * kColumns + 2 * t;
 #pragma unroll

@@ -116,7 +116,10 @@ template <int Bits>
 __device__ __forceinline__ ptx::uint32 word_of_step(const ptx::uint32 (&words)[Bits], int step) {
     if constexpr (Bits == 2) return words[step / 2] >> 4 * (step % 2);
     if constexpr (Bits == 3) {
-        if (step == 3) return join_bits(words[2] >> 2, 0x30303030, join_bits(words[1] >> 4, 0x0c0c0c0c, words[0] >> 6 & 0x03030303));
+        if (step == 3) {
+            const ptx::uint32 low = join_bits(words[1] >> 4, 0x0c0c0c0c, words[0] >> 6 & 0x03030303);
+            return join_bits(words[2] >> 2, 0x30303030, low);
+        }
     }
     return words[step];
 }
@@ -144,7 +147,8 @@ struct Codes<__half, Bits> : Loads<Bits> {
                 fma_pair<__half>(zero.lower, kMinusOne, twice(0xe400 - Bits * 0x400))};  // -1024 / 2^Bits - zero
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step, Zeros zeros) {
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step,
+                                                    Zeros zeros) {
         constexpr ptx::uint32 kBase = twice(0x6400), kOne = twice(0x3c00), kPart = twice(0x3c00 - Bits * 0x400);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -179,7 +183,8 @@ struct Codes<__nv_bfloat16, Bits> : Loads<Bits> {
                 fma_pair<__nv_bfloat16>(zero.lower, kMinusOne, twice(kMinus | kLowerBits))};
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step, Zeros zeros) {
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step,
+                                                    Zeros zeros) {
         constexpr ptx::uint32 kOne = twice(0x3f80);
         spread(a, words, step);
 #pragma unroll

@@ -4,8 +4,9 @@
 // Shapes: any m, n >= 1 and k >= 0. ELEMENT = __half or __nv_bfloat16: the type of x, of scales, zero points, bias and out.
 // Rows of x are x_stride elements apart, those of out out_stride; columns are contiguous. x and its rows start at multiples
 // of 16 bytes; out is stored in units of 16 bytes if its alignment allows, otherwise element by element. `codes`, `scales`
-// and `zeros` have the layout of kernels/ops/packed.py, with codes of BITS = 2, 3, 4 or 8 bits; zeros is null if all zero points
-// are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may be null.
+// and `zeros` have the layout of kernels/ops/packed.py, with codes of BITS = 2, 3, 4 or 8 bits; zeros is null if all zero
+// points are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may be
+// null.
 //
 // Each weight becomes (code - zero) * scale, rounded to ELEMENT as QTensor.dequantize does; products are summed in float32.
 // The kernel computes out^T = weight x^T: a dequantized register is a fragment of operand A, whose rows are rows of the

@@ -15,7 +15,8 @@
 //
 // The kernel computes the transpose, D [128 rows of the weight, 128 tokens] = W x^T, with W in registers. No code is
 // converted: a byte 0000cccc read as e4m3 is the number c * 2^-9, exactly, because it is subnormal, or of the smallest exponent
-// for codes from 8 on. So two masks turn the codes of 16 columns into two registers of operand A. A result is the sum over groups of
+// for codes from 8 on. So two masks turn the codes of 16 columns into two registers of operand A. A result is the sum over
+// groups of
 //   scale * (sum of code * x - zero * sum of x).
 // A tile begins with the second terms: a product in tf32 of scales times zeros with the sums of x. Then each group's sums are
 // multiplied by its scale and added to float32 registers, one fma per result. The tensor cores add e4m3 products with about
