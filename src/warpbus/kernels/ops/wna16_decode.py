@@ -67,7 +67,10 @@ class _DecodeVariant:
     @classmethod
     def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "_DecodeVariant":
         """The variant for m rows of x and the GPU number `device`."""
-        return _chosen(m, weight.shape[1], weight.bits, weight.scheme.group_size == 32, _shared_memory(device), experts)
+        n, k = weight.shape
+        several = n > 2 * TILE_ROWS * driver.attribute(driver.MULTIPROCESSOR_COUNT, device)
+        two_scales = weight.scheme.group_size == 32
+        return _chosen(m, k, several, weight.bits, two_scales, _shared_memory(device), experts)
 
     @property
     def warps(self) -> int:
@@ -150,8 +153,12 @@ class _DecodeVariant:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(m: int, k: int, bits: int, two_scales: bool, room: int, experts: bool) -> _DecodeVariant:
-    """The variant for GPUs whose blocks can ask for so many bytes of shared memory."""
+def _chosen(m: int, k: int, several: bool, bits: int, two_scales: bool, room: int, experts: bool) -> _DecodeVariant:
+    """The variant for GPUs whose blocks can ask for `room` bytes of shared memory.
+
+    Args:
+        several: a block has several pairs of tiles.
+    """
     tokens = 8 if m <= 8 else 16
     # Two chunks share the work around their products, as far as registers and shared memory hold them.
     span = 2 if bits <= 4 and tokens == 8 and room >= _PLENTY else 1
@@ -159,6 +166,8 @@ def _chosen(m: int, k: int, bits: int, two_scales: bool, room: int, experts: boo
     if span == 1 or experts:
         return once
     twice = replace(once, rounds=2)
+    if not several and blocks((k, TILE_COLUMNS)) <= twice.chunks:
+        return once  # all would be in one stage, and the first product would wait for the last byte
     for streamed in (False, True):
         if twice.fitting(m, k, room, streamed=streamed) < _FEWEST_STAGES <= once.fitting(m, k, room, streamed=streamed):
             return once

@@ -264,47 +264,42 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
     const int lane = threadIdx.x % 32;
     const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
     const ptx::uint32 ones[4] = {one, one, one, one};
-    // All chunks are read at once, so that the latencies overlap; those that do not exist are not used.
-    ptx::uint32 codes[SPAN][2][kLoads][Packed::kLoadWords];
-    ptx::uint32 b[SPAN][kTokenTiles][2][4];
-#pragma unroll
-    for (int c = 0; c < SPAN; ++c) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) read_codes(codes[c][r][i], stage.codes[r][first + c][i], lane);
-        }
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-            ptx::ldmatrix_x4(b[c][t][0], x[c][t] + offset);
-            if (kAtOnce) ptx::ldmatrix_x4(b[c][t][1], (x[c][t] + offset) ^ 64);
-        }
-    }
     GroupSums own;
 #pragma unroll
     for (int c = 0; c < SPAN; ++c) {
         if (c > 0 && c >= count) break;
+        ptx::uint32 codes[2][kLoads][Packed::kLoadWords];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) read_codes(codes[r][i], stage.codes[r][first + c][i], lane);
+        }
+        ptx::uint32 b[kTokenTiles][2][4];
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+            ptx::ldmatrix_x4(b[t][0], x[c][t] + offset);
+            if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+        }
 #pragma unroll
         for (int h = 0; h < GROUPS; ++h) {
 #pragma unroll
             for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
                 if (s == 2 && !kAtOnce) {
 #pragma unroll
-                    for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[c][t][1], (x[c][t] + offset) ^ 64);
+                    for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
                 }
 #pragma unroll
                 for (int t = 0; t < kTokenTiles; ++t) {
-                    ptx::mma_m16n8k16<ELEMENT>(own.whole[t], ones, b[c][t][s / 2][2 * (s % 2)],
-                                               b[c][t][s / 2][2 * (s % 2) + 1]);
+                    ptx::mma_m16n8k16<ELEMENT>(own.whole[t], ones, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     ptx::uint32 a[4];
-                    Packed::spread(a, codes[c][r][s / Packed::kLoadSteps], s % Packed::kLoadSteps);
+                    Packed::spread(a, codes[r][s / Packed::kLoadSteps], s % Packed::kLoadSteps);
 #pragma unroll
                     for (int t = 0; t < kTokenTiles; ++t) {
-                        ptx::mma_m16n8k16<ELEMENT>(own.part[r][t], a, b[c][t][s / 2][2 * (s % 2)],
-                                                   b[c][t][s / 2][2 * (s % 2) + 1]);
+                        ptx::mma_m16n8k16<ELEMENT>(own.part[r][t], a, b[t][s / 2][2 * (s % 2)],
+                                                   b[t][s / 2][2 * (s % 2) + 1]);
                     }
                 }
             }
