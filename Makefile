@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test check coverage lowest test-gpu bench format release docs
 
-demo: .venv/ready
+demo: .venv/ready-demo
 	$(BIN)/warpbus demo
 
 # A file's tests run in one process. Files keep their order: by default those with the most tests would come first, and
@@ -61,7 +61,11 @@ docs: .venv/ready-docs
 release: .venv/ready-release
 	$(BIN)/python scripts/release.py build $(if $(REPOSITORY),--repository $(REPOSITORY))
 
-.venv/ready: pyproject.toml scripts/environment.py
+.venv/ready-demo: pyproject.toml scripts/environment.py
+	$(PYTHON) scripts/environment.py cuda serve
+	@touch $@
+
+.venv/ready: .venv/ready-demo
 	$(PYTHON) scripts/environment.py test
 	@touch $@
 

@@ -21,6 +21,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
+THEME = ROOT / "scripts" / "site_theme"
 
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 # Between Chinese characters, and after Chinese punctuation, a line break of the source must not become a space.
@@ -55,6 +56,12 @@ GROUPS = {
         *("architecture", "scheduling", "quantized_kernels", "chat_page", "contributing"),
         *("add_a_model", "add_a_kernel", "add_an_algorithm", "add_an_endpoint"),
     ),
+}
+CHINESE_GROUPS = {
+    "Use": "使用",
+    "Models and formats": "模型与格式",
+    "Reference": "参考",
+    "Develop": "开发",
 }
 API = {
     "Quantization": ("warpbus.quantization.driver.quantize", "warpbus.quantization.report.Report"),
@@ -152,13 +159,17 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
         "site_name": "Warpbus",
         "docs_dir": str(pages),
         "site_dir": str(BUILD / "site"),
-        "nav": [*english(), {"中文": list(chinese(pages))}],
+        "nav": [{"English": list(english())}, {"中文": list(chinese(pages))}],
         "theme": {
             "name": "material",
+            "custom_dir": str(THEME),
             "font": False,  # no request to another host
             "logo": "files/src/warpbus/server/page/mark.svg",
             "favicon": "files/src/warpbus/server/page/mark.svg",
-            "features": ["navigation.sections", "navigation.top", "content.code.copy", "search.highlight"],
+            "features": [
+                *("navigation.tabs", "navigation.sections", "navigation.top"),
+                *("content.code.copy", "search.highlight"),
+            ],
             "palette": [
                 {"media": "(prefers-color-scheme: light)", "scheme": "default", "primary": "black", "accent": "amber"},
                 {"media": "(prefers-color-scheme: dark)", "scheme": "slate", "primary": "black", "accent": "amber"},
@@ -196,6 +207,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                 "pymdownx.highlight",
             ),
         ],
+        "extra_css": ["site.css"],
         "not_in_nav": "files/**",
         "validation": {"links": {"anchors": "warn", "unrecognized_links": "warn"}},
         "extra": {
@@ -209,6 +221,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
 
 
 def english() -> Iterator[dict[str, object]]:
+    """The navigation of the English pages."""
     yield {"Warpbus": "index.md"}
     for name, group in GROUPS.items():
         yield {name: [f"{page}.md" for page in group]}
@@ -216,11 +229,13 @@ def english() -> Iterator[dict[str, object]]:
     yield {"Learn CUDA": ["tutorial/README.md", *(f"tutorial/{name}" for name in chapters), "cuda_programs.md"]}
 
 
-def chinese(pages: Path) -> Iterator[str]:
-    yield "zh/index.md"
-    yield from sorted(f"zh/{path.name}" for path in (pages / "zh").glob("*.md") if path.name != "index.md")
-    yield "tutorial/README.zh-CN.md"
-    yield from sorted(f"tutorial/{path.name}" for path in (pages / "tutorial").glob("[0-9]*.zh-CN.md"))
+def chinese(pages: Path) -> Iterator[dict[str, object]]:
+    """The navigation of the Chinese pages, in the order of the English ones."""
+    yield {"Warpbus": "zh/index.md"}
+    for name, group in GROUPS.items():
+        yield {CHINESE_GROUPS[name]: [f"zh/{page}.md" for page in group if (pages / "zh" / f"{page}.md").exists()]}
+    chapters = sorted(f"tutorial/{path.name}" for path in (pages / "tutorial").glob("[0-9]*.zh-CN.md"))
+    yield {"学习 CUDA": ["tutorial/README.zh-CN.md", *chapters, "zh/cuda_programs.md"]}
 
 
 if __name__ == "__main__":

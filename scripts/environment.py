@@ -38,7 +38,7 @@ def main(extras: list[str]) -> int:
     _say(f"installing warpbus ({', '.join(extras)})" if extras else "installing warpbus")
     # The build backend comes from the environment, so that an installation needs no download where it is there.
     if not _runs("import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"):
-        _pip("install", "--quiet", "setuptools>=77")
+        _pip("install", "--quiet", "setuptools>=77", "wheel")  # without wheel, an older pip warns of packages in source
     if _pip("install", "--quiet", "--no-build-isolation", "--editable", wanted):
         return 0
     _say("some packages could not be downloaded: going on with what is installed")

@@ -155,8 +155,8 @@ def roofline(say: Say) -> Drawing:
         (say("vector addition", "向量加法"), 1 / 12, 0.251, "blue"),
         (say("GEMV, 16 bits", "GEMV，16 比特"), 1, 2.66, "green"),
         (say("GEMV, 4 bits", "GEMV，4 比特"), 3.88, 11.1, "pink"),
-        (say("matmul 4096: tiled", "4096 阶乘积：分块"), 1365, 6.36, "yellow"),
-        (say("matmul 4096: wgmma", "4096 阶乘积：wgmma"), 1365, 698, "orange"),
+        (say("matmul 4096: tiled", "4096 阶矩阵乘法：分块"), 1365, 6.36, "yellow"),
+        (say("matmul 4096: wgmma", "4096 阶矩阵乘法：wgmma"), 1365, 698, "orange"),
     ):
         x, y = at(min(intensity, 1100), flops)
         d.dot(x, y, 6, fill)

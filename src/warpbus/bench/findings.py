@@ -68,10 +68,9 @@ def rungs(records: Sequence[Record]) -> str:
         largest = max(int(record.case["n"]) for record in of)
         found = [record for record in of if record.case["n"] == largest]
         best = max(found, key=lambda record: record.ours)
-        values = f"{number(found[0].ours)} ({found[0].case['rung']}) to {number(best.ours)} {best.unit}"
+        values = f"{number(found[0].ours)} to {number(best.ours)} {best.unit}"
         sentences.append(
-            f"{names[str(operator)]}: from {values} ({best.case['rung']}), "
-            f"{number(best.ratio)} times the speed of {best.peer.name} beside it"
+            f"{names[str(operator)]}: from {values}, {number(best.ratio)} times as fast as {best.peer.name}"
         )
     return "\n".join(sentences)
 

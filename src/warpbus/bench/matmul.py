@@ -164,7 +164,7 @@ MATMUL = Benchmark(
 )
 LADDER = Benchmark(
     name="ladder",
-    title="Every rung of the ladder, compared with cuBLAS",
+    title="Every rung of the ladder, each in turn with cuBLAS, whose median and range are shown",
     cases=_ladder_cases,
     plot=Plot(x=None, panels=("operator", "n"), finding=rungs),
     needs_gpu=True,

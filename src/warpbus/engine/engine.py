@@ -36,6 +36,7 @@ from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
 from warpbus.engine.step_pipeline import ModelInstance, StepPipeline
 from warpbus.errors import ContextLengthError, UsageError
+from warpbus.kernels.ops import cpu_library
 from warpbus.models import Decoder, MoESpec
 from warpbus.models.adapters import Lora, Prefix
 
@@ -309,6 +310,7 @@ class Engine:
             lengths: expected lengths of long sequences, in tokens.
         """
         if not self._instance.on_gpu:
+            cpu_library.is_available()  # compiles the kernels of the CPU
             return
         end = self.model.config.prompt_end or 0
         for length in (*_WARM_PROMPTS, self._most_tokens):

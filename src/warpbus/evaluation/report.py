@@ -107,10 +107,10 @@ def finding(evaluations: Sequence[Evaluation]) -> str:
 
 
 def gains(before: Evaluation, after: Evaluation) -> list[str]:
-    """A sentence: the change of the perplexity, of the size and of the speed."""
+    """A sentence: the change of the perplexity, of the size and, unless it is doubted, of the speed."""
     change = f"{before.perplexity:.2f} → {after.perplexity:.2f} ({after.perplexity / before.perplexity - 1:+.2%})"
     smaller = f"{before.disk_bytes / after.disk_bytes:.2f}"
-    if before.tokens_per_second and after.tokens_per_second:
+    if before.tokens_per_second and after.tokens_per_second and doubted([before, after]) is None:
         faster = f"{after.tokens_per_second / before.tokens_per_second:.2f}"
         return [f"perplexity {change}, {smaller} times smaller, {faster} times as fast"]
     return [f"perplexity {change}, {smaller} times smaller"]

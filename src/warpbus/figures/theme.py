@@ -8,6 +8,7 @@ no paper, for pages that have one picture for light and one for dark.
 import math
 import re
 import textwrap
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ SERIES = (WARPBUS, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3322
 
 # For Chinese: the first that is installed draws what DejaVu, which comes with matplotlib, has no glyphs for.
 _CHINESE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "SimHei")
+_CHINESE_FILES = ("notosanscjk", "sourcehansans", "wqy-microhei", "simhei")  # how the names of their files begin
 _INKS = (
     "text.color",
     "axes.labelcolor",
@@ -96,13 +98,34 @@ def shade(index: int) -> str:
 
 @cache
 def _chinese_font() -> str | None:
+    if (font := _listed_chinese_font()) is None:
+        # matplotlib keeps its list of fonts in a file, which does not have those that were installed later.
+        for path in font_manager.findSystemFonts():
+            if Path(path).name.lower().startswith(_CHINESE_FILES):
+                font_manager.fontManager.addfont(path)
+        font = _listed_chinese_font()
+    return font
+
+
+def _listed_chinese_font() -> str | None:
     installed = set(font_manager.get_font_names())
     return next((font for font in _CHINESE_FONTS if font in installed), None)
 
 
+@cache
+def _warn_of_english() -> None:
+    wanted = ", ".join(_CHINESE_FONTS)
+    text = f"pictures are drawn in English, since no font for Chinese is installed: install one of {wanted}"
+    warnings.warn(translated(text), stacklevel=2)
+
+
 def said(text: str) -> str:
-    """Text of a picture in the language in use; in English where no font has Chinese. A dollar begins no formula."""
+    """Text of a picture in the language in use; in English, with a warning, where no font has Chinese.
+
+    A dollar begins no formula.
+    """
     if language_in_use() == "zh" and _chinese_font() is None:
+        _warn_of_english()
         return plain(text)
     return plain("\n".join(map(translated, text.split("\n"))))
 

@@ -171,8 +171,9 @@ def make_server(app: FastAPI, options: ServerOptions, running: RunningGeneration
 
 
 def address(listening: socket.socket, options: ServerOptions) -> str:
-    """The URL of a socket."""
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    """The URL of a socket; of one that listens on all interfaces, the URL for this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    host = f"[{host}]" if ":" in host else host
     return f"{'https' if options.tls else 'http'}://{host}:{listening.getsockname()[1]}"
 
 

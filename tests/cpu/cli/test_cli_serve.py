@@ -100,6 +100,13 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded():
     assert "already" in str(result.exception)
 
 
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")])
+def test_the_url_can_be_opened_on_this_machine(host, shown):
+    options = ServerOptions(host=host, port=0, insecure=True)
+    with bind(options) as bound:
+        assert listening.address(bound, options) == f"http://{shown}:{bound.getsockname()[1]}"
+
+
 def test_a_model_that_is_not_there_ends_the_server(tmp_path):
     result = invoke(tmp_path / "none", "--port", 0)
     assert isinstance(result.exception, CheckpointError)

@@ -51,6 +51,13 @@ def alone(model, prompt, tokens, params=None):
 KINDS = pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["read at once", "ahead"])
 
 
+def test_a_warm_engine_has_compiled_the_kernels_of_the_cpu(model, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("warpbus.kernels.ops.cpu_library.is_available", lambda: compiled.append(True))
+    Engine(model).warm()
+    assert compiled == [True]
+
+
 @KINDS
 @pytest.mark.parametrize("params", [SEEDED, replace(SEEDED, repetition_penalty=1.2)], ids=["", "penalty"])
 @pytest.mark.parametrize(

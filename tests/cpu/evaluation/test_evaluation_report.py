@@ -53,6 +53,8 @@ def test_speeds_that_cannot_be_compared_are_doubted() -> None:
     assert "uncertain" not in shown([FIRST, steady])
     sentence = "The speeds are uncertain: runs of w4a16-g128-gptq gave from 12 to 123 tokens/s. Other programs use this"
     assert sentence in shown([FIRST, disturbed])
+    assert "times as fast" in report.finding([FIRST, steady])
+    assert "as fast" not in report.finding([FIRST, disturbed])
 
 
 def test_the_table_compares_with_the_first() -> None:

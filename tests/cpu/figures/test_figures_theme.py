@@ -1,6 +1,7 @@
 """The theme of pictures: ticks, captions, colours; and pages in two languages."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,37 @@ def test_lines_of_chinese_cut_no_words():
     assert len(lines) > 3
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
     assert sum(line.count("cuBLAS") for line in lines) == sum(line.count("1.02") for line in lines) == 6
+
+
+@pytest.fixture
+def fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the fonts that matplotlib knows: none for Chinese."""
+    names = ["DejaVu Sans"]
+    caches = [theme._chinese_font, theme._warn_of_english]
+    monkeypatch.setattr(theme.font_manager, "get_font_names", lambda: names)
+    monkeypatch.setattr(theme.font_manager, "findSystemFonts", list)
+    for each in caches:
+        each.cache_clear()
+    yield names
+    for each in caches:
+        each.cache_clear()
+
+
+def test_without_a_font_for_chinese_pictures_are_english_and_one_warning_says_so(fonts: list[str]) -> None:
+    with in_language("zh"), pytest.warns(UserWarning, match="Noto Sans CJK SC") as warned:
+        assert [theme.said("perplexity"), theme.said("limit")] == ["perplexity", "limit"]
+    assert len(warned) == 1
+
+
+def test_a_font_that_was_installed_after_matplotlib_listed_the_fonts_is_found(
+    fonts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"/fonts/NotoSansCJK-Regular.ttc": "Noto Sans CJK SC", "/fonts/Other.ttf": "Other"}
+    monkeypatch.setattr(theme.font_manager, "findSystemFonts", lambda: list(files))
+    monkeypatch.setattr(theme.font_manager.fontManager, "addfont", lambda path: fonts.append(files[path]))
+    with in_language("zh"):
+        assert theme.said("limit") == "上限"
+    assert fonts == ["DejaVu Sans", "Noto Sans CJK SC"]
 
 
 def test_unknown_contenders_keep_a_colour_of_their_own() -> None:

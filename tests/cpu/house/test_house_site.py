@@ -25,9 +25,8 @@ def site() -> ModuleType:
 
 def test_every_document_is_in_the_navigation(site, tmp_path):
     site.arrange(tmp_path, None)
-    english = [page for entry in site.english() for pages in entry.values() for page in [pages]]
-    named = {page for pages in english for page in ([pages] if isinstance(pages, str) else pages)}
-    named |= set(site.chinese(tmp_path))
+    groups = [pages for entry in (*site.english(), *site.chinese(tmp_path)) for pages in entry.values()]
+    named = {page for pages in groups for page in ([pages] if isinstance(pages, str) else pages)}
     pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
     assert {page for page in pages if not page.startswith("files/")} == named
     assert (tmp_path / "files" / "src" / "warpbus" / "kernels" / "csrc" / "ladder" / "vector_add.cu").is_file()
