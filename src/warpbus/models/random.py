@@ -151,9 +151,7 @@ class _RandomTensors:
             return PackedTrellis(words, scales, packed_signs(k, self._device), scheme, (n, k), self._dtype)
         count, shape = packed_shapes(scheme, n, k)
         codes = self._words(count)
-        if scheme.bits < 4:
-            codes &= 0x11111111 * scheme.max_code
-        elif 4 < scheme.bits < 8:
+        if 4 < scheme.bits < 8:
             codes &= 0x01010101 * scheme.max_code
         scales = self._scales(shape, scale)
         scales[:, scheme.groups(k) :] = 0

@@ -23,6 +23,19 @@ def representatives(units: list[Unit]) -> list[Unit]:
     return [unit for found in of_source.values() for unit in dict.fromkeys((found[0], found[-1]))]
 
 
+# Types and widths, and what follows from them, as all sizes in bytes do.
+_ALIKE = ("ELEMENT", "BITS", "STAGES")
+
+
+def sample(units: list[Unit]) -> list[Unit]:
+    """One unit for each combination of a source's macros, whatever its element and bits, of which all take turns."""
+    alike = defaultdict(list)
+    for unit in units:
+        kept = tuple(each for each in unit.macros if each[0] not in _ALIKE and not each[0].endswith("_BYTES"))
+        alike[unit.source, kept].append(unit)
+    return [found[turn % len(found)] for turn, found in enumerate(alike.values())]
+
+
 def compile_ptx(unit: Unit, arch: str) -> str:
     """The PTX of a unit for an architecture such as "sm_90a"."""
     status, program = nvrtc.nvrtcCreateProgram(unit.source.read_bytes(), unit.source.name.encode(), 0, None, None)

@@ -35,22 +35,22 @@ def same(found, expected):
     assert found.zeros is None or torch.equal(found.zeros, expected.zeros)
 
 
-def place_4(row, column, k):
-    """Word and lowest bit of a code of 4 bits, as the module says."""
-    tile, h, g = row // 16, row // 8 % 2, row % 8
-    step, within = column % 64 // 16, column % 16
-    t, e, p = within % 8 // 2, within % 2, within // 8
-    word = ((tile * -(-k // 64) + column // 64) * 32 + 4 * g + t) * 4 + step
-    return word, 16 * e + 8 * p + 4 * h
-
-
-def place_8(row, column, k):
-    """The same of a code of 8 bits."""
-    tile, h, g = row // 16, row // 8 % 2, row % 8
-    step, within = column % 32 // 16, column % 16
-    t, e, p = within % 8 // 2, within % 2, within // 8
-    word = ((tile * -(-k // 64) * 2 + column // 32) * 32 + 4 * g + t) * 4 + 2 * step + p
-    return word, 16 * e + 8 * h
+def places(row, column, k, bits):
+    """Word and bit of each bit of a code, from the lowest on, as the module says."""
+    h, lane, (p, t, e) = row // 8 % 2, row % 8 * 4 + column % 8 // 2, (column % 16 // 8, column % 8 // 2, column % 2)
+    if bits == 8:
+        word = ((row // 16 * -(-k // 64) * 2 + column // 32) * 32 + lane) * 4 + 2 * (column % 32 // 16) + p
+        return [(word, 16 * e + 8 * h + i) for i in range(8)]
+    tile, step, byte = (row // 16 * -(-k // 64) + column // 64) * 32 * bits, column % 64 // 16, 16 * e + 8 * p
+    assert t == lane % 4
+    if bits == 4:
+        return [(tile + 4 * lane + step, byte + 4 * h + i) for i in range(4)]
+    if bits == 2:
+        return [(tile + 2 * lane + step // 2, byte + step % 2 * 4 + 2 * h + i) for i in range(2)]
+    lanes_words = [tile + 2 * lane, tile + 2 * lane + 1, tile + 64 + lane]
+    if step < 3:
+        return [(lanes_words[step], byte + 3 * h + i) for i in range(3)]
+    return [(lanes_words[(3 * h + i) // 2], byte + 6 + (3 * h + i) % 2) for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,23 +81,29 @@ def test_more_rows_than_are_packed_at_once(scheme):
 def test_every_code_lies_where_the_module_says(scheme, n, k):
     weight = quantized(scheme, n, k)
     packed = pack(weight, torch.float16)
-    place = place_8 if packed.bits == 8 else place_4
     left = [word & 0xFFFFFFFF for word in packed.codes.tolist()]
     for row, codes in enumerate(weight.codes().tolist()):
         for column, code in enumerate(codes):
-            word, bit = place(row, column, k)
-            assert left[word] >> bit & (2**packed.bits - 1) == code
-            left[word] &= ~((2**packed.bits - 1) << bit)
+            for i, (word, bit) in enumerate(places(row, column, k, packed.bits)):
+                assert left[word] >> bit & 1 == code >> i & 1
+                left[word] &= ~(1 << bit)
     assert not any(left)  # what stands for no column or row is zero
 
 
 def test_places_of_the_first_codes():
     """As fragment A of mma.m16n8k16 has them: lane 0 holds rows 0 and 8, columns 0, 1, 8 and 9."""
-    codes = torch.zeros(16, 64, dtype=torch.uint8)
-    for value, (row, column) in enumerate([(0, 0), (8, 0), (0, 8), (8, 8), (0, 1), (8, 1), (0, 9), (8, 9)], start=1):
-        codes[row, column] = value
     scale = torch.ones(16, 1)
-    for scheme, expected in [("w4a16", [0x87654321]), ("w8a16", [0x06050201, 0x08070403])]:
+    for scheme, expected in [
+        ("w4a16", [0x87654321]),
+        ("w8a16", [0x06050201, 0x08070403]),
+        ("w2a16", [0x03090309]),
+        ("w3a16", [0x07352311]),
+    ]:
+        codes = torch.zeros(16, 64, dtype=torch.uint8)
+        for value, (row, column) in enumerate(
+            [(0, 0), (8, 0), (0, 8), (8, 8), (0, 1), (8, 1), (0, 9), (8, 9)], start=1
+        ):
+            codes[row, column] = value % 2 ** Scheme.parse(scheme).bits
         packed = pack(QTensor.from_codes(Scheme.parse(scheme), codes, scale), torch.float16)
         words = [word & 0xFFFFFFFF for word in packed.codes.tolist()]
         assert words == expected + [0] * (len(words) - len(expected))
@@ -128,7 +134,7 @@ def test_shapes_are_known_beforehand(scheme, n, k):
     scheme = Scheme.parse(scheme)
     words, shape = packed_shapes(scheme, n, k)
     rows, columns = -(-n // 16) * 16, -(-k // 64) * 64
-    assert words == rows * columns * (8 if scheme.bits == 8 else 4) // 32
+    assert words == rows * columns * scheme.bits // 32
     assert shape == (rows // 16, -(-columns // scheme.group_size) if scheme.group_size else 1, 8, 2)
     if n * k and n < 100 and (scheme.group_size is None or k % scheme.group_size == 0):
         packed = pack(quantized(str(scheme), n, k), torch.float16)
@@ -144,9 +150,9 @@ def test_matrices_without_rows_or_columns(scheme):
 
 def test_what_a_packed_weight_says_of_itself():
     packed = pack(quantized("w3a16-g64-asym", 20, 128), torch.bfloat16)
-    assert packed.bits == 4
+    assert packed.bits == 3
     assert packed.device == torch.device("cpu")
-    assert packed.nbytes == 32 * 128 // 2 + 2 * (2 * 2 * 8 * 2 * 2)
+    assert packed.nbytes == 32 * 128 * 3 // 8 + 2 * (2 * 2 * 8 * 2 * 2)
     symmetric = pack(quantized("w8a16", 16, 64), torch.float16)
     assert isinstance(symmetric, PackedWeight)
     assert symmetric.zeros is None

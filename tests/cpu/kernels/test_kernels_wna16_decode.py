@@ -11,7 +11,7 @@ from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.qtensor import Scheme
 
 HOPPER, GEFORCE = 227 * 1024, 99 * 1024  # bytes of shared memory that a block can ask for
-SCHEMES = ["w4a16", "w4a16-g128", "w4a16-g64-asym", "w4a16-g32", "w3a16-g32-asym", "w8a16", "w8a16-g32", "w8a16-g128"]
+SCHEMES = ["w4a16", "w4a16-g128", "w4a16-g64-asym", "w4a16-g32", "w3a16-g32-asym", "w2a16-g64", "w8a16", "w8a16-g32"]
 WIDTHS = [1, 64, 96, 1000, 1024, 1088, 3424, 4096, 6848, 13696, 27392]
 
 
@@ -62,6 +62,28 @@ def test_stages_fill_the_shared_memory(shared_memory, scheme, size, streamed):
         stage, others = wna16_decode._DecodeVariant.of(m, weight, 0).shared(m, k, streamed=streamed)
         stages = wna16_decode._stages(torch.empty(m, k), weight, streamed=streamed)
         assert stages * stage + others <= size < (stages + 1) * stage + others
+
+
+@pytest.mark.parametrize(
+    ("scheme", "n", "k", "m", "rounds"),
+    [
+        ("w4a16-g128", 27392, 4096, 1, 2),
+        ("w2a16-g64", 27392, 4096, 8, 2),
+        ("w4a16-g128", 27392, 4096, 8, 1),  # two stages would not fit
+        ("w4a16-g128", 4096, 4096, 1, 1),  # a block's whole work would be one stage
+        ("w3a16-g32-asym", 4096, 13696, 1, 2),
+        ("w8a16", 27392, 4096, 1, 1),
+        ("w4a16-g128", 27392, 4096, 9, 1),
+    ],
+)
+def test_when_a_stage_has_two_rounds(monkeypatch, scheme, n, k, m, rounds):
+    limits = {driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: HOPPER, driver.MULTIPROCESSOR_COUNT: 132}
+    monkeypatch.setattr(driver, "attribute", lambda which, device: limits[which])
+    weight = weight_of(scheme, n, k)
+    assert wna16_decode._DecodeVariant.of(m, weight, 0).rounds == rounds
+    assert wna16_decode._DecodeVariant.of(m, weight, 0, experts=True).rounds == 1
+    limits[driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN] = GEFORCE
+    assert wna16_decode._DecodeVariant.of(m, weight, 0).rounds == 1
 
 
 @pytest.mark.parametrize("size", [HOPPER, GEFORCE])

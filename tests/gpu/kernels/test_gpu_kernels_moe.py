@@ -78,7 +78,9 @@ def slots_of(tokens, experts, top_k, shared):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["w4a16-g128", "w4a16-g32-asym", "w8a16-g64", "w3a16-g128-asym", "w4a16"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-g128", "w4a16-g32-asym", "w8a16-g64", "w3a16-g128-asym", "w2a16-g64", "w4a16"]
+)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 13, 64, 200, 1000])
 def test_experts(tokens, scheme, dtype):
     shared, residual = tokens % 2 == 1, tokens % 3 != 1

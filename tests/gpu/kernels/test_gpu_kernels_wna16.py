@@ -24,9 +24,8 @@ needs_hopper = pytest.mark.skipif(ARCH != "sm_90a", reason="needs sm_90a")
 DTYPES = [torch.float16, torch.bfloat16]
 SCHEMES = [
     f"w{bits}a16{group}{asym}"
-    for bits, group, asym in itertools.product((4, 8), ("", "-g32", "-g64", "-g128"), ("", "-asym"))
+    for bits, group, asym in itertools.product((2, 3, 4, 8), ("", "-g32", "-g64", "-g128"), ("", "-asym"))
 ]
-NARROW = ["w2a16-g64-asym", "w3a16-g32", "w3a16-g128-asym", "w2a16"]
 EPS = 1e-5
 BY_PLAN = pytest.mark.parametrize(
     "plan",
@@ -98,7 +97,7 @@ def wgmma(x, packed, bias=None, plan=None, gated=False):
 
 @needs_decode
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [*SCHEMES, *NARROW])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_few_tokens(scheme, dtype):
     size = Scheme.parse(scheme).group_size or 40
     for n, groups in [(64, 1), (100, 3), (1000, 32), (17, 27)]:
@@ -110,7 +109,7 @@ def test_few_tokens(scheme, dtype):
 
 @needs_decode
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["w4a16-g128", "w4a16-g32-asym", "w8a16-asym"])
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w4a16-g32-asym", "w8a16-asym", "w2a16-g64", "w3a16-asym"])
 def test_few_tokens_with_all_that_surrounds_the_product(scheme, dtype):
     n, k = 96, 1152
     weight, packed = quantized(scheme, n, k, dtype)
@@ -133,6 +132,10 @@ def test_few_tokens_with_all_that_surrounds_the_product(scheme, dtype):
         (27392, 4096, "w4a16-g128"),
         (4096, 13696, "w4a16-g128"),
         (4608, 13696, "w4a16-g128"),
+        (27392, 4096, "w2a16-g64"),
+        (4096, 13696, "w3a16-g128"),
+        (4096, 6848, "w2a16-g64-asym"),
+        (4096, 3424, "w3a16-g32-asym"),
         (68, 1000, "w8a16-asym"),
         (100, 200, "w4a16"),
         (33, 100, "w8a16"),
@@ -157,7 +160,7 @@ def test_few_tokens_at_sizes_of_models_and_at_odd_ones(n, k, scheme, dtype):
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [*SCHEMES, *NARROW])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @BY_PLAN
 def test_many_tokens(plan, scheme, dtype):
     size = Scheme.parse(scheme).group_size or 40
@@ -177,6 +180,8 @@ def test_many_tokens(plan, scheme, dtype):
         (4096, 13696, "w8a16-g128"),
         (4096, 6848, "w4a16-g64"),
         (1000, 3424, "w4a16-g32-asym"),
+        (4096, 6848, "w2a16-g64"),
+        (1000, 3424, "w3a16-g32-asym"),
         (27392, 4096, "w4a16-g128"),
         (100, 200, "w4a16"),
         (68, 1000, "w8a16-asym"),
@@ -324,7 +329,14 @@ def test_the_same_bits_at_every_run(n, k, m):
 @needs_decode
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("n", "k", "scheme"), [(4096, 13696, "w4a16-g128"), (96, 1024, "w8a16"), (640, 4096, "w4a16-g32")]
+    ("n", "k", "scheme"),
+    [
+        (4096, 13696, "w4a16-g128"),
+        (96, 1024, "w8a16"),
+        (640, 4096, "w4a16-g32"),
+        (640, 4096, "w3a16-g128"),
+        (96, 3424, "w2a16-g32-asym"),
+    ],
 )
 def test_a_row_alone_has_the_bits_that_it_has_among_others(n, k, scheme, dtype):
     _, packed = quantized(scheme, n, k, dtype)

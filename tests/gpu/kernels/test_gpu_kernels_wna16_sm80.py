@@ -72,7 +72,9 @@ def force(monkeypatch, tiling, part=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-asym", "w8a16", "w8a16-asym", "w3a16", "w2a16-asym"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16", "w4a16-asym", "w8a16", "w8a16-asym", "w3a16", "w3a16-asym", "w2a16", "w2a16-asym"]
+)
 @pytest.mark.parametrize("name", TILINGS)
 def test_tilings(monkeypatch, name, scheme, dtype):
     force(monkeypatch, TILINGS[name])

@@ -14,7 +14,17 @@ hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
 
 DTYPES = [torch.float16, torch.bfloat16]
-SCHEMES = ["w4a16-g128", "w4a16-g64", "w4a16", "w3a16-g128", "w2a16-g64", "w4a16-g128-asym", "w4a16-g64-asym"]
+SCHEMES = [
+    "w4a16-g128",
+    "w4a16-g64",
+    "w4a16",
+    "w3a16-g128",
+    "w3a16-g64-asym",
+    "w2a16-g64",
+    "w2a16-asym",
+    "w4a16-g128-asym",
+    "w4a16-g64-asym",
+]
 # The smallest numbers of rows are given to the kernel all the same; 13696 and its parts on 2 and 4 GPUs.
 SIZES = [
     (1, 16, 16),

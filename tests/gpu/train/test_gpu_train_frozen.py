@@ -21,7 +21,7 @@ from warpbus.train.recompute import recompute_layers
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 HALVES = [torch.float16, torch.bfloat16]
-SCHEMES = ["w4a16-g128", "w4a16-g32-asym", "w4a16", "w3a16-g64", "w8a16", "w8a16-g32-asym"]
+SCHEMES = ["w4a16-g128", "w4a16-g32-asym", "w4a16", "w3a16-g64", "w2a16-g32-asym", "w8a16", "w8a16-g32-asym"]
 HAS_E4M3 = torch.cuda.is_available() and runs_on(architecture(0), "sm_89")
 SMALL = with_traits(
     SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=384

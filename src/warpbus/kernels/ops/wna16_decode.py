@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits as copyable
 from warpbus.cuda.tensor_map import tensor_map
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
-from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.units import unit
 
@@ -51,7 +51,8 @@ class _DecodeVariant:
         bits: of a packed code.
         two_scales: a chunk of 64 columns has two groups.
         tokens: the most rows of x: 8 or 16.
-        span: chunks of a stage that a warp multiplies.
+        span: adjacent chunks of a stage that a warp multiplies.
+        rounds: how often it does so in a stage; changes nothing in the order of the sums.
         experts: for a mixture of experts. Its products are small, and two blocks share a multiprocessor: those of the
             next kernel begin before the last ones of this have ended.
     """
@@ -60,15 +61,16 @@ class _DecodeVariant:
     two_scales: bool
     tokens: int
     span: int
+    rounds: int
     experts: bool
 
     @classmethod
     def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "_DecodeVariant":
         """The variant for m rows of x and the GPU number `device`."""
-        tokens = 8 if m <= 8 else 16
-        # Two chunks share the work around their products, as far as registers and shared memory hold them.
-        span = 2 if (weight.bits, tokens) == (4, 8) and _shared_memory(device) >= _PLENTY else 1
-        return cls(weight.bits, weight.scheme.group_size == 32, tokens, span, experts)
+        n, k = weight.shape
+        several = n > 2 * TILE_ROWS * driver.attribute(driver.MULTIPROCESSOR_COUNT, device)
+        two_scales = weight.scheme.group_size == 32
+        return _chosen(m, k, several, weight.bits, two_scales, _shared_memory(device), experts)
 
     @property
     def warps(self) -> int:
@@ -93,12 +95,12 @@ class _DecodeVariant:
     @property
     def chunks(self) -> int:
         """In a stage."""
-        return self.warps * self.span
+        return self.warps * self.span * self.rounds
 
     @functools.cached_property
     def stage_bytes(self) -> int:
         """Of shared memory: of a stage without x; the source compares it with its struct."""
-        codes = 2 * self.chunks * 512 * self.bits // 4
+        codes = 2 * self.chunks * 128 * self.bits
         scales = 2 * (self.chunks * (2 if self.two_scales else 1) + 1) * 32
         return blocks((codes + 2 * scales, 128)) * 128
 
@@ -117,8 +119,11 @@ class _DecodeVariant:
 
     def stages(self, m: int, k: int, device: int, *, streamed: bool) -> int:
         """How many stages there is room for, with m rows of x."""
+        return self.fitting(m, k, _shared_memory(device), streamed=streamed)
+
+    def fitting(self, m: int, k: int, room: int, *, streamed: bool) -> int:
+        """The same for so many bytes of shared memory."""
         stage, others = self.shared(m, k, streamed=streamed)
-        room = _shared_memory(device)
         shared_room = (room + 1024) // self.resident - 1024  # the system takes 1 KB of each block
         fitting = (shared_room - others) // stage
         return fitting if fitting >= _FEWEST_STAGES else (room - others) // stage
@@ -135,6 +140,7 @@ class _DecodeVariant:
             TOKENS=self.tokens,
             WARPS=self.warps,
             SPAN=self.span,
+            ROUNDS=self.rounds,
             FINISHERS=self.finishers,
             STAGE_BYTES=self.stage_bytes,
             OTHER_BYTES=self.other_bytes,
@@ -144,6 +150,28 @@ class _DecodeVariant:
         if self.experts:
             return declared.kernel("wna16_decode_experts", _EXPERTS)
         return declared.kernel("wna16_decode", _PARAMETERS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(m: int, k: int, several: bool, bits: int, two_scales: bool, room: int, experts: bool) -> _DecodeVariant:
+    """The variant for GPUs whose blocks can ask for `room` bytes of shared memory.
+
+    Args:
+        several: a block has several pairs of tiles.
+    """
+    tokens = 8 if m <= 8 else 16
+    # Two chunks share the work around their products, as far as registers and shared memory hold them.
+    span = 2 if bits <= 4 and tokens == 8 and room >= _PLENTY else 1
+    once = _DecodeVariant(bits, two_scales, tokens, span, 1, experts)
+    if span == 1 or experts:
+        return once
+    twice = replace(once, rounds=2)
+    if not several and blocks((k, TILE_COLUMNS)) <= twice.chunks:
+        return once  # all would be in one stage, and the first product would wait for the last byte
+    for streamed in (False, True):
+        if twice.fitting(m, k, room, streamed=streamed) < _FEWEST_STAGES <= once.fitting(m, k, room, streamed=streamed):
+            return once
+    return twice
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
@@ -308,8 +336,10 @@ def _shared_memory(device: int) -> int:
     return driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
 
 
-for _dtype, _two in itertools.product(HALVES, (False, True)):
-    for _bits, _tokens, _span in ((4, 8, 1), (4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)):
-        _DecodeVariant(_bits, _two, _tokens, _span, experts=False).kernel(_dtype)
-        if _tokens == MOST_ROWS_OF_EXPERT:
-            _DecodeVariant(_bits, _two, _tokens, _span, experts=True).kernel(_dtype)
+for _dtype, _two, _bits in itertools.product(HALVES, (False, True), STORED_BITS):
+    for _tokens, _span, _rounds in ((8, 1, 1), (8, 2, 1), (8, 2, 2), (16, 1, 1)):
+        if _span == 2 and _bits == 8:
+            continue
+        _DecodeVariant(_bits, _two, _tokens, _span, _rounds, experts=False).kernel(_dtype)
+        if _tokens == MOST_ROWS_OF_EXPERT and _rounds == 1:
+            _DecodeVariant(_bits, _two, _tokens, _span, _rounds, experts=True).kernel(_dtype)

@@ -12,13 +12,13 @@ from torch import Tensor
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.operators import differentiable, operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, blocks_in_stride
-from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight, unpack
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight, unpack
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.kernels.units import unit
 from warpbus.qtensor import Scheme
 
 _PARAMETERS = Parameters(
-    "const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, int n, int stride, "
+    "const uint32* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, int n, int stride, "
     "int first, int tiles, int groups, int group_shift, int middle"
 )
 BUFFER_BYTES = 2**28
@@ -32,7 +32,7 @@ _KERNELS = {
         "wna16_dequantize", _PARAMETERS
     )
     for dtype in HALVES
-    for bits in (4, 8)
+    for bits in STORED_BITS
 }
 
 
@@ -89,7 +89,7 @@ def dequantize_columns(weight: PackedWeight, first: int, tiles: int) -> Tensor:
     if weight.device.type != "cuda":
         return unpack(weight).dequantize(weight.dtype)[:, 64 * first : 64 * first + columns]
     out = torch.empty(n, 64 * tiles, dtype=weight.dtype, device=weight.device)
-    loads = blocks((n, TILE_ROWS)) * tiles * weight.bits // 4
+    loads = blocks((n, TILE_ROWS)) * tiles * (2 if weight.bits == 8 else 1)
     group = weight.scheme.group_size
     _KERNELS[weight.dtype, weight.bits](
         blocks_in_stride(32 * loads, _BLOCK, weight.device),

@@ -16,7 +16,7 @@ from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.gemm_sm90 import addressable
-from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.split_k import partial_sums, reduce
 from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
@@ -73,7 +73,7 @@ class Wna16Sm80Tiling:
         return blocks((m, self.tile_m), (n, self.tile_n))
 
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
-        """The kernel for activations of a dtype and packed codes of 4 or 8 bits; `experts`: of a mixture of experts."""
+        """The kernel for activations of a dtype and codes of so many bits; `experts`: of a mixture of experts."""
         declared = unit(
             "wna16/sm80_wna16.cu",
             ELEMENT=ELEMENTS[dtype],
@@ -99,7 +99,7 @@ TILINGS = (LARGE, MEDIUM, SMALL)
 
 _KERNELS = {
     (tiling, dtype, bits, experts): tiling.kernel(dtype, bits, experts=experts)
-    for tiling, dtype, bits, experts in product(TILINGS, HALVES, (4, 8), (False, True))
+    for tiling, dtype, bits, experts in product(TILINGS, HALVES, STORED_BITS, (False, True))
 }
 
 

@@ -15,7 +15,7 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.gemm_sm90 import addressable
-from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.units import unit
@@ -41,7 +41,7 @@ class Wna16Sm90Tiling:
     Attributes:
         tokens: rows of x in a tile.
         consumers: warpgroups that multiply, each 64 rows of the weight.
-        stages: blocks of k in flight, by the bits of a code.
+        stages: blocks of k in flight, by the bits of a code; with 2 and 3 bits as many as with 4.
     """
 
     tokens: int
@@ -58,14 +58,20 @@ class Wna16Sm90Tiling:
         """Of a block."""
         return 128 * (1 + self.consumers)
 
+    def stages_of(self, bits: int) -> int:
+        """Blocks of k in flight, of codes of so many bits."""
+        return self.stages[max(bits, 4)]
+
     def shared(self, bits: int) -> int:
         """Bytes: the ring with its barriers, staging buffers, and room to align."""
         stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32 + 16
-        return stage * self.stages[bits] + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
+        return stage * self.stages_of(bits) + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
 
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False, gated: bool = False) -> Kernel:
         """The kernel with these tiles; `experts`: of a mixture of experts."""
-        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits], self.shared(bits), experts, gated)
+        return _kernel(
+            dtype, bits, self.tokens, self.consumers, self.stages_of(bits), self.shared(bits), experts, gated
+        )
 
 
 # From the smallest tile to the largest.
@@ -337,7 +343,7 @@ OF_EXPERTS = tuple(
 )
 """The tilings for experts."""
 
-for _dtype, _bits, _tiling, _gated in itertools.product(HALVES, (4, 8), TILINGS, (False, True)):
+for _dtype, _bits, _tiling, _gated in itertools.product(HALVES, STORED_BITS, TILINGS, (False, True)):
     _tiling.kernel(_dtype, _bits, gated=_gated)
     if _tiling in OF_EXPERTS:
         _tiling.kernel(_dtype, _bits, experts=True, gated=_gated)

@@ -76,12 +76,12 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
         tile_rows, columns = tile_rows // 2, columns // 2  # of the gate, and as many of up
     words = weight.scales.view(torch.int32)
     direct = not addressed(out)
-    shared = _shared(groups)
-    _KERNELS[x.dtype, groups, symmetric, gated](
+    shared = _shared(weight.bits, groups)
+    _KERNELS[x.dtype, weight.bits, groups, symmetric, gated](
         min(blocks((m, _TILE), (n, columns)), multiprocessors(x.device)),
         384,
         map_x=tile_maps(codes, _TILE, _TILE),
-        map_codes=tensor_map(weight.codes.view(rows, -1), tile_rows, 256, swizzled=False),
+        map_codes=tensor_map(weight.codes.view(rows, -1), tile_rows, 64 * weight.bits, swizzled=False),
         map_scales=tensor_map(words.view(rows, -1), tile_rows, 8 * groups, swizzled=False),
         map_sums=tile_maps(sums, _TILE, _SUMS_AT_ONCE),
         map_out=_NO_MAP if direct else tensor_map(out, _BOX, _BOX // 2 if gated else _BOX),
@@ -127,9 +127,9 @@ def _quantize(x: Tensor, columns: int, factor: float = 1.0) -> tuple[Tensor, Ten
     return codes, scales, sums
 
 
-def _shared(groups: int) -> int:
+def _shared(bits: int, groups: int) -> int:
     """Bytes of shared memory: the ring with its barriers, staging buffers, and room to align."""
-    stage = _TILE * _TILE + _TILE * _TILE // 2 + _TILE // TILE_ROWS * groups * 32 + 16
+    stage = _TILE * _TILE + _TILE * _TILE * bits // 8 + _TILE // TILE_ROWS * groups * 32 + 16
     return 1024 + _STAGES * stage + 2 * _BOX * _BOX * 2
 
 
@@ -141,17 +141,19 @@ _QUANTIZE = {
     for columns in (_TILE // 2, _TILE)
 }
 _KERNELS = {
-    (dtype, groups, symmetric, gated): unit(
+    (dtype, bits, groups, symmetric, gated): unit(
         "wna8/sm90_wna8.cu",
         needs="sm_90a",
         ELEMENT=ELEMENTS[dtype],
+        BITS=bits,
         GROUPS=groups,
         SYMMETRIC=int(symmetric),
         STAGES=_STAGES,
-        SHARED_BYTES=_shared(groups),
+        SHARED_BYTES=_shared(bits, groups),
         GATED=int(gated),
     ).kernel("sm90_wna8", _PARAMETERS)
     for dtype in HALVES
+    for bits in (2, 3, 4)
     for groups in (1, 2)
     for symmetric in (True, False)
     for gated in (False, True)

@@ -24,6 +24,10 @@ __device__ __forceinline__ uint32 load_shared(uint32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
     return value;
 }
+__device__ __forceinline__ void load_shared_8(uint32* words, uint32 address) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ void load_shared_16(uint32* words, uint32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])

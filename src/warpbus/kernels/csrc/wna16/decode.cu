@@ -2,11 +2,12 @@
 //
 // Macros
 //   ELEMENT    __half or __nv_bfloat16: the type of x, of scales, zero points and out
-//   BITS       4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
+//   BITS       2, 3, 4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
 //   GROUPS     1: a scale covers 64 columns or more; 2: it covers 32
 //   TOKENS     8 or 16: the maximum number of rows of x
 //   WARPS      number of consumer warps, which multiply
-//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies per stage: 1 or 2
+//   SPAN       adjacent chunks of 64 columns that a consumer warp multiplies at a time: 1 or 2
+//   ROUNDS     how often a consumer warp does so per stage: 1 or 2. Sums have the same order, so that both give the same bits
 //   FINISHERS  number of warps that reduce the consumers' sums. With one producer warp and 16 consumers, up to five warps
 //              run on each of the four schedulers, which leaves 96 registers per thread; a sixth would leave 80
 //   STAGE_BYTES, OTHER_BYTES  shared memory that the host requests: for one stage without x; for sums, barriers and squares
@@ -22,12 +23,12 @@
 //
 // The kernel is limited by memory bandwidth: it reads each weight once and keeps as many bytes in flight as it can. One
 // producer warp issues bulk copies, stage by stage and across tile boundaries, and starts before the previous kernel has
-// ended. A stage holds two tiles of 16 rows (with a gate, one of the gate and one of up) by WARPS * SPAN chunks of 64
-// columns, SPAN for each consumer warp. Codes become mma fragments in registers. Zero points and scales are applied to the
-// fp32 sum of a group, so that no weight is rounded. Finisher warps reduce the sums in a fixed order while the consumers
-// multiply the next tiles, so that no block-wide barrier is needed. x is copied to shared memory in parts, so that the first
-// chunks are multiplied while later parts arrive. If a block reads x only once, or x is too large, x is streamed with the
-// weights. One copy loads all rows of a step of chunks: with one copy per row, the producer thread would be the bottleneck.
+// ended. A stage holds two tiles of 16 rows (with a gate, one of the gate and one of up) by WARPS * SPAN * ROUNDS chunks of
+// 64 columns, SPAN for each consumer warp and round. Codes become mma fragments in registers. Zero points and scales are
+// applied to the fp32 sum of a group, so that no weight is rounded. Finisher warps reduce the sums in a fixed order while the
+// consumers multiply the next tiles, so that no block-wide barrier is needed. x is copied to shared memory in parts, so that
+// the first chunks are multiplied while later parts arrive. If a block reads x only once, or x is too large, it is streamed
+// with the weights. One copy loads all rows of a step of chunks: with one copy per row, the producer thread would be the bottleneck.
 // The grid has one block per multiprocessor.
 //
 // The products of experts are small, so a block may use half the consumer warps and two blocks share a multiprocessor. Blocks
@@ -42,9 +43,10 @@ constexpr int kThreads = 32 * WARPS;  // of the consumer warps
 constexpr int kTokenTiles = TOKENS / 8;
 constexpr bool kAtOnce = kTokenTiles == 1;  // load all fragments of x ahead; 16 tokens need too many registers
 constexpr int kMostStages = 8;
-constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
+constexpr int kLoads = Packed::kLoads;
 constexpr int kChunk = 64;
-constexpr int kStep = WARPS * SPAN;  // chunks per stage, a power of two
+constexpr int kRound = WARPS * SPAN;      // chunks that the consumer warps multiply at a time
+constexpr int kStep = ROUNDS * kRound;  // chunks per stage, a power of two
 constexpr int kLine = 2 * kChunk;  // bytes of one token's x per chunk
 constexpr int kParts = 8;          // at most, of x: the chunks of one step each, the last one all that remain
 
@@ -67,7 +69,7 @@ struct Weight {
 };
 
 struct alignas(128) Stage {
-    uint4 codes[2][kStep][kLoads][32];
+    alignas(16) ptx::uint32 codes[2][kStep][kLoads][32 * Packed::kLoadWords];
     ptx::uint32 scales[2][kStep * GROUPS + 1][8];
     ptx::uint32 zeros[2][kStep * GROUPS + 1][8];
 };
@@ -142,7 +144,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     const int chunks = min(kStep, p.chunks - step.chunk);
     const int group = group_of(step.chunk, p);
     const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
-    const int code_bytes = chunks * kLoads * 512;
+    const int code_bytes = chunks * 128 * BITS;
     const int scale_bytes = groups * 32;
     const int x_bytes = p.streamed ? step_bytes(p) : 0;
     const bool far = EXPERTS && step.source.expert >= resident;
@@ -152,7 +154,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int tile = (EXPERTS ? expert * ((p.n + 15) / 16) : 0) + tile_of(step.pair, r, p);
-        const uint4* codes = from.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
+        const uint4* codes = from.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 8 * BITS;
         const int at = (tile * p.groups + group) * 8;
         ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
         ptx::bulk_load(ptx::shared_address(stage.scales[r]), from.scales + at, scale_bytes, full);
@@ -240,8 +242,8 @@ __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const
         const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group][row]);
         const float2 zero =
             symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group][row]);
-        const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
-        const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
+        const float upper = (zero.x + Packed::kUpperBase) * -Packed::kUpper * scale.x;
+        const float lower = (zero.y + Packed::kLowerBase) * -Packed::kLower * scale.y;
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
@@ -253,24 +255,24 @@ __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const
     }
 }
 
-// Adds the products of this warp's chunks of a stage; `count` chunks remain. `x` has the shared-memory addresses of this
-// lane's fragment rows in the first step, for each chunk; `offset` is the distance of this step's x from them.
+// Adds the products of this warp's chunks of a stage, from its chunk `first` on; `count` chunks remain. `x` has the
+// shared-memory addresses of this lane's fragment rows in the first round of the first step, for each chunk; `offset` is the
+// distance of this round's x from them.
 __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
-                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int count,
+                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int first, int count,
                                          bool symmetric, const Problem& p) {
     const int lane = threadIdx.x % 32;
-    const int first = threadIdx.x / 32 * SPAN;
     const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
     const ptx::uint32 ones[4] = {one, one, one, one};
     GroupSums own;
 #pragma unroll
     for (int c = 0; c < SPAN; ++c) {
         if (c > 0 && c >= count) break;
-        uint4 codes[2][kLoads];
+        ptx::uint32 codes[2][kLoads][Packed::kLoadWords];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][first + c][i][lane];
+            for (int i = 0; i < kLoads; ++i) read_codes(codes[r][i], stage.codes[r][first + c][i], lane);
         }
         ptx::uint32 b[kTokenTiles][2][4];
 #pragma unroll
@@ -293,7 +295,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     ptx::uint32 a[4];
-                    Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
+                    Packed::spread(a, codes[r][s / Packed::kLoadSteps], s % Packed::kLoadSteps);
 #pragma unroll
                     for (int t = 0; t < kTokenTiles; ++t) {
                         ptx::mma_m16n8k16<ELEMENT>(own.part[r][t], a, b[t][s / 2][2 * (s % 2)],
@@ -539,10 +541,14 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
                     ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
                 }
                 ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-                const int count = p.chunks - first - warp * SPAN;  // chunks from this warp's first one on
-                if (count > 0) {
-                    const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
-                    multiply(sum, stages[ring.slot], mine, offset, count, zeros == nullptr, p);
+                const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
+#pragma unroll
+                for (int round = 0; round < ROUNDS; ++round) {
+                    const int within = round * kRound + warp * SPAN;  // this warp's first chunk in the stage
+                    const int count = p.chunks - first - within;      // chunks from there on
+                    if (count <= 0) break;
+                    multiply(sum, stages[ring.slot], mine, offset + round * kRound * p.m * kLine, within, count,
+                             zeros == nullptr, p);
                 }
                 __syncwarp();
                 if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);

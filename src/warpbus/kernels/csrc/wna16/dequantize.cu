@@ -2,22 +2,23 @@
 //
 // Shapes: any n, k >= 1. The last tile may extend beyond k; the values written there are undefined. ELEMENT = __half or
 // __nv_bfloat16: the type of scales, zero points and out, which is contiguous. `codes`, `scales` and `zeros` have the layout
-// of kernels/ops/packed.py, with codes of BITS = 4 or 8 bits; zeros is null if all zero points are `middle`. Column c belongs
-// to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is k in tiles of 64 columns.
+// of kernels/ops/packed.py, with codes of BITS = 2, 3, 4 or 8 bits; zeros is null if all zero points are `middle`.
+// Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is k in tiles of 64
+// columns.
 //
-// The result has the bits of QTensor.dequantize. A warp takes 512 bytes of codes, 16 bytes per lane, in a grid-stride loop.
-// The four lanes of a quad write 16 bytes of a row at a time, one half of a 32-byte sector after the other.
+// The result has the bits of QTensor.dequantize. A warp takes the codes of 16 rows by 64 columns (8 bits: 32), in a
+// grid-stride loop. The four lanes of a quad write 16 bytes of a row at a time, one half of a 32-byte sector after the other.
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
 
 constexpr int kBlock = 256;
-constexpr int kLoads = BITS / 4;       // 16-byte loads per lane for 16 rows and 64 columns
-constexpr int kSteps = 4 / kLoads;     // steps of 16 columns per load
+constexpr int kLoads = Packed::kLoads;
+constexpr int kSteps = Packed::kLoadSteps;
 constexpr int kColumns = 16 * kSteps;  // columns per load
 
 extern "C" __global__ void __launch_bounds__(kBlock)
-    wna16_dequantize(const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
+    wna16_dequantize(const ptx::uint32* __restrict__ codes, const ELEMENT* __restrict__ scales,
                      const ELEMENT* __restrict__ zeros, ELEMENT* __restrict__ out, int n, int stride, int first,
                      int tiles, int groups, int group_shift, int middle) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -28,8 +29,9 @@ extern "C" __global__ void __launch_bounds__(kBlock)
     for (long long i = static_cast<long long>(blockIdx.x) * (kBlock / 32) + threadIdx.x / 32; i < loads; i += warps) {
         const int row_tile = static_cast<int>(i / loads_of_row);
         const int load = static_cast<int>(i - static_cast<long long>(row_tile) * loads_of_row);
-        const uint4 loaded = codes[(static_cast<long long>(row_tile) * stride + first) * kLoads * 32 + load * 32 + lane];
-        const ptx::uint32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        ptx::uint32 words[Packed::kLoadWords];
+        const long long at = (static_cast<long long>(row_tile) * stride + first) * kLoads + load;
+        read_codes(words, codes + at * (32 * Packed::kLoadWords), lane);
         const int row = row_tile * 16 + g;
         ELEMENT* const target = out + static_cast<long long>(row) * (64 * tiles) + load * kColumns + 2 * t;
 #pragma unroll
@@ -41,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kBlock)
             const auto zero = Packed::zeros(
                 zeros == nullptr ? middle_pair : *reinterpret_cast<const ptx::uint32*>(zeros + pair));
             ptx::uint32 a[4];
-            Packed::integers(a, &words[step * Packed::kWords], zero);
+            Packed::integers(a, words, step, zero);
             scale_fragment<ELEMENT>(a, spread_rows(*reinterpret_cast<const ptx::uint32*>(scales + pair)));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {  // rows g and g + 8

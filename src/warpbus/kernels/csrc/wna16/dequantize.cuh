@@ -1,8 +1,8 @@
-// Packed weights of 4 or 8 bits: from words in registers to fragments of mma.m16n8k16 in registers.
+// Packed weights of 2, 3, 4 or 8 bits: from words in registers to fragments of mma.m16n8k16 in registers.
 //
-// The layout is that of kernels/ops/packed.py: 512 bytes, 4 words per lane, hold 16 rows of the weight and 64 columns (4
-// bits) or 32 (8 bits). Lane 4 g + t has rows g and g + 8. For each step of 16 columns it has kWords consecutive words, from
-// which `integers` makes the operand A of ptx::mma_m16n8k16, pairs of columns in T = __half or __nv_bfloat16:
+// The layout is that of kernels/ops/packed.py. Lane 4 g + t has rows g and g + 8 of 16. From the words that it reads in one
+// load, of 64 columns (with 8 bits, 32), `integers` makes the operand A of ptx::mma_m16n8k16 for each step of 16 columns,
+// pairs of columns in T = __half or __nv_bfloat16:
 //   a[0] (row g, 2t and 2t+1)  a[1] (row g+8, 2t and 2t+1)  a[2] (row g, 2t+8 and 2t+9)  a[3] (row g+8, 2t+8 and 2t+9)
 //
 // A lane loads the scales, or the zero points, of its two rows in a group as one register of two T: row g in the low half,
@@ -10,19 +10,19 @@
 //   using Packed = Codes<T, 4>;
 //   const auto zeros = Packed::zeros(zero_pair);          // once per group; pack_pair<T>(8, 8) if symmetric
 //   const RowPairs scales = spread_rows(scale_pair);
-//   Packed::integers(a, words, zeros);                    // code - zero, exact
+//   Packed::integers(a, words, step, zeros);              // code - zero, exact
 //   scale_fragment<T>(a, scales);                         // times scale, rounded to T
 // The result has the bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, which both
 // types represent exactly, so the product with the scale is the only rounding.
 //
 // Where instructions per product matter, even the subtraction can be avoided:
-//   Packed::spread(a, words)                              (kBase + code) times kUpper or kLower, exact
-// The caller then subtracts (kBase + zero) times the sum of the other operand from the sums. In half precision the result is
+//   Packed::spread(a, words, step)                        (base + code) times kUpper or kLower, exact
+// The caller then subtracts (base + zero) times the sum of the other operand from the sums. In half precision the result is
 // the code's own bits: read as a half, they are a subnormal number, which tensor cores multiply exactly.
 //
 // No conversion instructions are used, because they run at a quarter of the arithmetic rate or less. Instead, the bits of a
-// code are inserted into those of a power of two whose last mantissa bit is worth 1: that gives the sum of both, and a
-// subtraction leaves the code.
+// code are inserted into those of a power of two of which a certain mantissa bit is worth 1: that gives the sum of both, and
+// a subtraction leaves the code.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
@@ -75,55 +75,142 @@ __device__ __forceinline__ void scale_fragment(ptx::uint32 (&a)[4], RowPairs sca
     a[3] = fma_pair<T>(a[3], scales.lower, kMinusZero);
 }
 
+// Reads a lane's words of one load, which begins at `load`: see kernels/ops/packed.py.
+template <int Words>
+__device__ __forceinline__ void read_codes(ptx::uint32 (&words)[Words], const ptx::uint32* load, int lane) {
+    if constexpr (Words == 4) {
+        const uint4 read = reinterpret_cast<const uint4*>(load)[lane];
+        words[0] = read.x, words[1] = read.y, words[2] = read.z, words[3] = read.w;
+    } else {
+        const uint2 read = reinterpret_cast<const uint2*>(load)[lane];
+        words[0] = read.x, words[1] = read.y;
+        if constexpr (Words == 3) words[2] = load[64 + lane];
+    }
+}
+
+// The same from an address in shared memory, which takes fewer registers than a pointer.
+template <int Words>
+__device__ __forceinline__ void read_codes(ptx::uint32 (&words)[Words], ptx::uint32 load, int lane) {
+    if constexpr (Words == 4) {
+        ptx::load_shared_16(words, load + 16 * lane);
+    } else {
+        ptx::load_shared_8(words, load + 8 * lane);
+        if constexpr (Words == 3) words[2] = ptx::load_shared(load + 256 + 4 * lane);
+    }
+}
+
+// How codes lie in loads, which each lane reads at once:
+//   kLoads      loads of 16 rows and 64 columns
+//   kLoadWords  words that a lane reads per load
+//   kLoadSteps  steps of 16 columns per load
+template <int Bits>
+struct Loads {
+    static constexpr int kLoads = Bits == 8 ? 2 : 1;
+    static constexpr int kLoadWords = Bits / kLoads;
+    static constexpr int kLoadSteps = 4 / kLoads;
+};
+
+// The codes of a step of 16 columns: those of row g are the lowest bits of each byte, those of row g + 8 the next. The bits
+// above are not zero.
+template <int Bits>
+__device__ __forceinline__ ptx::uint32 word_of_step(const ptx::uint32 (&words)[Bits], int step) {
+    if constexpr (Bits == 2) return words[step / 2] >> 4 * (step % 2);
+    if constexpr (Bits == 3) {
+        if (step == 3) {
+            const ptx::uint32 low = join_bits(words[1] >> 4, 0x0c0c0c0c, words[0] >> 6 & 0x03030303);
+            return join_bits(words[2] >> 2, 0x30303030, low);
+        }
+    }
+    return words[step];
+}
+
 // Codes of `Bits` bits to integers in T:
-//   kWords                                a lane's words for one step of 16 columns
 //   Zeros zeros(pair)                     the zero points of a lane's rows, exact integers in T, in the form subtracted
-//   void integers(a, words, zeros)        the fragment of code - zero, exact; `words` points to registers
-//   void spread(a, words)                 the fragment of kBase + code, times kUpper in rows g and kLower in rows g + 8
+//   void integers(a, words, step, zeros)  the fragment of code - zero, exact; `words` are those of a load, `step` is known
+//                                         to the compiler
+//   void spread(a, words, step)           the fragment of kUpperBase + code, times kUpper, in rows g and of kLowerBase +
+//                                         code, times kLower, in rows g + 8
 template <typename T, int Bits>
 struct Codes;
 
-// Codes of row g are at bits 0 and 8 of each half of the word, those of row g + 8 at bits 4 and 12. With 0x6400, the low
-// position gives 1024 + code and the high position 1024 + 16 code, of which 1/16 is 64 + code.
-template <>
-struct Codes<__half, 4> {
+// 2 to 4 bits. With 0x6400, the low position gives 1024 + code and the high position 1024 + 2^Bits code, of which 2^-Bits is
+// 1024 / 2^Bits + code.
+template <int Bits>
+struct Codes<__half, Bits> : Loads<Bits> {
     using Zeros = RowPairs;
-    static constexpr int kWords = 1;
+    static constexpr ptx::uint32 kMask = twice((1 << Bits) - 1);
 
     static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
         const RowPairs zero = spread_rows(pair);
         constexpr ptx::uint32 kMinusOne = twice(0xbc00);
-        return {fma_pair<__half>(zero.upper, kMinusOne, twice(0xe400)),   // -1024 - zero
-                fma_pair<__half>(zero.lower, kMinusOne, twice(0xd400))};  // -64 - zero
+        return {fma_pair<__half>(zero.upper, kMinusOne, twice(0xe400)),                  // -1024 - zero
+                fma_pair<__half>(zero.lower, kMinusOne, twice(0xe400 - Bits * 0x400))};  // -1024 / 2^Bits - zero
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32* words, Zeros zeros) {
-        constexpr ptx::uint32 kBase = twice(0x6400), kOne = twice(0x3c00), kSixteenth = twice(0x2c00);
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step,
+                                                    Zeros zeros) {
+        constexpr ptx::uint32 kBase = twice(0x6400), kOne = twice(0x3c00), kPart = twice(0x3c00 - Bits * 0x400);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const ptx::uint32 word = words[0] >> 8 * i;
-            a[2 * i] = fma_pair<__half>(join_bits(word, twice(0x000f), kBase), kOne, zeros.upper);
-            a[2 * i + 1] = fma_pair<__half>(join_bits(word, twice(0x00f0), kBase), kSixteenth, zeros.lower);
+            const ptx::uint32 word = word_of_step(words, step) >> 8 * i;
+            a[2 * i] = fma_pair<__half>(join_bits(word, kMask, kBase), kOne, zeros.upper);
+            a[2 * i + 1] = fma_pair<__half>(join_bits(word, kMask << Bits, kBase), kPart, zeros.lower);
         }
     }
 
-    static constexpr float kBase = 0.0f, kUpper = 0x1p-24f, kLower = 0x1p-20f;
+    static constexpr float kUpperBase = 0.0f, kLowerBase = 0.0f, kUpper = 0x1p-24f, kLower = kUpper * (1 << Bits);
 
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const ptx::uint32 word = words[0] >> 8 * i;
-            a[2 * i] = word & twice(0x000f);
-            a[2 * i + 1] = word & twice(0x00f0);
+            const ptx::uint32 word = word_of_step(words, step) >> 8 * i;
+            a[2 * i] = word & kMask;
+            a[2 * i + 1] = word & kMask << Bits;
         }
     }
 };
 
-// 0x4300 is 128 with 7 mantissa bits: too few for a code in the high position, so each code is shifted down: 128 + code.
-template <>
-struct Codes<__nv_bfloat16, 4> {
+// 2 and 3 bits. 0x4300 is 128 with 7 mantissa bits: the low position gives 128 + code. Of 128 / 2^Bits the bit that the high
+// position begins with is worth 1.
+template <int Bits>
+struct Codes<__nv_bfloat16, Bits> : Loads<Bits> {
     using Zeros = RowPairs;
-    static constexpr int kWords = 1;
+
+    static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
+        const RowPairs zero = spread_rows(pair);
+        constexpr ptx::uint32 kMinusOne = twice(0xbf80), kMinus = 0x8000;
+        return {fma_pair<__nv_bfloat16>(zero.upper, kMinusOne, twice(kMinus | kUpperBits)),
+                fma_pair<__nv_bfloat16>(zero.lower, kMinusOne, twice(kMinus | kLowerBits))};
+    }
+
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step,
+                                                    Zeros zeros) {
+        constexpr ptx::uint32 kOne = twice(0x3f80);
+        spread(a, words, step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = fma_pair<__nv_bfloat16>(a[i], kOne, i % 2 == 0 ? zeros.upper : zeros.lower);
+    }
+
+    static constexpr float kUpperBase = 128.0f, kLowerBase = 128.0f / (1 << Bits), kUpper = 1.0f, kLower = 1.0f;
+
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step) {
+        constexpr ptx::uint32 kMask = twice((1 << Bits) - 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const ptx::uint32 word = word_of_step(words, step) >> 8 * i;
+            a[2 * i] = join_bits(word, kMask, twice(kUpperBits));
+            a[2 * i + 1] = join_bits(word, kMask << Bits, twice(kLowerBits));
+        }
+    }
+
+private:
+    static constexpr ptx::uint32 kUpperBits = 0x4300, kLowerBits = 0x4300 - Bits * 0x80;
+};
+
+// The high position of 4 bits is outside the 7 mantissa bits, so each code is shifted down: 128 + code.
+template <>
+struct Codes<__nv_bfloat16, 4> : Loads<4> {
+    using Zeros = RowPairs;
 
     static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
         const RowPairs zero = spread_rows(pair);
@@ -132,30 +219,30 @@ struct Codes<__nv_bfloat16, 4> {
                 fma_pair<__nv_bfloat16>(zero.lower, kMinusOne, kMinusBase)};
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32* words, Zeros zeros) {
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step, Zeros zeros) {
         constexpr ptx::uint32 kBase = twice(0x4300), kOne = twice(0x3f80);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const ptx::uint32 sum = join_bits(words[0] >> 4 * i, twice(0x000f), kBase);
+            const ptx::uint32 sum = join_bits(words[step] >> 4 * i, twice(0x000f), kBase);
             a[i] = fma_pair<__nv_bfloat16>(sum, kOne, i % 2 == 0 ? zeros.upper : zeros.lower);
         }
     }
 
-    static constexpr float kBase = 16.0f, kUpper = 1.0f, kLower = 1.0f;
+    static constexpr float kUpperBase = 16.0f, kLowerBase = 16.0f, kUpper = 1.0f, kLower = 1.0f;
 
     // 0x4180 is 16, whose fourth mantissa bit is worth 1. A base smaller than 128 leaves the sums more precision.
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
-        a[0] = join_bits(words[0] << 3, twice(0x0078), twice(0x4180));
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step) {
+        const ptx::uint32 word = words[step];
+        a[0] = join_bits(word << 3, twice(0x0078), twice(0x4180));
 #pragma unroll
-        for (int i = 1; i < 4; ++i) a[i] = join_bits(words[0] >> (4 * i - 3), twice(0x0078), twice(0x4180));
+        for (int i = 1; i < 4; ++i) a[i] = join_bits(word >> (4 * i - 3), twice(0x0078), twice(0x4180));
     }
 };
 
 // Codes of row g are in the low byte of each half, those of row g + 8 in the high byte: 1024 + code has room for 8 bits.
 template <>
-struct Codes<__half, 8> {
+struct Codes<__half, 8> : Loads<8> {
     using Zeros = RowPairs;
-    static constexpr int kWords = 2;
 
     static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
         const RowPairs zero = spread_rows(pair);
@@ -164,22 +251,22 @@ struct Codes<__half, 8> {
                 fma_pair<__half>(zero.lower, kMinusOne, kMinusBase)};
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32* words, Zeros zeros) {
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step, Zeros zeros) {
         constexpr ptx::uint32 kBase = twice(0x6400), kOne = twice(0x3c00);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            a[2 * i] = fma_pair<__half>(join_bits(words[i], twice(0x00ff), kBase), kOne, zeros.upper);
-            a[2 * i + 1] = fma_pair<__half>(join_bits(words[i] >> 8, twice(0x00ff), kBase), kOne, zeros.lower);
+            a[2 * i] = fma_pair<__half>(join_bits(words[2 * step + i], twice(0x00ff), kBase), kOne, zeros.upper);
+            a[2 * i + 1] = fma_pair<__half>(join_bits(words[2 * step + i] >> 8, twice(0x00ff), kBase), kOne, zeros.lower);
         }
     }
 
-    static constexpr float kBase = 0.0f, kUpper = 0x1p-24f, kLower = 0x1p-24f;
+    static constexpr float kUpperBase = 0.0f, kLowerBase = 0.0f, kUpper = 0x1p-24f, kLower = 0x1p-24f;
 
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            a[2 * i] = words[i] & twice(0x00ff);
-            a[2 * i + 1] = words[i] >> 8 & twice(0x00ff);
+            a[2 * i] = words[2 * step + i] & twice(0x00ff);
+            a[2 * i + 1] = words[2 * step + i] >> 8 & twice(0x00ff);
         }
     }
 };
@@ -187,21 +274,20 @@ struct Codes<__half, 8> {
 // No bfloat16 has 8 mantissa bits below a power of two, but a float has: 0x4b000000 is 2^23. The difference is an integer of
 // at most 8 bits and a sign, so the upper half of the float is the bfloat16.
 template <>
-struct Codes<__nv_bfloat16, 8> {
+struct Codes<__nv_bfloat16, 8> : Loads<8> {
     struct Zeros {
         float upper, lower;
     };
-    static constexpr int kWords = 2;
 
     static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
         const float2 zero = unpack_pair<__nv_bfloat16>(pair);
         return {8388608.0f + zero.x, 8388608.0f + zero.y};
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32* words, Zeros zeros) {
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step, Zeros zeros) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const ptx::uint32 word = words[i / 2];
+            const ptx::uint32 word = words[2 * step + i / 2];
             const float zero = i % 2 == 0 ? zeros.upper : zeros.lower;
             const float first = code(word, i % 2 == 0 ? 0x7440 : 0x7441) - zero;
             const float second = code(word, i % 2 == 0 ? 0x7442 : 0x7443) - zero;
@@ -209,10 +295,10 @@ struct Codes<__nv_bfloat16, 8> {
         }
     }
 
-    static constexpr float kBase = 0.0f, kUpper = 1.0f, kLower = 1.0f;
+    static constexpr float kUpperBase = 0.0f, kLowerBase = 0.0f, kUpper = 1.0f, kLower = 1.0f;
 
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
-        integers(a, words, {8388608.0f, 8388608.0f});
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step) {
+        integers(a, words, step, {8388608.0f, 8388608.0f});
     }
 
 private:

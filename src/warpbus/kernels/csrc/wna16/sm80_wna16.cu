@@ -4,8 +4,9 @@
 // Shapes: any m, n >= 1 and k >= 0. ELEMENT = __half or __nv_bfloat16: the type of x, of scales, zero points, bias and out.
 // Rows of x are x_stride elements apart, those of out out_stride; columns are contiguous. x and its rows start at multiples
 // of 16 bytes; out is stored in units of 16 bytes if its alignment allows, otherwise element by element. `codes`, `scales`
-// and `zeros` have the layout of kernels/ops/packed.py, with codes of BITS = 4 or 8 bits; zeros is null if all zero points
-// are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may be null.
+// and `zeros` have the layout of kernels/ops/packed.py, with codes of BITS = 2, 3, 4 or 8 bits; zeros is null if all zero
+// points are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may be
+// null.
 //
 // Each weight becomes (code - zero) * scale, rounded to ELEMENT as QTensor.dequantize does; products are summed in float32.
 // The kernel computes out^T = weight x^T: a dequantized register is a fragment of operand A, whose rows are rows of the
@@ -43,9 +44,9 @@ constexpr int kBlocksM = kWarpM / 8;   // mma products along its rows of x
 constexpr int kSteps = kTileK / 16;    // mma products along the columns of a stage
 
 constexpr int kRowTiles = kTileN / 16;          // packed tiles per stage
-constexpr int kLoads = BITS / 4;                // 16-byte loads per lane for the codes of 16 rows and 64 columns
-constexpr int kStepsOfLoad = kSteps / kLoads;   // steps per load
-constexpr int kCodeChunks = kRowTiles * kLoads * 32;  // 16-byte chunks of codes per stage
+constexpr int kLoads = Packed::kLoads, kLoadWords = Packed::kLoadWords, kStepsOfLoad = Packed::kLoadSteps;
+constexpr int kChunksOfTile = 8 * BITS;  // 16-byte chunks of codes per 16 rows and 64 columns
+constexpr int kCodeChunks = kRowTiles * kChunksOfTile;  // per stage
 // A stage has a scale for every 32 columns, the smallest group: two per row.
 constexpr int kHalves = 2;
 constexpr int kStepsOfHalf = kSteps / kHalves;
@@ -73,11 +74,11 @@ struct Weight {
 // Starts copying the codes, scales and zero points of a block's rows and of one tile of columns into a stage. Beyond the last
 // tile of rows, it copies the last one again; the results are not stored.
 __device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& weight, int row_tile0, int k_tile) {
-    constexpr int kChunksOfTile = kLoads * 32;
     const int last = weight.row_tiles - 1;
 #pragma unroll
-    for (int pass = 0; pass < kCodeChunks / kThreads; ++pass) {
+    for (int pass = 0; pass < (kCodeChunks + kThreads - 1) / kThreads; ++pass) {
         const int chunk = threadIdx.x + pass * kThreads;
+        if (kCodeChunks % kThreads != 0 && chunk >= kCodeChunks) break;
         const int tile = min(row_tile0 + chunk / kChunksOfTile, last);
         const long long place = static_cast<long long>(tile) * weight.k_tiles + k_tile;
         const uint4* source = weight.codes + place * kChunksOfTile + chunk % kChunksOfTile;
@@ -145,8 +146,8 @@ public:
         if (step % kStepsOfLoad == 0) {
 #pragma unroll
             for (int i = 0; i < kBlocksN; ++i) {
-                const int chunk = ((tile + i) * kLoads + step / kStepsOfLoad) * 32 + lane;
-                loaded_[i] = *reinterpret_cast<const uint4*>(stage + kCodesAt + chunk * 16);
+                const int at = ((tile + i) * kLoads + step / kStepsOfLoad) * (128 * kLoadWords);
+                read_codes(loaded_[i], reinterpret_cast<const ptx::uint32*>(stage + kCodesAt + at), lane);
             }
         }
         if (step % kStepsOfHalf == 0) {
@@ -164,10 +165,8 @@ public:
 #pragma unroll
         for (int i = 0; i < kBlocksN; ++i) {
             if (step % kStepsOfLoad == 0) {
-                words_[i][0] = loaded_[i].x;
-                words_[i][1] = loaded_[i].y;
-                words_[i][2] = loaded_[i].z;
-                words_[i][3] = loaded_[i].w;
+#pragma unroll
+                for (int word = 0; word < kLoadWords; ++word) words_[i][word] = loaded_[i][word];
             }
             if (step % kStepsOfHalf == 0) {
                 scales_[i] = spread_rows(scale_pairs_[i]);
@@ -178,14 +177,13 @@ public:
 
     // The fragment of 16 rows for ptx::mma_m16n8k16.
     __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4], int i, int step) const {
-        Packed::integers(a, &words_[i][step % kStepsOfLoad * Packed::kWords], zeros_[i]);
+        Packed::integers(a, words_[i], step % kStepsOfLoad, zeros_[i]);
         scale_fragment<ELEMENT>(a, scales_[i]);
     }
 
 private:
-    uint4 loaded_[kBlocksN];
+    ptx::uint32 loaded_[kBlocksN][kLoadWords], words_[kBlocksN][kLoadWords];
     ptx::uint32 scale_pairs_[kBlocksN], zero_pairs_[kBlocksN];
-    ptx::uint32 words_[kBlocksN][4];
     RowPairs scales_[kBlocksN];
     typename Packed::Zeros zeros_[kBlocksN];
 };
@@ -372,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16_expe
         if (offloaded) codes = host_codes, scales = host_scales, zeros = host_zeros;
         const long long rows_before = static_cast<long long>(tile.x - (offloaded ? resident : 0)) * row_tiles;
         const long long groups_before = rows_before * groups * 16;
-        weight = {codes + rows_before * k_tiles * kLoads * 32, scales + groups_before,
+        weight = {codes + rows_before * k_tiles * kChunksOfTile, scales + groups_before,
                   zeros == nullptr ? nullptr : zeros + groups_before, row_tiles, k_tiles, groups, group_shift};
     }
     __syncthreads();

@@ -3,7 +3,7 @@
 //
 // Macros
 //   ELEMENT   __half or __nv_bfloat16: the type of x, of scales, zero points, the bias and out
-//   BITS      4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
+//   BITS      2, 3, 4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
 //   TOKENS    rows of x per tile: 16, 32, 64, 128 or 256
 //   CONSUMERS consumer warpgroups, 64 rows of the weight each: 2, or 3 if TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
@@ -47,7 +47,6 @@ constexpr int kColumns = kConsumers * kColumnsOfGroup;
 constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
 constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
 constexpr int kXBytes = TOKENS * kTileK * 2;
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
@@ -196,7 +195,7 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
         const int from = tile + i * p.gate_tiles, offset = stage * kScaleBytes + i * (kScaleBytes / kCopies);
-        ptx::tma_load(buffers.codes + stage * kCodeBytes + i * (kCodeBytes / kCopies), codes, full, block * 128 * kLoads, from);
+        ptx::tma_load(buffers.codes + stage * kCodeBytes + i * (kCodeBytes / kCopies), codes, full, block * 32 * BITS, from);
         ptx::tma_load(buffers.scales + offset, scales, full, group * 8, from);
         if (!symmetric) ptx::tma_load(buffers.zeros + offset, zeros, full, group * 8, from);
     }
@@ -229,12 +228,10 @@ __device__ __forceinline__ int tile_offset(int tile, const Problem& p) {
 __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
                                            const Problem& p) {
     const int lane = threadIdx.x % 32, tile = packed_tile_of_warp<GATED, kConsumers>();
-    ptx::uint32 words[4 * kLoads];
+    ptx::uint32 words[Packed::kLoads][Packed::kLoadWords];
+    const ptx::uint32 codes = buffers.codes + stage * kCodeBytes + tile * 128 * BITS;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        ptx::load_shared_16(&words[4 * i],
-                            buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16);
-    }
+    for (int i = 0; i < Packed::kLoads; ++i) read_codes(words[i], codes + i * 128 * Packed::kLoadWords, lane);
     const ptx::uint32 offset = stage * kScaleBytes + tile_offset(tile, p) + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
 #pragma unroll
@@ -244,7 +241,7 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers
         const auto zeros = Packed::zeros(symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second));
 #pragma unroll
         for (int s = 2 * h; s < 2 * h + 2; ++s) {
-            Packed::integers(a[s], words + s * Packed::kWords, zeros);
+            Packed::integers(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps, zeros);
             scale_fragment<ELEMENT>(a[s], scales);
         }
     }

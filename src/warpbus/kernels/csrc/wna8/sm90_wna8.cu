@@ -3,6 +3,7 @@
 //
 // Macros
 //   ELEMENT  __half or __nv_bfloat16: the type of scales, zero points, the bias and out
+//   BITS     2, 3 or 4: bits of a packed code
 //   GROUPS   groups of the weight's scales per block of 128 columns: 1, or 2 for groups of 64
 //   SYMMETRIC  1: the zero point, the same for all, is in the sums of x
 //   STAGES   blocks of 128 columns in flight
@@ -14,7 +15,8 @@
 //
 // The kernel computes the transpose, D [128 rows of the weight, 128 tokens] = W x^T, with W in registers. No code is
 // converted: a byte 0000cccc read as e4m3 is the number c * 2^-9, exactly, because it is subnormal, or of the smallest exponent
-// for codes from 8 on. So two masks turn a word of eight codes into two registers of operand A. A result is the sum over groups of
+// for codes from 8 on. So two masks turn the codes of 16 columns into two registers of operand A. A result is the sum over
+// groups of
 //   scale * (sum of code * x - zero * sum of x).
 // A tile begins with the second terms: a product in tf32 of scales times zeros with the sums of x. Then each group's sums are
 // multiplied by its scale and added to float32 registers, one fma per result. The tensor cores add e4m3 products with about
@@ -27,6 +29,7 @@
 #include "common/schedule.cuh"
 #include "common/transposed_store.cuh"
 #include "common/wgmma.cuh"
+#include "wna16/dequantize.cuh"
 
 constexpr int kTokens = 128;
 constexpr int kConsumers = 2;
@@ -37,7 +40,8 @@ constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
 constexpr int kTileK = 128;             // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = kTokens * kTileK;
-constexpr int kCodeBytes = kRows * kTileK / 2;
+constexpr int kChunkBytes = 128 * BITS;  // codes of 16 rows by 64 columns
+constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * GROUPS * 32;
 constexpr int kSumsAtOnce = 32;  // sums of a token, which fill a row of x
 constexpr int kStagingBytes = 64 * 64 * 2;
@@ -116,7 +120,7 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
             for (int i = 0; i < kCopies; ++i) {
                 const int tile_of_weight = place.column / 16 + i * p.gate_tiles;
                 ptx::tma_load(buffers.codes + ring.stage * kCodeBytes + i * (kCodeBytes / kCopies), &maps.map_codes, full,
-                              block * 256, tile_of_weight);
+                              block * 64 * BITS, tile_of_weight);
                 ptx::tma_load(buffers.scales + ring.stage * kScaleBytes + i * (kScaleBytes / kCopies), &maps.map_scales, full,
                               group * 8, tile_of_weight);
             }
@@ -128,14 +132,16 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
 
 // The operands A of the columns of a group within a block, for the 16 rows of this warp: kSteps times 32 columns.
 __device__ __forceinline__ void spread(ptx::uint32 (&a)[kSteps][4], ptx::uint32 codes) {
+    constexpr ptx::uint32 kMask = ((1 << BITS) - 1) * 0x01010101u;
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
-        ptx::uint32 words[4];
-        ptx::load_shared_16(words, codes + i * 512);
+        ptx::uint32 words[BITS];
+        read_codes(words, codes + i * kChunkBytes, threadIdx.x % 32);
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-            a[2 * i + s / 2][2 * (s % 2)] = words[s] & 0x0f0f0f0f;
-            a[2 * i + s / 2][2 * (s % 2) + 1] = words[s] >> 4 & 0x0f0f0f0f;
+            const ptx::uint32 word = word_of_step(words, s);
+            a[2 * i + s / 2][2 * (s % 2)] = word & kMask;
+            a[2 * i + s / 2][2 * (s % 2) + 1] = word >> BITS & kMask;
         }
     }
 }
@@ -256,7 +262,7 @@ private:
     __device__ __forceinline__ Group open(ptx::uint32 (&a)[kSteps][4]) {
         const int stage = ring.stage;
         if (group == 0) ptx::mbarrier_wait(buffers.full + 8 * stage, ring.parity);
-        spread(a, buffers.codes + stage * kCodeBytes + strip * 1024 + group * 512 + lane * 16);
+        spread(a, buffers.codes + stage * kCodeBytes + (2 * strip + group) * kChunkBytes);
         const ptx::uint32 scale = buffers.scales + stage * kScaleBytes + (strip * GROUPS + group) * 32 + lane / 4 * 4;
         return {ptx::wgmma_descriptor(buffers.x + stage * kXBytes, 0, 1024) +
                     group * (kSteps * 32 / ptx::kDescriptorUnit),
