@@ -24,7 +24,7 @@ _ELEMENT = {
     torch.float32: 7,
     torch.bfloat16: 9,
 }
-_SWIZZLE_128 = 3
+_SWIZZLES = {64: 2, 128: 3}
 _PROMOTION_256 = 3  # fetch 256 bytes into L2 at a time
 
 
@@ -40,10 +40,10 @@ def tensor_map(
 ) -> bytes:
     """The 128 bytes for a matrix [rows, columns], contiguous along its columns, copied box by box.
 
-    The box lies in shared memory with the 128-byte swizzle, `box_columns` elements being at most 128 bytes; or with
-    `swizzled` false row by row, at most 256 elements each. With `panels`, a copy brings that many neighbouring boxes,
-    one behind the other, and has three coordinates: column and row within a panel, and panel; the matrix is a whole
-    number of panels wide.
+    The box lies in shared memory with the swizzle over 64 bytes, if that is what `box_columns` elements take, else with
+    the one over 128 bytes, which they must not exceed; or with `swizzled` false row by row, at most 256 elements each.
+    With `panels`, a copy brings that many neighbouring boxes, one behind the other, and has three coordinates: column
+    and row within a panel, and panel; the matrix is a whole number of panels wide.
 
     Raises:
         TensorError: the matrix is not aligned as `fits` says, or has no whole number of panels.
@@ -57,7 +57,7 @@ def tensor_map(
     rows, columns = matrix.shape
     stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
     pitch = -(-stride * matrix.element_size() // ALIGNMENT) * ALIGNMENT
-    swizzle = _SWIZZLE_128 if swizzled else 0
+    swizzle = _SWIZZLES.get(box_columns * matrix.element_size(), _SWIZZLES[128]) if swizzled else 0
     sides: tuple[int, ...] = (columns, rows)
     strides: tuple[int, ...] = (pitch,)
     box: tuple[int, ...] = (box_columns, box_rows)

@@ -87,11 +87,12 @@ def decode(x, packed, bias=None, norm=None, residual=None, gated=False):
     return out
 
 
-def wgmma(x, packed, bias=None, plan=None):
+def wgmma(x, packed, bias=None, plan=None, gated=False):
     if plan is not None:
         plan = replace(plan, splits=min(plan.splits, -(-x.shape[1] // 64)))
-    out = poisoned(x.shape[0], packed.shape[0], dtype=x.dtype)
-    wna16_sm90.multiply(x, packed, bias, out, plan)
+    n = packed.shape[0]
+    out = poisoned(x.shape[0], n // 2 if gated else n, dtype=x.dtype)
+    wna16_sm90.multiply(x, packed, bias, out, gated=gated, plan=plan)
     return out
 
 
@@ -191,6 +192,42 @@ def test_many_tokens_at_sizes_of_models_and_at_odd_ones(n, k, scheme, dtype):
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w4a16-g32-asym", "w8a16-g32", "w8a16-asym", "w3a16-g128-asym"])
+@BY_PLAN
+def test_many_tokens_with_a_gate(plan, scheme, dtype):
+    size = Scheme.parse(scheme).group_size or 40
+    for m, half, groups in [(100, 112, 3), (300, 1040, 8), (17, 16, 1), (1, 272, 27)]:
+        weight, packed = quantized(scheme, 2 * half, groups * size, dtype)
+        x = normal(m, groups * size, dtype=dtype)
+        bias = normal(2 * half, dtype=dtype) if groups % 2 else None
+        check(wgmma(x, packed, bias, plan, gated=True), exact(x, weight, bias, gated=True))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("half", "k", "scheme"),
+    [
+        (13696, 4096, "w4a16-g128"),
+        (6848, 4096, "w4a16-g64"),
+        (3424, 4096, "w8a16-g128"),
+        (14336, 4096, "w4a16-g128-asym"),
+        (1536, 2048, "w4a16-g32"),
+        (16, 200, "w4a16"),
+    ],
+)
+def test_a_gate_at_sizes_of_models(half, k, scheme, dtype):
+    weight, packed = quantized(scheme, 2 * half, k, dtype)
+    whole, bias = normal(1000, k, dtype=dtype), normal(2 * half, dtype=dtype)
+    expected = exact(whole, weight, bias, gated=True)
+    for m in (17, 33, 64, 65, 128, 200, 256, 300, 1000):
+        out = wgmma(whole[:m], packed, bias, gated=True)
+        check(out, expected[:m])
+        assert torch.equal(out, wgmma(whole[:m], packed, bias, gated=True))
+
+
+@needs_hopper
 @BY_PLAN
 def test_tiles_that_are_shared_and_whole_waves(plan):
     """From tiles that many blocks share to several waves, with runs that end anywhere."""
@@ -213,7 +250,7 @@ def test_graphs_keep_what_their_kernels_count_with():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(600):
-            wna16_sm90.multiply(x, packed, None, out, plan)
+            wna16_sm90.multiply(x, packed, None, out, plan=plan)
     wgmma(x, packed, None, plan)
     torch.cuda.empty_cache()
     others = [torch.full((1 << 18,), 7, dtype=torch.int32, device="cuda") for _ in range(8)]

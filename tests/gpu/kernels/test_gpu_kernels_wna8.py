@@ -33,12 +33,12 @@ def _seeded(seed):
     """Other numbers at each run."""
 
 
-def multiply(x, weight, bias=None):
+def multiply(x, weight, bias=None, gated=False):
     """Into an output that was NaN, with more around it that has to stay."""
-    m, n = x.shape[0], weight.shape[0]
+    m, n = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
     whole = torch.full((m + 2, n), float("nan"), dtype=x.dtype, device="cuda")
     out = whole[1:-1]
-    wna8.multiply(x, pack(weight, x.dtype), bias, out)
+    wna8.multiply(x, pack(weight, x.dtype), bias, out, gated=gated)
     assert whole[0].isnan().all()
     assert whole[-1].isnan().all()
     return out
@@ -94,6 +94,21 @@ def test_products(m, n, k, dtype, scheme):
     bias = torch.randn(n, device="cuda").to(dtype)
     check(multiply(x, weight, bias), product(x, weight, bias))
     check(multiply(x, weight), product(x, weight))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "half", "k"), [(513, 16, 128), (600, 208, 1024), (1000, 3424, 4096), (512, 13696, 4096)])
+def test_products_with_a_gate(m, half, k, dtype, scheme):
+    weight = quantized(scheme, 2 * half, k)
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    bias = torch.randn(2 * half, device="cuda").to(dtype)
+    for given in (bias, None):
+        gate, up = product(x, weight, given).chunk(2, dim=-1)
+        out = multiply(x, weight, given, gated=True)
+        # Errors are proportional to gate and up, which are further from the mean of a row than their sums are.
+        check(out, torch.nn.functional.silu(gate) * up, 2 * TOLERANCE)
+        assert torch.equal(out, multiply(x, weight, given, gated=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

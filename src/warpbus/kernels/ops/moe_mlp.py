@@ -194,9 +194,8 @@ def _by_tile(
         wna16_decode.multiply_experts(sorted_x, gate_up, height, inner, gated=True, count=most, tiles=tiles)
         wna16_decode.multiply_experts(inner, down, height, y, gated=False, count=most, tiles=tiles)
     else:
-        both = x.new_empty(max(rows, height), 2 * ffn)
-        _multiply(sorted_x, gate_up, tiles, most, height, both, able)
-        _multiply(swiglu(both), down, tiles, most, height, y, able)
+        inner = _gated(sorted_x, gate_up, tiles, most, height, able)
+        _multiply(inner, down, tiles, most, height, y, able)
     out = torch.empty_like(x)
     _COMBINE[x.dtype](
         tokens,
@@ -213,12 +212,27 @@ def _by_tile(
     return out
 
 
+def _gated(x: Tensor, gate_up: PackedExperts, tiles: Tensor, most: int, height: int, able: Capabilities) -> Tensor:
+    """`silu(gate) * up` of each row of x by its expert."""
+    wide = gate_up.weights.shape[0]
+    if able.wgmma and wide // 2 % TILE_ROWS == 0:
+        inner = x.new_empty(len(x), wide // 2)
+        wna16_sm90.multiply_experts(x, gate_up, tiles, most, _wgmma_tiling(height), inner, gated=True)
+        return inner
+    both = x.new_empty(len(x), wide)
+    _multiply(x, gate_up, tiles, most, height, both, able)
+    return swiglu(both)
+
+
+def _wgmma_tiling(height: int) -> wna16_sm90.Wna16Sm90Tiling:
+    return next(each for each in wna16_sm90.OF_EXPERTS if each.tokens == height)
+
+
 def _multiply(
     x: Tensor, stacked: PackedExperts, tiles: Tensor, most: int, height: int, out: Tensor, able: Capabilities
 ) -> None:
     if able.wgmma:
-        tiling = next(each for each in wna16_sm90.OF_EXPERTS if each.tokens == height)
-        wna16_sm90.multiply_experts(x, stacked, tiles, most, tiling, out)
+        wna16_sm90.multiply_experts(x, stacked, tiles, most, _wgmma_tiling(height), out)
     else:
         smaller = next(each for each in wna16_sm80.TILINGS if each.tile_m == height)
         wna16_sm80.multiply_experts(x, stacked, tiles, most, smaller, out)

@@ -39,8 +39,8 @@ def wna16_linear(
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
     On a GPU from Hopper on, all of it is one kernel where x has up to 16 rows; the norm too, where x fits into shared
-    memory beside the weights in flight (16 rows of 4096). Otherwise kernels of their own compute what surrounds the
-    product.
+    memory beside the weights in flight (16 rows of 4096). With more rows on Hopper, the product's kernel adds the bias
+    and computes swiglu. Otherwise kernels of their own compute what surrounds the product.
 
     Args:
         x: `[..., k]`, finite: an infinite element makes results NaN or infinite. With a `PackedWeight` in its dtype,
@@ -97,7 +97,8 @@ def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
     able = capabilities(architecture(x.device))
-    if able.tma and wna16_decode.fits(x, weight) and not (gated and n // 2 % TILE_ROWS):
+    whole_tiles = n // 2 % TILE_ROWS == 0  # of the gate and of up
+    if able.tma and wna16_decode.fits(x, weight) and (whole_tiles or not gated):
         if norm is not None and not wna16_decode.norms(x, weight):
             x, norm = rms_norm(x, norm, eps), None
         out = x.new_empty(m, n // 2 if gated else n)
@@ -106,13 +107,15 @@ def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
         return out
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    out = x.new_empty(m, n)
+    joined = gated and whole_tiles and able.wgmma  # by the product's own kernel
+    out = x.new_empty(m, n // 2 if joined else n)
     if fp8 and wna8.fits(x, weight):
-        wna8.multiply(x, weight, bias, out)
+        wna8.multiply(x, weight, bias, out, gated=joined)
+    elif able.wgmma:
+        wna16_sm90.multiply(x, weight, bias, out, gated=joined)
     else:
-        multiply = wna16_sm90.multiply if able.wgmma else wna16_sm80.multiply
-        multiply(x, weight, bias, out)
-    if gated:
+        wna16_sm80.multiply(x, weight, bias, out)
+    if gated and not joined:
         out = swiglu(out)
     return out if residual is None else out.add_(residual)
 

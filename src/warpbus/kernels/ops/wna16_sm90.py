@@ -24,8 +24,8 @@ _PARAMETERS = Parameters(
     "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
     Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out, "
     "TensorMap host_codes, TensorMap host_scales, TensorMap host_zeros",
-    Problem="int m, int n, int k, int chunks, int shift, int middle, int scale_words, int group, int waves, "
-    "int direct, int splits, const int4* tiles, int resident",
+    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int middle, int scale_words, int group, "
+    "int waves, int direct, int splits, const int4* tiles, int resident",
 )
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
@@ -63,9 +63,9 @@ class Wna16Sm90Tiling:
         stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32 + 16
         return stage * self.stages[bits] + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
 
-    def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
+    def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False, gated: bool = False) -> Kernel:
         """The kernel with these tiles; `experts`: of a mixture of experts."""
-        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits], self.shared(bits), experts)
+        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits], self.shared(bits), experts, gated)
 
 
 # From the smallest tile to the largest.
@@ -95,14 +95,21 @@ class Wna16Sm90Plan:
 
 
 def multiply(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, plan: Wna16Sm90Plan | None = None
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    plan: Wna16Sm90Plan | None = None,
 ) -> None:
-    """`out = x @ weight.T + bias` on an sm_90a GPU.
+    """`out = x @ weight.T + bias` on an sm_90a GPU, or `silu(gate) * up` of it.
 
     Args:
         x: `[m, k]` in the dtype of the weight.
         bias: `[n]`, contiguous, or `None`.
-        out: `[m, n]`, contiguous.
+        out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
+        gated: the first half of the weight's rows is the gate, the second half up; n / 2 is a multiple of 16.
         plan: by default the one that should be fastest.
     """
     m, k = x.shape
@@ -121,10 +128,10 @@ def multiply(
     else:
         grid, waves, handed_on = tiles * plan.splits, 0, False
     partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if handed_on else None
-    tiling.kernel(x.dtype, bits)(
+    tiling.kernel(x.dtype, bits, gated=gated)(
         grid,
         tiling.threads,
-        **_operands(x, weight, out, tiling, box=min(tiling.tokens, 64) if plan.splits == 1 else 16),
+        **_operands(x, weight, out, tiling, box=min(tiling.tokens, 64) if plan.splits == 1 else 16, gated=gated),
         **_host_maps(None, tiling, 0),
         bias=bias,
         partials=partials,
@@ -140,7 +147,14 @@ def multiply(
 
 
 def multiply_experts(
-    x: Tensor, stacked: PackedExperts, tiles: Tensor, most: int, tiling: Wna16Sm90Tiling, out: Tensor
+    x: Tensor,
+    stacked: PackedExperts,
+    tiles: Tensor,
+    most: int,
+    tiling: Wna16Sm90Tiling,
+    out: Tensor,
+    *,
+    gated: bool = False,
 ) -> None:
     """Products of a mixture of experts on an sm_90a GPU: rows of `out` are rows of x times their expert's weights.
 
@@ -149,15 +163,16 @@ def multiply_experts(
         stacked: the weights of all experts.
         tiles: int32 `[1 + most, 4]`, see the kernel.
         most: tiles, of rows, at most.
-        out: `[rows, n]`, contiguous.
+        out: `[rows, n]`, or `[rows, n / 2]` where gated, contiguous.
+        gated: as in `multiply`.
     """
     weights, resident = stacked.weights, stacked.resident
     columns = blocks((weights.shape[0], tiling.rows))
-    tiling.kernel(x.dtype, weights.bits, experts=True)(
+    tiling.kernel(x.dtype, weights.bits, experts=True, gated=gated)(
         min(multiprocessors(x.device), most * columns),
         tiling.threads,
-        **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=resident),
-        **_host_maps(stacked.offloaded, tiling, stacked.count - resident),
+        **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=resident, gated=gated),
+        **_host_maps(stacked.offloaded, tiling, stacked.count - resident, gated=gated),
         bias=None,
         partials=None,
         flags=None,
@@ -171,24 +186,31 @@ def multiply_experts(
 
 
 def _operands(
-    x: Tensor, weight: PackedWeight, out: Tensor, tiling: Wna16Sm90Tiling, *, box: int, count: int = 1
+    x: Tensor,
+    weight: PackedWeight,
+    out: Tensor,
+    tiling: Wna16Sm90Tiling,
+    *,
+    box: int,
+    count: int = 1,
+    gated: bool,
 ) -> dict[str, Any]:
     """The arguments of a launch that describe x, the weights of `count` experts, and `out`, stored in boxes of rows."""
-    m, k = x.shape
-    n, size = weight.shape[0], weight.scheme.group_size
-    codes, scales, zeros = _weight_maps(weight, tiling, count)
+    (m, k), n, size = x.shape, out.shape[1], weight.scheme.group_size
+    codes, scales, zeros = _weight_maps(weight, tiling, count, gated=gated)
     direct = not fits(out)
     return {
         "map_x": tile_maps(x, tiling.tokens, TILE_COLUMNS),
         "map_codes": codes,
         "map_scales": scales,
         "map_zeros": zeros,
-        "map_out": _NO_MAP if direct else tensor_map(out, box, 64),
+        "map_out": _NO_MAP if direct else tensor_map(out, box, 32 if gated else 64),
         "out": out,
         "symmetric": weight.zeros is None,
         "m": m,
         "n": n,
         "k": k,
+        "gate_tiles": n // TILE_ROWS if gated else 0,
         "chunks": blocks((k, TILE_COLUMNS)),
         "shift": 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
         "middle": weight.scheme.middle_code,
@@ -246,9 +268,13 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm9
     return Wna16Sm90Plan(low if padded[0] < 0.9 * padded[1] else wide)
 
 
-def _weight_maps(weight: PackedWeight, tiling: Wna16Sm90Tiling, count: int) -> tuple[bytes, bytes, bytes]:
+def _weight_maps(
+    weight: PackedWeight, tiling: Wna16Sm90Tiling, count: int, *, gated: bool
+) -> tuple[bytes, bytes, bytes]:
     """The tensor maps of the codes, the scales and the zero points of `count` matrices, one behind the other."""
     rows, height = blocks((weight.shape[0], TILE_ROWS)) * count, tiling.rows // TILE_ROWS
+    if gated:
+        height //= 2  # a copy of the gate, and one of up
     scale_map = functools.partial(tensor_map, box_rows=height, box_columns=_scale_words(weight), swizzled=False)
     return (
         tensor_map(weight.codes.view(rows, -1), height, 32 * weight.bits, swizzled=False),
@@ -257,9 +283,11 @@ def _weight_maps(weight: PackedWeight, tiling: Wna16Sm90Tiling, count: int) -> t
     )
 
 
-def _host_maps(offloaded: PackedWeight | None, tiling: Wna16Sm90Tiling, count: int) -> dict[str, Any]:
+def _host_maps(
+    offloaded: PackedWeight | None, tiling: Wna16Sm90Tiling, count: int, *, gated: bool = False
+) -> dict[str, Any]:
     """The arguments of a launch that describe the weights of `count` offloaded experts."""
-    maps = (_NO_MAP,) * 3 if offloaded is None else _weight_maps(offloaded, tiling, count)
+    maps = (_NO_MAP,) * 3 if offloaded is None else _weight_maps(offloaded, tiling, count, gated=gated)
     return dict(zip(("host_codes", "host_scales", "host_zeros"), maps, strict=True))
 
 
@@ -287,7 +315,7 @@ def _words(scales: Tensor, tiles: int) -> Tensor:
 
 @functools.cache
 def _kernel(
-    dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int, shared: int, experts: bool
+    dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int, shared: int, experts: bool, gated: bool
 ) -> Kernel:
     declared = unit(
         "wna16/sm90_wna16.cu",
@@ -299,6 +327,7 @@ def _kernel(
         STAGES=stages,
         SHARED_BYTES=shared,
         EXPERTS=int(experts),
+        GATED=int(gated),
     )
     return declared.kernel("sm90_wna16", _PARAMETERS)
 
@@ -308,7 +337,7 @@ OF_EXPERTS = tuple(
 )
 """The tilings for experts."""
 
-for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):
-    _tiling.kernel(_dtype, _bits)
+for _dtype, _bits, _tiling, _gated in itertools.product(HALVES, (4, 8), TILINGS, (False, True)):
+    _tiling.kernel(_dtype, _bits, gated=_gated)
     if _tiling in OF_EXPERTS:
-        _tiling.kernel(_dtype, _bits, experts=True)
+        _tiling.kernel(_dtype, _bits, experts=True, gated=_gated)

@@ -28,7 +28,7 @@ _PARAMETERS = Parameters(
     "Maps maps, const float* x_scale, const uint32* scales, const uint32* zeros, const ELEMENT* bias, ELEMENT* out, "
     "Problem p",
     Maps="TileMaps map_x, TileMaps map_sums, TensorMap map_codes, TensorMap map_scales, TensorMap map_out",
-    Problem="int m, int n, int k, int sums, int groups, int shift, int group, int direct",
+    Problem="int m, int n, int k, int gate_tiles, int sums, int groups, int shift, int group, int direct",
 )
 _NO_MAP = bytes(128)
 _TILE = 128  # rows of the weight and tokens of a tile, and columns of a stage
@@ -56,32 +56,35 @@ def fits(x: Tensor, weight: PackedWeight) -> bool:
     )
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
-    """`out = x @ weight.T + bias`, each row of x rounded to e4m3 with a scale of its own.
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> None:
+    """`out = x @ weight.T + bias`, or `silu(gate) * up` of it, each row of x rounded to e4m3 with a scale of its own.
 
     Args:
         x: `[m, k]` in the dtype of the weight, contiguous, as `fits` says.
         bias: `[n]`, contiguous, or `None`.
-        out: `[m, n]`, contiguous.
+        out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
+        gated: the first half of the weight's rows is the gate, the second half up; n / 2 is a multiple of 16.
     """
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k), n = x.shape, out.shape[1]
     size = weight.scheme.group_size
     groups = 2 if size == _TILE // 2 else 1
     symmetric = weight.zeros is None
     factor = -_LEAST_CODE * (weight.scheme.middle_code if symmetric else 1)
     codes, scales, sums = _quantize(x, _TILE // groups, factor)
-    rows = blocks((n, TILE_ROWS))
+    rows, tile_rows, columns = blocks((weight.shape[0], TILE_ROWS)), _TILE // TILE_ROWS, _TILE
+    if gated:
+        tile_rows, columns = tile_rows // 2, columns // 2  # of the gate, and as many of up
     words = weight.scales.view(torch.int32)
     direct = not addressed(out)
     shared = _shared(groups)
-    _KERNELS[x.dtype, groups, symmetric](
-        min(blocks((m, _TILE), (n, _TILE)), multiprocessors(x.device)),
+    _KERNELS[x.dtype, groups, symmetric, gated](
+        min(blocks((m, _TILE), (n, columns)), multiprocessors(x.device)),
         384,
         map_x=tile_maps(codes, _TILE, _TILE),
-        map_codes=tensor_map(weight.codes.view(rows, -1), _TILE // TILE_ROWS, 256, swizzled=False),
-        map_scales=tensor_map(words.view(rows, -1), _TILE // TILE_ROWS, 8 * groups, swizzled=False),
+        map_codes=tensor_map(weight.codes.view(rows, -1), tile_rows, 256, swizzled=False),
+        map_scales=tensor_map(words.view(rows, -1), tile_rows, 8 * groups, swizzled=False),
         map_sums=tile_maps(sums, _TILE, _SUMS_AT_ONCE),
-        map_out=_NO_MAP if direct else tensor_map(out, _BOX, _BOX),
+        map_out=_NO_MAP if direct else tensor_map(out, _BOX, _BOX // 2 if gated else _BOX),
         x_scale=scales,
         scales=words,
         zeros=weight.zeros,
@@ -90,6 +93,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
         m=m,
         n=n,
         k=k,
+        gate_tiles=n // TILE_ROWS if gated else 0,
         sums=blocks((k, _TILE // groups)),
         groups=weight.scales.shape[1],
         shift=31 if size is None else max(size // _TILE, 1).bit_length() - 1,
@@ -137,7 +141,7 @@ _QUANTIZE = {
     for columns in (_TILE // 2, _TILE)
 }
 _KERNELS = {
-    (dtype, groups, symmetric): unit(
+    (dtype, groups, symmetric, gated): unit(
         "wna8/sm90_wna8.cu",
         needs="sm_90a",
         ELEMENT=ELEMENTS[dtype],
@@ -145,8 +149,10 @@ _KERNELS = {
         SYMMETRIC=int(symmetric),
         STAGES=_STAGES,
         SHARED_BYTES=_shared(groups),
+        GATED=int(gated),
     ).kernel("sm90_wna8", _PARAMETERS)
     for dtype in HALVES
     for groups in (1, 2)
     for symmetric in (True, False)
+    for gated in (False, True)
 }

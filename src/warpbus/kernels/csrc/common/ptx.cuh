@@ -30,6 +30,11 @@ __device__ __forceinline__ void load_shared_16(uint32* words, uint32 address) {
                  : "r"(address));
 }
 
+// Store 16 bytes to shared memory.
+__device__ __forceinline__ void store_shared_16(uint32 address, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 // ---- Copies from global to shared memory by threads (sm_80) ----
 
 // Copy 16 bytes, past L1. Both addresses are multiples of 16. `valid` of the 16 bytes are read and the others are written
@@ -86,6 +91,11 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32 shared, uint32 r0, uint
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0),
                  "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
+}
+
+// Two matrices, of which lanes 0 to 15 give the addresses, each transposed.
+__device__ __forceinline__ void stmatrix_x2_trans(uint32 shared, uint32 r0, uint32 r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared), "r"(r0), "r"(r1) : "memory");
 }
 
 // D += A B for a warp: A 16x16 (row-major fragments), B 16x8 (column-major fragments), D 16x8 in fp32. With g = lane/4 and

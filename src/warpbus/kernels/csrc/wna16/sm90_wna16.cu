@@ -1,4 +1,5 @@
 // out [m, n] = x [m, k] weight [n, k]^T + bias [n] on Hopper: quantized weights, 16-bit x, fp32 accumulation (sm_90a).
+// Or, with GATED, out [m, n] = silu(gate) * up, where the weight has 2 n rows: the first n give the gate, the others up.
 //
 // Macros
 //   ELEMENT   __half or __nv_bfloat16: the type of x, of scales, zero points, the bias and out
@@ -10,6 +11,7 @@
 //             expert's weights, which are contiguous, from number `resident` on in pinned host memory. tiles[i] = {expert,
 //             first row, rows, 0} has up to TOKENS rows; there are tiles[-1].x tiles, which blocks process whole, in turn. x
 //             has at least TOKENS rows, and there is no bias.
+//   GATED     1: a tile has as many rows of the gate as of up. n is a multiple of 16.
 //
 // The kernel computes the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register is then part
 // of operand A of wgmma, so that weights go from shared memory to the tensor cores through registers, and x is operand B in
@@ -18,6 +20,9 @@
 // Warp specialization: two threads feed a ring of STAGES buffers by TMA, one with weights, which starts before the previous
 // kernel has ended, and one with x. The consumer warpgroups dequantize a block of columns while the products of the previous
 // block run.
+//
+// With GATED, two warps of a warpgroup multiply 32 rows of the gate and the others the same rows of up. They exchange sums at
+// the end of a tile, so the loop over k is the same as without.
 //
 // Scheduling (stream-K): each block of the grid gets up to `waves` whole tiles; the remaining tiles times blocks of k are
 // divided into equal runs. If a run ends inside a tile, the block that has the beginning of the tile adds the sums that the
@@ -37,6 +42,9 @@
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kConsumers = CONSUMERS;
 constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
+constexpr int kColumnsOfGroup = GATED ? 32 : 64;  // of out, that a warpgroup has
+constexpr int kColumns = kConsumers * kColumnsOfGroup;
+constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
 constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kLoads = BITS / 4;  // 16-byte loads per lane for 16 rows by 64 columns
@@ -50,7 +58,8 @@ constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 152;
 
 struct Problem {
-    int m, n, k;
+    int m, n, k;      // n: columns of out
+    int gate_tiles;   // packed tiles of the gate, which those of up follow; 0 without a gate
     int chunks;       // chunks of 64 columns per row of the weight
     int shift;        // a group has 2^shift chunks
     int middle;       // the code of zero in a symmetric scheme
@@ -80,8 +89,8 @@ struct Schedule {
     int unit, last;  // of the run after the waves, in blocks of k
 
     __device__ __forceinline__ static int tiles(const Problem& p) {
-        if (EXPERTS) return p.tiles[-1].x * ((p.n + kRows - 1) / kRows);
-        return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kRows - 1) / kRows);
+        if (EXPERTS) return p.tiles[-1].x * ((p.n + kColumns - 1) / kColumns);
+        return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kColumns - 1) / kColumns);
     }
     // The beginning of a block's run.
     __device__ __forceinline__ static int begin_of(int block, const Problem& p) {
@@ -109,23 +118,24 @@ struct Schedule {
 };
 
 struct Place {
-    int token, row;   // of the tile's first element
+    int token, column;  // of the tile's first element of out
     int end;          // of the rows of x that are multiplied
-    int weight_tile;  // the packed tile of the weight where the tile begins
+    int weight_tile;  // the packed tile of the weight, or of the gate, where the tile begins
     bool offloaded;   // the weight is in host memory
 };
 
 __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
     if (EXPERTS) {
-        const int columns = (p.n + kRows - 1) / kRows;
+        const int columns = (p.n + kColumns - 1) / kColumns;
         const int4 rows = p.tiles[tile / columns];
-        const int row = tile % columns * kRows;
+        const int column = tile % columns * kColumns;
         const bool offloaded = rows.x >= p.resident;
         const int expert = rows.x - (offloaded ? p.resident : 0);
-        return {rows.y, row, rows.y + rows.z, expert * ((p.n + 15) / 16) + row / 16, offloaded};
+        const int tiles_of_expert = GATED ? 2 * p.gate_tiles : (p.n + 15) / 16;
+        return {rows.y, column, rows.y + rows.z, expert * tiles_of_expert + column / 16, offloaded};
     }
-    const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, (p.n + kRows - 1) / kRows, p.group);
-    return {place.row * TOKENS, place.column * kRows, p.m, place.column * kRows / 16, false};
+    const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, (p.n + kColumns - 1) / kColumns, p.group);
+    return {place.row * TOKENS, place.column * kColumns, p.m, place.column * kColumns / 16, false};
 }
 
 extern __shared__ unsigned char memory[];
@@ -183,9 +193,13 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     if (EXPERTS && blocks.place.offloaded) {
         codes = &maps.host_codes, scales = &maps.host_scales, zeros = &maps.host_zeros;
     }
-    ptx::tma_load(buffers.codes + stage * kCodeBytes, codes, full, block * 128 * kLoads, tile);
-    ptx::tma_load(buffers.scales + stage * kScaleBytes, scales, full, group * 8, tile);
-    if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, zeros, full, group * 8, tile);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+        const int from = tile + i * p.gate_tiles, offset = stage * kScaleBytes + i * (kScaleBytes / kCopies);
+        ptx::tma_load(buffers.codes + stage * kCodeBytes + i * (kCodeBytes / kCopies), codes, full, block * 128 * kLoads, from);
+        ptx::tma_load(buffers.scales + offset, scales, full, group * 8, from);
+        if (!symmetric) ptx::tma_load(buffers.zeros + offset, zeros, full, group * 8, from);
+    }
 }
 
 // Rows beyond m: the stage's old contents give columns of the result that are not stored.
@@ -204,18 +218,24 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p
     }
 }
 
+// Where the scales of a packed tile begin in a stage. Copies have to begin at multiples of 128 bytes, so those of up begin in
+// the middle.
+__device__ __forceinline__ int tile_offset(int tile, const Problem& p) {
+    constexpr int kTilesOfCopy = kRows / 16 / kCopies;
+    return tile / kTilesOfCopy * (kScaleBytes / kCopies) + tile % kTilesOfCopy * p.scale_words * 4;
+}
+
 // The operands A of a block of k, for the 16 rows of this warp.
 __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
                                            const Problem& p) {
-    const int lane = threadIdx.x % 32;
-    const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer
+    const int lane = threadIdx.x % 32, tile = packed_tile_of_warp<GATED, kConsumers>();
     ptx::uint32 words[4 * kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
         ptx::load_shared_16(&words[4 * i],
                             buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16);
     }
-    const ptx::uint32 offset = stage * kScaleBytes + tile * p.scale_words * 4 + lane / 4 * 4;
+    const ptx::uint32 offset = stage * kScaleBytes + tile_offset(tile, p) + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -247,32 +267,38 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Writes a tile of 64 rows of the weight as columns of out, through staging buffers and TMA.
+// Writes what a warpgroup has of a tile, as columns of out, through staging buffers and TMA.
 __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
                                       Place place, int consumer, const Problem& p) {
-    const int row = place.row + 64 * consumer;
+    const int column = place.column + kColumnsOfGroup * consumer;
     if (p.direct || (EXPERTS && place.end - place.token < TOKENS)) {
-        store_directly(d, out, place.token, row, place.end, p.n);
+        store_directly<ELEMENT, kColumnsOfGroup>(d, out, place.token, column, place.end, p.n);
         return;
     }
 #pragma unroll
     for (int first = 0; first < TOKENS; first += kStoreTokens) {
         begin_box(consumer);
 #pragma unroll
-        for (int token = 0; token < kStoreTokens; token += 16) transpose<ELEMENT>(&d[(first + token) / 2], staging, token);
-        end_box(maps.map_out, staging, row, place.token + first, consumer);
+        for (int token = 0; token < kStoreTokens; token += 16) {
+            transpose<ELEMENT, kColumnsOfGroup>(&d[(first + token) * kColumnsOfGroup / 128], staging, token);
+        }
+        end_box(maps.map_out, staging, column, place.token + first, consumer);
     }
 }
 
-// Adds the bias to four values of a thread per 8 tokens.
+// Adds the bias to four values of a thread per 8 tokens, and joins gate and up. `column` is the warpgroup's first one of out.
 template <int Count>
-__device__ __forceinline__ void add_bias(float (&d)[Count], const ELEMENT* bias, int row, const Problem& p) {
-    if (bias == nullptr) return;
-    row += threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
-    const float lower = row + 8 < p.n ? to_float(bias[row + 8]) : 0.0f;
+__device__ __forceinline__ void finish(float (&d)[Count], const ELEMENT* bias, int column, ptx::uint32 staging, int consumer,
+                                       const Problem& p) {
+    if (bias != nullptr) {
+        const int row = column + row_of_warp<GATED>() + threadIdx.x % 32 / 4;
+        if (GATED && has_last_tokens()) bias += p.n;
+        const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
+        const float lower = row + 8 < p.n ? to_float(bias[row + 8]) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) d[i] += i & 2 ? lower : upper;
+        for (int i = 0; i < Count; ++i) d[i] += i & 2 ? lower : upper;
+    }
+    if constexpr (GATED) join_gate(d, staging, consumer);
 }
 
 // Adds up and writes the sums that the blocks of a cluster have of a tile, every splits-th unit of 16 tokens by each block.
@@ -280,7 +306,7 @@ __device__ __forceinline__ void add_bias(float (&d)[Count], const ELEMENT* bias,
 __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffers& buffers, const Maps& maps,
                                       const ELEMENT* bias, ELEMENT* out, Place place, int consumer, const Problem& p) {
     static_assert(STAGES * kXBytes >= kConsumers * TOKENS / 2 * 128 * 4, "the sums fit where x was");
-    const int row = place.row + 64 * consumer;
+    const int column = place.column + kColumnsOfGroup * consumer;
     float4* const sums = reinterpret_cast<float4*>(memory + (buffers.x - ptx::shared_address(memory)));
     const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
     float4* const own = sums + consumer * (TOKENS / 8) * 128 + threadIdx.x % 128;
@@ -304,15 +330,15 @@ __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffer
             total[6] += high.z;
             total[7] += high.w;
         }
-        add_bias(total, bias, row, p);
+        finish(total, bias, column, staging, consumer, p);
         const int token = place.token + 16 * unit;
         if (p.direct) {
-            store_directly(total, out, token, row, place.end, p.n);
+            store_directly<ELEMENT, kColumnsOfGroup>(total, out, token, column, place.end, p.n);
             continue;
         }
         begin_box(consumer);
-        transpose<ELEMENT>(total, staging, 0);
-        end_box(maps.map_out, staging, row, token, consumer);
+        transpose<ELEMENT, kColumnsOfGroup>(total, staging, 0);
+        end_box(maps.map_out, staging, column, token, consumer);
     }
     ptx::cluster_sync();  // shared memory must stay valid until all blocks have read it
 }
@@ -392,8 +418,9 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
             continue;
         }
         if (segment.end < p.chunks) gather(d, segment.tile, partials, flags, consumer, p);
-        add_bias(d, bias, place.row + 64 * consumer, p);
-        store(d, buffers.staging + consumer * kStagingBytes, maps, out, place, consumer, p);
+        const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
+        finish(d, bias, place.column + kColumnsOfGroup * consumer, staging, consumer, p);
+        store(d, staging, maps, out, place, consumer, p);
     }
     // The staging buffers must outlive the stores that read them.
     if (thread == 0) ptx::tma_store_wait_read<0>();

@@ -1,10 +1,12 @@
 // out [m, n] = x_scale [m] * (x [m, k] weight [n, k]^T) + bias [n] on Hopper: e4m3 x, weights of 2 to 4 bits in groups (sm_90a).
+// Or, with GATED, out [m, n] = silu(gate) * up, where the weight has 2 n rows: the first n give the gate, the others up.
 //
 // Macros
 //   ELEMENT  __half or __nv_bfloat16: the type of scales, zero points, the bias and out
 //   GROUPS   groups of the weight's scales per block of 128 columns: 1, or 2 for groups of 64
 //   SYMMETRIC  1: the zero point, the same for all, is in the sums of x
 //   STAGES   blocks of 128 columns in flight
+//   GATED    1: a tile has as many rows of the gate as of up, in the order of wna16/sm90_wna16.cu. n is a multiple of 16
 //
 // The weight is packed as for wna16 (kernels/ops/packed.py), so that the same codes serve both. x and its sums are those of
 // wna8/quantize.cu: per group, or per 128 columns where groups are larger, times -2^-9, and times the code of zero in a
@@ -29,6 +31,9 @@
 constexpr int kTokens = 128;
 constexpr int kConsumers = 2;
 constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
+constexpr int kColumnsOfGroup = GATED ? 32 : 64;  // of out, that a warpgroup has
+constexpr int kColumns = kConsumers * kColumnsOfGroup;
+constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
 constexpr int kTileK = 128;             // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = kTokens * kTileK;
@@ -42,7 +47,8 @@ constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
 struct Problem {
-    int m, n, k;
+    int m, n, k;     // n: columns of out
+    int gate_tiles;  // packed tiles of the gate, which those of up follow; 0 without a gate
     int sums;    // of a row of x
     int groups;  // of a row of the packed weight
     int shift;   // a group has 2^shift blocks of 128 columns
@@ -76,17 +82,17 @@ struct Buffers {
 };
 
 struct Place {
-    int token, row;  // of the tile's first element
+    int token, column;  // of the tile's first element of out
 
     __device__ __forceinline__ Place(int tile, const Problem& p) {
-        const auto place = tile_place(tile, (p.m + kTokens - 1) / kTokens, (p.n + kRows - 1) / kRows, p.group);
+        const auto place = tile_place(tile, (p.m + kTokens - 1) / kTokens, (p.n + kColumns - 1) / kColumns, p.group);
         token = place.row * kTokens;
-        row = place.column * kRows;
+        column = place.column * kColumns;
     }
 };
 
 __device__ __forceinline__ int tiles(const Problem& p) {
-    return (p.m + kTokens - 1) / kTokens * ((p.n + kRows - 1) / kRows);
+    return (p.m + kTokens - 1) / kTokens * ((p.n + kColumns - 1) / kColumns);
 }
 
 __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, const Problem& p) {
@@ -106,8 +112,14 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
             const ptx::uint32 full = buffers.full + 8 * ring.stage;
             ptx::mbarrier_expect(full, rows * kTileK + kCodeBytes + kScaleBytes);
             const int group = GROUPS == 2 ? 2 * block : block >> p.shift;
-            ptx::tma_load(buffers.codes + ring.stage * kCodeBytes, &maps.map_codes, full, block * 256, place.row / 16);
-            ptx::tma_load(buffers.scales + ring.stage * kScaleBytes, &maps.map_scales, full, group * 8, place.row / 16);
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) {
+                const int tile_of_weight = place.column / 16 + i * p.gate_tiles;
+                ptx::tma_load(buffers.codes + ring.stage * kCodeBytes + i * (kCodeBytes / kCopies), &maps.map_codes, full,
+                              block * 256, tile_of_weight);
+                ptx::tma_load(buffers.scales + ring.stage * kScaleBytes + i * (kScaleBytes / kCopies), &maps.map_scales, full,
+                              group * 8, tile_of_weight);
+            }
             ptx::tma_load(buffers.x + ring.stage * kXBytes, maps.map_x.of<kTokens>(rows), full, block * kTileK,
                           place.token);
         }
@@ -152,13 +164,13 @@ __device__ __forceinline__ void add(float (&total)[kHalf], const float (&d)[kHal
 // The part of a tile that a consumer computes.
 struct Consumer {
     const Buffers& buffers;
-    const int lane, strip;  // of 16 rows
+    const int lane, strip;  // of 16 rows, among those of a stage
     Ring<STAGES> ring;
     int group = 0;  // of the block in the ring's stage
     float low[kHalf], high[kHalf];
 
     __device__ __forceinline__ explicit Consumer(const Buffers& buffers)
-        : buffers(buffers), lane(threadIdx.x % 32), strip(threadIdx.x / 32 - 4) {}  // the first warpgroup is the producer
+        : buffers(buffers), lane(threadIdx.x % 32), strip(packed_tile_of_warp<GATED, kConsumers>()) {}
 
     // Begins with what the zero points of groups add: their scales times zero points times the sums of x. `scales` and
     // `zeros` are those of the warp's 16 rows, which may not be there.
@@ -257,12 +269,13 @@ private:
     }
 };
 
-// Scales and adds the bias to half a tile from `token` on, and writes it.
+// Scales and adds the bias to half a tile from `token` on, joins gate and up, and writes it.
 __device__ __forceinline__ void store(float (&d)[kHalf], ptx::uint32 staging, const Maps& maps, const float* x_scale,
-                                      const ELEMENT* bias, ELEMENT* out, int token, int row, int consumer,
+                                      const ELEMENT* bias, ELEMENT* out, int token, int column, int consumer,
                                       const Problem& p) {
     const int lane = threadIdx.x % 32;
-    const int mine = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int mine = column + row_of_warp<GATED>() + lane / 4;
+    if (GATED && bias != nullptr && has_last_tokens()) bias += p.n;
     const float upper = bias != nullptr && mine < p.n ? to_float(bias[mine]) : 0.0f;
     const float lower = bias != nullptr && mine + 8 < p.n ? to_float(bias[mine + 8]) : 0.0f;
 #pragma unroll
@@ -270,14 +283,17 @@ __device__ __forceinline__ void store(float (&d)[kHalf], ptx::uint32 staging, co
         const int at = token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
         d[i] = fmaf(d[i], at < p.m ? 0x1p9f * x_scale[at] : 0.0f, i & 2 ? lower : upper);
     }
+    if constexpr (GATED) join_gate(d, staging, consumer);
     if (p.direct) {
-        store_directly(d, out, token, row, p.m, p.n);
+        store_directly<ELEMENT, kColumnsOfGroup>(d, out, token, column, p.m, p.n);
         return;
     }
     begin_box(consumer);
 #pragma unroll
-    for (int first = 0; first < 64; first += 16) transpose<ELEMENT>(d + first / 2, staging, first);
-    end_box(maps.map_out, staging, row, token, consumer);
+    for (int first = 0; first < 64; first += 16) {
+        transpose<ELEMENT, kColumnsOfGroup>(d + first * kColumnsOfGroup / 128, staging, first);
+    }
+    end_box(maps.map_out, staging, column, token, consumer);
 }
 
 __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const float* x_scale,
@@ -289,16 +305,17 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
     Consumer consumer(buffers);
     for (int tile = blockIdx.x; tile < tiles(p); tile += gridDim.x) {
         const Place place(tile, p);
-        const int row = place.row + 64 * number;
-        const int strip = row / 16 + threadIdx.x % 128 / 32;
-        const long long of_strip = static_cast<long long>(strip) * p.groups * 8;
-        consumer.begin(scales + of_strip, zeros + of_strip, p, strip * 16 < p.n);
+        const int column = place.column + kColumnsOfGroup * number;
+        const int strip = (column + row_of_warp<GATED>()) / 16;
+        const bool there = strip * 16 < p.n;
+        const long long of_strip = (strip + (GATED && has_last_tokens() ? p.gate_tiles : 0ll)) * p.groups * 8;
+        consumer.begin(scales + of_strip, zeros + of_strip, p, there);
         int left = parts;
         for (; left >= kAtOnce; left -= kAtOnce) consumer.add_groups<kAtOnce>();
         for (; left > 0; --left) consumer.add_groups<1>();
         const ptx::uint32 staging = buffers.staging + number * kStagingBytes;
-        store(consumer.low, staging, maps, x_scale, bias, out, place.token, row, number, p);
-        store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, row, number, p);
+        store(consumer.low, staging, maps, x_scale, bias, out, place.token, column, number, p);
+        store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, column, number, p);
     }
     // The staging buffers must outlive the stores that read them.
     if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
