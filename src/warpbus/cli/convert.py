@@ -10,6 +10,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
+from warpbus.dist.interpreters import load
 
 
 def convert(
@@ -39,6 +40,7 @@ def convert(
 
     It reads compressed-tensors, GPTQ, AWQ, THUDM's int4 and int8, and GGUF.
     """
+    load("warpbus.models.convert")
     from warpbus.models.convert import convert as run
 
     directory = model_directory(model)

@@ -10,6 +10,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
+from warpbus.dist.interpreters import load
 
 
 def merge(
@@ -30,6 +31,7 @@ def merge(
 
     To quantize the result, run warpbus quantize on OUTPUT: a quantized MODEL is refused.
     """
+    load("warpbus.models.adapters")
     from warpbus.models.adapters import merge_lora
 
     directory = model_directory(model)

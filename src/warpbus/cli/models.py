@@ -6,6 +6,7 @@ from pathlib import Path
 
 from warpbus.cli.progress import download_bar
 from warpbus.demo import model_path
+from warpbus.dist.interpreters import load
 from warpbus.errors import CheckpointError
 
 DEMO = "demo"
@@ -28,6 +29,7 @@ def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bo
         return model_path()
     if Path(name).is_dir():
         return Path(name)
+    load("warpbus.models")
     from warpbus.formats.hub import find_model
     from warpbus.models import check_loadable
 

@@ -11,6 +11,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.options import Device, FieldOption, options_of
+from warpbus.dist.interpreters import load
 from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.train.options import TrainingOptions
 
@@ -89,6 +90,7 @@ def train(
 
     OUTPUT.training holds checkpoints: the same command resumes an interrupted run, on any number of GPUs.
     """
+    load("warpbus.train.job")
     from warpbus.cli.tables import training_table
     from warpbus.cli.training import is_silent, shown
     from warpbus.cuda.devices import resolve_device

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -181,16 +181,23 @@ def open_device(device: str) -> None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module that imports torch.
-
-    The objects that torch creates are permanent. Garbage collection is off meanwhile and skips them later: it would
-    take a tenth of the import time, and longer than everything else at the end of the process.
-    """
+    """Import a module that imports torch, see `permanent_objects`."""
     if module in sys.modules:
         return sys.modules[module]
+    with permanent_objects():
+        return importlib.import_module(module)
+
+
+@contextmanager
+def permanent_objects() -> Iterator[None]:
+    """Import modules inside it: garbage collection is off meanwhile, and skips the objects of this process later.
+
+    It would find nothing among what torch creates, and take a tenth of the import time, and longer than everything
+    else at the end of the process.
+    """
     gc.disable()
     try:
-        return importlib.import_module(module)
+        yield
     finally:
         gc.freeze()
         gc.enable()

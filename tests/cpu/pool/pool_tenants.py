@@ -46,8 +46,9 @@ class Daemon:
     def __init__(self, **changes):
         self.end, other = process_messages.pair()
         with other:
+            code = f"load('warpbus.pool.tenant.process').main({other.fileno()})"  # as a daemon starts it
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from warpbus.pool.tenant.process import main; main({other.fileno()})"],
+                [sys.executable, "-c", f"from warpbus.dist.interpreters import load; {code}"],
                 pass_fds=[other.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )

@@ -55,9 +55,9 @@ class TenantProcess:
         confinement = confine(self.directory)
         enter = "" if confinement is None else f"sandbox.enter(sandbox.Confinement.decode({confinement.encode()!r})); "
         code = (
-            f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with; "
+            f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with, load; "
             f"from warpbus.pool.tenant import sandbox; {enter}"
-            f"end_with({os.getpid()}); from {program} import main; main({other.fileno()})"
+            f"end_with({os.getpid()}); load({program!r}).main({other.fileno()})"
         )
         environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         environment |= {"TMPDIR": str(self.directory), "CUDA_CACHE_PATH": str(self.directory / "cuda")}

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.errors import ConnectionLostError, DeviceError, ProtocolError, WarpbusError
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.geometry import contiguous
@@ -27,7 +28,8 @@ from warpbus.pool.tenant.suspension import resume
 def _warm() -> None:
     """Make PyTorch import its meta kernels, which takes a second or more, before a lease needs them."""
     x = contiguous(torch.float32, (2,))
-    infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
+    with permanent_objects():
+        infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
 
 
 def main(descriptor: int) -> NoReturn:
