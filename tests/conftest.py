@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tests expect the English of the command line, whatever the developer's locale.
 os.environ["WARPBUS_LANG"] = "en"
 # Images of containers set it. Each of the many processes that the tests start would compile the package again, which
-# takes 0.3 to 0.5 seconds.
+# takes up to half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Of several processes of pytest-xdist each computes with its share of the cores.
 if WORKERS := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
