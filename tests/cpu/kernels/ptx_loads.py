@@ -23,17 +23,22 @@ def representatives(units: list[Unit]) -> list[Unit]:
     return [unit for found in of_source.values() for unit in dict.fromkeys((found[0], found[-1]))]
 
 
-# Types and widths, and what follows from them, as all sizes in bytes do.
-_ALIKE = ("ELEMENT", "BITS", "STAGES")
-
-
 def sample(units: list[Unit]) -> list[Unit]:
-    """One unit for each combination of a source's macros, whatever its element and bits, of which all take turns."""
-    alike = defaultdict(list)
-    for unit in units:
-        kept = tuple(each for each in unit.macros if each[0] not in _ALIKE and not each[0].endswith("_BYTES"))
-        alike[unit.source, kept].append(unit)
-    return [found[turn % len(found)] for turn, found in enumerate(alike.values())]
+    """The representatives, and others until every value of every macro is among the units of a source.
+
+    Sizes in bytes follow from the other macros.
+    """
+    chosen = representatives(units)
+
+    def values(unit: Unit) -> set[tuple[object, str, str]]:
+        return {(unit.source, name, text) for name, text in unit.macros if not name.endswith("_BYTES")}
+
+    missing = {each for unit in units for each in values(unit)} - {each for unit in chosen for each in values(unit)}
+    while missing:
+        best = max(units, key=lambda unit: len(missing & values(unit)))  # the first of equals
+        missing -= values(best)
+        chosen.append(best)
+    return chosen
 
 
 def compile_ptx(unit: Unit, arch: str) -> str:

@@ -13,8 +13,8 @@ pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda"
 
 from ptx_loads import representatives, sample
 
-# A sample of the units: all of them would take as long as all other tests. `warpbus doctor --compile --arch` compiles them.
-# The siblings take the instructions of sm_80 and sm_120a: of each source two units stand for the others.
+# A sample of the units: all of them would take as long as all other tests. `warpbus doctor --compile --arch` compiles
+# them all. The siblings take the instructions of sm_80 and sm_120a: of each source two units stand for the others.
 SIBLINGS = ("sm_86", "sm_100a")
 # Bytes of spilled registers a thread that are known: NVRTC 13 gives fit_scales no more than its 96 registers there, and
 # trellis_search keeps the numbers of 64 states, which with 3 bits takes a few more than the 255 that there are.
@@ -31,12 +31,9 @@ MOST_SPILLED = {
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_units_compile_without_spills(arch):
     units = [unit for unit in all_units() if unit.runs_on(arch)]
-    if arch in SIBLINGS:
-        units = representatives(units)
-    else:
-        units = sample(units)
     if arch == "sm_89":  # the others are compiled for sm_80
         units = [unit for unit in units if not unit.runs_on("sm_80")]
+    units = representatives(units) if arch in SIBLINGS else sample(units)
     with ThreadPoolExecutor() as pool:
         cubins = list(pool.map(lambda unit: unit.compile(arch), units))
     assert units
