@@ -164,7 +164,7 @@ MATMUL = Benchmark(
 )
 LADDER = Benchmark(
     name="ladder",
-    title="Every rung of the ladder, each in turn with cuBLAS, whose median and range are shown",
+    title="Ratios are to cuBLAS measured in turn with the rung; its bar: median, range of all",
     cases=_ladder_cases,
     plot=Plot(x=None, panels=("operator", "n"), finding=rungs),
     needs_gpu=True,
