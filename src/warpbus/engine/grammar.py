@@ -11,6 +11,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokenizer, with a cache of the last ones; thread-safe.
+    """Compiles grammars for a model's tokenizer in a thread, with a cache of the last ones; thread-safe.
 
     Special tokens are no part of any grammar; at its end the stop tokens are allowed.
 
@@ -111,25 +112,70 @@ class GrammarCompiler:
         self._limits = self._library.LLParserLimits(**_LIMITS)
         self._stops = _packed(stops, vocab_size)
         self._allowed = _packed([*stops, *(token for token, data in enumerate(tokens.tokens) if data)], vocab_size)
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        # A grammar that cannot be used is cached as well: finding that out takes as much time.
+        self._compiled: OrderedDict[Grammar, LLMatcher | UsageError] = OrderedDict()
         self._characters = 0  # of the cached grammars
+        self._begun: dict[Grammar, Future[LLMatcher | UsageError]] = {}
         self._lock = threading.Lock()
+        # One: the library's objects are not made for several. It compiles without the GIL.
+        self._thread = ThreadPoolExecutor(1, "compile-grammar")
+
+    def begin(self, grammar: Grammar) -> Future[Any] | None:
+        """Begin to compile a grammar in a thread.
+
+        Returns:
+            a future that is done when `compile` need not wait for this grammar; None if it need not wait now.
+        """
+        with self._lock:
+            if grammar in self._compiled:
+                return None
+            return self._begin(grammar)
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the start of an answer.
+        """A matcher at the start of an answer. Waits until the grammar is compiled.
 
         Raises:
             UsageError: the text is not of its kind, uses what is not supported, or takes too much work.
         """
         with self._lock:
             found = self._compiled.get(grammar)
-            if found is None:
-                found = self._compiled[grammar] = self._parse(grammar)
-                self._characters += len(grammar.text)
+            begun = self._begin(grammar) if found is None else None
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if begun is not None:
+            found = begun.result()
+        if isinstance(found, UsageError):
+            raise UsageError(str(found))
+        with self._lock:
+            return GrammarMatcher(found.deep_copy(), self._allowed, self._stops)
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, grammar: Grammar) -> Future[LLMatcher | UsageError]:
+        """To be called with the lock."""
+        begun = self._begun.get(grammar)
+        if begun is None:
+            begun = self._begun[grammar] = self._thread.submit(self._work, grammar)
+        return begun
+
+    def _work(self, grammar: Grammar) -> LLMatcher | UsageError:
+        """Compile a grammar and put it into the cache; in a thread."""
+        found: LLMatcher | UsageError | None = None
+        try:
+            found = self._parse(grammar)
+        except UsageError as error:
+            found = UsageError(str(error))  # without the frames of its traceback
+        finally:
+            with self._lock:
+                del self._begun[grammar]
+                if found is not None:
+                    self._compiled[grammar] = found
+                    self._characters += len(grammar.text)
                 while len(self._compiled) > _CACHED or self._characters > _CACHED_TEXT:
                     self._characters -= len(self._compiled.popitem(last=False)[0].text)
-            self._compiled.move_to_end(grammar)
-            return GrammarMatcher(found.deep_copy(), self._allowed, self._stops)
+        return found
 
     def _parse(self, grammar: Grammar) -> LLMatcher:
         if len(grammar.text) > MOST_TEXT:

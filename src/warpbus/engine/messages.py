@@ -14,7 +14,7 @@ from warpbus.dist.outcome import JobFailure
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import MemoryPlan
-from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.stats import Stats
 from warpbus.models import Progress
@@ -49,6 +49,13 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class CompileGrammar:
+    """From the engine's first process to the others: begin to compile the grammar of a request that comes later."""
+
+    grammar: Grammar
+
+
+@dataclass(frozen=True)
 class MoveTo:
     """To the engine: move to another GPU; `Reply` has the same number."""
 
@@ -74,7 +81,7 @@ class Shrink:
     """To the engine, which has had no work for a while: return the memory of the prefix cache."""
 
 
-Command = Add | Abort | Ask | MoveTo | UseAdapters | Stop | Shrink
+Command = Add | Abort | Ask | CompileGrammar | MoveTo | UseAdapters | Stop | Shrink
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ another GPU is prepared in a thread and advanced between the steps.
 import gc
 import threading
 from collections import abc
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import cut
 from warpbus.engine.engine import Engine
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
+from warpbus.engine.held_requests import HeldRequests
 from warpbus.engine.messages import (
     Abort,
     Add,
     Ask,
     Command,
+    CompileGrammar,
     Event,
     LoadEngine,
     Loading,
@@ -81,7 +84,7 @@ def _load(model: Path, name: str, directory: str, engine: Engine, group: Group) 
 
 
 PAUSE = 0.01
-"""Seconds between two calls of `ServedMove.advance` for an engine without requests."""
+"""Seconds between two calls of `ServedMove.advance`, or looks at held requests, of an engine without other work."""
 
 
 class ServedMove:
@@ -169,19 +172,21 @@ def serve(
         WarpbusError: the model could not be loaded, or a step failed, which ends all requests.
     """
     requests = _SequenceFactory(load_tokenizer(model), vocab_size, stop_ids)
+    held = HeldRequests(requests.compiler)
     engine = load(model, options, group, _progress_reporter(pipe) if group.is_first else _no_progress)
-    lockstep = _Lockstep(group)
+    lockstep = _Lockstep(group, held)
     lockstep.wait_for_all()
     gc.freeze()  # as in the server: no step waits for a collection of all that was loaded
     if group.is_first:
         pipe([Ready(engine.max_model_len, engine.plan)])
-    loop = _ServingLoop(model, engine, group, pipe, requests)
+    loop = _ServingLoop(model, engine, group, pipe, requests, held)
     running = True
     while running:
         commands = lockstep.next_commands(pipe, loop.patience)
         with pipe.step():
             running = loop.run_once(commands)
             if not running:
+                requests.close()
                 engine.save()
 
 
@@ -206,7 +211,8 @@ def _no_progress(done: int, total: int) -> None:
 class _Lockstep:
     """Gives all processes of a group the same commands."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, held: HeldRequests) -> None:
+        self._held = held
         self._first = group.is_first
         self._others = group.world > 1
         group.meet()
@@ -227,6 +233,7 @@ class _Lockstep:
             commands = [command for batch in batches for command in batch]
             if patience >= _SECONDS_OF_SILENCE and not commands:
                 commands = [Shrink()]
+            commands = self._held.admit(commands)
         return self._broadcast(commands) if self._others else commands
 
     def _broadcast(self, commands: list[Command]) -> list[Command]:
@@ -241,17 +248,22 @@ class _Lockstep:
 
 
 class _SequenceFactory:
-    """Creates sequences from requests."""
+    """Creates sequences from requests.
+
+    Attributes:
+        compiler: None if there are no grammars.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
-        self._compiler: GrammarCompiler | UsageError
+        self.compiler: GrammarCompiler | None = None
+        self._reason = ""
         try:
             # Now, not at the first request with a grammar: it takes seconds for a large vocabulary.
-            self._compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
+            self.compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
         except UsageError as error:
-            self._compiler = error
+            self._reason = str(error)
 
     def sequence(self, command: Add, max_model_len: int) -> Sequence:
         """The sequence of a request. Raises `UsageError` for a grammar that cannot be used."""
@@ -269,22 +281,39 @@ class _SequenceFactory:
         )
 
     def _matcher(self, grammar: Grammar) -> GrammarMatcher:
-        if isinstance(self._compiler, UsageError):
-            raise UsageError(str(self._compiler))
-        return self._compiler.compile(grammar)
+        if self.compiler is None:
+            raise UsageError(self._reason)
+        return self.compiler.compile(grammar)
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Begin to compile a grammar."""
+        if self.compiler is not None:
+            self.compiler.begin(grammar)
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        if self.compiler is not None:
+            self.compiler.close()
 
 
 class _ServingLoop:
     """The serving loop: executes commands, runs a step, and sends the results of both."""
 
     def __init__(
-        self, model: Path, engine: ServedEngine, group: Group, pipe: JobPipe, requests: _SequenceFactory
+        self,
+        model: Path,
+        engine: ServedEngine,
+        group: Group,
+        pipe: JobPipe,
+        requests: _SequenceFactory,
+        held: HeldRequests,
     ) -> None:
         self._model = model
         self._engine = engine
         self._group = group
         self._pipe = pipe
         self._requests = requests
+        self._held = held
         self._sequences: dict[int, Sequence] = {}
         self._queries: list[Ask] = []
         self._asleep = False
@@ -296,7 +325,7 @@ class _ServingLoop:
         """How many seconds to wait for commands."""
         if self._engine.has_work:
             return 0.0
-        return _SECONDS_OF_SILENCE if self._move is None else PAUSE
+        return _SECONDS_OF_SILENCE if self._move is None and not self._held else PAUSE
 
     def run_once(self, commands: list[Command]) -> bool:
         """One iteration; False after the command `Stop`."""
@@ -308,6 +337,8 @@ class _ServingLoop:
                     self._abort(command.number)
                 case Ask():
                     self._queries.append(command)
+                case CompileGrammar():
+                    self._requests.prepare(command.grammar)
                 case MoveTo():
                     self._begin_move(command)
                 case UseAdapters():
@@ -395,7 +426,8 @@ class _ServingLoop:
         answer: Stats | JobFailure | None = None
         try:
             if ask.query == "stats":
-                answer = self._engine.stats()
+                stats = self._engine.stats()
+                answer = replace(stats, waiting=stats.waiting + len(self._held))
             elif ask.query == "sleep":
                 self._engine.sleep()
                 self._asleep = True
