@@ -170,7 +170,7 @@ class Soak:
             async for _ in connection.pieces():
                 break
             code, _ = await status(world, "POST", "/sleep")
-            self._expect(code == 400, f"{when}: /sleep amid an answer: {code} instead of 400")
+            self._expect(code == 409, f"{when}: /sleep amid an answer: {code} instead of 409")
         if code == 200:
             await status(world, "POST", "/wake_up")
         began = time.monotonic()

@@ -2,6 +2,7 @@
 
     WarpbusError                      the root: one line that says what, where and what to do
     ├── UsageError                    a flag or an argument is wrong
+    │   ├── ConflictError             not possible in the present state of a model
     │   └── SchemeError               a quantization scheme that does not exist or does not fit a matrix
     ├── CheckpointError               a model directory or one of its files is missing, damaged or not understood
     │   ├── TensorError               a tensor is missing, or has the wrong shape or type
@@ -44,6 +45,10 @@ class UsageError(WarpbusError, ValueError):
     """A flag or an argument is wrong."""
 
     exit_code = 2
+
+
+class ConflictError(UsageError):
+    """What was asked is not possible in the present state of a model: requests run, it sleeps, or it moves."""
 
 
 class SchemeError(UsageError):

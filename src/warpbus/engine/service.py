@@ -51,7 +51,14 @@ from warpbus.engine.supervisor import (
     Outbox,
     SupervisorEvent,
 )
-from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
+from warpbus.errors import (
+    ConflictError,
+    ContextLengthError,
+    EngineDiedError,
+    QueueFullError,
+    UnavailableError,
+    UsageError,
+)
 from warpbus.models import Progress
 
 _log = logging.getLogger("warpbus.engine")
@@ -246,7 +253,8 @@ class Service(ModelService):
         An engine that dies asleep is not restarted before `wake`.
 
         Raises:
-            UsageError: requests run or wait, or the engine cannot sleep, as one whose memory is planned.
+            ConflictError: requests run or wait.
+            UsageError: the engine cannot sleep, as one whose memory is planned.
             EngineDiedError, UnavailableError: as `stats`.
         """
         # A cancelled caller must not interrupt it halfway.
@@ -265,15 +273,15 @@ class Service(ModelService):
         """Empty the prefix cache, in main memory too; a disk keeps its blocks.
 
         Raises:
-            UsageError: requests run or wait, or the model sleeps.
+            ConflictError: requests run or wait, or the model sleeps.
             EngineDiedError, UnavailableError: as `stats`.
         """
         async with self._one_at_a_time:
             if self._state == "asleep":
-                raise UsageError("the model sleeps: wake it first")
+                raise ConflictError("the model sleeps: wake it first")
             self._reachable()
             if self._pending:
-                raise UsageError(f"{len(self._pending)} requests run or wait: try again when they have ended")
+                raise ConflictError(f"{len(self._pending)} requests run or wait: try again when they have ended")
             await self._ask("forget")
 
     async def move(self, device: str) -> Moved:
@@ -286,7 +294,8 @@ class Service(ModelService):
             the bytes copied and the length of the pause.
 
         Raises:
-            UsageError: the engine cannot move there, for example because it sleeps or has several GPUs.
+            ConflictError: the engine sleeps, or moves already.
+            UsageError: it cannot move there, for example because it has several GPUs.
             DeviceError: there is no such GPU, or not enough memory; the engine stays where it is.
             EngineDiedError, UnavailableError: as `stats`.
         """
@@ -297,7 +306,8 @@ class Service(ModelService):
         """Load a LoRA; requests can name it afterwards. Requests that run pause while its files are read.
 
         Raises:
-            UsageError: the name is in use, the memory is planned, the model sleeps, or it is a P-Tuning prefix.
+            UsageError: the name is in use, the memory is planned, or it is a P-Tuning prefix.
+            ConflictError: the model sleeps or moves.
             CheckpointError, TensorError: the directory holds no LoRA of this model.
             EngineDiedError, UnavailableError: as `stats`.
         """
@@ -312,7 +322,8 @@ class Service(ModelService):
         """Drop a LoRA.
 
         Raises:
-            UsageError: there is no such adapter, or requests use it; the model sleeps, or it is a P-Tuning prefix.
+            UsageError: there is no such adapter, or it is a P-Tuning prefix.
+            ConflictError: requests use it, or the model sleeps or moves.
             EngineDiedError, UnavailableError: as `stats`.
         """
         check_adapter(name, [each for each, _ in self.options.adapters])
@@ -386,7 +397,7 @@ class Service(ModelService):
                 return
             outbox = self._reachable()
             if self._pending:
-                raise UsageError(f"sleep: {len(self._pending)} requests run or wait: try again when they have ended")
+                raise ConflictError(f"sleep: {len(self._pending)} requests run or wait: try again when they have ended")
             assert self._supervisor is not None
             self._supervisor.hold_restarts()
             self._state, self._reason = "asleep", "the model is asleep"
@@ -426,7 +437,7 @@ class Service(ModelService):
     async def _move(self, device: str) -> Moved:
         async with self._one_at_a_time:
             if self._state == "asleep":
-                raise UsageError("move: the model sleeps: wake it first")
+                raise ConflictError("move: the model sleeps: wake it first")
             self._reachable()
             if self.options.cluster is not None or self.options.tensor_parallel > 1:
                 raise UsageError(
@@ -445,10 +456,10 @@ class Service(ModelService):
     async def _use_adapters(self, *, add: tuple[str, str] | None = None, drop: str | None = None) -> None:
         async with self._one_at_a_time:
             if self._state == "asleep":
-                raise UsageError("the model sleeps: wake it first")
+                raise ConflictError("the model sleeps: wake it first")
             self._reachable()
             if drop is not None and self._pending.uses(drop):
-                raise UsageError(f"requests use the adapter {drop!r}: try again when they have ended")
+                raise ConflictError(f"requests use the adapter {drop!r}: try again when they have ended")
             before = self.options
             kept = tuple(each for each in before.adapters if each[0] != drop)
             wanted = replace(before, adapters=kept if add is None else (*kept, add))

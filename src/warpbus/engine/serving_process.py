@@ -47,7 +47,7 @@ from warpbus.engine.sampling_params import Grammar
 from warpbus.engine.sequence import Sequence, TextPiece, request_fault
 from warpbus.engine.stats import Stats
 from warpbus.engine.thinking import matcher_of
-from warpbus.errors import DeviceError, UsageError, WarpbusError
+from warpbus.errors import ConflictError, DeviceError, UsageError, WarpbusError
 from warpbus.formats import Checkpoint
 from warpbus.models import Progress, read_config
 from warpbus.models.adapters import Lora, Prefix, load_adapter
@@ -382,7 +382,7 @@ class _ServingLoop:
         answer: JobFailure | None = None
         try:
             if self._move is not None:
-                raise UsageError("the engine is on its way to another GPU: try again when it is there")
+                raise ConflictError("the engine is on its way to another GPU: try again when it is there")
             self._add_results(use_adapters(self._engine, self._model, command.adapters, self._group))
         except DeviceError as error:
             if self._group.world > 1:  # the other processes may have succeeded
@@ -395,7 +395,7 @@ class _ServingLoop:
     def _begin_move(self, command: MoveTo) -> None:
         try:
             if self._move is not None:
-                raise UsageError("the engine is on its way to another GPU already: try again when it is there")
+                raise ConflictError("the engine is on its way to another GPU already: try again when it is there")
             self._move = ServedMove(command.number, self._engine, command.device)
         except WarpbusError as error:
             self._events.append(Reply(command.number, JobFailure.of(error)))

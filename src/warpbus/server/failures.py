@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from warpbus.errors import (
+    ConflictError,
     ContextLengthError,
     EngineDiedError,
     QueueFullError,
@@ -73,6 +74,8 @@ def as_request_error(error: Exception, path: str) -> RequestError:
         return error
     if isinstance(error, ContextLengthError):
         return RequestError(400, str(error), param=_PROMPTS.get(path), code="context_length_exceeded")
+    if isinstance(error, ConflictError):
+        return RequestError(409, str(error), code="conflict")
     if isinstance(error, UsageError):
         return RequestError(400, str(error))
     if isinstance(error, QueueFullError):

@@ -22,7 +22,15 @@ from warpbus.engine.placement import replica_devices
 from warpbus.engine.replicas import ReplicaSet, start_service
 from warpbus.engine.scaling import QueueScaling
 from warpbus.engine.service import Service
-from warpbus.errors import CheckpointError, DeviceError, EngineDiedError, QueueFullError, UnavailableError, UsageError
+from warpbus.errors import (
+    CheckpointError,
+    ConflictError,
+    DeviceError,
+    EngineDiedError,
+    QueueFullError,
+    UnavailableError,
+    UsageError,
+)
 from warpbus.models import Progress
 
 
@@ -230,7 +238,7 @@ def test_all_dead_and_queues_that_are_full() -> None:
 def test_sleep_is_of_all_or_none() -> None:
     async def test(replicas: ReplicaSet) -> None:
         running = replicas.generate([SLOW], params(900))
-        with pytest.raises(UsageError, match="requests run or wait"):
+        with pytest.raises(ConflictError, match="requests run or wait"):
             await replicas.sleep()
         assert states(replicas) == ["ready", "ready"]
         await running.aclose()
@@ -277,7 +285,7 @@ def test_adapters_are_loaded_by_all_or_none(tiny_glm: Path, adapters: dict[str, 
         assert all([(await replica.stats()).prefix_queries for replica in replicas.replicas.values()])
         # One replica cannot drop it: the other one has it again.
         running = replicas.generate([5], params(300), "four")
-        with pytest.raises(UsageError, match="requests use the adapter"):
+        with pytest.raises(ConflictError, match="requests use the adapter"):
             await replicas.unload_adapter("four")
         assert [replica.options.adapters for replica in replicas.replicas.values()] == [(("four", four),)] * 2
         await running.aclose()

@@ -28,6 +28,7 @@ from warpbus.engine.service import Service
 from warpbus.engine.serving_process import serve
 from warpbus.errors import (
     CheckpointError,
+    ConflictError,
     ContextLengthError,
     DeviceError,
     EngineDiedError,
@@ -413,14 +414,14 @@ def test_sleep_wants_a_pause_and_requests_a_model_that_is_awake(lasting: tuple[a
 
     async def run() -> None:
         answer = service.generate([SLOW], params(1000))
-        with pytest.raises(UsageError, match="1 requests run or wait"):
+        with pytest.raises(ConflictError, match="1 requests run or wait"):
             await service.sleep()
         await answer.aclose()
         await until(lambda: service.pending == 0)
         await service.sleep()
         await service.sleep()
         assert (await service.stats()).asleep
-        with pytest.raises(UsageError, match="sleeps: wake it"):
+        with pytest.raises(ConflictError, match="sleeps: wake it"):
             await service.reset_prefix_cache()
         assert (service.alive, service.health.state) == (True, "asleep")
         with pytest.raises(UnavailableError, match="asleep: wake it"):
@@ -438,7 +439,7 @@ def test_the_prefix_cache_is_emptied_between_requests(lasting: tuple[asyncio.Run
 
     async def run() -> None:
         answer = service.generate([SLOW], params(1000))
-        with pytest.raises(UsageError, match="1 requests run or wait"):
+        with pytest.raises(ConflictError, match="1 requests run or wait"):
             await service.reset_prefix_cache()
         await answer.aclose()
         await until(lambda: service.pending == 0)

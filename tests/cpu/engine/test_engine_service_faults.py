@@ -19,7 +19,7 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.service import Health, Service
 from warpbus.engine.supervisor import EngineDied, EngineSupervisor
-from warpbus.errors import EngineDiedError, UnavailableError, UsageError
+from warpbus.errors import ConflictError, EngineDiedError, UnavailableError
 from warpbus.models import Progress
 
 _SECONDS = 300.0
@@ -168,7 +168,7 @@ def test_an_engine_that_dies_asleep_sleeps_on_until_it_is_woken() -> None:
         assert psutil.Process().children() == others
         with pytest.raises(UnavailableError, match="the model is asleep"):
             service.generate([10], params(1))
-        with pytest.raises(UsageError, match="the model sleeps: wake it first"):
+        with pytest.raises(ConflictError, match="the model sleeps: wake it first"):
             await service.move("cpu")
         with pytest.raises(EngineDiedError, match="sleeps until it is woken"):
             await service.stats()

@@ -16,7 +16,14 @@ from reasoning_model import TEMPLATE
 from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
-from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, EngineDiedError, UsageError
+from warpbus.errors import (
+    CheckpointError,
+    ConflictError,
+    ContextLengthError,
+    DeviceError,
+    EngineDiedError,
+    UsageError,
+)
 from warpbus.models.templates import JinjaTemplate, RoleTokenTemplate
 from warpbus.server.app import create_app
 from warpbus.server.listening import make_server
@@ -231,7 +238,7 @@ class FakeService:
 
     async def sleep(self):
         if self.running:
-            raise UsageError("requests run: wait for them")
+            raise ConflictError("requests run: wait for them")
         self.state = "asleep"
 
     async def wake(self):
@@ -239,7 +246,7 @@ class FakeService:
 
     async def reset_prefix_cache(self):
         if self.running:
-            raise UsageError("requests run: wait for them")
+            raise ConflictError("requests run: wait for them")
         self.resets += 1
 
     async def move(self, device):
@@ -256,7 +263,7 @@ class FakeService:
 
     async def unload_adapter(self, name):
         if self.running:
-            raise UsageError(f"requests use the adapter {name!r}: try again when they have ended")
+            raise ConflictError(f"requests use the adapter {name!r}: try again when they have ended")
         del self.loaded[name]
 
     async def close(self, *, drain=0.0):

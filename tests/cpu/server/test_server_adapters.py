@@ -206,6 +206,6 @@ def test_what_cannot_be_loaded_is_not_served(loading, service):
     assert unload(loading, "parrot").status_code == 400
     assert unload(loading, "none").status_code == 404
     service.running = 1
-    assert unload(loading).status_code == 400
+    assert unload(loading).status_code == 409
     service.running = 0
     assert say(loading, "poet").status_code == 200

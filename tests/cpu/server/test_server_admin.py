@@ -126,6 +126,14 @@ def test_the_prefix_cache_is_emptied(http, served, path):
     assert http.post(path, params={"model": "other"}).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache", "/sleep"])
+def test_what_has_to_wait_for_requests_is_a_conflict(http, served, monkeypatch, path):
+    monkeypatch.setattr(served.service, "running", [object()])
+    response = http.post(path, params={"model": "parrot"})
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "conflict")
+    assert "requests run" in response.json()["error"]["message"]
+
+
 def test_health_by_generating(http, served, monkeypatch):
     assert http.get("/health_generate").json() == {"status": "ready"}
     assert served.service.asked[-1][1].max_tokens == 1
