@@ -26,6 +26,9 @@ from warpbus.server.schema_rules import NULL, Rule, absent, either, equals, fill
 
 MOST_MESSAGES = 2048
 MOST_PARTS = 256
+MOST_PARTS_IN_ALL = 8192
+"""Parts, blocks and calls of all messages together: checking so many takes the event loop about 0.1 s."""
+
 MOST_TOOLS = 128
 MOST_STOPS = 16
 MOST_PROMPTS = 128
@@ -64,6 +67,27 @@ Choices = Annotated[
     Field(fail_fast=True, max_length=_MOST_TEXTS),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": _MOST_TEXTS}),
 ]
+
+
+_PARTS = ("content", "output", "summary", "tool_calls")
+_PARTS_DEPTH = 3  # lists in one another: messages, blocks, the blocks of a tool's result
+
+
+def _count_parts(items: list[Any], depth: int) -> int:
+    found = [part for item in items if isinstance(item, dict) for name in _PARTS if (part := item.get(name))]
+    inner = [part for part in found if isinstance(part, list)]
+    return sum(map(len, inner)) + (sum(_count_parts(part, depth - 1) for part in inner) if depth else 0)
+
+
+def _few_parts(messages: Any) -> Any:
+    count = _count_parts(messages, _PARTS_DEPTH) if isinstance(messages, list) else 0
+    if count > MOST_PARTS_IN_ALL:
+        raise ValueError(f"they have {count:,} parts in all: give at most {MOST_PARTS_IN_ALL:,}")
+    return messages
+
+
+FewParts = BeforeValidator(_few_parts)
+"""Of a list of messages: limits the parts of all of them."""
 
 
 def _few_biases(biases: Any) -> Any:
@@ -146,7 +170,8 @@ def unknown_fields(value: Any, path: str = "") -> list[str]:
         return []
     names = [path + name for name in value.model_extra or ()]
     for name in type(value).model_fields:
-        names += unknown_fields(getattr(value, name), f"{path}{name}.")
+        if isinstance(inner := getattr(value, name), (Body, list)):
+            names += unknown_fields(inner, f"{path}{name}.")
     return names
 
 
@@ -393,7 +418,7 @@ class Templated(Body):
 class ChatRequest(Generating, Templated):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], FewParts, Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="the newer name of max_tokens; not both with different values"
     )
@@ -467,7 +492,7 @@ class TokenizeRequest(NamesModel, Templated):
 
     prompt: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None = None
     content: str | None = Field(None, description="llama.cpp's name of prompt")
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], FewParts, Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="none: the prompt has no tools"

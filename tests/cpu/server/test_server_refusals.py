@@ -236,3 +236,30 @@ def test_a_long_body_is_refused_before_it_is_read(served):
 def test_nothing_was_generated_for_any_of_these(http, served):
     error_of(http.post(CHAT, json={"model": "parrot", "messages": []}), 400)
     assert served.service.asked == []
+
+
+_TEXTS = [{"type": "text", "text": "a"}] * 256
+_RESULT = {"type": "tool_result", "tool_use_id": "1", "content": _TEXTS}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": _TEXTS}] * 33}),
+        ("/tokenize", {"messages": [{"role": "user", "content": _TEXTS}] * 33}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": _TEXTS}] * 33}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [_RESULT] * 33}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 256}] * 33}),
+    ],
+)
+def test_parts_of_all_messages_are_counted(http, path, fields):
+    response = http.post(path, json={"model": "parrot", **fields})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "parts in all: give at most 8,192" in message
+    assert message.startswith(f"{next(iter(fields))}: ")
+
+
+def test_as_many_parts_as_are_allowed(http):
+    body = {"model": "parrot", "messages": [{"role": "user", "content": _TEXTS}] * 8}
+    assert http.post("/tokenize", json=body).json()["count"] > 8 * 256
