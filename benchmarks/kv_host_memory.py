@@ -1,16 +1,17 @@
-"""The first token of a prompt whose KV blocks are in main memory or on disk, beside one that is computed; on the CPU.
+"""The first token of a prompt whose KV blocks are in main memory or on disk, beside one that is computed.
 
     python benchmarks/kv_host_memory.py
+    python benchmarks/kv_host_memory.py --device cuda --shape llama-3-8b --tokens 32768
     python benchmarks/kv_host_memory.py --tokens 2048 --rounds 8 --threads 1
 
 An engine has a KV cache with room for one prompt. In each round a new prompt is computed, which evicts the blocks of
 the one before to main memory; then the one before is asked again, whose blocks come back. So both take turns, and
-every sample is kept. The model is random: a GLM with ChatGLM2-6B's layout, float32. On a CPU the copies are within main
-memory; a GPU computes faster, and copies over its link.
+every sample is kept. The model is random: a GLM with ChatGLM2-6B's layout in float32, or `--shape` in bfloat16. On a CPU
+the copies are within main memory; a GPU computes faster, and copies over its link.
 
 For the disk, each round starts an engine anew, which is asked for the prompt that the last one has computed, and then
 computes another. The files are written out and dropped from the system's page cache before, so that they are read from
-the disk of `--disk`. The records go to benchmarks/results.
+the disk of `--disk`, which a run on a GPU leaves out. The records go to benchmarks/results.
 """
 
 import argparse
@@ -31,10 +32,11 @@ import torch
 from warpbus.bench.cases import versions
 from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
 from warpbus.cuda.cpu import cpu_model
+from warpbus.cuda.memory_size import parse_memory
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.disk_cache import DiskSpace
 from warpbus.engine.engine import Engine, request
-from warpbus.models import SHAPES, ModelConfig, random_model
+from warpbus.models import SHAPES, Decoder, random_model
 
 
 def first_token(engine: Engine, prompt: list[int]) -> float:
@@ -49,17 +51,15 @@ def first_token(engine: Engine, prompt: list[int]) -> float:
     return seconds
 
 
-def measure(shape: ModelConfig, tokens: int, rounds: int) -> tuple[list[float], list[float]]:
+def measure(model: Decoder, tokens: int, rounds: int, host_bytes: int) -> tuple[list[float], list[float]]:
     """Seconds to the first token: of prompts in main memory, and of computed ones."""
     cache = -(-(tokens + 2) // BLOCK) * BLOCK
-    engine = Engine(
-        random_model(shape, None, "cpu", torch.float32), max_model_len=cache, cache_tokens=cache, host_bytes=2**32
-    )
+    engine = Engine(model, max_model_len=cache, cache_tokens=cache, host_bytes=host_bytes)
     draw = random.Random(0)
     found, computed = [], []
     before: list[int] = []
     for index in range(rounds + 1):
-        prompt = draw.choices(range(shape.vocab_size), k=tokens)
+        prompt = draw.choices(range(model.config.vocab_size), k=tokens)
         seconds = first_token(engine, prompt)
         if index:
             computed.append(seconds)
@@ -71,10 +71,10 @@ def measure(shape: ModelConfig, tokens: int, rounds: int) -> tuple[list[float], 
     return found, computed
 
 
-def measure_disk(shape: ModelConfig, tokens: int, rounds: int, directory: Path) -> tuple[list[float], list[float]]:
+def measure_disk(model: Decoder, tokens: int, rounds: int, directory: Path) -> tuple[list[float], list[float]]:
     """As `measure`, of prompts on the disk."""
     cache = -(-(tokens + 2) // BLOCK) * BLOCK
-    model, space = random_model(shape, None, "cpu", torch.float32), DiskSpace(directory, 2**40, "benchmark")
+    space = DiskSpace(directory, 2**40, "benchmark")
     draw = random.Random(1)
     found, computed = [], []
     before: list[int] = []
@@ -84,7 +84,7 @@ def measure_disk(shape: ModelConfig, tokens: int, rounds: int, directory: Path) 
             found.append(first_token(engine, before))
             if engine.stats().disk_hits < tokens - BLOCK:
                 raise RuntimeError("the prompt was not found on the disk")
-        before = draw.choices(range(shape.vocab_size), k=tokens)
+        before = draw.choices(range(model.config.vocab_size), k=tokens)
         seconds = first_token(engine, before)
         if index:
             computed.append(seconds)
@@ -108,6 +108,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt; 2048 by default")
     parser.add_argument("--rounds", type=int, default=6, help="6 by default")
     parser.add_argument("--threads", type=int, default=1, help="1 by default")
+    parser.add_argument("--device", default="cpu", help="cpu by default")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a model of this shape, whole and in bfloat16")
+    parser.add_argument("--host-memory", default="16GB", help="for evicted blocks, two prompts at least; 16GB by default")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model; 512 by default")
     parser.add_argument("--layers", type=int, default=12, help="12 by default")
     parser.add_argument("--disk", type=Path, help="a directory for the files; by default that of temporary files")
@@ -115,12 +118,17 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
-    shape = SHAPES["chatglm2-6b"].resized(
-        hidden_size=options.hidden,
-        num_heads=options.hidden // 64,
-        ffn_size=options.hidden * 7 // 2,
-        num_layers=options.layers,
-    )
+    on_gpu = options.device != "cpu"
+    shape, dtype = SHAPES[options.shape or "chatglm2-6b"], torch.bfloat16
+    if options.shape is None:
+        dtype = torch.float32
+        shape = shape.resized(
+            hidden_size=options.hidden,
+            num_heads=options.hidden // 64,
+            ffn_size=options.hidden * 7 // 2,
+            num_layers=options.layers,
+        )
+    model = random_model(shape, None, options.device, dtype)
     words = [
         each for at, each in enumerate(sys.argv) if at and not {"--output", "--disk"} & {*sys.argv[at - 1 : at + 1]}
     ]
@@ -129,19 +137,19 @@ def main() -> None:
         found, computed = samples
         ours, theirs = median(found), median(computed)
         print(
-            f"first token of {options.tokens:,} tokens, {options.threads} thread(s): {ours * 1e3:.0f} ms from {where}, "
+            f"first token of {options.tokens:,} tokens on {options.device}: {ours * 1e3:.0f} ms from {where}, "
             f"{theirs * 1e3:.0f} ms computed: {ratio('latency', ours, theirs):.1f} times as fast"
         )
         return Record(
             bench=bench,
             case={
-                "model": "chatglm2",
+                "model": options.shape or "chatglm2",
                 "parameters": shape.num_parameters,
-                "hidden": options.hidden,
-                "layers": options.layers,
+                "hidden": shape.hidden_size,
+                "layers": shape.num_layers,
                 "prompt": options.tokens,
                 "threads": options.threads,
-                "dtype": "float32",
+                "dtype": str(dtype).removeprefix("torch."),
             },
             metric="latency",
             unit="s",
@@ -150,16 +158,19 @@ def main() -> None:
             ratio=ratio("latency", ours, theirs),
             floor=None,
             samples={"ours": found, "peer": computed},
-            device="cpu",
+            device=torch.cuda.get_device_name(options.device) if on_gpu else "cpu",
             versions={**versions(), "cpu": cpu_model()},
             date=now(),
             command=shlex.join(["python", "benchmarks/kv_host_memory.py", *words]),
         )
 
-    memory = record("kv-host-memory", measure(shape, options.tokens, options.rounds), "main memory")
+    host_bytes = parse_memory(options.host_memory)
+    memory = record("kv-host-memory", measure(model, options.tokens, options.rounds, host_bytes), "main memory")
     print(write([memory], options.output))
+    if on_gpu:
+        return
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-        disk = record("kv-disk", measure_disk(shape, options.tokens, options.rounds, Path(directory)), "disk")
+        disk = record("kv-disk", measure_disk(model, options.tokens, options.rounds, Path(directory)), "disk")
     print(write([disk], options.output))
 
 
