@@ -6,8 +6,8 @@
 
 An engine has a KV cache with room for one prompt. In each round a new prompt is computed, which evicts the blocks of
 the one before to main memory; then the one before is asked again, whose blocks come back. So both take turns, and
-every sample is kept. The model is random: a GLM with ChatGLM2-6B's layout in float32, or `--shape` in bfloat16. On a CPU
-the copies are within main memory; a GPU computes faster, and copies over its link.
+every sample is kept. The model is random: a GLM with ChatGLM2-6B's layout in float32, or `--shape` in bfloat16. On a
+CPU the copies are within main memory; a GPU computes faster, and copies over its link.
 
 For the disk, each round starts an engine anew, which is asked for the prompt that the last one has computed, and then
 computes another. The files are written out and dropped from the system's page cache before, so that they are read from
@@ -110,7 +110,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="1 by default")
     parser.add_argument("--device", default="cpu", help="cpu by default")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a model of this shape, whole and in bfloat16")
-    parser.add_argument("--host-memory", default="16GB", help="for evicted blocks, two prompts at least; 16GB by default")
+    parser.add_argument(
+        "--host-memory", default="16GB", help="for evicted blocks, two prompts at least; 16GB by default"
+    )
     parser.add_argument("--hidden", type=int, default=512, help="width of the model; 512 by default")
     parser.add_argument("--layers", type=int, default=12, help="12 by default")
     parser.add_argument("--disk", type=Path, help="a directory for the files; by default that of temporary files")

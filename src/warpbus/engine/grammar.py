@@ -138,12 +138,12 @@ class GrammarCompiler:
             UsageError: the text is not of its kind, uses what is not supported, or takes too much work.
         """
         with self._lock:
-            found = self._compiled.get(grammar)
-            begun = self._begin(grammar) if found is None else None
-            if found is not None:
+            cached = self._compiled.get(grammar)
+            if cached is None:
+                begun = self._begin(grammar)
+            else:
                 self._compiled.move_to_end(grammar)
-        if begun is not None:
-            found = begun.result()
+        found = begun.result() if cached is None else cached
         if isinstance(found, UsageError):
             raise UsageError(str(found))
         with self._lock:

@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled: they come to the engine when that is done, so that no step waits for it."""
+"""Requests whose grammars are being compiled: they come to the engine when that is done, and no step waits for it."""
 
 from collections import abc
 from concurrent.futures import Future

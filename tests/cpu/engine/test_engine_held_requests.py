@@ -136,7 +136,7 @@ def test_processes_that_share_a_model_add_requests_in_one_order():
             grammar = Grammar("lark", f'start: "abc" | "{number}"')
             answer = service.generate(BEFORE_ABC, SamplingParams(grammar=grammar, max_tokens=3))
             assert "".join([piece.text async for piece in answer]) == "abc"
-            with pytest.raises(UsageError, match="^regex cannot be used"):
+            with pytest.raises(UsageError, match=r"^regex cannot be used"):
                 await anext(service.generate([10], SamplingParams(grammar=Grammar("regex", "(" * (1 + number)))))
         for length, other in enumerate(others, 1):
             assert await other == (tokens(100, [10] * length), "length")
