@@ -71,7 +71,11 @@ def test_an_exercise_belongs_to_a_chapter_in_both_languages(exercise):
             "",
             "of block (0, 0, 0) writes c[0] (line 3) and thread",
         ),
-        ("01.1", "a[i] +", "a[j] +", "01_1_vector_add.cu:3:"),
+        ("01.1", "a[i] +", "a[j] +", "(line 3): 'j' was not declared in this scope. The compiler does not know"),
+        ("01.1", "void add", "void sum", "the test cannot call the functions of this file: 'add' was not declared"),
+        ("01.1", "int n)", "int n, int m)", "too few arguments to function"),
+        ("01.1", "__global__ ", "", "add is launched with <<<...>>>, but is not a kernel (line 1)"),
+        ("01.1", "if (i < n) c[i]", "for (i = 0; i < n; ++i) c[i]", "give each element to one thread"),
         (
             "01.2",
             "(n + threads - 1) / threads",
