@@ -112,7 +112,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{at}：读了 {array}[{index}]{line}，但此前没有写过它：{memory}内存的初值不是 0",
     ),
     "barrier": (
-        "{block}: {count} threads wait at {what}{line}, but {ended} have returned, such as thread "
+        "{block}: {threads} at {what}{line}, but {ended} have returned, such as thread "
         "{returned}: on a GPU this is undefined. All threads of the block have to reach the barrier: move it out "
         "of the `if`, and let no thread return before it",
         "{block}：{count} 个线程在 {what} 处等待{line}，但有 {ended} 个线程已经返回，例如线程 "
@@ -177,6 +177,16 @@ _WORDS: dict[str, tuple[str, str]] = {
         "。核函数没有返回值：结果要写到设备内存",
     ),
     "hint_twice": (". The name is declared twice: rename or remove one", "。这个名字声明了两次：请改名或删去一个"),
+    "hint_print": (
+        ". A kernel has no standard library: it prints with printf",
+        "。核函数里不能使用标准库：请用 printf 输出",
+    ),
+    "blocks": (
+        "{size}: {found} blocks were launched, {needed} are needed: is the number of blocks n / threads, rounded up, and "
+        "do the blocks come first in <<<blocks, threads>>>?",
+        "{size}：启动了 {found} 个线程块，需要 {needed} 个：线程块数是不是 n / threads 向上取整，"
+        "<<<线程块数, 线程数>>> 的次序对吗？",
+    ),
     "braces": (
         "the braces do not match: the file has {opened} {{ and {closed} }}",
         "花括号不配对：文件里有 {opened} 个 {{ 和 {closed} 个 }}",
@@ -248,12 +258,14 @@ def explain(finding: Finding, language: str = "en") -> str:
         fields["hint"] = _word("one_past" if finding["index"] == count else "far", language).format(**fields)
     if kind in ("barrier", "divergent", "warp"):
         fields["block"] = _word("block", language).format(**fields)
+    if kind == "barrier":
+        fields["threads"] = f"{_count(finding['count'], 'thread')} wait{'s' if finding['count'] == 1 else ''}"
     if kind == "warp":
         fields["mask"] = f"0x{finding['mask']:08x}"
         fields["state"] = _word(finding["state"], language).format(**fields)
     if kind == "race":
         fields["no_barrier"] = _word("no_syncwarp" if finding["same_warp"] else "no_syncthreads", language)
-        one_line = finding.get("line") is not None and finding.get("line") == finding.get("its_line")
+        one_line = finding["memory"] == "device" and finding.get("line") == finding.get("its_line")
         fields["remedy"] = _word("one_line" if one_line else "two_lines", language)
     if kind == "rejected":
         fields["hint"] = _word(finding["hint"], language) if "hint" in finding else ""
