@@ -182,8 +182,8 @@ _WORDS: dict[str, tuple[str, str]] = {
         "。核函数里不能使用标准库：请用 printf 输出",
     ),
     "blocks": (
-        "{size}: {found} blocks were launched, {needed} are needed: is the number of blocks n / threads, rounded up, and "
-        "do the blocks come first in <<<blocks, threads>>>?",
+        "{size}: {found} blocks were launched, {needed} are needed: is the number of blocks n / threads, rounded up, "
+        "and do the blocks come first in <<<blocks, threads>>>?",
         "{size}：启动了 {found} 个线程块，需要 {needed} 个：线程块数是不是 n / threads 向上取整，"
         "<<<线程块数, 线程数>>> 的次序对吗？",
     ),
