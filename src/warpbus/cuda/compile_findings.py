@@ -63,7 +63,7 @@ def rejected(messages: str, source: Path, plain: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class _Function:
+class _ProgramFunction:
     """A function outside of classes: its body is `plain[begin:end]`."""
 
     name: str
@@ -100,9 +100,9 @@ def misqualified(plain: str) -> Finding | None:
     return None
 
 
-def _functions(plain: str) -> list[_Function]:
+def _functions(plain: str) -> list[_ProgramFunction]:
     """The functions of a program, without those of classes."""
-    found: list[_Function] = []
+    found: list[_ProgramFunction] = []
     outside = True  # of functions and classes
     waiting: list[tuple[bool, str, int]] = []  # per open brace: whether it was outside, and the function that it begins
     for brace in _BRACE.finditer(plain):
@@ -115,15 +115,15 @@ def _functions(plain: str) -> list[_Function]:
         elif waiting:
             outside, name, begin = waiting.pop()
             if name:
-                found.append(_Function(name, begin, brace.start()))
+                found.append(_ProgramFunction(name, begin, brace.start()))
     return found
 
 
-def _place(functions: list[_Function], name: str) -> int:
+def _place(functions: list[_ProgramFunction], name: str) -> int:
     return next(each.begin for each in functions if each.name == name) - 1
 
 
-def _call(name: str, plain: str, caller: _Function) -> int | None:
+def _call(name: str, plain: str, caller: _ProgramFunction) -> int | None:
     """Where a function calls another one by its name, not as a member or with a launch."""
     pattern = re.compile(rf"(?<![.>:\w])\s*\b{re.escape(name)}\s*(?:<[^<>;{{}}()]*>)?\s*\(")
     found = pattern.search(plain, caller.begin, caller.end)

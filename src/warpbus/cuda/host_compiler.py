@@ -1,4 +1,4 @@
-"""C++ to machine code for this machine's CPU at run time, by the system's compiler, with the cache of `jit`.
+"""C++ to machine code for this machine's CPU at run time, by the system's compiler, kept in `compiled_cache`.
 
 A library is compiled once for each of `VARIANTS` that is used: for the newest instructions that the CPU has. A cache
 entry is a shared library, named by the hash of everything that decides about its content. It appears whole (written
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warpbus.cuda.compiled_cache import alone, cache_directory, source_key
 from warpbus.cuda.cpu import INSTALL, cpu_instructions, find_compiler
-from warpbus.cuda.jit import alone, cache_directory, source_key
 from warpbus.errors import DeviceError
 
 # No contraction of products and sums on the compiler's own account: the same bits from every compiler.
