@@ -183,7 +183,7 @@ def _host_compiler() -> str | None:
 
 def _kernel_cache() -> dict[str, Any]:
     """Where compiled kernels are kept, how many there are, and their bytes."""
-    from warpbus.cuda.jit import cache_directory
+    from warpbus.cuda.compiled_cache import cache_directory
 
     directory = cache_directory()
     sizes = [path.stat().st_size for path in directory.glob("*.cubin")]

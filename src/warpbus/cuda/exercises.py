@@ -17,7 +17,7 @@ from warpbus.language import in_language, translated
 _FILES = Path(__file__).parent / "exercise_files"
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
-LIMIT = 60
+LIMIT = 20
 """Seconds of CPU time that a run of a test may take."""
 
 _MOST_SECTORS = 1.2

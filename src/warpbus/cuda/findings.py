@@ -80,12 +80,20 @@ _WORDS: dict[str, tuple[str, str]] = {
     "race": (
         "kernel {kernel}, block {block}: a race on {memory} memory: thread {its_thread} {its_verb} "
         "{array}[{index}]{its_line} "
-        "and thread {thread} {verb} it{line}, and {no_barrier} is between them: their order is undefined, so put a "
-        "barrier between the two accesses, also if they are in different rounds of a loop",
+        "and thread {thread} {verb} it{line}, and {no_barrier} is between them: their order is undefined, so {remedy}",
         "核函数 {kernel}，线程块 {block}：{memory}内存上的数据竞争：线程 {its_thread} {its_verb} "
         "{array}[{index}]{its_line}，"
-        "线程 {thread} {verb}同一个元素{line}，两者之间没有 {no_barrier}：先后次序不确定，"
+        "线程 {thread} {verb}同一个元素{line}，两者之间没有 {no_barrier}：先后次序不确定，{remedy}",
+    ),
+    "two_lines": (
+        "put a barrier between the two accesses, also if they are in different rounds of a loop",
         "请在这两次访问之间同步，它们处于循环的不同轮次时也一样",
+    ),
+    "one_line": (
+        "give each element to one thread (does the index use threadIdx?) or use an atomic operation such as atomicAdd; "
+        "if the accesses are in different rounds of a loop, put a barrier between the rounds",
+        "请让每个元素只由一个线程处理（下标里用了 threadIdx 吗？），或者使用 atomicAdd 之类的原子操作；"
+        "如果两次访问处于循环的不同轮次，请在两轮之间同步",
     ),
     "no_syncthreads": ("no __syncthreads()", "__syncthreads()"),
     "no_syncwarp": ("neither __syncthreads() nor __syncwarp()", "__syncthreads() 或 __syncwarp()"),
@@ -104,7 +112,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{at}：读了 {array}[{index}]{line}，但此前没有写过它：{memory}内存的初值不是 0",
     ),
     "barrier": (
-        "{block}: {count} threads wait at {what}{line}, but {ended} have returned, such as thread "
+        "{block}: {threads} at {what}{line}, but {ended} have returned, such as thread "
         "{returned}: on a GPU this is undefined. All threads of the block have to reach the barrier: move it out "
         "of the `if`, and let no thread return before it",
         "{block}：{count} 个线程在 {what} 处等待{line}，但有 {ended} 个线程已经返回，例如线程 "
@@ -139,6 +147,67 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{at}：没有结束{line}：请检查循环条件是否会变化",
     ),
     "endless_host": ("the program does not end{line}", "程序没有结束{line}"),
+    "rejected": ("the compiler rejects the program{line}: {said}{hint}", "编译器报错{line}：{said}{hint}"),
+    "hint_incomplete": (
+        ". The statement is not complete: look for a missing ; or ) here or at the end of the line before",
+        "。语句不完整：请检查这里或上一行末尾是否缺少分号或括号",
+    ),
+    "hint_unknown": (
+        ". The compiler does not know this name: is it misspelt, or not declared before its first use?",
+        "。编译器不认识这个名字：是拼写有误，还是使用之前没有声明？",
+    ),
+    "hint_no_rows": (
+        ". An array in device memory has one index: row * columns + column instead of [row][column]",
+        "。设备内存中的数组只有一个下标：请写 row * columns + column，而不是 [row][column]",
+    ),
+    "hint_const": (
+        ". It is const: the kernel may read it, but not change it",
+        "。它是 const：核函数只能读，不能修改",
+    ),
+    "hint_arguments": (
+        ". The call has other arguments than the function has parameters: compare their number and types",
+        "。调用的实参与函数的形参不符：请对照个数和类型",
+    ),
+    "hint_pointer": (
+        ". The types do not fit: a pointer is an address, its elements are pointer[index]",
+        "。类型不符：指针是地址，它的元素要写成 pointer[index]",
+    ),
+    "hint_void": (
+        ". A kernel returns nothing: it writes its results to device memory",
+        "。核函数没有返回值：结果要写到设备内存",
+    ),
+    "hint_twice": (". The name is declared twice: rename or remove one", "。这个名字声明了两次：请改名或删去一个"),
+    "hint_print": (
+        ". A kernel has no standard library: it prints with printf",
+        "。核函数里不能使用标准库：请用 printf 输出",
+    ),
+    "blocks": (
+        "{size}: {found} blocks were launched, {needed} are needed: is the number of blocks n / threads, rounded up, "
+        "and do the blocks come first in <<<blocks, threads>>>?",
+        "{size}：启动了 {found} 个线程块，需要 {needed} 个：线程块数是不是 n / threads 向上取整，"
+        "<<<线程块数, 线程数>>> 的次序对吗？",
+    ),
+    "braces": (
+        "the braces do not match: the file has {opened} {{ and {closed} }}",
+        "花括号不配对：文件里有 {opened} 个 {{ 和 {closed} 个 }}",
+    ),
+    "signature": (
+        "the test cannot call the functions of this file: {said}. Keep the names and parameters that the "
+        "exercise gave them",
+        "测试无法调用文件里的函数：{said}。请保留练习给出的函数名和参数",
+    ),
+    "not_global": (
+        "{function} is launched with <<<...>>>, but is not a kernel{line}: write __global__ before its type",
+        "{function} 用 <<<...>>> 启动，但它不是核函数{line}：请在它的类型前面写 __global__",
+    ),
+    "not_device": (
+        "a kernel calls {function}{its_line}, which is a function of the host{line}: write __device__ before its type",
+        "核函数调用了 {function}{its_line}，但它是主机函数{line}：请在它的类型前面写 __device__",
+    ),
+    "not_launched": (
+        "the kernel {function} is called without <<<blocks, threads>>>{line}: a kernel has to be launched",
+        "调用核函数 {function} 时没有写 <<<线程块数, 线程数>>>{line}：核函数必须这样启动",
+    ),
     "status": ("{size}: the launch failed: {status}", "{size}：启动失败：{status}"),
     "configuration": (
         "{size}: the launch failed: {status}: a launch needs at least 1 block, and 1 to 1024 threads per block",
@@ -189,11 +258,17 @@ def explain(finding: Finding, language: str = "en") -> str:
         fields["hint"] = _word("one_past" if finding["index"] == count else "far", language).format(**fields)
     if kind in ("barrier", "divergent", "warp"):
         fields["block"] = _word("block", language).format(**fields)
+    if kind == "barrier":
+        fields["threads"] = f"{_count(finding['count'], 'thread')} wait{'s' if finding['count'] == 1 else ''}"
     if kind == "warp":
         fields["mask"] = f"0x{finding['mask']:08x}"
         fields["state"] = _word(finding["state"], language).format(**fields)
     if kind == "race":
         fields["no_barrier"] = _word("no_syncwarp" if finding["same_warp"] else "no_syncthreads", language)
+        one_line = finding["memory"] == "device" and finding.get("line") == finding.get("its_line")
+        fields["remedy"] = _word("one_line" if one_line else "two_lines", language)
+    if kind == "rejected":
+        fields["hint"] = _word(finding["hint"], language) if "hint" in finding else ""
     return _word(kind, language).format(**fields)
 
 

@@ -1,10 +1,11 @@
-"""C++ to machine code for this machine's CPU at run time, by the system's compiler, with the cache of `jit`.
+"""C++ to machine code for this machine's CPU at run time, by the system's compiler, kept in `compiled_cache`.
 
 A library is compiled once for each of `VARIANTS` that is used: for the newest instructions that the CPU has. A cache
 entry is a shared library, named by the hash of everything that decides about its content. It appears whole (written
 aside and renamed), and one process compiles while others that want the same wait.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -12,11 +13,12 @@ import platform
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warpbus.cuda.compiled_cache import alone, cache_directory, source_key
 from warpbus.cuda.cpu import INSTALL, cpu_instructions, find_compiler
-from warpbus.cuda.jit import alone, cache_directory, source_key
 from warpbus.errors import DeviceError
 
 # No contraction of products and sums on the compiler's own account: the same bits from every compiler.
@@ -80,26 +82,66 @@ def load_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL:
     Raises:
         DeviceError: there is no compiler, it rejected the source, or what it made cannot be loaded.
     """
-    compiler = find_compiler()
-    entry = cache_directory() / f"{source.stem}-{variant.name}-{_key(source, root, variant, compiler)}.so"
+    flags = (*_FLAGS, *variant.flags)
+    entry = _entry(source, root, variant.name, flags, ".so")
     try:
-        if not _is_ours(entry):
-            with alone(entry):
-                if not _is_ours(entry):
-                    _compile(compiler, source, root, variant, entry)
+        _make_once(source, root, variant.name, flags, entry)
         return ctypes.CDLL(str(entry))
     except OSError as error:
-        warnings.warn(f"the kernel cache {entry.parent} cannot be used ({error}): compiling every time", stacklevel=2)
+        _warn_of_cache(error)
     with tempfile.TemporaryDirectory(prefix="warpbus-") as directory:
         temporary = Path(directory) / entry.name
         try:
-            _compile(compiler, source, root, variant, temporary)
+            _compile(source, root, variant.name, flags, temporary)
             return ctypes.CDLL(str(temporary))
         except OSError as error:
             raise DeviceError(
                 f"{source.name}, compiled for this CPU, cannot be loaded ({error}): let TMPDIR name a directory on a "
                 "file system that may hold programs"
             ) from error
+
+
+@contextlib.contextmanager
+def kept_object(source: Path, root: Path, flags: Sequence[str]) -> Iterator[Path]:
+    """An object file, compiled once with these flags; without a usable cache, every time.
+
+    Args:
+        source, root: see `load_library`.
+        flags: of the compiler.
+
+    Raises:
+        DeviceError: there is no compiler, or it rejected the source.
+    """
+    target, all_flags = platform.machine(), (*flags, "-c")
+    entry = _entry(source, root, target, all_flags, ".o")
+    try:
+        _make_once(source, root, target, all_flags, entry)
+    except OSError as error:
+        _warn_of_cache(error)
+    else:
+        yield entry
+        return
+    with tempfile.TemporaryDirectory(prefix="warpbus-") as directory:
+        temporary = Path(directory) / entry.name
+        _compile(source, root, target, all_flags, temporary)
+        yield temporary
+
+
+def _entry(source: Path, root: Path, target: str, flags: Sequence[str], ending: str) -> Path:
+    compiler = find_compiler()
+    key = source_key(source, root, compiler, _version(compiler), tuple(flags), platform.machine())
+    return cache_directory() / f"{source.stem}-{target}-{key}{ending}"
+
+
+def _make_once(source: Path, root: Path, target: str, flags: Sequence[str], entry: Path) -> None:
+    if not _is_ours(entry):
+        with alone(entry):
+            if not _is_ours(entry):
+                _compile(source, root, target, flags, entry)
+
+
+def _warn_of_cache(error: OSError) -> None:
+    warnings.warn(f"the kernel cache {cache_directory()} cannot be used ({error}): compiling every time", stacklevel=3)
 
 
 def _is_ours(entry: Path) -> bool:
@@ -110,24 +152,20 @@ def _is_ours(entry: Path) -> bool:
         return False
 
 
-def _key(source: Path, root: Path, variant: CpuVariant, compiler: tuple[str, ...]) -> str:
-    return source_key(source, root, compiler, _version(compiler), _FLAGS, variant.flags, platform.machine())
-
-
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
     return _run((*compiler, "--version")).stdout
 
 
-def _compile(compiler: tuple[str, ...], source: Path, root: Path, variant: CpuVariant, entry: Path) -> None:
+def _compile(source: Path, root: Path, target: str, flags: Sequence[str], entry: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=f"{entry.stem}.", suffix=".part")
     os.close(handle)
     try:
-        done = _run((*compiler, *_FLAGS, *variant.flags, "-I", str(root), "-o", temporary, str(source)))
+        done = _run((*find_compiler(), *flags, "-I", str(root), "-o", temporary, str(source)))
         if done.returncode:
             lines = done.stderr.splitlines()
             first = next((line for line in lines if "error" in line), " ".join(lines[:1]))
-            raise DeviceError(f"{source.relative_to(root)} does not compile for {variant.name}: {first}")
+            raise DeviceError(f"{source.relative_to(root)} does not compile for {target}: {first}")
         os.replace(temporary, entry)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

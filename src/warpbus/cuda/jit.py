@@ -6,7 +6,6 @@ includes, the macros, the options, the architecture, and the versions of NVRTC a
 does not match is compiled again. Where the entry is there, no compiler is loaded.
 """
 
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -18,8 +17,6 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +24,7 @@ from typing import Any
 
 import torch
 
+from warpbus.cuda.compiled_cache import alone, cache_directory, lock_name, source_key
 from warpbus.cuda.remote import remote_backend
 from warpbus.errors import DeviceError
 
@@ -35,7 +33,6 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 _importing = threading.Lock()
 _FORMAT = 1  # of a cache entry
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -121,12 +118,6 @@ def compile_source(source: Path, root: Path, macros: tuple[tuple[str, str], ...]
     return found
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: `$XDG_CACHE_HOME/warpbus/kernels`, by default below `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "warpbus" / "kernels"
-
-
 @functools.cache
 def compiler_version() -> str:
     """The versions of NVRTC and of CUDA's headers, "13.0.88, headers 13.0.96".
@@ -174,36 +165,6 @@ def _key(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: st
     return source_key(source, root, _FORMAT, compiler_version(), arch, macros, json.dumps(_OPTIONS, sort_keys=True))
 
 
-def source_key(source: Path, root: Path, *deciding: object) -> str:
-    """The name of a cache entry: a hash of a source with all files it includes, and of what else decides about it."""
-    digest = hashlib.sha256("".join(f"{each}\n" for each in deciding).encode())
-    for path in closure(source, root):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(root)} {len(text)}\n".encode())
-        digest.update(text)
-    return digest.hexdigest()[:40]
-
-
-def closure(source: Path, root: Path) -> list[Path]:
-    """The source and every file that it includes with quotes, directly or not, in a fixed order.
-
-    Raises:
-        DeviceError: a file that is included is not below `root`.
-    """
-    found = {source}
-    waiting = [source]
-    while waiting:
-        path = waiting.pop()
-        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
-            included = root / name
-            if not included.is_file():
-                raise DeviceError(f"{path.relative_to(root)} includes {name}, which is not below {root}")
-            if included not in found:
-                found.add(included)
-                waiting.append(included)
-    return sorted(found)
-
-
 def _read(entry: Path) -> Cubin | None:
     """A cache entry, or `None` where it is absent or damaged."""
     try:
@@ -219,7 +180,7 @@ def _read(entry: Path) -> Cubin | None:
 
 def _write(entry: Path, cubin: Cubin) -> None:
     """Write an entry, within `alone`; what processes left behind that were killed at it is removed."""
-    for abandoned in entry.parent.glob(f"*{_lock_name(entry)}.*.part"):  # who writes there has the lock, and we have it
+    for abandoned in entry.parent.glob(f"*{lock_name(entry)}.*.part"):  # who writes there has the lock, and we have it
         abandoned.unlink(missing_ok=True)
     facts = {
         "sha256": hashlib.sha256(cubin.code).hexdigest(),
@@ -234,22 +195,6 @@ def _write(entry: Path, cubin: Cubin) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-@contextmanager
-def alone(entry: Path) -> Iterator[None]:
-    """Let one process at a time compile an entry. The lock goes with the process that holds it, however it ends."""
-    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    locks = entry.parent / "locks"
-    locks.mkdir(exist_ok=True)
-    with open(locks / _lock_name(entry), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _lock_name(entry: Path) -> str:
-    """The end of an entry's hash: entries that share it are compiled one after another."""
-    return entry.stem[-2:]
 
 
 def _compile(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> Cubin:

@@ -6,7 +6,6 @@ wrong as findings, which `findings` puts into words.
 """
 
 import ctypes
-import functools
 import json
 import os
 import re
@@ -18,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.cuda import driver
+from warpbus.cuda.compile_findings import misqualified, rejected
 from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import Finding
+from warpbus.cuda.host_compiler import kept_object
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"
+_CHECKS_FLAGS = ("-std=c++20", "-O2", "-w", "-fno-pie", "-x", "c++")
 
 _SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;")
@@ -80,8 +82,11 @@ def run_on_cpu(source: Path, arguments: Sequence[str] = (), *, order: str = "for
         arguments: of its `main`.
         order: "forward" or "reverse": the order in which the threads of a block run.
 
+    Returns:
+        The run. If the compiler rejects the program, its mistake says so, and nothing ran.
+
     Raises:
-        DataError: the file cannot be read, or the compiler rejects it: the message has the compiler's.
+        DataError: the file cannot be read, or a launch in it is not complete.
         DeviceError: there is no C++ compiler.
     """
     return run_in_orders(source, arguments, orders=(order,))[0]
@@ -122,9 +127,12 @@ def run_in_orders(
         translated, program = Path(place, f"{source.stem}.cpp"), Path(place, source.stem)
         translated.write_text("\n".join(pieces) + "\n", encoding="utf-8")
         if checks:
-            _compile_checked(compiler, flags, translated, program, source)
+            mistake = _compile_checked(compiler, flags, translated, program, source)
         else:
-            _compile([*compiler, *flags, "-no-pie", str(translated), "-o", str(program)], source)
+            mistake = _compile([*compiler, *flags, "-no-pie", str(translated), "-o", str(program)], source)
+        mistake = mistake or misqualified(_plain(f"{text}\n{appended}"))
+        if mistake:
+            return [ProgramRun("", "", 1, (mistake,))]
         runs = []
         for order in orders:
             variables = {"WARPBUS_ORDER": order} | ({"WARPBUS_LIMIT": str(limit)} if limit else {})
@@ -143,24 +151,17 @@ def _text(source: Path) -> str:
         raise DataError(f"{source}: cannot be read ({error}): give a .cu file") from None
 
 
-@functools.cache
-def _checks(compiler: tuple[str, ...]) -> bytes:
-    """`on_cpu/checks.h`, compiled."""
-    with tempfile.TemporaryDirectory() as place:
-        text, found = Path(place, "checks.cpp"), Path(place, "checks.o")
-        text.write_text('#include "checks.h"\n', encoding="utf-8")
-        flags = ["-std=c++20", "-O2", "-w", "-fno-pie", f"-I{HEADERS}"]
-        _compile([*compiler, *flags, "-c", str(text), "-o", str(found)], text)
-        return found.read_bytes()
-
-
-def _compile_checked(compiler: tuple[str, ...], flags: list[str], text: Path, program: Path, source: Path) -> None:
+def _compile_checked(
+    compiler: tuple[str, ...], flags: list[str], text: Path, program: Path, source: Path
+) -> Finding | None:
     """Compile a program that calls `on_cpu/checks.h` before each access: the functions of a sanitizer, but ours."""
-    own, runtime = text.with_suffix(".o"), text.parent / "checks.o"
+    own = text.with_suffix(".o")
     instrumented = ["-fsanitize=thread", "-fno-threadsafe-statics", "-DWARPBUS_CHECKS", "-fno-pie"]
-    _compile([*compiler, *flags, *instrumented, "-c", str(text), "-o", str(own)], source)
-    runtime.write_bytes(_checks(compiler))
-    _compile([*compiler, "-no-pie", str(runtime), str(own), "-o", str(program)], source)
+    mistake = _compile([*compiler, *flags, *instrumented, "-c", str(text), "-o", str(own)], source)
+    if mistake:
+        return mistake
+    with kept_object(HEADERS / "checks.h", HEADERS, _CHECKS_FLAGS) as checks:
+        return _compile([*compiler, "-no-pie", str(checks), str(own), "-o", str(program)], source)
 
 
 def run_on_gpu(
@@ -188,8 +189,13 @@ def run_on_gpu(
             whole = Path(place, "exercise.cu")
             whole.write_text(f'#line 1 "{source.name}"\n{_text(source)}\n#line 1 "test"\n{appended}', encoding="utf-8")
         flags = ["-std=c++17", "-O2", "-arch=native", f"-I{source.parent}", *([f"-I{include}"] if include else [])]
-        _compile([compiler, *flags, str(whole), "-o", str(program)], source)
-        return _run(program, arguments, {}, source)
+        mistake = _compile([compiler, *flags, str(whole), "-o", str(program)], source)
+        return ProgramRun("", "", 1, (mistake,)) if mistake else _run(program, arguments, {}, source)
+
+
+def _plain(text: str) -> str:
+    """A program with blanks in the place of comments and strings."""
+    return _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def translate(text: str) -> str:
@@ -198,7 +204,7 @@ def translate(text: str) -> str:
     Raises:
         DataError: a launch is not complete.
     """
-    plain = _SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    plain = _plain(text)
     edits: list[tuple[int, int, str]] = [
         (*found.span(), f'{found[1]} *{found[2]} = warpbus::dynamic_array<{found[1]}>("{found[2]}");')
         for found in _DYNAMIC.finditer(plain)
@@ -254,11 +260,11 @@ def _closing(text: str, opened: int, line: int) -> int:
     raise DataError(f"line {line}: the parenthesis of a launch is not closed")
 
 
-def _compile(command: list[str], source: Path) -> None:
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        lines = [line for line in found.stderr.splitlines() if "error" in line] or found.stderr.splitlines()
-        raise DataError(f"{source}: the compiler rejects it: {lines[0] if lines else 'without a message'}")
+def _compile(command: list[str], source: Path) -> Finding | None:
+    """Run a compiler; what it rejects is a finding."""
+    english = os.environ | {"LC_ALL": "C"}  # `compile_findings` reads the messages
+    found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=english)
+    return rejected(found.stderr, source, _plain(_text(source))) if found.returncode else None
 
 
 def _run(program: Path, arguments: Sequence[str], environment: dict[str, str], source: Path) -> ProgramRun:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.cli import compile as verb
-from warpbus.cuda import jit
+from warpbus.cuda import compiled_cache, jit
 from warpbus.cuda.kernel import Unit
 from warpbus.errors import DeviceError, UsageError
 from warpbus.kernels import units
@@ -54,7 +54,7 @@ def test_a_table_of_what_each_kernel_takes(declared):
     registers, shared, spills = (cell.strip() for cell in row.split("│")[2:-1])
     assert int(registers) > 0
     assert (shared, spills) == ("256", "0")
-    assert len(list(jit.cache_directory().glob("*.cubin"))) == 2
+    assert len(list(compiled_cache.cache_directory().glob("*.cubin"))) == 2
 
 
 def test_json_for_several_architectures(declared):

@@ -8,7 +8,7 @@ import pytest
 
 from warpbus.cuda import host_compiler
 from warpbus.cuda.cpu import find_compiler
-from warpbus.cuda.host_compiler import VARIANTS, load_library, own_variant
+from warpbus.cuda.host_compiler import VARIANTS, kept_object, load_library, own_variant
 from warpbus.errors import DeviceError
 from warpbus.kernels.units import CSRC
 
@@ -45,6 +45,24 @@ def test_a_library_is_compiled_once(tmp_path, source, monkeypatch):
     load_library.cache_clear()
     monkeypatch.setattr(host_compiler, "_compile", lambda *arguments: pytest.fail("compiled again"))
     assert load_library(source, tmp_path, PLAIN).answer() == 42
+
+
+def test_an_object_file_is_compiled_once(tmp_path, source, monkeypatch):
+    with kept_object(source, tmp_path, ["-O1"]) as first:
+        made = first.read_bytes()
+        assert made.startswith(b"\x7fELF")
+    monkeypatch.setattr(host_compiler, "_compile", lambda *arguments: pytest.fail("compiled again"))
+    with kept_object(source, tmp_path, ["-O1"]) as second:
+        assert (second, second.read_bytes()) == (first, made)
+
+
+def test_without_a_cache_an_object_file_is_compiled_every_time(tmp_path, source, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    warned = pytest.warns(UserWarning, match="the kernel cache .* cannot be used")
+    with warned, kept_object(source, tmp_path, ["-O1"]) as made:
+        assert made.read_bytes().startswith(b"\x7fELF")
+    assert not made.exists()
 
 
 def test_another_header_is_another_library(tmp_path, source):

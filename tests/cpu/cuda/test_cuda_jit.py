@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from warpbus.cuda import jit
+from warpbus.cuda import compiled_cache, jit
 from warpbus.cuda.kernel import Unit
 from warpbus.cuda.parameters import Parameters
 from warpbus.errors import DeviceError
@@ -27,7 +27,7 @@ def unit(tmp_path, monkeypatch):
 
 
 def entries():
-    return sorted(jit.cache_directory().glob("*.cubin"))
+    return sorted(compiled_cache.cache_directory().glob("*.cubin"))
 
 
 def test_resources_without_a_gpu(unit):
@@ -41,7 +41,7 @@ def test_second_compilation_reads_the_cache(unit, monkeypatch):
     monkeypatch.setattr(jit, "_compile", lambda *_: pytest.fail("compiled again"))
     assert unit.compile("sm_80") == first
     assert len(entries()) == 1
-    assert jit.cache_directory().stat().st_mode & 0o777 == 0o700
+    assert compiled_cache.cache_directory().stat().st_mode & 0o777 == 0o700
 
 
 def test_what_decides_about_an_entry(unit, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_many_processes_at_once(unit, tmp_path):
     lengths = {process.communicate(timeout=120)[0] for process in running}
     assert all(process.returncode == 0 for process in running)
     assert lengths == {f"{len(unit.compile('sm_80').code)}\n".encode()}
-    assert [path.suffix for path in jit.cache_directory().iterdir() if path.is_file()] == [".cubin"]
+    assert [path.suffix for path in compiled_cache.cache_directory().iterdir() if path.is_file()] == [".cubin"]
 
 
 def test_source_that_does_not_compile(unit, tmp_path):

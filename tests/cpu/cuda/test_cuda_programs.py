@@ -297,7 +297,6 @@ def test_arguments_reach_the_program(run) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (START + "int main() { return undefined; }\n", r"program\.cu:3:.*undefined"),
         (START + "int main() { k<<<1, 1>>>; }\n", r"line 3: expected a launch such as kernel<<<grid, block>>>"),
         (START + "int main() { k<<<1, 1>>>(x; }\n", r"line 3: the parenthesis of a launch is not closed"),
     ],
@@ -305,6 +304,62 @@ def test_arguments_reach_the_program(run) -> None:
 def test_what_is_no_program(run, text: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
         run(text)
+
+
+KERNEL = "__global__ void k(float *x) { x[0] = 1; }\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "int main() { return undefined; }\n",
+            "the compiler rejects the program (line 1): 'undefined' was not declared",
+        ),
+        ("int main() { return 1 }\n", "(line 1): expected ';' before '}' token. The statement is not complete"),
+        ("int main() { return 1;\n", "the braces do not match: the file has 1 { and 0 }"),
+        ('#include "none.h"\nint main() {}\n', "(line 1): none.h: No such file or directory"),
+        (KERNEL + "int main() { float *x; return x[0][1]; }\n", "(line 2): invalid types 'float[int]' for array"),
+        (KERNEL + "int main() { const float x = 1; x = 2; }\n", "read-only variable 'x'. It is const: the kernel may"),
+        ("__global__ void k(float *x) { return 1; }\nint main() {}\n", ". A kernel returns nothing"),
+        (
+            "void k(float *x) {}\nint main() { k<<<1, 2>>>(nullptr); }\n",
+            "k is launched with <<<...>>>, but is not a kernel (line 1): write __global__ before its type",
+        ),
+        (
+            "namespace own {\nfloat twice(float x) { return 2 * x; }\n}\nusing own::twice;\n"
+            "__global__ void __launch_bounds__(32) k(float *x) {\n    x[0] = twice(x[0]);\n}\n"
+            "int main() { k<<<1, 1>>>(nullptr); }\n",
+            "a kernel calls twice (line 6), which is a function of the host (line 2): write __device__ before its type",
+        ),
+        (
+            KERNEL + "int main() {\n    k(nullptr);\n}\n",
+            "the kernel k is called without <<<blocks, threads>>> (line 3): a kernel has to be launched",
+        ),
+    ],
+)
+def test_what_a_compiler_rejects_is_explained(run, text: str, said: str) -> None:
+    found = run(text)
+    assert (found.output, found.code) == ("", 1)
+    assert found.mistake
+    assert said in explain(found.mistake)
+    assert re.search(r"编译器|花括号|核函数", explain(found.mistake, "zh"))
+
+
+def test_functions_of_the_device_are_no_mistake(run) -> None:
+    text = (
+        "struct Size {\n    int number() const { return 1; }\n};\n"
+        "__device__ float ahead(float x);\n"
+        "template <class T> __device__ T twice(T x) { return 2 * ahead(x); }\n"
+        "__device__ float ahead(float x) { return x; }\n"
+        "#define NOTHING(x) { x; }\n"
+        "float number(float x) { return x; }  // called by the host only\n"
+        'extern "C" __global__ void k(float *x) {\n    Size size;\n    x[0] = twice<float>(size.number());\n}\n'
+        "int main() {\n    float *x;\n    cudaMalloc(&x, 4);\n    k<<<1, 1>>>(x);\n    float y = 0;\n"
+        '    cudaMemcpy(&y, x, 4, cudaMemcpyDeviceToHost);\n    printf("%g", number(y));\n}\n'
+    )
+    found = run(START + text)
+    assert (found.mistake, found.output) == (None, "2")
 
 
 def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:

@@ -82,6 +82,13 @@ def test_twins_have_the_same_structure(name: str) -> None:
         assert english.count("\n| ") == chinese.count("\n| "), "rows of tables"
 
 
+@pytest.mark.parametrize("chapter", sorted((DOCS / "tutorial").glob("*.zh-CN.md")), ids=lambda path: path.name)
+def test_chapters_have_the_same_structure(chapter: Path) -> None:
+    english, chinese = text(chapter.with_name(chapter.name.replace(".zh-CN", ""))), text(chapter)
+    assert [title.split()[0] for title in headings(english)] == [title.split()[0] for title in headings(chinese)]
+    assert english.count("\n| ") == chinese.count("\n| "), "rows of tables"
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_twins_have_the_same_code(name: str) -> None:
     assert code(text(DOCS / name)) == code(text(CHINESE / name))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from warpbus.cuda import jit
+from warpbus.cuda import compiled_cache
 from warpbus.cuda.kernel import Unit
 from warpbus.kernels.units import all_units
 
@@ -21,7 +21,7 @@ WAIT = "griddepcontrol.wait"
 
 def starts_early(unit):
     """Whether a kernel of the unit waits for the kernels ahead by itself."""
-    texts = (path.read_text() for path in jit.closure(unit.source, unit.root) if path.name != "ptx.cuh")
+    texts = (path.read_text() for path in compiled_cache.closure(unit.source, unit.root) if path.name != "ptx.cuh")
     return unit.runs_on("sm_90a") and any("griddepcontrol_wait()" in text for text in texts)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from cuda_signatures import count, fields, kernels
 
-from warpbus.cuda import jit
+from warpbus.cuda import compiled_cache
 from warpbus.kernels.units import CSRC, all_units
 
 SOURCES = sorted(CSRC.rglob("*.cu"))
@@ -44,7 +44,7 @@ def test_signatures_are_read_from_the_text():
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_declared_parameters_are_those_of_the_source(source):
     text = source.read_text()
-    with_includes = "".join(path.read_text() for path in jit.closure(source, CSRC))
+    with_includes = "".join(path.read_text() for path in compiled_cache.closure(source, CSRC))
     written = kernels(text)
     assert len(written) == count(text)
     assert declared(source).keys() == written.keys()

@@ -9,6 +9,8 @@ struct Softmax {
     static std::vector<float> large(size_t count) {
         auto found = exercise::values(count);
         for (float &each : found) each += 100;
+        if (count < 400) return found;
+        for (size_t i = 0; i < count / 2; ++i) found[i] -= 300;  // the first row: its maximum is below zero
         return found;
     }
     std::string size() const { return named("rows", rows) + ", " + named("columns", columns); }

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from warpbus.cuda.jit import cache_directory
+from warpbus.cuda.compiled_cache import cache_directory
 from warpbus.errors import (
     ConnectionLostError,
     DeviceError,
