@@ -137,7 +137,7 @@ class _RandomTensors:
         return self.normal(linear.out_features, std=0.1)
 
     def weight(self, scheme: Scheme, linear: nn.Linear) -> QTensor | PackedWeight | PackedTrellis:
-        """Uniform codes, and scales that vary by a factor of 3."""
+        """Uniform codes, and scales whose magnitudes vary by a factor of 3."""
         n, k = linear.out_features, linear.in_features
         # Codes that are equally likely spread by (levels / sqrt(12)) scales.
         scale = (1 / code_deviation() if scheme.is_trellis else 12**0.5 / 2**scheme.bits) * k**-0.5
@@ -179,8 +179,16 @@ class _RandomTensors:
         return torch.randint(-_WORDS, _WORDS, shape, dtype=torch.int32, device=self._device, generator=self._generator)
 
     def _scales(self, shape: tuple[int, ...], scale: float) -> Tensor:
-        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return empty.uniform_(0.5 * scale, 1.5 * scale, generator=self._generator)
+        """Positive and negative ones, so that weights have a mean of 0: that of symmetric codes is -1/2.
+
+        With a mean of -1/2 scale, each layer amplifies the mean of the hidden state, until that is a constant vector.
+        Such activations change few bits in the tensor cores, and a GPU at its power limit runs faster than with a
+        trained model: an H200 at 1.84 GHz instead of 1.63.
+        """
+        drawn = torch.empty(shape, dtype=self._dtype, device=self._device).uniform_(
+            -scale, scale, generator=self._generator
+        )
+        return drawn + torch.copysign(torch.full_like(drawn, 0.5 * scale), drawn)
 
 
 def _fixed(tensor: Tensor) -> nn.Parameter:
