@@ -37,6 +37,14 @@ def test_a_seed_draws_a_model():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("scheme", ["w2a16-g32", "w4a16-g32", "w4a16-g32-asym"])
+@torch.no_grad()
+def test_weights_have_a_mean_of_zero(scheme):
+    # Otherwise the hidden states of a deep model become constant vectors, which take less power than those of others.
+    weight = random_model(SMALL, Scheme.parse(scheme), "cpu", torch.float32).layers[0].mlp.gate_up.weight.dequantize()
+    assert weight.mean().abs() < 0.05 * weight.std()
+
+
 @torch.no_grad()
 def test_a_tied_head_is_the_embedding():
     model = random_model(replace(SMALL, tie_embeddings=True), None, "cpu", torch.float32)
