@@ -146,7 +146,7 @@ class MessagesPrompt(NamesModel):
     """POST /v1/messages/count_tokens, and what it has in common with POST /v1/messages."""
 
     model: ModelName
-    messages: Annotated[list[InputMessage], FewParts, Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES), FewParts]
     system: str | Annotated[list[TextBlock], Field(max_length=MOST_PARTS)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None

@@ -157,7 +157,7 @@ class ResponsesRequest(NamesModel):
     """POST /v1/responses."""
 
     model: ModelName
-    input: str | Annotated[list[InputItem], FewParts, Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES), FewParts]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = Field(None, description="keep the response for previous_response_id; true by default")

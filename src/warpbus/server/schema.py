@@ -418,7 +418,7 @@ class Templated(Body):
 class ChatRequest(Generating, Templated):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FewParts, Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES), FewParts]
     max_completion_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="the newer name of max_tokens; not both with different values"
     )
@@ -492,7 +492,7 @@ class TokenizeRequest(NamesModel, Templated):
 
     prompt: str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)] | None = None
     content: str | None = Field(None, description="llama.cpp's name of prompt")
-    messages: Annotated[list[ChatMessage], FewParts, Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES), FewParts] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="none: the prompt has no tools"
