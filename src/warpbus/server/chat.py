@@ -34,6 +34,7 @@ class ChatForm(ChunkForm):
         self._readers = chat.readers
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._stop_tokens = body.stop_token_ids
+        self._offers_tools = bool(body.tools) and body.tool_choice != "none"
         self._echo = body.messages[-1].text if body.echo and body.continue_final_message else ""
 
     @property
@@ -43,7 +44,9 @@ class ChatForm(ChunkForm):
 
     def first_choices(self) -> list[Json]:
         """See `ChunkForm.first_choices`: the role of each answer."""
-        delta = {"role": "assistant", "content": self._echo, "reasoning_content": None}
+        # As in OpenAI's API: an answer that may be a call has no content yet.
+        content = self._echo or (None if self._offers_tools else "")
+        delta = {"role": "assistant", "content": content, "reasoning_content": None}
         return [self._choice(index, delta) for index in range(len(self._readers))]
 
     def text_choice(self, index: int, text: str) -> Json:
