@@ -53,12 +53,8 @@ _UNSUPPORTED = frozenset(
     )
 )
 
-# Jinja templates of some models know others.
-Role = Annotated[
-    str,
-    StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$"),
-    WithJsonSchema({"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]}),
-]
+# Besides system, developer, user, assistant and tool, those that the model's Jinja template writes.
+Role = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 # The routes refuse a text without tokens.
 FilledText = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
