@@ -37,8 +37,8 @@ def gpu_against_cpu(records: Sequence[Record]) -> str:
     follow.
     """
     against = [record for record in records if "CPU" in record.peer.name]
-    if not against:
-        return compared(records)
+    if not against:  # there was no GPU
+        return compared(records).replace("Warpbus runs", "On a CPU, the PyTorch reference of the kernels runs")
     sentences = []
     for moved, how in ((False, "Data on the GPU"), (True, "Transfers included")):
         by_dtype: dict[str, list[Record]] = {}
@@ -51,7 +51,7 @@ def gpu_against_cpu(records: Sequence[Record]) -> str:
         found = by_dtype.pop(dtype)
         largest = max(int(record.case["n"]) for record in found)
         if dtype:
-            how = f"{how}, {dtype}" if dtype == _CPU_DTYPE else f"{how}, {dtype} (CPU: {_CPU_DTYPE})"
+            how = f"{how}, {dtype}" if dtype == _CPU_DTYPE else f"{how}, {dtype} (CPU {_CPU_DTYPE})"
         faster = _faster_from(found)
         sentence = f"{how}: {_best(found, largest)} times the CPU's speed at {largest:,}"
         sentence = f"{sentence}, faster from {faster:,} on" if faster else f"{sentence}, never faster"
