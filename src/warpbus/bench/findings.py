@@ -30,6 +30,13 @@ def compared(records: Sequence[Record]) -> str:
     return "\n".join(sentences)
 
 
+def kernels(records: Sequence[Record]) -> str:
+    """The speed of operators against each peer. Without a GPU, no kernel ran."""
+    if records[0].device == "cpu":
+        return compared(records).replace("Warpbus runs", "On a CPU, the PyTorch reference of the kernels runs")
+    return compared(records)
+
+
 def gpu_against_cpu(records: Sequence[Record]) -> str:
     """How many times as fast as the CPU the GPU is at the largest size, and from which size on it is faster.
 
@@ -37,8 +44,8 @@ def gpu_against_cpu(records: Sequence[Record]) -> str:
     follow.
     """
     against = [record for record in records if "CPU" in record.peer.name]
-    if not against:  # there was no GPU
-        return compared(records).replace("Warpbus runs", "On a CPU, the PyTorch reference of the kernels runs")
+    if not against:
+        return kernels(records)
     sentences = []
     for moved, how in ((False, "Data on the GPU"), (True, "Transfers included")):
         by_dtype: dict[str, list[Record]] = {}

@@ -309,7 +309,8 @@ def test_the_finding_compares_with_the_cpu_in_its_own_dtype():
     assert finding([of("float16", 10), of("float32", 50)]) == both
     alone = "Data on the GPU, float16 (CPU float32): 10.0 times the CPU's speed at 1,024, faster from 1,024 on"
     assert finding([of("float16", 10)]) == alone
-    without = record({"n": 1024}, 200, 100, "numpy", "time", "us", None)
+    without = replace(record({"n": 1024}, 200, 100, "numpy", "time", "us", None), device="cpu")
+    assert BENCHMARKS["linear"].plot.finding([without]) == finding([without])
     assert finding([without]) == "On a CPU, the PyTorch reference of the kernels runs at 0.50 times the speed of numpy"
     with in_language("zh"):
         assert translated(both).endswith("从 1,024 起更快；float16 为 10.0 倍")
