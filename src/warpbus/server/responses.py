@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from warpbus.engine import TextPiece
+from warpbus.server.admission import release_slot
 from warpbus.server.failures import as_request_error
 from warpbus.server.generation import (
     GenerationRequest,
@@ -121,6 +122,7 @@ class Responder:
             record=record,
             running=self.running,
         )
+        release_slot(request.scope)
         return generations, usage
 
     async def respond(
