@@ -88,8 +88,10 @@ class Waiting(Scripted):
         for event in self.said:
             if isinstance(event, StepResults):
                 ended |= {number for number, piece in event.pieces if piece.finish_reason is not None}
-        threading.Event().wait(timeout)
-        return [[Stop()]] if ended >= self._requests else []
+        if ended >= self._requests:
+            return [[Stop()]]
+        threading.Event().wait(min(timeout, 0.01))
+        return []
 
 
 ABC = Grammar("lark", 'start: "abc"')

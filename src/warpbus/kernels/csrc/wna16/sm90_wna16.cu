@@ -35,8 +35,8 @@
 // tokens, through distributed shared memory.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
-#include "common/transposed_store.cuh"
 #include "common/wgmma.cuh"
+#include "common/wgmma_epilogue.cuh"
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;

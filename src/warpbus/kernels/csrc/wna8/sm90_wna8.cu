@@ -27,8 +27,8 @@
 // persistent.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
-#include "common/transposed_store.cuh"
 #include "common/wgmma.cuh"
+#include "common/wgmma_epilogue.cuh"
 #include "wna16/dequantize.cuh"
 
 constexpr int kTokens = 128;

@@ -1,6 +1,7 @@
-// Writing the transpose of a product on Hopper: a warpgroup has D [64 rows of the weight, tokens] as wgmma leaves it, and `out`
-// [tokens, n] takes it as columns. Either by ordinary stores, or 16 tokens at a time by stmatrix into a box [tokens][Columns]
-// in shared memory, swizzled over the bytes of its row, which the copy engine stores.
+// The epilogue of a product on Hopper: a warpgroup has D [64 rows of the weight, tokens] as wgmma leaves it, and `out`
+// [tokens, n] takes it transposed, as columns. With a gate, `join_gate` computes SwiGLU first. The stores are ordinary ones, or
+// stmatrix writes 16 tokens at a time into a box [tokens][Columns] in shared memory, swizzled over the bytes of its row, which
+// the copy engine stores.
 //
 // Columns = 64: a thread has four values per 8 tokens, as wgmma leaves them. Columns = 32: `join_gate` has joined 32 rows of
 // the gate and the same rows of up, and a thread has four values per 16 tokens.
