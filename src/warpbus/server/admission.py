@@ -1,7 +1,7 @@
 """Admits requests that generate to the engine, first come, first served.
 
 Requests that arrive together would otherwise pass each `await` on their way together, so that the first one would reach
-the engine only after all had been parsed and tokenized, which takes 256 requests half a second.
+the engine only after all had been parsed and tokenized: with 256 requests that is half a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 INLINE_TEXT = 1024
 """Characters of a text that the event loop tokenizes itself: faster than waiting for a thread."""
 
-# Requests that are admitted between two rounds of the event loop: what runs already waits for no more than these.
+# The most requests that are admitted in one round of the event loop. Running streams wait for no more than these.
 _AT_ONCE = 2
 _SLOT = "admission_slot"  # of a scope's state
 

@@ -104,7 +104,7 @@ async def _probe(models: abc.Collection[Model]) -> None:
 
     async def one(model: Model) -> None:
         tokenizer = model.awake().tokenizer
-        prompt = await model.in_thread(lambda: encode_prompt(tokenizer, "a"))
+        prompt = await model.in_thread(lambda: encode_prompt(tokenizer, "a"), size=1)
         async with aclosing(model.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0))) as answer:
             async for _ in answer:
                 pass
