@@ -1,7 +1,7 @@
-"""Admits requests that generate to the engine, first come, first served.
+"""Admits requests that generate, first come, first served.
 
 Requests that arrive together would otherwise pass each `await` on their way together, so that the first one would reach
-the engine only after all had been parsed and tokenized: with 256 requests that is half a second.
+the engine only after all had been parsed: with 256 requests that is tenths of a second.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from warpbus.server.registry import LONG_TEXT, Model
 
 T = TypeVar("T")
 
-INLINE_TEXT = 1024
-"""Characters of a text that the event loop tokenizes itself: faster than waiting for a thread."""
-
 # The most requests that are admitted in one round of the event loop. Running streams wait for no more than these.
 _AT_ONCE = 2
 _SLOT = "admission_slot"  # of a scope's state
 
 
 class Slot:
-    """The right of one request to be parsed and handed to the engine. Releasing it again does nothing."""
+    """The right of one request to be parsed and checked. Releasing it again does nothing."""
 
     def __init__(self, free: asyncio.Semaphore) -> None:
         self._free = free
@@ -50,7 +47,7 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, scope: Scope) -> AsyncIterator[Slot]:
-        """Wait for a slot, which is held until `release_slot` or the end of the block."""
+        """Wait for a slot, which is held until its release or the end of the block."""
         await self._free.acquire()
         slot = scope["state"][_SLOT] = Slot(self._free)
         try:
@@ -59,15 +56,8 @@ class Admission:
             slot.release()
 
 
-def release_slot(scope: Scope) -> None:
-    """Release the slot of a request, if it has one: it has been handed to the engine, or waits for something."""
-    slot: Slot | None = scope["state"].get(_SLOT)
-    if slot is not None:
-        slot.release()
-
-
 async def with_text(request: Request, model: Model, size: int, work: Callable[[], T]) -> T:
-    """The result of tokenizing or rendering; in a thread while other requests are admitted, unless it is very short.
+    """The result of tokenizing or rendering, in a thread: the request releases its slot.
 
     Args:
         size: characters of the text.
@@ -75,9 +65,9 @@ async def with_text(request: Request, model: Model, size: int, work: Callable[[]
     Raises:
         ClientGoneError: the client disconnected while a long text was tokenized.
     """
-    if size <= INLINE_TEXT:
-        return work()
-    release_slot(request.scope)
+    slot: Slot | None = request.scope["state"].get(_SLOT)
+    if slot is not None:
+        slot.release()
     if size <= LONG_TEXT:
         return await model.in_thread(work, size)
     return await unless_gone(request.receive, model.in_thread(work, size))

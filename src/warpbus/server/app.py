@@ -183,7 +183,7 @@ def _is_open(path: str) -> bool:
 
 
 def _generates(path: str) -> bool:
-    """Requests are admitted one after another."""
+    """Requests to the path are admitted one after another."""
     return path in _GENERATING
 
 

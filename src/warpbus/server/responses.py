@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from warpbus.engine import TextPiece
-from warpbus.server.admission import release_slot
 from warpbus.server.failures import as_request_error
 from warpbus.server.generation import (
     GenerationRequest,
@@ -122,7 +121,6 @@ class Responder:
             record=record,
             running=self.running,
         )
-        release_slot(request.scope)
         return generations, usage
 
     async def respond(

@@ -1,4 +1,4 @@
-"""Admission to the engine: first come, first served, a few per round of the event loop, and no slot is ever lost."""
+"""Admission of requests: first come, first served, a few per round of the event loop, and no slot is ever lost."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from serving_fakes import FakeService
 
 from warpbus.errors import QueueFullError
 from warpbus.server import admission
-from warpbus.server.admission import Admission, release_slot
+from warpbus.server.admission import Admission
 from warpbus.server.app import create_app
 from warpbus.server.registry import LONG_TEXT, Models
 
@@ -95,9 +95,8 @@ def test_a_slot_is_released_once():
     async def run():
         queue = Admission()
         for _ in range(5):
-            scope = {"state": {}}
-            async with queue.slot(scope) as slot:
-                release_slot(scope)
+            async with queue.slot({"state": {}}) as slot:
+                slot.release()
                 slot.release()
         await rounds(2)
         assert queue._free._value == admission._AT_ONCE
@@ -128,23 +127,34 @@ def test_requests_that_are_cancelled_while_they_wait_lose_no_slot():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("size", [8, 2000])
-def test_requests_reach_the_engine_one_after_another(size):
+def test_requests_reach_the_engine_in_the_order_of_their_arrival():
     service = FakeService()
 
     async def run():
         client = Client(service)
-        tasks = [asyncio.create_task(client.post(prompt(number, size))) for number in range(12)]
-        seen = []
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0)
-            seen.append(len(service.asked))
-        assert [task.result() for task in tasks] == [200] * 12
-        if size <= admission.INLINE_TEXT:
-            assert max(after - before for before, after in pairwise(seen)) <= admission._AT_ONCE
+        assert await asyncio.gather(*[client.post(prompt(number)) for number in range(12)]) == [200] * 12
 
     asyncio.run(run())
     assert [service.tokenizer.decode(ids).strip() for ids, _ in service.asked] == [str(number) for number in range(12)]
+
+
+def test_few_requests_are_parsed_in_one_round():
+    async def run():
+        client, refused = Client(FakeService()), []
+
+        async def sent():
+            refused.append("head or body")
+
+        fields = {**prompt(1), "model": "other"}
+        tasks = [asyncio.create_task(client.post(fields, sent=sent)) for _ in range(12)]
+        seen = [0]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            seen.append(len(refused))
+        assert seen[-1] == 24
+        assert max(after - before for before, after in pairwise(seen)) <= 2 * admission._AT_ONCE
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
