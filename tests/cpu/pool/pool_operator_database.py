@@ -29,7 +29,14 @@ if importlib.util.find_spec("expecttest") is None:
     _stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     sys.modules["expecttest"] = _stand_in
 
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
+
+# Per sample, they look for a test of PyTorch's own among the callers. With the callers of pytest, that takes ten times
+# as long as the operator.
+for _module in (common_utils, core):
+    _module.extract_test_fn = lambda: None
 
 REMOTE = "warpbus"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64)
