@@ -64,12 +64,9 @@ CHINESE_GROUPS = {
     "Develop": "开发",
 }
 API = {
-    "Quantization": ("warpbus.quantization.driver.quantize", "warpbus.quantization.report.Report"),
-    "Inference": (
-        *("warpbus.engine.llm.LLM", "warpbus.engine.sampling_params.SamplingParams"),
-        "warpbus.engine.llm.Completion",
-    ),
-    "GPU pool": ("warpbus.pool.client.gpu",),
+    "Quantization": ("warpbus.quantize", "warpbus.quantization.Report"),
+    "Inference": ("warpbus.LLM", "warpbus.SamplingParams", "warpbus.Completion"),
+    "GPU pool": ("warpbus.pool.connect", "warpbus.pool.Gpu"),
     "Errors": ("warpbus.errors",),
 }
 
@@ -183,6 +180,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
                         "python": {
                             "paths": [str(ROOT / "src")],
                             "options": {
+                                "extensions": [f"{ROOT / 'scripts' / 'site_api.py'}:FieldDefaults"],
                                 "heading_level": 3,
                                 "show_root_heading": True,
                                 "show_source": False,

@@ -1,4 +1,4 @@
-// C = A B: one thread per element, then with tiles in shared memory, both compared with three loops on the CPU.
+// C = A B: one thread per element, tiles in shared memory, many small products at once; compared with three loops.
 //
 //     warpbus cuda run examples/cuda/matrix_multiply.cu
 #include "check.h"
@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-constexpr int kTile = 16;
+constexpr int kTile = 16, kSmall = 8;
 
 // Reads a whole row of A and a whole column of B from device memory for each element.
 __global__ void naive(const float *a, const float *b, float *c, int n) {
@@ -36,6 +36,24 @@ __global__ void tiled(const float *a, const float *b, float *c, int n) {
     if (row < n && column < n) c[row * n + column] = sum;
 }
 
+// Many small products in one launch, a batch: blockIdx.z says which one.
+__global__ void batched(const float *a, const float *b, float *c) {
+    const int first = blockIdx.z * kSmall * kSmall, row = threadIdx.y, column = threadIdx.x;
+    float sum = 0;
+    for (int k = 0; k < kSmall; ++k) sum += a[first + row * kSmall + k] * b[first + k * kSmall + column];
+    c[first + row * kSmall + column] = sum;
+}
+
+// The three loops, on the CPU.
+void multiply(const float *a, const float *b, float *c, int n) {
+    for (int row = 0; row < n; ++row)
+        for (int column = 0; column < n; ++column) {
+            double sum = 0;
+            for (int k = 0; k < n; ++k) sum += double(a[row * n + k]) * b[k * n + column];
+            c[row * n + column] = float(sum);
+        }
+}
+
 int main(int argc, char **argv) {
     const int n = argc > 1 ? atoi(argv[1]) : 100;
     const size_t bytes = n * n * sizeof(float);
@@ -44,12 +62,7 @@ int main(int argc, char **argv) {
         a[i] = (i * 7 % 13 - 6) / 6.0f;
         b[i] = (i * 5 % 11 - 5) / 5.0f;
     }
-    for (int row = 0; row < n; ++row)
-        for (int column = 0; column < n; ++column) {
-            double sum = 0;
-            for (int k = 0; k < n; ++k) sum += double(a[row * n + k]) * b[k * n + column];
-            expected[row * n + column] = float(sum);
-        }
+    multiply(a.data(), b.data(), expected.data(), n);
 
     float *d_a, *d_b, *d_c;
     CHECK(cudaMalloc(&d_a, bytes));
@@ -70,6 +83,22 @@ int main(int argc, char **argv) {
         int wrong = 0;
         for (int i = 0; i < n * n; ++i) wrong += !(std::fabs(c[i] - expected[i]) <= 1e-4f * n);
         printf("%s, n = %d: ", version ? "tiled" : "naive", n);
+        printf(wrong ? "%d elements are wrong\n" : "all match the CPU\n", wrong);
+        right = right && !wrong;
+    }
+
+    // The same numbers as many matrices of 8 x 8.
+    const int count = n * n / (kSmall * kSmall);
+    if (count > 0) {
+        batched<<<dim3(1, 1, count), dim3(kSmall, kSmall)>>>(d_a, d_b, d_c);
+        CHECK_LAUNCH();
+        CHECK(cudaMemcpy(c.data(), d_c, bytes, cudaMemcpyDeviceToHost));
+        int wrong = 0;
+        for (int i = 0; i < count * kSmall * kSmall; i += kSmall * kSmall) {
+            multiply(&a[i], &b[i], &expected[i], kSmall);
+            for (int j = i; j < i + kSmall * kSmall; ++j) wrong += !(std::fabs(c[j] - expected[j]) <= 1e-4f);
+        }
+        printf("%d products of %d x %d in one launch: ", count, kSmall, kSmall);
         printf(wrong ? "%d elements are wrong\n" : "all match the CPU\n", wrong);
         right = right && !wrong;
     }

@@ -218,8 +218,11 @@ def test_names_are_text_whatever_is_in_them(shown, pool):
     assert shown.page.title() == "GPU pool - Warpbus"
 
 
-def test_language_and_theme_are_switched_and_kept(shown):
+def test_language_and_theme_are_switched_and_kept(shown, pool):
+    pool.leases[0]["reason"] = "requested on mill, the only GPU with room: 10.00 GB and share 0.50 stay free"
+    shown.shows("#leases", "the only GPU with room")
     shown.page.click("#language")
+    assert shown.rows("leases")[0][8] == "指定在 mill，唯一放得下的 GPU：还剩显存 10.00 GB、算力份额 0.50"
     assert shown.page.get_attribute("html", "lang") == "zh-CN"
     assert shown.page.title() == "GPU 池 - Warpbus"
     assert shown.page.inner_text("#leases-title") == "租约"

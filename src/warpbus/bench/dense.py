@@ -20,6 +20,7 @@ from warpbus.bench.cases import (
     torch_rival,
 )
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
+from warpbus.bench.findings import kernels
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call
 from warpbus.kernels.ops.gemm import VARIANTS, gemm, linear
@@ -216,5 +217,5 @@ LINEAR = Benchmark(
     name="linear",
     title="sigmoid(Wx + b) in one kernel",
     cases=_linear_cases,
-    plot=Plot(x=None, panels=("n",), relative=True),
+    plot=Plot(x=None, panels=("n",), relative=True, finding=kernels),
 )

@@ -7,6 +7,7 @@ from warpbus.bench.cases import WHOLE
 from warpbus.bench.records import Record
 from warpbus.bench.report import number
 
+_CPU_DTYPE = "float32"  # in which `matmul` multiplies on the CPU
 _PEERS = 3  # so many sentences stand above a picture
 _NOT_SPEED = {"memory", "energy", "cost", "perplexity", "count", "agreement"}
 
@@ -29,22 +30,47 @@ def compared(records: Sequence[Record]) -> str:
     return "\n".join(sentences)
 
 
+def kernels(records: Sequence[Record]) -> str:
+    """The speed of operators against each peer. Without a GPU, no kernel ran."""
+    if records[0].device == "cpu":
+        return compared(records).replace("Warpbus runs", "On a CPU, the PyTorch reference of the kernels runs")
+    return compared(records)
+
+
 def gpu_against_cpu(records: Sequence[Record]) -> str:
-    """How many times as fast as the CPU the GPU is at the largest size, and from which size on it is faster."""
+    """How many times as fast as the CPU the GPU is at the largest size, and from which size on it is faster.
+
+    The CPU computes in float32. Where some records of the GPU do too, they are compared, and the ratios of other dtypes
+    follow.
+    """
     against = [record for record in records if "CPU" in record.peer.name]
     if not against:
-        return compared(records)
+        return kernels(records)
     sentences = []
     for moved, how in ((False, "Data on the GPU"), (True, "Transfers included")):
-        found = [record for record in against if record.case["transfers"] is moved]
-        if not found:
+        by_dtype: dict[str, list[Record]] = {}
+        for record in against:
+            if record.case["transfers"] is moved:
+                by_dtype.setdefault(str(record.case.get("dtype", "")), []).append(record)
+        if not by_dtype:
             continue
+        dtype = _CPU_DTYPE if _CPU_DTYPE in by_dtype else next(iter(by_dtype))
+        found = by_dtype.pop(dtype)
         largest = max(int(record.case["n"]) for record in found)
-        best = max(record.ratio for record in found if record.case["n"] == largest)
-        sentence = f"{how}: {number(best)} times the CPU's speed at {largest:,}"
+        if dtype:
+            how = f"{how}, {dtype}" if dtype == _CPU_DTYPE else f"{how}, {dtype} (CPU {_CPU_DTYPE})"
         faster = _faster_from(found)
-        sentences.append(f"{sentence}, faster from {faster:,} on" if faster else f"{sentence}, never faster")
+        sentence = f"{how}: {_best(found, largest)} times the CPU's speed at {largest:,}"
+        sentence = f"{sentence}, faster from {faster:,} on" if faster else f"{sentence}, never faster"
+        for name, records_of in by_dtype.items():
+            sentence = f"{sentence}; {name}: {_best(records_of, largest)} times"
+        sentences.append(sentence)
     return "\n".join(sentences)
+
+
+def _best(records: Sequence[Record], size: int) -> str:
+    """The ratio of the fastest variant at a size."""
+    return number(max((record.ratio for record in records if record.case["n"] == size), default=math.nan))
 
 
 def _faster_from(records: Sequence[Record]) -> int | None:

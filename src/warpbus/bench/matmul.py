@@ -157,7 +157,7 @@ def _square(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, T
 
 MATMUL = Benchmark(
     name="matmul",
-    title="Square matrix product by size",
+    title="Square matrix product by size; the CPU multiplies in float32",
     cases=_matmul_cases,
     plot=Plot(x="n", x_label="rows and columns", panels=("transfers",), finding=gpu_against_cpu),
     takes=("variants",),

@@ -68,7 +68,9 @@ def _dots(axis: Axes, values: Sequence[float | None], texts: Sequence[str], colo
         if value is not None:
             axis.plot([first, value], [row, row], color=color, lw=2.0)
             axis.plot([value], [row], "o", color=color, ms=7)
-            axis.annotate(text, (value, row), (7, 0), textcoords="offset points", va="center", fontsize=9)
-    axis.set_xlim(low - 0.15 * room, high + 0.65 * room)
+            # Away from the first value, so that the line between the two does not cross the text.
+            aside, side = (-7, "right") if value < first else (7, "left")
+            axis.annotate(text, (value, row), (aside, 0), textcoords="offset points", ha=side, va="center", fontsize=9)
+    axis.set_xlim(low - (0.65 if low < first else 0.15) * room, high + 0.65 * room)
     axis.xaxis.set_major_locator(MaxNLocator(3))
     axis.grid(axis="x")

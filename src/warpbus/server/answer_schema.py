@@ -389,13 +389,15 @@ class ResponseItem(BaseModel):
 
 
 class ResponseUsage(BaseModel):
-    """The tokens of a response."""
+    """The tokens of a response, also by their names in chat completions."""
 
     input_tokens: int
     input_tokens_details: TokenDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class ResponseReasoning(BaseModel):

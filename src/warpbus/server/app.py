@@ -13,17 +13,18 @@ from starlette.responses import Response
 
 import warpbus
 from warpbus.server import adapter_routes, admin, embeddings, failures, generate, messages, openapi, responses_api
+from warpbus.server.admission import with_text
 from warpbus.server.answer_schema import ChatCompletion, CountedTokens, LoadAnswer, TextCompletion, documented
 from warpbus.server.chat import ChatForm
-from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt
+from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt, text_size
 from warpbus.server.conversations import count_prompt, named_model, prepare_chat, valid_body
-from warpbus.server.generation import GenerationRequest, unless_gone
+from warpbus.server.generation import GenerationRequest
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
 from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params, truncated
-from warpbus.server.registry import Model, Models
+from warpbus.server.registry import Models
 from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
 from warpbus.server.root_path import RootPath
@@ -35,6 +36,9 @@ _NOT_SERVED = {
     "/pooling": "pooling",
     "/classify": "classification",
 }
+_GENERATING = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate", "/invocations")
+)
 _ANTHROPIC_HEADERS = ("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
 
 
@@ -63,7 +67,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
-    middleware.append(Middleware(Guard, options=options, is_open=_is_open))
+    middleware.append(Middleware(Guard, options=options, is_open=_is_open, generates=_generates))
     app = FastAPI(
         title="Warpbus",
         version=warpbus.__version__,
@@ -118,7 +122,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         salt = cache_salt(request.scope, body.cache_salt)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
-        prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
+        prompts = await with_text(request, model, text_size(body), lambda: prompts_of(body, tokenizer))
         prompts = [truncated(prompt, body, service.max_model_len) for prompt in prompts]
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
@@ -173,13 +177,14 @@ def _refusing(what: str) -> Callable[[], Awaitable[Response]]:
     return refuse
 
 
-async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:
-    return await unless_gone(request.receive, model.in_thread(work))
-
-
 def _is_open(path: str) -> bool:
     """Needs no key: whether the server is up, and the chat page's files, which hold no secret."""
     return path in ("/", "/health", "/ready", "/ping") or path.startswith("/page/")
+
+
+def _generates(path: str) -> bool:
+    """Requests to the path are admitted one after another."""
+    return path in _GENERATING
 
 
 def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

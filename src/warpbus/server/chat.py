@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from typing import Any
 
 from warpbus.engine import TextPiece
 from warpbus.models.templates.tools import ToolCall
@@ -33,6 +34,7 @@ class ChatForm(ChunkForm):
         self._readers = chat.readers
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._stop_tokens = body.stop_token_ids
+        self._offers_tools = bool(body.tools) and body.tool_choice != "none"
         self._echo = body.messages[-1].text if body.echo and body.continue_final_message else ""
 
     @property
@@ -42,7 +44,9 @@ class ChatForm(ChunkForm):
 
     def first_choices(self) -> list[Json]:
         """See `ChunkForm.first_choices`: the role of each answer."""
-        delta = {"role": "assistant", "content": self._echo, "reasoning_content": None}
+        # As in OpenAI's API: an answer that may be a call has no content yet.
+        content = self._echo or (None if self._offers_tools else "")
+        delta = {"role": "assistant", "content": content, "reasoning_content": None}
         return [self._choice(index, delta) for index in range(len(self._readers))]
 
     def text_choice(self, index: int, text: str) -> Json:
@@ -56,11 +60,13 @@ class ChatForm(ChunkForm):
         delta = reader.read(piece)
         calls = delta.calls
         logprobs = self._content([piece])
-        found: list[Json | str] = []
+        found: list[Any] = []
         if delta.reasoning:
             thought = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
             found.append(self._choice(index, thought, logprobs=None if delta.text else logprobs))
-        if delta.text and logprobs is None and self._prompt is None:
+        # A last chunk without text would look like one more token to clients that count chunks.
+        ends = reader.finish_reason is not None and not calls
+        if delta.text and logprobs is None and self._prompt is None and not ends:
             found.append(delta.text)
         elif delta.text or (logprobs is not None and piece.logprobs and not delta.reasoning):
             shown = {"content": delta.text, "reasoning_content": None}
@@ -69,8 +75,9 @@ class ChatForm(ChunkForm):
             numbered = [{"index": at, **_call(call)} for at, call in enumerate(calls, reader.calls - len(calls))]
             found.append(self._choice(index, {"tool_calls": numbered, "reasoning_content": None}))
         if reader.finish_reason is not None:
-            last = self._choice(index, {"reasoning_content": None}, finish=reader.finish_reason)
-            found.append({**last, "stop_reason": self._stop_reason(piece, self._stop_tokens)})
+            last = found.pop() if found and ends else self._choice(index, {"reasoning_content": None})
+            reason = self._stop_reason(piece, self._stop_tokens)
+            found.append({**last, "finish_reason": reader.finish_reason, "stop_reason": reason})
         return found
 
     def opening(self, usage: Usage) -> list[Json]:
@@ -113,8 +120,8 @@ class ChatForm(ChunkForm):
             "token_ids": None if self._prompt is None else [token for piece in pieces for token in piece.token_ids],
         }
 
-    def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None, finish: str | None = None) -> Json:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if self._prompt is not None:
             choice["token_ids"], self._untold[index] = self._untold[index], []
         return choice

@@ -30,6 +30,12 @@ def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]
     ]
 
 
+def text_size(body: CompletionRequest) -> int:
+    """The characters of all texts to be tokenized."""
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+
+
 def scored_prompt(body: CompletionRequest) -> int | None:
     """How many likeliest tokens are wanted for each token of the prompt; None: its log probabilities are not."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]

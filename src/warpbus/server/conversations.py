@@ -17,6 +17,7 @@ from warpbus.models.templates import Message
 from warpbus.models.templates.thinking import ThinkingStart
 from warpbus.models.templates.tools import Tool, ToolCall, Turn
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.admission import with_text
 from warpbus.server.answers import AnswerReader
 from warpbus.server.generation import GenerationRequest, RequestRecord, unless_gone
 from warpbus.server.guard import cache_salt
@@ -40,6 +41,7 @@ B = TypeVar("B", bound=Body)
 
 # Variables of a template that other fields set.
 _TOLD = {"name", "description", "parameters"}  # of a tool
+_MESSAGE_SIZE = 64  # characters that take as long as a message without any
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -144,8 +146,11 @@ async def prepare_chat(
     count = answers_of(body, 1, options)
     tools = tools_of(body, model, options)
     grammar = _one_grammar(grammar_of(body, options), tools)
-    prompt: list[int] = await unless_gone(
-        request.receive, model.in_thread(lambda: render_prompt(body.messages, body, model, tools.offered, options))
+    prompt = await with_text(
+        request,
+        model,
+        _text_size(body, tools.offered),
+        lambda: render_prompt(body.messages, body, model, tools.offered, options),
     )
     prompt = truncated(prompt, body, service.max_model_len)
     start: ThinkingStart = "over" if model.thinking is None else model.thinking.start(prompt)
@@ -197,6 +202,18 @@ async def count_prompt(body: ChatRequest, model: Model, request: Request, option
         request.receive, model.in_thread(lambda: render_prompt(body.messages, body, model, tools, options))
     )
     return len(prompt)
+
+
+def _text_size(body: ChatRequest, tools: abc.Sequence[dict[str, Any]]) -> int:
+    """The characters that a template writes of a conversation, roughly."""
+    others = len(str((tools, body.chat_template_kwargs)))
+    return others + sum(
+        _MESSAGE_SIZE
+        + len(message.text)
+        + len(message.reasoning_content or message.reasoning or "")
+        + sum(len(call.function.arguments) for call in message.tool_calls or ())
+        for message in body.messages
+    )
 
 
 def render_prompt(

@@ -15,6 +15,7 @@ import warpbus
 from warpbus.engine import SamplingParams, TextPiece, TokenLogprob
 from warpbus.engine.blocks import BLOCK
 from warpbus.models.tokenizers import Tokenizer, encode_prompt
+from warpbus.server.admission import with_text
 from warpbus.server.answer_schema import HealthAnswer, documented
 from warpbus.server.conversations import named_model, valid_body
 from warpbus.server.failures import body_of
@@ -53,7 +54,8 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
         if body.lora_path is not None:
             body = body.model_copy(update={"model": body.lora_path})
         model = named_model(models, body, request, responder.options)
-        prompts = await unless_gone(request.receive, model.in_thread(lambda: _prompts(body, model.awake().tokenizer)))
+        texts = [body.text] if isinstance(body.text, str) else body.text or ()
+        prompts = await with_text(request, model, sum(map(len, texts)), lambda: _prompts(body, model.awake().tokenizer))
         per_prompt, asked, requests = _requests(body, model, prompts, request, responder)
         alone = isinstance(body.text, str) or (body.input_ids is not None and isinstance(body.input_ids[0], int))
         form = NativeForm(model.service.tokenizer, asked, alone=alone and per_prompt == 1)
@@ -102,7 +104,7 @@ async def _probe(models: abc.Collection[Model]) -> None:
 
     async def one(model: Model) -> None:
         tokenizer = model.awake().tokenizer
-        prompt = await model.in_thread(lambda: encode_prompt(tokenizer, "a"))
+        prompt = await model.in_thread(lambda: encode_prompt(tokenizer, "a"), size=1)
         async with aclosing(model.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0))) as answer:
             async for _ in answer:
                 pass

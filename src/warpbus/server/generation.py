@@ -19,7 +19,7 @@ from starlette.types import Receive
 from warpbus.engine import SamplingParams, TextPiece
 from warpbus.server.failures import ClientGoneError
 from warpbus.server.metrics import Metrics
-from warpbus.server.registry import RETRY_SECONDS, Model
+from warpbus.server.registry import RETRY_SECONDS, AnswerProtocol, Model
 from warpbus.server.request_error import RequestError
 
 T = TypeVar("T")
@@ -130,10 +130,17 @@ class Generations:
         self._left = len(requests)
         self._closing = ExitStack()
         self._closing.enter_context(running.including(self))
+        # All requests are handed to the engine before this returns: a task would do so after those of other requests.
         timers = [_AnswerTimer(model.name, request, metrics, record) for request in requests]
+        self._answers: list[AnswerProtocol] = []
+        try:
+            for request in requests:
+                self._answers.append(model.generate(request.prompt, request.params, request.cache_salt))
+        except Exception as error:
+            self._error = error
         self._tasks = [
-            asyncio.create_task(self._follow(index, model, request, timers[index]))
-            for index, request in enumerate(requests)
+            asyncio.create_task(self._follow(index, answer, silent=request.silent, timer=timer))
+            for index, (answer, request, timer) in enumerate(zip(self._answers, requests, timers, strict=False))
         ]
 
     def end(self) -> None:
@@ -184,6 +191,8 @@ class Generations:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for answer in self._answers:
+            await answer.aclose()  # its task may not have begun
         self._closing.close()
 
     async def _wait(self, until: float) -> None:
@@ -217,11 +226,11 @@ class Generations:
         assert self._receiver is not None
         return self._receiver
 
-    async def _follow(self, index: int, model: Model, request: GenerationRequest, timer: _AnswerTimer) -> None:
+    async def _follow(self, index: int, answer: AnswerProtocol, *, silent: bool, timer: _AnswerTimer) -> None:
         try:
-            async with aclosing(model.generate(request.prompt, request.params, request.cache_salt)) as answer:
+            async with aclosing(answer):
                 async for piece in answer:
-                    if request.silent:
+                    if silent:
                         piece = piece._replace(text="", token_ids=(), logprobs=None, finish_reason="length")
                     timer.record_piece(piece)
                     if piece.finish_reason == "abort":

@@ -12,12 +12,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from warpbus.server.admission import Admission
 from warpbus.server.failures import response_of
 from warpbus.server.generation import ENDING, RequestRecord, server_ends
 from warpbus.server.logs import FIELDS
@@ -125,12 +126,21 @@ class Guard:
         app: the guarded application.
         options: of the server.
         is_open: whether a path needs no key.
+        generates: whether requests to a path wait for admission to the engine.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, is_open: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        options: ServerOptions,
+        is_open: Callable[[str], bool],
+        generates: Callable[[str], bool] = lambda path: False,
+    ) -> None:
         self._app = app
         self._options = options
         self._is_open = is_open
+        self._generates = generates
+        self._admission = Admission()
         self._keys = [_digest(key) for key in options.api_keys]
         self._separate_keys = len(self._keys) > 1 and not options.share_prefixes
         names = {*LOOPBACK_NAMES, options.host, *options.allowed_hosts} if options.loopback else set()
@@ -155,7 +165,16 @@ class Guard:
             replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, replay, send)
+        if not self._generates(scope["path"]):
+            await self._app(scope, replay, send)
+            return
+        async with self._admission.slot(scope) as slot:
+
+            def send_without_slot(message: Message) -> Awaitable[None]:
+                slot.release()  # a client that does not read an error must not hold up others
+                return send(message)
+
+            await self._app(scope, replay, send_without_slot)
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

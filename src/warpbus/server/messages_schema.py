@@ -108,7 +108,7 @@ class AnthropicToolChoice(Body):
     """Which tools have to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
     rules = ({"if": equals("type", "tool"), "then": given("name"), "else": absent("name")},)

@@ -33,6 +33,10 @@ RETRY_SECONDS = 5
 """The Retry-After while a model loads or its engine restarts."""
 
 
+LONG_TEXT = 16384
+"""Characters beyond which a text is tokenized in a thread of its own: it takes some milliseconds."""
+
+
 class AnswerProtocol(Protocol):
     """The pieces of one answer; see `warpbus.engine.service.Answer`."""
 
@@ -123,8 +127,9 @@ class _ModelState:
         self.heads = TextHeads()
         self.context: int | None = None
         self.service: ServiceProtocol | None = None
-        # One thread: the caches of tokenizers and templates are not thread-safe.
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
+        # Short texts do not wait for long ones. More threads would only wait for each other's Python.
+        self.short_texts = ThreadPoolExecutor(1, thread_name_prefix=f"short texts of {name}")
+        self.long_texts = ThreadPoolExecutor(1, thread_name_prefix=f"long texts of {name}")
 
 
 class Model:
@@ -231,13 +236,20 @@ class Model:
         self._shared.context = service.max_model_len
         self._shared.service = service
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run tokenization or rendering in a thread, so that long texts do not block the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._shared.thread, work)
+    async def in_thread(self, work: Callable[[], T], size: int | None = None) -> T:
+        """Run tokenization or rendering in a thread, so that it does not block the event loop.
+
+        Args:
+            size: characters of the text; None if they may be many.
+        """
+        long = size is None or size > LONG_TEXT
+        thread = self._shared.long_texts if long else self._shared.short_texts
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     async def close(self, drain: float) -> None:
         """Close the model and its adapters: end its processes after at most `drain` seconds."""
-        self._shared.thread.shutdown(wait=False, cancel_futures=True)
+        self._shared.short_texts.shutdown(wait=False, cancel_futures=True)
+        self._shared.long_texts.shutdown(wait=False, cancel_futures=True)
         if self._shared.service is not None:
             await self._shared.service.close(drain=drain)
 

@@ -323,6 +323,9 @@ class ResponseForm(BlockForm):
             "output_tokens": usage.output_tokens,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.output_tokens,
+            # The names of chat completions, which SGLang's clients read.
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.output_tokens,
         }
 
 

@@ -53,6 +53,8 @@ _UNSUPPORTED = frozenset(
     )
 )
 
+# Besides system, developer, user, assistant and tool, those that the model's Jinja template writes.
+Role = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 # The routes refuse a text without tokens.
 FilledText = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1})]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
@@ -201,7 +203,7 @@ class ToolCallMessage(Body):
 class ChatMessage(Body):
     """A message of a conversation. Fields with no use here may be null, as clients send answers back that have them."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MOST_TOOLS)] | None = None
@@ -378,7 +380,7 @@ class Generating(NamesModel):
     @model_validator(mode="after")
     def _asks_for_nothing_else(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED and value not in (None, False):
+            if name in _UNSUPPORTED and value not in (None, False) and (name, value) != ("prompt_embeds", []):
                 raise ValueError(f"{name} is not supported: leave it out")
         return self
 

@@ -15,7 +15,7 @@ from warpbus.bench.records import Peer, Record, ratio
 from warpbus.bench.report import number, shared_and_varying, table
 from warpbus.errors import StorageError
 from warpbus.figures.theme import WARPBUS, color_of, style
-from warpbus.language import in_language
+from warpbus.language import in_language, translated
 
 
 def record(case, ours, value, peer="cuBLAS", metric="throughput", unit="TFLOP/s", floor=700.0):
@@ -297,6 +297,24 @@ def test_the_finding_on_a_gpu_says_from_where_on_it_is_faster_than_the_cpu():
     first, second = drawn.texts[0].get_text().split("\n")
     assert first == "Data on the GPU: 16.7 times the CPU's speed at 100,000, faster from 1,000 on"
     assert second == "Transfers included: 15.9 times the CPU's speed at 100,000, faster from 1,000 on"
+
+
+def test_the_finding_compares_with_the_cpu_in_its_own_dtype():
+    def of(dtype, ours):
+        case = {"n": 1024, "rung": dtype, "dtype": dtype, "transfers": False}
+        return record(case, ours, 100, "torch, CPU (2 threads)", "time", "us", None)
+
+    finding = BENCHMARKS["matmul"].plot.finding
+    both = "Data on the GPU, float32: 2.00 times the CPU's speed at 1,024, faster from 1,024 on; float16: 10.0 times"
+    assert finding([of("float16", 10), of("float32", 50)]) == both
+    alone = "Data on the GPU, float16 (CPU float32): 10.0 times the CPU's speed at 1,024, faster from 1,024 on"
+    assert finding([of("float16", 10)]) == alone
+    without = replace(record({"n": 1024}, 200, 100, "numpy", "time", "us", None), device="cpu")
+    assert BENCHMARKS["linear"].plot.finding([without]) == finding([without])
+    assert finding([without]) == "On a CPU, the PyTorch reference of the kernels runs at 0.50 times the speed of numpy"
+    with in_language("zh"):
+        assert translated(both).endswith("从 1,024 起更快；float16 为 10.0 倍")
+        assert translated(alone).startswith("数据已在 GPU 上，float16 (CPU float32)：规模 1,024 时")
 
 
 def test_bars_relative_to_ours_show_small_differences():

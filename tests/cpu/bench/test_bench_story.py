@@ -107,7 +107,7 @@ def test_the_page_has_both_languages(tmp_path: Path) -> None:
     english, chinese = (tmp_path / "a.html").read_text(encoding="utf-8").split("<article")[1:]
     assert "The GPU generates 100 times as fast as the CPU (16 bits)" in english
     assert "GPU 的生成速度是 CPU 的 100 倍（16 比特）" in chinese
-    assert "GPU 上的 4 比特：速度是 16 比特 的 3.00 倍" in chinese
+    assert "GPU 上的 4 比特：速度是 16 比特的 3.00 倍" in chinese
     assert "1,234" in english
     report.write_page(replace(STORY, quality={}, rows=ROWS[2:3]), tmp_path / "b.html")
 

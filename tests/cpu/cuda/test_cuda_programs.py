@@ -42,8 +42,21 @@ def changed(text: str, old: str, new: str) -> str:
     ("name", "expected"),
     [
         ("vector_add", ["1000000 elements, 3907 blocks of 256 threads: all match the CPU"]),
-        ("matrix_add", ["300 x 500, 16 x 38 blocks of 32 x 8 threads: all match the CPU"]),
-        ("matrix_multiply", ["naive, n = 100: all match the CPU", "tiled, n = 100: all match the CPU"]),
+        (
+            "matrix_add",
+            [
+                "20 x 30, one block: all match the CPU",
+                "300 x 500, 16 x 38 blocks of 32 x 8 threads: all match the CPU",
+            ],
+        ),
+        (
+            "matrix_multiply",
+            [
+                "naive, n = 100: all match the CPU",
+                "tiled, n = 100: all match the CPU",
+                "156 products of 8 x 8 in one launch: all match the CPU",
+            ],
+        ),
         ("reduction", ["tree: 299967, matches the CPU", "shuffles: 299967, matches the CPU"]),
         (
             "softmax",

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from warpbus.figures import theme
 from warpbus.figures.page import Gate, PageTable, Picture, write_page
+from warpbus.figures.panels import Measure, draw_measures
 from warpbus.language import in_language
 
 
@@ -182,3 +183,14 @@ def test_shades_are_seen_on_a_light_and_on_a_dark_page(dark: bool, paper: str) -
     for colour in (*shades, theme.UNQUANTIZED):
         low, high = sorted((luminance(colour), luminance(paper)))
         assert (high + 0.05) / (low + 0.05) > 2.5, colour
+
+
+def test_the_text_of_a_dot_is_on_the_side_away_from_the_first_one() -> None:
+    drawn = Figure()
+    draw_measures(
+        drawn, ["a", "b", "c"], ["red"] * 3, [Measure("perplexity", [48.63, 48.55, 49.44], "{:.2f}", dots=True)]
+    )
+    (axis,) = drawn.axes
+    sides = {text.get_text(): text.get_horizontalalignment() for text in axis.texts}
+    assert sides == {"48.63": "left", "48.55": "right", "49.44": "left"}
+    assert axis.get_xlim()[0] < 48.1

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 MAX_LINES = 150
+MAX_LENGTH = 140  # characters of a line
 
 BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"(?<![\w.-])\d[\d,]*\.?\d*(?![\w-])")
@@ -20,7 +21,9 @@ def text(path: Path) -> str:
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
 def test_a_readme_is_short(path: Path) -> None:
-    assert len(text(path).splitlines()) <= MAX_LINES
+    lines = text(path).splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [line for line in lines if len(line) > MAX_LENGTH] == []
 
 
 def test_both_languages_have_the_same_commands() -> None:

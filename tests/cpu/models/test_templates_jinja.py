@@ -252,6 +252,16 @@ def test_hostile_and_broken_templates_are_stopped(byte_level: Tokenizer, source:
     assert "\n" not in str(caught.value)
 
 
+def test_a_role_that_only_the_template_knows(poet: Tokenizer) -> None:
+    judged: list[Message] = [{"role": "judge", "content": "a"}, *turns("b")]
+    written = template("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}", poet)
+    assert poet.decode(written.render(judged)) == "judge: a user: b "
+    known = template("{% for m in messages if m.role == 'user' %}{{ m.content }} {% endfor %}", poet)
+    assert poet.decode(known.render(turns("b"))) == "b "
+    with pytest.raises(UsageError, match="leaves out messages of the role 'judge'; expected one of system, user"):
+        known.render(judged)
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

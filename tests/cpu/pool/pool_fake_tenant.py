@@ -106,9 +106,10 @@ def main(descriptor: int) -> None:
         process_messages.send(end, "ready", {})
     while True:
         try:
-            (operation, order), sockets = process_messages.receive(end, TENANT)
+            (operation, order), descriptors = process_messages.receive(end, TENANT)
         except RuntimeError:
             os._exit(0)
+        sockets = [socket.socket(fileno=each) for each in descriptors]
         if operation == "client":
             threading.Thread(target=attend, args=(sockets[0],), daemon=True).start()
         elif operation == "migrate":

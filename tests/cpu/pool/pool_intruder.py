@@ -132,11 +132,11 @@ def main(descriptor: int) -> None:
     kept = []
     while True:
         try:
-            (operation, _), sockets = process_messages.receive(end, TENANT)
+            (operation, _), descriptors = process_messages.receive(end, TENANT)
         except RuntimeError:
             os._exit(0)
         if operation == "client":
-            channel = Channel(sockets[0])
+            channel = Channel(socket.socket(fileno=descriptors[0]))
             channel.receive(90)
             channel.send(Kind.WELCOME, 0, encode(found))
             kept.append(channel)

@@ -55,6 +55,15 @@ def test_a_stream_has_a_role_then_pieces_then_the_reason_then_the_usage(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_the_text_of_the_last_token_comes_with_the_reason(client):
+    chunks = list(
+        ask(client, stream=True, max_tokens=7, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    )
+    told = [(each.choices[0].delta.content, each.choices[0].finish_reason) for each in chunks[1:-1]]
+    assert [chunk.usage.completion_tokens for chunk in chunks[1:-1]] == [3, 6, 7]
+    assert told == [("你", None), ("好", None), (",", "length")]
+
+
 def test_a_stream_is_server_sent_events(served):
     body = {"model": "parrot", "messages": HELLO, "stream": True}
     with served.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:

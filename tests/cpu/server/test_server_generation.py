@@ -72,6 +72,38 @@ async def until(condition):
     raise AssertionError("it did not come to pass")
 
 
+class Handed:
+    """A model that says how many requests it has, and how many of them were called off; the third one is refused."""
+
+    name = "handed"
+
+    def __init__(self):
+        self.asked = 0
+        self.closed = 0
+
+    def generate(self, prompt, params, cache_salt):
+        if self.asked == 2:
+            raise RequestError(429, "full")
+        self.asked += 1
+        return self
+
+    async def aclose(self):
+        self.closed += 1
+
+
+def test_requests_are_handed_over_at_once_and_called_off_before_their_tasks_begin():
+    async def run():
+        model = Handed()
+        generations, _ = begin(model, 3)
+        assert model.asked == 2
+        with pytest.raises(RequestError, match=r"^full$"):
+            await generations.arrival(60.0)
+        await generations.aclose()
+        assert model.closed == 2
+
+    asyncio.run(run())
+
+
 def test_pieces_come_in_the_order_of_their_arrival_and_end():
     async def run():
         model, received = Script(), Received()

@@ -9,6 +9,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from warpbus.errors import DeviceError
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import PoolGpu
+from warpbus.pool.daemon.residency import FULL
+from warpbus.pool.quota import Quota
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import HEADERS
 from warpbus.server.pool_page import SHARED, History, Pool, create_pool_app
@@ -90,6 +94,41 @@ def test_both_languages_say_the_same_things():
     # States are named by what the pool calls them.
     named = on_page | set(re.findall(r'"(\w+)"', code))
     assert english.keys() <= named
+
+
+def broker_reasons():
+    """What a broker and the plan of swaps say, as they say it."""
+    gigabyte = 10**9
+    broker = Broker()
+    links = (("a/2",), (), ("a/0",))
+    broker.join("a", [PoolGpu(f"a/{n}", "a", n, "H200", 80 * gigabyte, links[n]) for n in range(3)], 0)
+    first = broker.request("ann", Quota(70 * gigabyte, 0.5), on="a/0", now=0)
+    near = [broker.request("ann", Quota(gigabyte, share), near=first.id, now=0) for share in (0.9, 0.1)]
+    broker.request("ann", Quota(75 * gigabyte, 0.5), now=0)
+    for memory in (76, 5):  # the first waits, and a GPU is kept for it
+        broker.request("ann", Quota(memory * gigabyte, 0.6), now=0)
+    waiting = [each["why"] for each in broker.status(0)["queue"]]
+    told = [first.reason, *(lease.reason for lease in near), *waiting, *(f"waits: {why}" for why in waiting)]
+    return [*told, "stayed on a/0: moves from a/0 to a/1", "moved from a/0", FULL]
+
+
+def test_reasons_of_the_pool_are_known_sentences():
+    listed = re.findall(r'\[\s*/(\^.+\$)/,\s*"(\w+)",?\s*\]', source("reasons.js"))
+    patterns = [(re.compile(pattern.replace("(?<", "(?P<")), key) for pattern, key in listed]
+    assert len(patterns) == source("reasons.js").count("/^")
+    tables = re.findall(r"^const (en|zh) = \{$(.*?)^\};$", source("strings.js"), re.MULTILINE | re.DOTALL)
+    english = dict(re.findall(r'^  (\w+): "(.*)",$', tables[0][1], re.MULTILINE))
+
+    def said(text):
+        for pattern, key in patterns:
+            if found := pattern.search(text):
+                return english[key].format(**{name: said(part) for name, part in found.groupdict().items()})
+        return text
+
+    reasons = broker_reasons()
+    assert len(reasons) >= 8
+    assert [text for text in reasons if not any(pattern.search(text) for pattern, _ in patterns)] == []
+    assert list(map(said, reasons)) == reasons
 
 
 def test_the_status_is_the_pools_and_is_asked_for_once():

@@ -41,7 +41,7 @@ def error_of(response, status):
         ({"functions": []}, None, "functions is not supported"),
         ({"messages": []}, "messages", "messages"),
         ({"messages": HELLO * 2049}, "messages", "messages"),
-        ({"messages": [{"role": "poet", "content": "a"}]}, "messages", "messages.0.role"),
+        ({"messages": [{"role": "a poet", "content": "a"}]}, "messages", "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages", "needs content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages.0.content"),
         (

@@ -62,6 +62,7 @@ def test_a_text_is_answered(client, served):
     assert (answer.temperature, answer.top_p, answer.metadata, answer.tools) == (0.5, 0.25, {"a": "b"}, [])
     prompt = served.qwen.asked[-1][0]
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), 7)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 7)  # as in SGLang
     assert answer.usage.input_tokens_details.cached_tokens == 3
     params = prompt_of(served.qwen)[1]
     assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.25, 100)

@@ -59,6 +59,7 @@ def test_calls_are_streamed(client, served):
     calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
     assert [(call.index, call.function.name) for call in calls] == [(0, "get_weather"), (1, "get_time")]
     assert len({call.id for call in calls}) == 2
+    assert deltas[0].delta.content is None
     assert "".join(choice.delta.content or "" for choice in deltas) == ""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from warpbus.cuda.checkpoint import CudaCheckpoint, State
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, StateError
 from warpbus.pool.processes.machine import ThisMachine
 from warpbus.pool.processes.processes import ProcessHost, migrate_process, resume_process, suspend_process
 from warpbus.pool.processes.suspensions import Suspensions
@@ -132,7 +132,7 @@ def test_it_is_suspended_and_goes_on_elsewhere(host, training, undisturbed):
     steps = len(training.log)
     time.sleep(0.5)
     assert len(training.log) <= steps + 1
-    with pytest.raises(DeviceError, match="is checkpointed, not running"):
+    with pytest.raises(StateError, match="is checkpointed, not running"):
         migrate_process(training.pid, 1, host)
     resume_process(training.pid, host, to=1)
     assert on(host, training.pid) == [1]
@@ -166,7 +166,7 @@ def test_it_goes_on_where_it_was_when_it_cannot_be_restored(host, training, undi
 def test_it_is_not_touched_where_there_is_no_room(host, training, undisturbed):
     free = torch.cuda.mem_get_info(1)[0]
     taken = torch.empty(free - 2**28, dtype=torch.uint8, device="cuda:1")
-    with pytest.raises(DeviceError, match=r"it takes .* GB, GPU 1 has .* GB free"):
+    with pytest.raises(StateError, match=r"it takes .* GB, GPU 1 has .* GB free"):
         migrate_process(training.pid, 1, host)
     assert on(host, training.pid) == [0]
     del taken

@@ -7,6 +7,7 @@ not pass one string to the tokenizer. It makes a list of special token ids and o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ Variables = Mapping[str, Any]
 """Variables of a Jinja template beside the messages, such as `tools` and `enable_thinking`."""
 
 ROLES = ("system", "user", "assistant", "observation", "tool")
+_OTHER_ROLE = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Template(Protocol):
@@ -128,8 +130,13 @@ def _given(tokenizer: Tokenizer, tokens: list[int], beginning: str) -> int:
     return min(len(tokens), len(alone))
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raises UsageError, naming the message, if one has an unknown role or no content."""
+def check_messages(messages: Sequence[Message], *, any_role: bool = False) -> None:
+    """Raises UsageError, naming the message, if one has an unknown role or no content.
+
+    Args:
+        messages: of a conversation.
+        any_role: letters, digits, "_" and "-" are a role too.
+    """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise UsageError(f"messages: expected a list of messages, got {type(messages).__name__}")
     if not messages:
@@ -139,7 +146,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             kind = type(message).__name__
             raise UsageError(f"messages[{index}]: expected an object with role and content, got {kind}")
         role = message.get("role")
-        if role not in ROLES:
+        if role not in ROLES and not (any_role and isinstance(role, str) and _OTHER_ROLE.fullmatch(role)):
             raise UsageError(f"messages[{index}]: unknown role {str(role)[:40]!r}; expected one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             found = type(message["content"]).__name__ if "content" in message else "none"

@@ -193,9 +193,9 @@ def described(tool: Tool) -> dict[str, Any]:
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """A call's arguments. UsageError if they are no JSON object."""
+    """A call's arguments, of which there may be none. UsageError if they are no JSON object."""
     try:
-        found = json.loads(call.arguments, parse_constant=no_constant)
+        found = json.loads(call.arguments or "{}", parse_constant=no_constant)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

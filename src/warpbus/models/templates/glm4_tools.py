@@ -126,7 +126,11 @@ class GLM4Tools:
 
     def _call(self, call: ToolCall) -> Message:
         code = code_of(call, self.interpreter)
-        return {"role": "assistant", "metadata": call.name, "content": call.arguments if code is None else code}
+        return {
+            "role": "assistant",
+            "metadata": call.name,
+            "content": (call.arguments or "{}") if code is None else code,
+        }
 
 
 def _written(source: str, arguments: Any) -> str:

@@ -19,6 +19,7 @@ import jinja2.sandbox
 
 from warpbus.errors import CheckpointError, UsageError, WarpbusError
 from warpbus.models.templates.base import (
+    ROLES,
     Message,
     SpecialToken,
     Text,
@@ -118,14 +119,14 @@ class JinjaTemplate:
     ) -> list[int]:
         """See `Template.render`. CheckpointError if the template fails on messages that are well formed.
 
-        UsageError for a variable that the template gets from the server, and for a last message that the template
-        does not write, so that it cannot be continued.
+        UsageError for a variable that the template gets from the server, for messages of a role that the template
+        leaves out, and for a last message that the template does not write, so that it cannot be continued.
         """
         variables = variables or {}
         reserved = sorted(_RESERVED & set(variables))
         if reserved:
             raise UsageError(f"chat_template_kwargs: {reserved[0]} is set by other fields; leave it out")
-        check_messages(messages)
+        check_messages(messages, any_role=True)
         if continue_final_message:
             check_continued(messages)
         views, variables, breaker = self._broken(messages, variables)
@@ -133,7 +134,18 @@ class JinjaTemplate:
             text = self._text_to_continue(views, variables)
         else:
             text = self._text(views, add_generation_prompt, variables)
+            self._check_roles(views, text, add_generation_prompt, variables)
         return prompt_ids(self._tokenizer, self._specials.items(text, breaker, []))
+
+    def _check_roles(self, views: _Views, text: str, add_generation_prompt: bool, variables: Variables) -> None:
+        """Raises UsageError if messages of a role other than the usual ones have no part in the text."""
+        for role in dict.fromkeys(view["role"] for view in views if view["role"] not in ROLES and view["content"]):
+            others = [{**view, "content": ""} if view["role"] == role else view for view in views]
+            if self._text(others, add_generation_prompt, variables) == text:
+                raise UsageError(
+                    f"messages: the model's chat template leaves out messages of the role {role!r}; expected one of "
+                    f"{', '.join(ROLES)}"
+                )
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be told."""

@@ -248,9 +248,9 @@ class LocalHost:
         """Connect the process of a lease with that of another one, see `lease_links`. Returns {}."""
         tenancy, other = self._living(lease), self.tenancies.get(to)
         authority = self._options.authority
-        async with opened_link(other, to, address, link_key) as (sock, arguments):
+        async with opened_link(other, to, address, link_key) as (descriptors, arguments):
             arguments |= {"ca": None if authority is None else str(authority), "group": group, "rank": rank}
-            return await self._work(tenancy, "link", arguments, "linked", lambda _: None, sock.fileno())
+            return await self._work(tenancy, "link", arguments, "linked", lambda _: None, *descriptors)
 
     async def offered(self) -> list[dict[str, Any]]:
         """The checkpoints of this machine, see `CheckpointFiles.listed`."""

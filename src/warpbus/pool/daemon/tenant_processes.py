@@ -85,7 +85,7 @@ class TenantProcess:
         return self._socket is not None
 
     async def tell(self, operation: str, arguments: Mapping[str, Any], *descriptors: int) -> None:
-        """Send it a request, perhaps with sockets, of which it gets copies.
+        """Send it a request, perhaps with descriptors, of which it gets copies.
 
         Raises:
             PoolError: it is gone, or takes nothing in.
@@ -134,12 +134,12 @@ class TenantProcess:
     def _receive(self) -> None:
         assert self._socket is not None
         try:
-            said, sockets = process_messages.receive(self._socket, EVENTS)
+            said, descriptors = process_messages.receive(self._socket, EVENTS)
         except WarpbusError:
             self._hang_up()
             return
-        for each in sockets:
-            each.close()
+        for each in descriptors:
+            os.close(each)
         self.said.put_nowait(said)
 
     def _hang_up(self) -> None:

@@ -145,11 +145,13 @@ TENANT = {
             "swapped_out": bool,  # it may not execute until "swap_in"
         }
     ),
-    # With a socket: a client, whose preamble and TLS are done; or a connection to the process to migrate to.
+    # With a socket: a client, whose preamble and TLS are done, or a lease of this machine, with `link_memory` too; or a
+    # connection to the process to migrate to.
     "client": Operation(),
     "migrate": Operation({"to": str, "ca": str | None, "migration_token": bytes, "lease_id": bytes}),
     "suspend": Operation({"path": str}),
-    # With a socket to the process of another lease: through its daemon at `address`, or directly where that is None.
+    # With a socket to the process of another lease: through its daemon at `address`, or directly where that is None,
+    # with `link_memory`.
     "link": Operation(
         {
             "address": str | None,

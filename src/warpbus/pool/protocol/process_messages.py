@@ -1,9 +1,10 @@
 """Messages between a machine's daemon and the processes of its tenants, over one Unix socket pair per process.
 
 A message is one datagram of a `SOCK_SEQPACKET` socket: a request (`messages`). It gets no answer; the process reports
-events by requests in the other direction. It can carry sockets, as file descriptors (unix(7), SCM_RIGHTS).
+events by requests in the other direction. It can carry file descriptors (unix(7), SCM_RIGHTS).
 """
 
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from warpbus.errors import ConnectionLostError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.messages import Operation, Request, decode_request, encode_request
 
 MAX_MESSAGE = 128 << 10  # below what Linux lets a datagram be unless it is told otherwise (net.core.wmem_default)
-_MAX_SOCKETS = 4
+_MAX_DESCRIPTORS = 4
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -36,8 +37,8 @@ def send(end: socket.socket, operation: str, arguments: Mapping[str, Any], *sock
         raise ConnectionLostError(f"the other process of the pool is gone: {error}") from None
 
 
-def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Request, list[socket.socket]]:
-    """The next request, which is one of `operations`, and the sockets that came with it.
+def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Request, list[int]]:
+    """The next request, which is one of `operations`, and the descriptors that came with it, which are the caller's.
 
     Raises:
         ConnectionLostError: the other end is gone.
@@ -45,10 +46,9 @@ def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Re
         UsageError: it is none of `operations`, or has other arguments.
     """
     try:
-        data, descriptors, flags, _ = socket.recv_fds(end, MAX_MESSAGE, _MAX_SOCKETS)
+        data, descriptors, flags, _ = socket.recv_fds(end, MAX_MESSAGE, _MAX_DESCRIPTORS)
     except OSError as error:
         raise ConnectionLostError(f"the other process of the pool is gone: {error}") from None
-    sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     try:
         if not data:
             raise ConnectionLostError("the other process of the pool has closed the connection")
@@ -56,7 +56,7 @@ def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Re
             raise ProtocolError(f"a message between processes of the pool is longer than {MAX_MESSAGE} bytes")
         request = decode_request(data, operations)
     except WarpbusError:
-        for each in sockets:
-            each.close()
+        for each in descriptors:
+            os.close(each)
         raise
-    return request, sockets
+    return request, descriptors

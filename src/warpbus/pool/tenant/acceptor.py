@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from warpbus.errors import FrameError, PoolError, WarpbusError
+from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel
 from warpbus.pool.protocol.failures import error_value
 from warpbus.pool.protocol.frames import MAX_HELLO, Kind
@@ -31,22 +32,23 @@ class Acceptor:
     def __init__(self, seconds: float = HANDSHAKE_SECONDS, most: int = _MOST) -> None:
         self._seconds = seconds
         self._places = threading.Semaphore(most)
-        self._come: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = queue.SimpleQueue()
+        self._come: queue.SimpleQueue[tuple[Channel, dict[str, Any], list[int]]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """The descriptor that becomes readable when a connection has sent HELLO."""
         return self._wake
 
-    def accept(self, sock: socket.socket) -> None:
-        """Take over a socket and wait for its HELLO in a thread."""
+    def accept(self, sock: socket.socket, shared: list[int]) -> None:
+        """Take over a socket, with the descriptors of `link_memory` or none, and wait for its HELLO in a thread."""
         if not self._places.acquire(blocking=False):
             sock.close()
+            link_memory.close(shared)
             return
-        threading.Thread(target=self._accept, args=(sock,), name="acceptor", daemon=True).start()
+        threading.Thread(target=self._accept, args=(sock, shared), name="acceptor", daemon=True).start()
 
-    def come(self) -> tuple[Channel, dict[str, Any]] | None:
-        """The next connection that has sent HELLO, with that message; None if there is none."""
+    def come(self) -> tuple[Channel, dict[str, Any], list[int]] | None:
+        """The next connection that has sent HELLO, with that message and the descriptors; None if there is none."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         try:
@@ -54,21 +56,23 @@ class Acceptor:
         except queue.Empty:
             return None
 
-    def _accept(self, sock: socket.socket) -> None:
+    def _accept(self, sock: socket.socket, shared: list[int]) -> None:
         try:
             channel = Channel(sock)
         except OSError:  # it has gone
             sock.close()
+            link_memory.close(shared)
             self._places.release()
             return
         try:
             frame = channel.receive(self._seconds, most=MAX_HELLO)
             if frame is None or frame.kind is not Kind.HELLO:
                 raise FrameError(f"{channel.peer} does not say HELLO")
-            self._come.put((channel, decode_dict(frame.payload)))
+            self._come.put((channel, decode_dict(frame.payload), shared))
             os.eventfd_write(self._wake, 1)
         except WarpbusError:
             channel.close()
+            link_memory.close(shared)
         finally:
             self._places.release()
 

@@ -2,13 +2,15 @@
 
 Processes of a group have a connection for each pair of them, a `Channel`, which the daemons have opened. Bytes between
 two ranks go in messages of DATA frames, each with the number of the message between the two, what the program called
-and the size of the message, so that ranks that do not do the same get an error and not each other's bytes. A rank that
-is gone, or fails, ends the group for all: each tells the others why, and every later step fails with this reason.
+and the size of the message, so that ranks that do not do the same get an error and not each other's bytes. On one
+machine the bytes lie in memory that both processes share (`LinkMemory`), and a frame says how many came. A rank that is
+gone, or fails, ends the group for all: each tells the others why, and every later step fails with this reason.
 """
 
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,21 +20,27 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from warpbus.errors import ConnectionLostError, PeerTimeoutError, PoolError, ProtocolError, StateError
+from warpbus.errors import ConnectionLostError, DeviceError, PeerTimeoutError, PoolError, ProtocolError, StateError
+from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.group_steps import MAX_GROUPS, Combination, ExchangeStep, GroupPlace, ReduceStep, Region
+from warpbus.pool.protocol.link_memory import SLOT, LinkMemory
 from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.tenant.slot_copies import SlotCopies
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import Storages
 
 _HEAD = struct.Struct("<IQ")  # a hash of the label, the bytes of the message
+_IN_SLOT = struct.Struct("<I")  # bytes of the message in a slot of shared memory
 _MOST = _HEAD.size + CHUNK
 _PIECE = 16 << 20
 """Bytes of a share that are combined at once: what a rank holds of each other rank's."""
 _LOOKED_EVERY = 0.1
 _MAX_REASON = 1000
+_MOST_MEMORIES = 16
+"""Other leases with which a lease shares memory, 32 MiB each; with more it exchanges bytes over sockets."""
 
 _COMBINE: dict[Combination, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": Tensor.add_,
@@ -64,6 +72,7 @@ class LeaseGroup:
         self._storages = storages
         self._attend = attend
         self._channels: dict[int, Channel] = {}
+        self._memories: dict[int, LinkMemory] = {}
         self._lock = threading.Lock()
         self._sent: Counter[int] = Counter()  # messages to each rank
         self._taken: Counter[int] = Counter()  # from each rank
@@ -72,19 +81,26 @@ class LeaseGroup:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="group")
         # One for each thread.
         self._outgoing, self._incoming = ByteStaging(storages.device), ByteStaging(storages.device)
+        self._to_slots, self._from_slots = SlotCopies(storages.device), SlotCopies(storages.device)
 
     @property
     def linked(self) -> list[int]:
         """The ranks that there is a connection to."""
         return sorted(self._channels)
 
-    def link(self, rank: int, channel: Channel) -> None:
-        """Take over a connection to another rank, from any thread. Raises StateError if there is one or cannot be."""
+    def link(self, rank: int, channel: Channel, memory: LinkMemory | None) -> None:
+        """Take over a connection to another rank, from any thread. Raises StateError if there is one or cannot be.
+
+        Args:
+            memory: shared with that rank's process, which uses it too; None if there is none.
+        """
         with self._lock:
             if self._broken is not None or rank in self._channels or not 0 <= rank < self.membership.size:
                 raise StateError(f"rank {rank} of the group is connected already, or the group has ended")
             channel.peer = f"rank {rank} of the group"
             self._channels[rank] = channel
+            if memory is not None:
+                self._memories[rank] = memory
 
     def close(self, why: str) -> None:
         """End the group: say why to the other ranks that can hear it now, and close the connections."""
@@ -176,6 +192,7 @@ class LeaseGroup:
         for rank, source in messages:
             self._sent[rank] += 1
             numbered.append((rank, self._sent[rank], source))
+        self._to_slots.follow()  # in this thread: the stream of what has computed the bytes is its own
         return self._sender.submit(self._send_all, head, numbered)
 
     def _send_all(self, head: int, messages: list[tuple[int, int, Tensor]]) -> None:
@@ -185,11 +202,26 @@ class LeaseGroup:
                 if not len(source):
                     self._channels[rank].send(Kind.DATA, number, begin)
                     continue
+                if rank in self._memories:
+                    self._send_in_slots(rank, number, begin, source)
+                    continue
                 for _, parts in self._outgoing.read((None, [piece]) for piece in source.split(CHUNK)):
                     self._channels[rank].send(Kind.DATA, number, begin, *parts)
         except Exception as error:
             self.close(str(error))  # wakes the thread that receives
             raise
+
+    def _send_in_slots(self, rank: int, number: int, begin: bytes, source: Tensor) -> None:
+        channel = self._channels[rank]
+        slots = ((self._to_fill(rank), piece) for piece in source.split(SLOT))
+        for nbytes in self._to_slots.copy((slot[: len(piece)], piece) for slot, piece in slots):
+            channel.send(Kind.DATA, number, begin, _IN_SLOT.pack(nbytes))
+
+    def _to_fill(self, rank: int) -> Tensor:
+        while (slot := self._memories[rank].to_fill(_LOOKED_EVERY)) is None:
+            if self._broken is not None:
+                raise ConnectionLostError(self._broken)
+        return slot
 
     def _finish(self, sending: "Future[None]") -> None:
         """Wait until everything is sent."""
@@ -201,20 +233,28 @@ class LeaseGroup:
     def _receive(self, head: int, label: str, rank: int, target: Tensor) -> None:
         self._taken[rank] += 1
         expected = (self._taken[rank], head, len(target))
-        came = 0
+        came, memory = 0, self._memories.get(rank)
+        self._from_slots.follow()
         while True:
             frame = self._next(rank, label)
             found, announced = _HEAD.unpack_from(frame.payload) if len(frame.payload) >= _HEAD.size else (0, 0)
             data = frame.payload[_HEAD.size :]
-            if (frame.number, found, announced) != expected or came + len(data) > announced:
+            nbytes = len(data)
+            if memory is not None and nbytes == _IN_SLOT.size:
+                (nbytes,) = _IN_SLOT.unpack(data)
+                nbytes = nbytes if nbytes <= SLOT else announced + 1
+            if (frame.number, found, announced) != expected or came + nbytes > announced:
                 raise StateError(
                     f"rank {rank} does something else, or with {announced} bytes where {len(target)} were expected: "
                     "all ranks have to call the same operations in the same order, with tensors of the same size"
                 )
-            if len(data):
-                self._incoming.write([(target[came : came + len(data)], data)])
-            came += len(data)
+            if nbytes and memory is not None:
+                self._from_slots.take(target[came : came + nbytes], memory.filled(), memory.empty)
+            elif nbytes:
+                self._incoming.write([(target[came : came + nbytes], data)])
+            came += nbytes
             if came == announced:
+                self._from_slots.finish()
                 return
 
     def _next(self, rank: int, label: str) -> Frame:
@@ -261,6 +301,7 @@ class LeaseGroups:
         self.attend: Callable[[], None] = lambda: None
         self._storages = storages
         self._groups: dict[bytes, LeaseGroup] = {}
+        self._memories: weakref.WeakSet[LinkMemory] = weakref.WeakSet()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -277,6 +318,18 @@ class LeaseGroups:
         if found is not None or len(self._groups) >= MAX_GROUPS:
             raise StateError(f"the lease is in this group already, or in {MAX_GROUPS} others: leave one first")
         self._groups[membership.group] = LeaseGroup(membership, self._storages, lambda: self.attend())
+
+    def memory(self, descriptors: Sequence[int], *, connects: bool) -> LinkMemory | None:
+        """Memory for a connection, of the daemon's descriptors; None if there are none, or it cannot be had."""
+        if len(descriptors) != link_memory.DESCRIPTORS or len(self._memories) >= _MOST_MEMORIES:
+            link_memory.close(descriptors)
+            return None
+        try:
+            memory = LinkMemory(descriptors, self._storages.device, connects=connects)
+        except DeviceError:
+            return None
+        self._memories.add(memory)
+        return memory
 
     def leave(self, group: bytes) -> None:
         """Leave a group. Nothing happens if the lease is not in it."""

@@ -25,6 +25,7 @@ from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel, begin, context_for
 from warpbus.pool.protocol.failures import error_value, sent_error
 from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind
+from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.protocol.messages import decode_dict
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, encode
@@ -60,6 +61,7 @@ class LinkOpener:
     def connect(
         self,
         sock: socket.socket,
+        shared: list[int],
         address: str | None,
         ca: str | None,
         link_id: bytes,
@@ -67,12 +69,14 @@ class LinkOpener:
         group: bytes,
         rank: int,
     ) -> None:
-        """Take over a socket to the process of the lease that has `rank` in a group; see `operations.TENANT`."""
+        """Take over a socket to the process of the lease that has `rank` in a group, with the descriptors of
+        `link_memory` or none; see `operations.TENANT`."""
 
         def run() -> None:
+            memory = self._groups.memory(shared, connects=True)
             try:
                 channel = _greeted(sock, address, ca, link_id, link_key)
-                self._join(channel, group, rank)
+                self._join(channel, group, rank, memory)
                 done: tuple[str, dict[str, Value]] = ("linked", {})
             except WarpbusError as error:
                 sock.close()
@@ -82,12 +86,13 @@ class LinkOpener:
 
         threading.Thread(target=run, name="link", daemon=True).start()
 
-    def _join(self, channel: Channel, group: bytes, rank: int) -> None:
+    def _join(self, channel: Channel, group: bytes, rank: int, memory: LinkMemory | None) -> None:
         found = self._groups.get(group)
         own = found.membership
         if not 0 <= rank < own.rank:
             raise StateError(f"rank {own.rank} connects to the ranks below it, not to rank {rank}")
         hello: dict[str, Value] = {"protocol": PROTOCOL, "link": group, "rank": own.rank, "to": rank, "size": own.size}
+        hello["memory"] = memory is not None
         try:
             channel.send(Kind.HELLO, 0, encode(hello))
             frame = channel.receive(_SECONDS_TO_ANSWER, most=MAX_HELLO)
@@ -97,7 +102,7 @@ class LinkOpener:
                 raise _refusal(sent_error(decode_dict(frame.payload)))
             if frame.kind is not Kind.WELCOME:
                 raise ProtocolError(f"the process of rank {rank} greets with a {frame.kind.name} frame")
-            found.link(rank, channel)
+            found.link(rank, channel, memory if decode_dict(frame.payload).get("memory") is True else None)
         except BaseException:
             channel.close()
             raise
@@ -119,9 +124,14 @@ def _refusal(error: WarpbusError) -> WarpbusError:
     return AuthorizationError("the other lease's machine does not accept the link key, or the lease has ended")
 
 
-def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups) -> None:
-    """Handle a HELLO of another lease's process: connect it to its group, or refuse it."""
+def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: list[int]) -> None:
+    """Handle a HELLO of another lease's process: connect it to its group, or refuse it.
+
+    Both use the memory of which `shared` are the descriptors, if both could map it.
+    """
     group, rank, size = hello.get("link"), hello.get("rank"), hello.get("size")
+    memory = groups.memory(shared, connects=False)
+    memory = memory if hello.get("memory") is True else None
     try:
         if hello.get("protocol") != PROTOCOL or not isinstance(group, bytes) or type(rank) is not int:
             raise ProtocolError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus")
@@ -129,7 +139,7 @@ def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups) -> None:
         own = found.membership
         if (hello.get("to"), size) != (own.rank, own.size) or not own.rank < rank < own.size:
             raise StateError(f"rank {own.rank} of {own.size} is not what rank {rank} of {size} wants to connect to")
-        found.link(rank, channel)
-        channel.send(Kind.WELCOME, 0, encode({"protocol": PROTOCOL}))
+        found.link(rank, channel, memory)
+        channel.send(Kind.WELCOME, 0, encode({"protocol": PROTOCOL, "memory": memory is not None}))
     except WarpbusError as error:
         refuse(channel, error)

@@ -28,7 +28,7 @@ from warpbus.errors import (
     StateError,
     WarpbusError,
 )
-from warpbus.pool.protocol import process_messages
+from warpbus.pool.protocol import link_memory, process_messages
 from warpbus.pool.protocol.channel import SPIN_SECONDS, Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind, read_request
@@ -211,18 +211,19 @@ class TenantServer:
 
     def _obey(self) -> bool:
         """Handle a message of the daemon. Returns False if the process has to end."""
-        (operation, arguments), sockets = process_messages.receive(self._end, TENANT)
+        (operation, arguments), descriptors = process_messages.receive(self._end, TENANT)
+        sock, shared = socket.socket(fileno=descriptors[0]) if descriptors else None, descriptors[1:]
         match operation:
-            case "client" if len(sockets) == 1:
-                self._acceptor.accept(sockets[0])
-            case "migrate" if len(sockets) == 1:
+            case "client" if sock is not None:
+                self._acceptor.accept(sock, shared)
+            case "migrate" if sock is not None:
                 ca = arguments.pop("ca")
                 tls = None if ca is None else Tls(Path(ca))
-                self._begin(migrate(self, sock=sockets[0], tls=tls, **arguments))
-            case "link" if len(sockets) == 1:
-                self._links.connect(sockets[0], **arguments)
-            case "checkpoint" if len(sockets) == 1:
-                self._open_checkpoint(arguments["name"], arguments["files"], sockets[0])
+                self._begin(migrate(self, sock=sock, tls=tls, **arguments))
+            case "link" if sock is not None:
+                self._links.connect(sock, shared, **arguments)
+            case "checkpoint" if sock is not None:
+                self._open_checkpoint(arguments["name"], arguments["files"], sock)
             case "suspend":
                 self._begin(save(self, Path(arguments["path"])))
             case "swap_out":
@@ -236,7 +237,9 @@ class TenantServer:
             case "end":
                 return False
             case _:
-                raise ProtocolError(f"the daemon sent {operation} with {len(sockets)} sockets at the wrong time")
+                raise ProtocolError(
+                    f"the daemon sent {operation} with {len(descriptors)} descriptors at the wrong time"
+                )
         return True
 
     def _open_checkpoint(self, name: str, files: int, source: socket.socket) -> None:
@@ -269,12 +272,14 @@ class TenantServer:
         else:
             self._work = work
 
-    def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
+    def _meet(self, channel: Channel, hello: dict[str, Any], shared: list[int]) -> None:
         """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
         if "link" in hello:
-            admit(channel, hello, self.executor.groups)
-        elif "migration_token" in hello:
+            admit(channel, hello, self.executor.groups, shared)
+            return
+        link_memory.close(shared)
+        if "migration_token" in hello:
             if destination is None:
                 refuse(channel, StateError("no lease is to move to here"))
             else:

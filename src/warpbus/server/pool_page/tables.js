@@ -5,6 +5,7 @@ import { bytes, duration, figures, moment, percent, short } from "./format.js";
 import { badge, isOut } from "./gpus.js";
 import { t } from "./language.js";
 import { keep, part, say, setAttribute, setText } from "./nodes.js";
+import { reason } from "./reasons.js";
 import { colourOf } from "./tenants.js";
 
 const KINDS = {
@@ -124,8 +125,9 @@ function memory(cell, { memory, memory_used: used }) {
 }
 
 function reasonOf(lease) {
-  if (!isOut(lease) || !lease.residency.why) return lease.reason;
-  const { waits, why } = lease.residency;
+  if (!isOut(lease) || !lease.residency.why) return reason(lease.reason);
+  const { waits } = lease.residency;
+  const why = reason(lease.residency.why);
   return Number.isFinite(waits) ? t("waitsFor", { why }) : why;
 }
 
@@ -157,7 +159,7 @@ const QUEUE_COLUMNS = [
   { name: "share", fill: (cell, { share }) => setText(cell, percent(share)) },
   { name: "priority", fill: (cell, { priority }) => setText(cell, String(priority)) },
   { name: "waited", fill: (cell, { waited }) => setText(cell, duration(waited)) },
-  { name: "reason", fill: (cell, { why }) => setText(cell, why) },
+  { name: "reason", fill: (cell, { why }) => setText(cell, reason(why)) },
 ];
 
 const EVENT_COLUMNS = [
@@ -168,7 +170,7 @@ const EVENT_COLUMNS = [
     name: "where",
     fill: (cell, { source, target, kind, text }) => {
       say(cell, "words", source && target ? `${source} → ${target}` : (source ?? target ?? ""));
-      say(cell, "why", TROUBLE.includes(kind) || !KINDS[kind] ? text : "");
+      say(cell, "why", TROUBLE.includes(kind) || !KINDS[kind] ? reason(text) : "");
     },
   },
   { name: "numbers", fill: (cell, event) => setText(cell, figures(event)) },

@@ -1,0 +1,120 @@
+"""Memory that the processes of two leases on one machine share, for the bytes that they send each other in a group.
+
+The daemon makes it together with the connection. Each direction has a ring of slots; the connection says how many bytes
+are in the next slot, and a semaphore (eventfd) counts the slots that may be filled.
+"""
+
+import fcntl
+import mmap
+import os
+import select
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import DeviceError
+
+SLOT = 4 << 20
+"""Bytes of a slot."""
+SLOTS = 4
+"""Of each direction."""
+DESCRIPTORS = 3
+"""The memory, and the semaphore of each direction, of the process that connects first."""
+
+_SIZE = 2 * SLOTS * SLOT
+
+
+def create() -> list[int]:
+    """Descriptors for both processes. Pages are allocated when they are first used."""
+    memory = os.memfd_create("warpbus-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    made = [memory]
+    try:
+        os.ftruncate(memory, _SIZE)
+        # Where one process could shrink it, the other one would die of SIGBUS.
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        flags = os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        made += [os.eventfd(SLOTS, flags) for _ in range(2)]
+    except BaseException:
+        close(made)
+        raise
+    return made
+
+
+def close(descriptors: Sequence[int]) -> None:
+    """Close descriptors that nothing was made of."""
+    for each in descriptors:
+        os.close(each)
+
+
+class LinkMemory:
+    """One process's view of the memory. One thread may send and another one receive.
+
+    Args:
+        descriptors: of `create`; they become its own.
+        connects: whether this process connects, or lets the other one in.
+        device: of the lease. For a GPU the memory is pinned.
+
+    Raises:
+        DeviceError: it cannot be mapped or pinned; the descriptors are closed.
+    """
+
+    def __init__(self, descriptors: Sequence[int], device: torch.device, *, connects: bool) -> None:
+        memory, *semaphores = descriptors
+        try:
+            mapped = mmap.mmap(memory, _SIZE)
+        except (OSError, ValueError) as error:
+            close(descriptors)
+            raise DeviceError(f"memory that two leases share cannot be mapped: {error}") from None
+        os.close(memory)
+        # The view keeps the mapping; it is unpinned before.
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
+        pinned = None
+        if device.type == "cuda":
+            code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), _SIZE, 0)
+            if int(code) != 0:
+                close(semaphores)
+                raise DeviceError(f"memory that two leases share cannot be pinned: CUDA error {int(code)}")
+            pinned = whole.data_ptr()
+        weakref.finalize(self, _release, whole, pinned, semaphores)
+        sides = whole.split(SLOTS * SLOT)
+        self._outgoing, self._incoming = sides if connects else sides[::-1]
+        self._may_fill, self._emptied = semaphores if connects else semaphores[::-1]
+        self._filled = self._taken = 0
+
+    def to_fill(self, seconds: float) -> Tensor | None:
+        """The next slot to fill and announce, uint8 `[SLOT]`; None if none is empty for so long."""
+        waiting = select.poll()
+        waiting.register(self._may_fill, select.POLLIN)
+        try:
+            if not waiting.poll(1000 * seconds):
+                return None
+            os.eventfd_read(self._may_fill)
+        except BlockingIOError:
+            return None
+        slot = _slot(self._outgoing, self._filled)
+        self._filled += 1
+        return slot
+
+    def filled(self) -> Tensor:
+        """The next slot that the other process has announced, uint8 `[SLOT]`; its bytes may change at any time if
+        that process is hostile. To be given back by `empty`."""
+        slot = _slot(self._incoming, self._taken)
+        self._taken += 1
+        return slot
+
+    def empty(self) -> None:
+        """Give back the oldest slot of `filled`."""
+        os.eventfd_write(self._emptied, 1)
+
+
+def _slot(side: Tensor, number: int) -> Tensor:
+    start = number % SLOTS * SLOT
+    return side[start : start + SLOT]
+
+
+def _release(whole: Tensor, pinned: int | None, semaphores: Sequence[int]) -> None:
+    if pinned is not None:
+        torch.cuda.cudart().cudaHostUnregister(pinned)
+    close(semaphores)
