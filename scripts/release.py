@@ -29,6 +29,7 @@ IMAGE = re.compile(r"""\b(src)="(?!https?:)([^"]+)\"""")
 IN_WHEEL = (
     "warpbus/kernels/csrc/ladder/vector_add.cu",
     "warpbus/cuda/on_cpu/cuda_runtime.h",
+    "warpbus/cuda/on_cpu/runtime.cpp",
     "warpbus/server/page/index.html",
     "warpbus/server/pool_page/index.html",
     "warpbus/figures/page.html",

@@ -52,11 +52,8 @@ def to_fp8(weight: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
 
 def from_fp8(values: Tensor, scales: Tensor, height: int, width: int) -> Tensor:
     """The float64 product of an FP8 matrix and its scales."""
-    wide = torch.empty(values.shape, dtype=torch.float64)
-    for row in range(len(values)):
-        for column in range(values.shape[1]):
-            wide[row, column] = values[row, column].double() * scales[row // height, column // width].double()
-    return wide
+    rows, columns = (torch.arange(length) // size for length, size in zip(values.shape, (height, width), strict=True))
+    return values.double() * scales.double()[rows[:, None], columns]
 
 
 def stored(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:

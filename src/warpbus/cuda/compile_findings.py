@@ -15,6 +15,7 @@ _GUESS = re.compile(r"; did you mean [^?]*\?")
 # What the messages of g++, clang++ and nvcc mean, by the names of sentences in `findings`.
 _HINTS = (
     ("hint_print", r"'(?:cout|cerr|endl)'"),
+    ("hint_header", r"is not a member of 'std'|no (?:member|template) named '[^']*' in namespace 'std'"),
     (
         "hint_incomplete",
         r"expected '?(?:;|,|\)|\]|primary-expression|initializer|expression|unqualified-id)|expected a",

@@ -176,6 +176,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         ". A kernel returns nothing: it writes its results to device memory",
         "。核函数没有返回值：结果要写到设备内存",
     ),
+    "hint_header": (
+        ". Include the header of the standard library that declares it: #include <vector> for std::vector",
+        "。请包含声明它的标准库头文件：例如 std::vector 需要 #include <vector>",
+    ),
     "hint_twice": (". The name is declared twice: rename or remove one", "。这个名字声明了两次：请改名或删去一个"),
     "hint_print": (
         ". A kernel has no standard library: it prints with printf",

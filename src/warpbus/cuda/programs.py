@@ -1,8 +1,9 @@
 """Stand-alone CUDA programs: a `.cu` file with a `main`, compiled and run on a GPU by nvcc, or on the CPU.
 
 On the CPU, `translate` rewrites what C++ does not have, launches and shared memory, and the host's compiler gets
-`on_cpu/cuda_runtime.h` in the place of CUDA's header. The program runs in a process of its own and writes what it did
-wrong as findings, which `findings` puts into words.
+`on_cpu/cuda_runtime.h` in the place of CUDA's header. What that header declares is compiled once and kept
+(`on_cpu/runtime.cpp`). The program runs in a process of its own and writes what it did wrong as findings, which
+`findings` puts into words.
 """
 
 import ctypes
@@ -24,7 +25,9 @@ from warpbus.cuda.host_compiler import kept_object
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"
-_CHECKS_FLAGS = ("-std=c++20", "-O2", "-w", "-fno-pie", "-x", "c++")
+_RUNTIME = HEADERS / "runtime.cpp"
+_RUNTIME_FLAGS = ("-std=c++20", "-O2", "-w", "-fno-pie")
+_CHECKED = ("-fsanitize=thread", "-fno-threadsafe-statics")
 
 _SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 _DYNAMIC = re.compile(r"\bextern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;")
@@ -120,16 +123,14 @@ def run_in_orders(
     pieces = ['#include "cuda_runtime.h"', f'#line 1 "{name}"', translate(text)]
     if appended:
         pieces += ['#line 1 "test"', translate(appended)]
-    # An access to address 0 has to happen, so that it is explained: it must not be optimized away.
-    flags = ["-std=c++20", "-O1", "-g", "-w", "-fno-delete-null-pointer-checks", f"-I{HEADERS}", f"-I{source.parent}"]
+    # The language is that of `run_on_gpu`. Findings need lines and inlined calls (-g1); all that a debugger reads takes
+    # twice as long. An access to address 0 has to happen, so that it is explained: it must not be optimized away.
+    flags = ["-std=c++17", "-O1", "-g1", "-w", "-fno-delete-null-pointer-checks", f"-I{HEADERS}", f"-I{source.parent}"]
     flags += [f"-I{include}"] if include else []
     with tempfile.TemporaryDirectory() as place:
         translated, program = Path(place, f"{source.stem}.cpp"), Path(place, source.stem)
         translated.write_text("\n".join(pieces) + "\n", encoding="utf-8")
-        if checks:
-            mistake = _compile_checked(compiler, flags, translated, program, source)
-        else:
-            mistake = _compile([*compiler, *flags, "-no-pie", str(translated), "-o", str(program)], source)
+        mistake = _build(compiler, flags, translated, program, source, checks)
         mistake = mistake or misqualified(_plain(f"{text}\n{appended}"))
         if mistake:
             return [ProgramRun("", "", 1, (mistake,))]
@@ -151,17 +152,23 @@ def _text(source: Path) -> str:
         raise DataError(f"{source}: cannot be read ({error}): give a .cu file") from None
 
 
-def _compile_checked(
-    compiler: tuple[str, ...], flags: list[str], text: Path, program: Path, source: Path
+def _build(
+    compiler: tuple[str, ...], flags: list[str], text: Path, program: Path, source: Path, checks: bool
 ) -> Finding | None:
-    """Compile a program that calls `on_cpu/checks.h` before each access: the functions of a sanitizer, but ours."""
+    """Compile a program and link it with the runtime.
+
+    Args:
+        checks: whether the program calls `on_cpu/checks.h` before each access: the functions of a sanitizer, but ours.
+    """
     own = text.with_suffix(".o")
-    instrumented = ["-fsanitize=thread", "-fno-threadsafe-statics", "-DWARPBUS_CHECKS", "-fno-pie"]
-    mistake = _compile([*compiler, *flags, *instrumented, "-c", str(text), "-o", str(own)], source)
+    instrumented = _CHECKED if checks else ()
+    mistake = _compile([*compiler, *flags, *instrumented, "-fno-pie", "-c", str(text), "-o", str(own)], source)
     if mistake:
         return mistake
-    with kept_object(HEADERS / "checks.h", HEADERS, _CHECKS_FLAGS) as checks:
-        return _compile([*compiler, "-no-pie", str(checks), str(own), "-o", str(program)], source)
+    defined = ("-DWARPBUS_CHECKS",) if checks else ()
+    with kept_object(_RUNTIME, HEADERS, (*_RUNTIME_FLAGS, *defined)) as runtime:
+        # The runtime comes first: its global variables are there before those of the program are initialized.
+        return _compile([*compiler, "-no-pie", str(runtime), str(own), "-o", str(program)], source)
 
 
 def run_on_gpu(

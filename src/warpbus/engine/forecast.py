@@ -174,7 +174,7 @@ def _layer_seconds(layer: LayerSpec) -> float:
 
 def _weights(stored: Stored, plan: MemoryPlan) -> Iterator[WeightsRow]:
     """The weights by kinds. A token looks one row of the embedding up, which counts as nothing."""
-    config, sizes = stored.config, stored.sizes()
+    config, sizes = stored.config, stored.sizes
     totals: dict[str, int] = {}
     steps: dict[str, float] = {}
     for name, size in sizes.items():

@@ -18,6 +18,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ from warpbus.formats import Checkpoint
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.trellis_dequantize import BUFFER_BYTES
-from warpbus.models import LatentAttentionSpec, ModelConfig, quantized_parameters
+from warpbus.models import LatentAttentionSpec, MatrixSpec, ModelConfig, quantized_parameters
 from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
 from warpbus.models.kv_scales import kv_cache_scheme
 from warpbus.models.parallel import Part
@@ -114,14 +115,8 @@ class Stored:
         """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
         if scheme is None:
             return cls(config, dtype, {})
-        return cls(
-            config,
-            dtype,
-            {
-                f"layers.{index}.{matrix.name}.weight": scheme.fitting(matrix.columns.length)
-                for index, matrix in config.matrices
-            },
-        )
+        fitting = cache(scheme.fitting)  # there may be tens of thousands of experts, all alike
+        return cls(config, dtype, {name: fitting(matrix.columns.length) for name, matrix in _weights(config)})
 
     def shared(self, gpus: int, *, expert_parallel: bool = False) -> "Stored":
         """The part with most bytes if so many GPUs share the model.
@@ -130,7 +125,7 @@ class Stored:
             UsageError: it cannot be sharded over so many GPUs.
         """
         parts = [self._part(Part(self.config, rank, gpus, expert_parallel)) for rank in range(gpus)]
-        return max(parts, key=lambda part: sum(part.sizes().values()))
+        return max(parts, key=lambda part: sum(part.sizes.values()))
 
     def _part(self, part: Part) -> "Stored":
         """What one process has of this model: smaller groups of columns where the shards do not divide into them, and
@@ -145,16 +140,30 @@ class Stored:
         rows = len(part.vocabulary[part.rank])
         return replace(self, config=part.config, quantized=quantized, gpus=part.world, head_rows=rows)
 
-    def sizes(self) -> dict[str, int]:
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""
         found = parameter_bytes(self.config, self.dtype, self.quantized)
         if self.head_rows is not None and "head.weight" in found:
             found["head.weight"] = found["head.weight"] * self.head_rows // self.config.vocab_size
         return found
 
+    @cached_property
     def offloadable(self) -> OffloadableExperts:
         """The experts that need not be on the GPU."""
-        return OffloadableExperts.of(self.config, self.dtype, self.quantized, self.sizes())
+        return OffloadableExperts.of(self.config, self.dtype, self.quantized, self.sizes)
+
+    @cached_property
+    def weights_use_library(self) -> bool:
+        """Whether cuBLAS computes with the layers' matrices, as those of floating point, or with trellises."""
+        return any(scheme.is_trellis for scheme in self.quantized.values()) or any(
+            matrix.dequantized or name not in self.quantized for name, matrix in _weights(self.config)
+        )
+
+
+def _weights(config: ModelConfig) -> Iterator[tuple[str, MatrixSpec]]:
+    """The matrices of the layers by the names of their weights."""
+    return ((f"layers.{index}.{matrix.name}.weight", matrix) for index, matrix in config.matrices)
 
 
 @dataclass(frozen=True)
@@ -233,7 +242,7 @@ def plan_memory(
         UsageError: it does not fit; the message says what would.
     """
     piece = _piece(stored.config, stored.dtype, limit, max_model_len)
-    wanted = _Wanted(stored, stored.sizes(), stored.offloadable(), limit, max_model_len, max_num_seqs, piece)
+    wanted = _Wanted(stored, stored.sizes, stored.offloadable, limit, max_model_len, max_num_seqs, piece)
     options = list(_options(stored, kv_dtype))
     for option in options:
         found = _lay_out(wanted, _SHORTEST_CONTEXT, *option)
@@ -435,14 +444,11 @@ def _stacking_bytes(experts: OffloadableExperts, offloaded: tuple[int, ...]) -> 
 def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
     """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row, for trellises,
     and for LoRAs."""
-    layers = Stored.uniform(stored.config, stored.dtype, _SUGGESTED).quantized
     plain_head = head is None and "head.weight" not in stored.quantized
     return (
         bool(stored.adapters)
         or stored.dtype not in HALVES
-        or not layers.keys() <= stored.quantized.keys()
-        or any(scheme.is_trellis for scheme in stored.quantized.values())
-        or any(matrix.dequantized for _, matrix in stored.config.matrices)
+        or stored.weights_use_library
         or stored.config.mtp is not None
         or (plain_head and rows > 1)
     )
@@ -492,10 +498,10 @@ def _smallest(
     config = stored.config
     kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
     piece = _piece(config, stored.dtype, limit, max_model_len)
-    experts = stored.offloadable()
+    experts = stored.offloadable
     rows = batch_bucket(max_num_seqs)
     offloaded = experts.counts if stored.gpus == 1 else ()
-    parts = _fixed_parts(stored, stored.sizes(), experts, rows, piece, head, on_cpu, offloaded)
+    parts = _fixed_parts(stored, stored.sizes, experts, rows, piece, head, on_cpu, offloaded)
     parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, offloaded))
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)

@@ -3,6 +3,7 @@
 The plans for running, quantizing and training a model are sums of these. Nothing is loaded or allocated here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,11 +100,13 @@ def parameter_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[
         quantized: the parameters that the file holds quantized, and their schemes.
     """
 
+    packed = functools.cache(packed_bytes)  # there may be tens of thousands of experts, all alike
+
     def size(name: str, shape: tuple[int, ...]) -> int:
         matrix = config.matrix(name)
         if name not in quantized or (matrix is not None and matrix.dequantized):
             return math.prod(shape) * dtype.itemsize
-        return packed_bytes(quantized[name], shape[0], shape[1])
+        return packed(quantized[name], shape[0], shape[1])
 
     return {name: size(name, shape) for name, shape in config.parameters.items()}
 

@@ -334,6 +334,10 @@ KERNEL = "__global__ void k(float *x) { x[0] = 1; }\n"
         ('#include "none.h"\nint main() {}\n', "(line 1): none.h: No such file or directory"),
         (KERNEL + "int main() { float *x; return x[0][1]; }\n", "(line 2): invalid types 'float[int]' for array"),
         (KERNEL + "int main() { const float x = 1; x = 2; }\n", "read-only variable 'x'. It is const: the kernel may"),
+        (
+            "int main() { std::vector<int> x; }\n",
+            "'vector' is not a member of 'std'. Include the header of the standard",
+        ),
         ("__global__ void k(float *x) { return 1; }\nint main() {}\n", ". A kernel returns nothing"),
         (
             "void k(float *x) {}\nint main() { k<<<1, 2>>>(nullptr); }\n",

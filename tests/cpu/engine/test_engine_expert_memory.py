@@ -22,7 +22,7 @@ AIR = Stored.uniform(SHAPES["glm-4.5-air"], torch.bfloat16, W4)
 
 def expert_bytes(stored):
     """Of the routed experts of all layers."""
-    sizes = stored.sizes()
+    sizes = stored.sizes
     matrices = [
         f"layers.{index}.{each.name}.weight" for index, each in stored.config.matrices if each.expert is not None
     ]
@@ -46,7 +46,7 @@ def test_layers_share_the_offloaded_experts_evenly(counts, data):
 @pytest.mark.parametrize(("stored", "memory"), [(FLASH, 8), (FLASH, 16), (AIR, 24), (AIR, 48)])
 def test_as_few_experts_as_fit_are_offloaded(stored, memory):
     plan = plan_memory(stored, memory * GB, max_num_seqs=1)
-    sizes = stored.sizes()
+    sizes = stored.sizes
     layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
     assert plan.parts["layers"] + plan.host_bytes == layers
     assert plan.total <= memory * GB
@@ -74,7 +74,7 @@ def test_the_workspace_holds_what_stacking_takes(memory):
     """The experts of a layer of GLM-4.5-Air are more than the activations of a piece."""
     plan = plan_memory(AIR, memory * GB, max_num_seqs=1)
     assert bool(plan.offloaded) == (memory == 48)
-    stacking = AIR.offloadable().stacking_bytes(plan.offloaded)
+    stacking = AIR.offloadable.stacking_bytes(plan.offloaded)
     assert 0.85 * GB < stacking < plan.parts["workspace"] < 1.1 * stacking
     assert plan.total <= memory * GB
 
@@ -95,21 +95,21 @@ def test_a_context_that_is_asked_for_is_kept():
 def test_the_least_memory_has_one_expert_per_layer(stored):
     least = least_memory(stored, max_num_seqs=1)
     plan = plan_memory(stored, least, max_num_seqs=1)
-    assert plan.offloaded == stored.offloadable().counts
+    assert plan.offloaded == stored.offloadable.counts
     with pytest.raises(UsageError, match=r"give memory \d+\.\dGB"):
         plan_memory(stored, least - 10**8, max_num_seqs=1)
 
 
 def test_what_the_kernels_do_not_take_stays_on_the_gpu():
     config = FLASH.config
-    assert Stored(config, torch.bfloat16, {}).offloadable().most == 0
-    assert replace(FLASH, dtype=torch.float32).offloadable().most == 0
+    assert Stored(config, torch.bfloat16, {}).offloadable.most == 0
+    assert replace(FLASH, dtype=torch.float32).offloadable.most == 0
     w8a8 = Stored.uniform(config, torch.bfloat16, Scheme.parse("w8a8-int8"))
-    assert w8a8.offloadable().most == 0
+    assert w8a8.offloadable.most == 0
     name = "layers.3.mlp.experts.5.down.weight"
     mixed = replace(FLASH, quantized={**FLASH.quantized, name: Scheme.parse("w8a16-g128")})
-    assert mixed.offloadable().counts[3] == 0
-    assert mixed.offloadable().most == FLASH.offloadable().most - 63
+    assert mixed.offloadable.counts[3] == 0
+    assert mixed.offloadable.most == FLASH.offloadable.most - 63
     with pytest.raises(UsageError, match=r"memory is 24\.00 GB, but the model needs 3\d\.\d\d GB"):
         plan_memory(w8a8, 24 * GB, max_num_seqs=1)
 

@@ -36,7 +36,7 @@ def test_layers_of_different_schemes_are_counted_one_by_one():
     mixed = replace(CHATGLM2, quantized={**CHATGLM2.quantized, **dict.fromkeys(names, Scheme.parse("w8a8-int8"))})
     n, k = SHAPE.hidden_size, SHAPE.layers[0].mlp.ffn_size
     more = n * k + 4 * n - packed_bytes(W4, n, k)
-    assert sum(mixed.sizes().values()) == sum(CHATGLM2.sizes().values()) + SHAPE.num_layers * more
+    assert sum(mixed.sizes.values()) == sum(CHATGLM2.sizes.values()) + SHAPE.num_layers * more
 
 
 def test_adapters_have_a_place_in_the_plan():
@@ -201,7 +201,7 @@ def test_a_checkpoint_is_planned_without_being_read(tiny_glm):
     checkpoint = Checkpoint(tiny_glm)
     stored = Stored.of_checkpoint(checkpoint, read_config(checkpoint), torch.float16)
     assert stored.quantized == {}
-    assert sum(stored.sizes().values()) == stored.config.num_parameters * 2
+    assert sum(stored.sizes.values()) == stored.config.num_parameters * 2
     assert plan_memory(stored, GB).context == 512
 
 
@@ -213,9 +213,9 @@ def test_the_plan_of_gpus_that_share_a_model_is_of_the_largest_part(shape, gpus,
     part = whole.shared(gpus, expert_parallel=expert_parallel)
     processes = [Part(whole.config, rank, gpus, expert_parallel) for rank in range(gpus)]
     (own, *_) = [each for each in processes if each.config == part.config]
-    assert part.sizes().keys() == {name for name in whole.sizes() if own.has(name)}
+    assert part.sizes.keys() == {name for name in whole.sizes if own.has(name)}
     assert own.config.num_parameters == max(each.config.num_parameters for each in processes)
-    assert sum(part.sizes().values()) < 1.3 * sum(whole.sizes().values()) / gpus + part.sizes()["embedding.weight"]
+    assert sum(part.sizes.values()) < 1.3 * sum(whole.sizes.values()) / gpus + part.sizes["embedding.weight"]
     # Nothing is offloaded, rounded or elsewhere, and what is said to be enough is.
     with pytest.raises(UsageError, match=f"each of {gpus} GPUs needs") as refusal:
         plan_memory(part, 3 * GB)

@@ -100,7 +100,7 @@ def test_drawing_a_model_stays_within_what_is_planned_for_torch(memory, without_
     weights = sum(plan.parts[name] for name in ("layers", "embedding", "head"))
     # Beside parameters there are the tables of slots and the counts.
     assert weights <= left <= weights + 2**16
-    stacking = stored.offloadable().stacking_bytes(plan.offloaded)
+    stacking = stored.offloadable.stacking_bytes(plan.offloaded)
     assert left < live.peak <= weights + stacking + 2**16
     # Of torch's memory the plan then leaves the allocator's granularity, and all of the workspace but this.
     assert stacking <= plan.parts["workspace"]
@@ -119,8 +119,8 @@ def test_loading_a_model_takes_one_layers_experts_more(offloaded, tmp_path, monk
         model = load_model(checkpoint, device="cpu", dtype=torch.float16, layer_scheme=W4, offloaded=offloaded)
         left = live.now()
     assert model.layers[0].mlp.stacked
-    experts = stored.offloadable().stacking_bytes(())
-    sizes = stored.sizes()
+    experts = stored.offloadable.stacking_bytes(())
+    sizes = stored.sizes
     assert sum(sizes.values()) <= left <= sum(sizes.values()) + 2**14
     largest = 4 * 64 * 2 * 96 * 4  # of a matrix while it is rounded and packed: some tensors of 4 bytes per number
     assert live.peak <= left + max(experts, largest)

@@ -142,6 +142,20 @@ def test_search_is_never_worse_than_the_full_range(text):
     assert ((clipped.zeros >= 0) & (clipped.zeros <= scheme.max_code)).all()
 
 
+@pytest.mark.parametrize("text", SCHEMES)
+def test_search_of_few_weights_is_that_of_many(text, monkeypatch):
+    """Candidates that are tried at once are chosen as those that are tried one after the other: the first of equals."""
+    scheme = Scheme.parse(text)
+    groups = torch.randn(9, 256, generator=torch.Generator().manual_seed(9)).mul(2).round().div(2)
+    groups[0], groups[1, 3] = 0, torch.nan
+    groups = groups.unflatten(1, (scheme.groups(256), -1))
+    at_once = grids.search(groups, scheme, torch.float16, torch.ones(groups.shape[1:]))
+    monkeypatch.setattr(grids, "_FEW_WEIGHTS", 0)
+    in_turn = grids.search(groups, scheme, torch.float16, torch.ones(groups.shape[1:]))
+    for one, other in zip(at_once, in_turn, strict=True):
+        assert torch.equal(one.nan_to_num(-1), other.nan_to_num(-1))
+
+
 def test_search_looks_at_the_importance():
     """A column that does not matter may be clipped away for the sake of the others."""
     groups = torch.randn(32, 1, 64, generator=torch.Generator().manual_seed(8))

@@ -98,7 +98,7 @@ def test_the_plan_of_a_large_model_holds():
     try:
         where = "cpu" if plan.embedding_on_cpu else None
         model = random_model(config, W3, GPU, torch.float16, head=plan.head, embedding=where)
-        layers = {name: size for name, size in stored.sizes().items() if name.startswith("layers.")}
+        layers = {name: size for name, size in stored.sizes.items() if name.startswith("layers.")}
         held = sum(each.nbytes for each in [*model.layers.parameters(), *model.layers.buffers()])
         assert held == sum(layers.values())
         assert held < 0.2 * sum(parameter_bytes(config, torch.float16, {})[name] for name in layers)

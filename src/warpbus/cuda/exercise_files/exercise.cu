@@ -22,7 +22,9 @@ inline void write_finding(const std::string &kind, const std::string &fields) {
 inline void forget_traffic() {}
 template <class T> void allocate(const char *, T **pointer, size_t size) { cudaMalloc(pointer, size); }
 #else
-using warpbus::write_finding;
+inline void write_finding(const std::string &kind, const std::string &fields) {
+    warpbus::write_finding(kind.c_str(), fields.c_str());
+}
 using warpbus::forget_traffic;
 template <class T> void allocate(const char *name, T **pointer, size_t size) {
     warpbus::allocate_named(name, pointer, size, false);

@@ -1,6 +1,6 @@
 // Checks of memory accesses: `warpbus cuda run --check` and `warpbus learn --check` compile a program with
 // -fsanitize=thread, so that the compiler calls a function before each access, and link these functions instead of a
-// sanitizer's. This file is compiled on its own, without that flag.
+// sanitizer's. They are part of a second object file of `runtime.cpp`, which is compiled without that flag.
 //
 // For each element of device and shared memory a cell remembers who wrote and read it last. Two accesses of two threads
 // conflict if one of them writes, not both are atomic, and nothing orders them: __syncthreads() orders the threads of a
@@ -12,7 +12,6 @@
 // different words.
 #pragma once
 
-#define WARPBUS_CHECKS
 #include "threads.h"
 
 #include <unordered_map>
@@ -233,9 +232,9 @@ void count_requests() {
 
 void write_traffic() {
     for (const auto &[pc, site] : sites)
-        warpbus::write_finding("traffic", field("array", site.array.c_str()) + field("memory", site.shared ? "shared" : "device") +
+        warpbus::write_finding("traffic", (field("array", site.array.c_str()) + field("memory", site.shared ? "shared" : "device") +
                                field("writes", site.write ? 1 : 0) + field("requests", site.requests) +
-                               field("moved", site.moved) + field("least", site.least) + field("pc", pc));
+                               field("moved", site.moved) + field("least", site.least) + field("pc", pc)).c_str());
 }
 
 struct Shadow { Cell *cells; unsigned char *written; size_t element, count; };

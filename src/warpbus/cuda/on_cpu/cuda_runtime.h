@@ -12,14 +12,32 @@
 //
 // - Streams are queues that run when the program waits for them, see `streams.h`.
 //
+// A program is compiled with this header alone, which has to be quick. Functions without a type of the program among their
+// parameters are in `runtime.cpp`, which is compiled once.
+//
 // Not here: textures, cooperative groups, half precision, tensor cores, more than one device.
 #pragma once
 
-#include <chrono>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#if __has_include(<bits/stl_algobase.h>)
+#include <bits/stl_algobase.h>  // max and min: the part of <algorithm> that has them
+#else
+#include <algorithm>
+#endif
 
-#include "streams.h"
-#include "threads.h"
+struct uint3 { unsigned x, y, z; };
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    operator uint3() const { return {x, y, z}; }
+};
 
 #define __global__
 #define __device__
@@ -75,13 +93,12 @@ enum cudaStreamCaptureMode {
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
 constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
-using cudaStream_t = warpbus_stream *;
-using cudaEvent_t = warpbus_event *;
-using cudaGraph_t = warpbus_graph *;
+using cudaStream_t = struct warpbus_stream *;
+using cudaEvent_t = struct warpbus_event *;
+using cudaGraph_t = struct warpbus_graph *;
 using cudaGraphExec_t = struct warpbus_graph_exec *;
 using cudaGraphNode_t = struct warpbus_graph_node *;
 using cudaHostFn_t = void (*)(void *);
-struct warpbus_graph_exec { std::vector<std::function<void()>> nodes; };
 
 struct cudaDeviceProp {
     char name[256];
@@ -93,12 +110,45 @@ struct cudaDeviceProp {
 
 namespace warpbus {
 
-inline cudaError_t last;
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr size_t kMostShared = 48 << 10, kStack = 128 << 10, kGuard = 64 << 20, kGap = 512;
+constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
-inline cudaError_t remember(cudaError_t status) {
-    if (status != cudaSuccess) last = status;
-    return status;
-}
+enum class Waits : unsigned char { nothing, block, warp };
+
+// A thread of a block: a fiber.
+struct Thread {
+    uint3 thread;
+    unsigned number;
+    bool ended;
+    Waits waits;
+    const char *what;       // what it waits for: "__syncthreads()"
+    int line;               // of the source, where it waits
+    unsigned mask;          // of the lanes that it waits for
+    unsigned source;        // the lane whose value it asks for
+    uint64_t given, got;    // the bits that it hands over, and those that it gets
+};
+
+extern Thread *current;     // nullptr while host code runs
+extern uint3 block_at, block_size, grid_size;
+
+void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u);
+cudaError_t remember(cudaError_t status);
+char *allocate(size_t size, size_t element, bool managed, const char *name);
+void *allocate_pinned(size_t size);
+void add_shared_array(char *begin, size_t size, size_t element, const char *name);
+char *dynamic_memory(size_t element, const char *name);
+void check_atomic(const void *at, size_t size, const void *pc);
+void forget_traffic();
+void write_finding(const char *kind, const char *fields);
+
+// A kernel with its arguments: a lambda of `translate`.
+struct Call {
+    const void *lambda;
+    void (*run)(const void *);
+    const void *(*copy)(const void *);
+    void (*drop)(const void *);
+};
 
 struct Launch {
     const char *name;
@@ -108,25 +158,12 @@ struct Launch {
     Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
         : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
-    void operator()(const std::function<void()> &call) const {
-        const uint64_t threads = uint64_t{block.x} * block.y * block.z;
-        const bool fits = threads >= 1 && threads <= kMostThreads && block.z <= 64 && grid.x >= 1 && grid.y >= 1 &&
-                          grid.z >= 1 && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535;
-        if (!fits || shared > kMostShared) {
-            remember(cudaErrorInvalidConfiguration);
-            return;
-        }
-        if (!stream && capturing) stop("default_stream", field("kernel", name));
-        if (!stream) {
-            run_streams(false);
-            run_kernel(name, grid, block, shared, call);
-            return;
-        }
-        // A launch with a stream captures its arguments by value, see `translate`.
-        enqueue(stream, [launch = *this, call] {
-            run_kernel(launch.name, launch.grid, launch.block, launch.shared, call);
-        });
+    template <class Lambda> void operator()(const Lambda &lambda) const {
+        start({&lambda, [](const void *of) { (*static_cast<const Lambda *>(of))(); },
+               [](const void *of) -> const void * { return new Lambda(*static_cast<const Lambda *>(of)); },
+               [](const void *of) { delete static_cast<const Lambda *>(of); }});
     }
+    void start(const Call &call) const;
 };
 
 template <class T> constexpr size_t element_of = sizeof(T);
@@ -148,6 +185,40 @@ template <class T, class Change> __attribute__((noinline, no_sanitize("thread"))
     const T now = new_value(old);
     memcpy(at, &now, sizeof(T));
     return old;
+}
+
+template <class T> using Type = T;
+
+// An array of __shared__ memory, with a gap before and behind it in which an access is a mistake.
+template <class T> struct Shared {
+    alignas(128) char before[kGap];
+    alignas(16) T value;
+    char behind[kGap];
+    explicit Shared(const char *name) {
+        static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
+        add_shared_array(reinterpret_cast<char *>(&value), sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
+    }
+};
+
+template <class T> T *dynamic_array(const char *name) { return reinterpret_cast<T *>(dynamic_memory(sizeof(T), name)); }
+
+// What a lane of a warp gets from lane `source` of it; kWarp: the bits of all lanes, whether what they give is not 0.
+template <class T> T exchange(unsigned mask, T value, unsigned source, const char *what, int line) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles take values of at most 8 bytes");
+    current->given = 0;
+    memcpy(&current->given, &value, sizeof value);
+    current->source = source;
+    wait_for(Waits::warp, what, line, mask);
+    memcpy(&value, &current->got, sizeof value);
+    return value;
+}
+
+inline unsigned lane() { return current->number % kWarp; }
+
+// The lane to read from: `to` if it is in this lane's group of `width`, else this lane.
+inline unsigned within(long to, int width) {
+    const long own = lane(), begin = own / width * width;
+    return static_cast<unsigned>(to >= begin && to < begin + width ? to : own);
 }
 
 }  // namespace warpbus
@@ -172,7 +243,7 @@ inline int __syncthreads_and(int predicate, WARPBUS_LINE) { return __syncthreads
 inline void __syncwarp(unsigned mask = ~0u, WARPBUS_LINE) {
     warpbus::wait_for(warpbus::Waits::warp, "__syncwarp()", line, mask);
 }
-inline void __threadfence() { warpbus::check_unordered(); }
+void __threadfence();
 inline void __threadfence_block() {}
 
 template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32, WARPBUS_LINE) {
@@ -221,41 +292,6 @@ inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
-inline const char *cudaGetErrorName(cudaError_t status) {
-    switch (status) {
-        case cudaSuccess: return "cudaSuccess";
-        case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
-        case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-        case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
-        case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
-        case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
-        case cudaErrorNotReady: return "cudaErrorNotReady";
-        case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
-        case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
-        case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
-        case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
-    }
-    return "cudaErrorUnknown";
-}
-inline const char *cudaGetErrorString(cudaError_t status) {
-    switch (status) {
-        case cudaSuccess: return "no error";
-        case cudaErrorInvalidValue: return "invalid argument";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorInvalidConfiguration: return "invalid configuration argument";
-        case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
-        case cudaErrorInvalidDevice: return "invalid device ordinal";
-        case cudaErrorNotReady: return "device not ready";
-        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
-        case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
-        case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
-    }
-    return "unknown error";
-}
-inline cudaError_t cudaPeekAtLastError() { return warpbus::last; }
-inline cudaError_t cudaGetLastError() { const cudaError_t found = warpbus::last; warpbus::last = cudaSuccess; return found; }
-
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t size) {
     return warpbus::allocate_named("device memory", pointer, size, false);
 }
@@ -265,211 +301,54 @@ template <class T> cudaError_t cudaMallocManaged(T **pointer, size_t size, unsig
 // With the text of the argument, an allocation has the name of its pointer.
 #define cudaMalloc(pointer, size) warpbus::allocate_named(#pointer, pointer, size, false)
 template <class T> cudaError_t cudaHostAlloc(T **pointer, size_t size, unsigned) {
-    *pointer = static_cast<T *>(malloc(size));
-    if (!*pointer) return warpbus::remember(cudaErrorMemoryAllocation);
-    warpbus::pinned[reinterpret_cast<char *>(*pointer)] = size;
-    return cudaSuccess;
+    *pointer = static_cast<T *>(warpbus::allocate_pinned(size));
+    return *pointer ? cudaSuccess : warpbus::remember(cudaErrorMemoryAllocation);
 }
 template <class T> cudaError_t cudaMallocHost(T **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
-inline cudaError_t cudaFreeHost(void *pointer) {
-    warpbus::run_streams(true);
-    warpbus::pinned.erase(static_cast<char *>(pointer));
-    free(pointer);
-    return cudaSuccess;
-}
-inline cudaError_t cudaFree(void *pointer) {
-    warpbus::run_streams(true);
-    return !pointer || warpbus::release(pointer) ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
-}
-
-namespace warpbus {
-
-inline void copy(void *to, const void *from, size_t size) {
-    expose(true);
-    memcpy(to, from, size);
-    check_host_write(to, size);
-    expose(false);
-}
-
-inline bool copies(const void *to, const void *from, size_t size, cudaMemcpyKind kind) {
-    const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
-    const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
-    return kind == cudaMemcpyDefault || (is_of(to, size, to_device) && is_of(from, size, from_device));
-}
-
-}  // namespace warpbus
-
-inline cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
-    if (!warpbus::copies(to, from, size, kind)) return warpbus::remember(cudaErrorInvalidValue);
-    if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureImplicit);
-    warpbus::run_streams(false);
-    warpbus::copy(to, from, size);
-    return cudaSuccess;
-}
-// From pageable memory the driver takes the bytes before it returns, to pageable memory it waits for the copy.
-inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
-    if (!warpbus::copies(to, from, size, kind)) return warpbus::remember(cudaErrorInvalidValue);
-    if (!stream) return cudaMemcpy(to, from, size, kind);
-    if (!stream->graph && kind == cudaMemcpyHostToDevice && !warpbus::is_pinned(from, size)) {
-        const char *begin = static_cast<const char *>(from);
-        const std::vector<char> taken(begin, begin + size);
-        warpbus::enqueue(stream, [=] { warpbus::copy(to, taken.data(), taken.size()); });
-        return cudaSuccess;
-    }
-    warpbus::enqueue(stream, [=] { warpbus::copy(to, from, size); });
-    if (!stream->graph && kind == cudaMemcpyDeviceToHost && !warpbus::is_pinned(to, size))
-        warpbus::run_until(stream);
-    return cudaSuccess;
-}
-inline cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream = nullptr) {
-    return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
-}
-inline cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size) {
-    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
-}
-inline cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream = nullptr) {
-    if (!warpbus::is_of(at, size, true)) return warpbus::remember(cudaErrorInvalidValue);
-    if (!stream && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureImplicit);
-    warpbus::enqueue(stream, [=] {
-        warpbus::expose(true);
-        memset(at, value, size);
-        warpbus::check_host_write(at, size);
-        warpbus::expose(false);
-    });
-    return cudaSuccess;
-}
-inline cudaError_t cudaMemset(void *at, int value, size_t size) { return cudaMemsetAsync(at, value, size); }
 template <class T> cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t size) {
     if (size > sizeof symbol) return warpbus::remember(cudaErrorInvalidValue);
     memcpy(&symbol, from, size);
     return cudaSuccess;
 }
 
-inline cudaError_t cudaDeviceSynchronize() {
-    if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
-    warpbus::run_streams(true);
-    return warpbus::last;
-}
-inline cudaError_t cudaDeviceReset() { return cudaSuccess; }
-inline cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
-inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return warpbus::remember(cudaErrorInvalidDevice); }
-inline cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
-inline cudaError_t cudaSetDevice(int device) { return device ? warpbus::remember(cudaErrorInvalidDevice) : cudaSuccess; }
-inline cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
-inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
-    if (device) return warpbus::remember(cudaErrorInvalidDevice);
-    *found = {};
-    snprintf(found->name, sizeof found->name, "CPU, in the place of a GPU (warpbus cuda run)");
-    found->totalGlobalMem = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * warpbus::page();
-    found->sharedMemPerBlock = found->sharedMemPerMultiprocessor = warpbus::kMostShared;
-    found->totalConstMem = 64 << 10;
-    found->regsPerBlock = 65536;
-    found->warpSize = 32;
-    found->maxThreadsPerBlock = found->maxThreadsPerMultiProcessor = warpbus::kMostThreads;
-    found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
-    found->maxThreadsDim[2] = 64;
-    found->maxGridSize[0] = 2147483647;
-    found->maxGridSize[1] = found->maxGridSize[2] = 65535;
-    found->major = 8;
-    found->multiProcessorCount = 1;
-    return cudaSuccess;
-}
-
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
-    *stream = new warpbus_stream;
-    (*stream)->blocking = !(flags & cudaStreamNonBlocking);
-    warpbus::streams.push_back(*stream);
-    return cudaSuccess;
-}
-inline cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    if (stream ? stream->graph != nullptr : warpbus::capturing != nullptr) {
-        warpbus::breaks_capture();
-        return warpbus::remember(cudaErrorStreamCaptureUnsupported);
-    }
-    if (!stream) warpbus::run_streams(false);
-    if (stream) warpbus::run_until(stream);
-    return warpbus::last;
-}
-inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    return stream && warpbus::step(stream) ? cudaErrorNotReady : cudaSuccess;
-}
-inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    const cudaError_t status = cudaStreamSynchronize(stream);  // an event may still name it, so it is kept
-    std::erase(warpbus::streams, stream);
-    return status;
-}
-inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-    warpbus::enqueue(stream, [=] { function(data); });
-    return cudaSuccess;
-}
-
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { *event = new warpbus_event; return cudaSuccess; }
-inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }  // an operation may still set it, so it is kept
-inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
-    warpbus::record(event, stream);
-    return cudaSuccess;
-}
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
-    warpbus::wait_for_event(stream, event);
-    return cudaSuccess;
-}
-inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    if (event->graph && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
-    if (event->stream) warpbus::run_until(event->stream, event, event->recorded);
-    return warpbus::last;
-}
-inline cudaError_t cudaEventQuery(cudaEvent_t event) {
-    if (event->done == event->recorded) return cudaSuccess;
-    warpbus::step(event->stream);
-    return cudaErrorNotReady;
-}
-inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
-    if (!from->recorded || !to->recorded) return warpbus::remember(cudaErrorInvalidValue);
-    if (from->done < from->recorded || to->done < to->recorded) return warpbus::remember(cudaErrorNotReady);
-    *milliseconds = std::chrono::duration<float, std::milli>(to->at - from->at).count();
-    return cudaSuccess;
-}
-
-// A graph's operations run in the order in which they were captured, which the dependencies of the graph allow.
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-    if (!stream || warpbus::capturing) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
-    stream->graph = warpbus::capturing = new warpbus_graph;
-    stream->graph->origin = stream;
-    return cudaSuccess;
-}
-inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-    warpbus_graph *found = warpbus::capturing;
-    *graph = nullptr;
-    if (!found || found->origin != stream) return warpbus::remember(cudaErrorInvalidValue);
-    bool unjoined = false;
-    for (warpbus_stream *each : warpbus::streams)
-        if (each->graph == found) {
-            unjoined = unjoined || (each != stream && each->joined < each->captured);
-            each->graph = nullptr;
-            each->captured = each->joined = 0;
-        }
-    warpbus::capturing = nullptr;
-    if (found->invalid) return warpbus::remember(cudaErrorStreamCaptureInvalidated);
-    if (unjoined) return warpbus::remember(cudaErrorStreamCaptureUnjoined);
-    *graph = found;
-    return cudaSuccess;
-}
-inline cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count) {
-    *count = graph->nodes.size();
-    return cudaSuccess;
-}
-inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0) {
-    *exec = nullptr;
-    if (!graph) return warpbus::remember(cudaErrorInvalidValue);
-    *exec = new warpbus_graph_exec{graph->nodes};
-    return cudaSuccess;
-}
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-    if (!exec) return warpbus::remember(cudaErrorInvalidValue);
-    for (const auto &node : exec->nodes) warpbus::enqueue(stream, node);
-    return cudaSuccess;
-}
-inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { delete exec; return cudaSuccess; }
-inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }  // an event may still name it, so it is kept
+const char *cudaGetErrorName(cudaError_t status);
+const char *cudaGetErrorString(cudaError_t status);
+cudaError_t cudaPeekAtLastError();
+cudaError_t cudaGetLastError();
+cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaFree(void *pointer);
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size);
+cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream = nullptr);
+cudaError_t cudaMemset(void *at, int value, size_t size);
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaDeviceReset();
+cudaError_t cudaDeviceCanAccessPeer(int *can, int, int);
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned);
+cudaError_t cudaGetDeviceCount(int *count);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
+cudaError_t cudaStreamCreate(cudaStream_t *stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned);
+cudaError_t cudaEventCreate(cudaEvent_t *event);
+cudaError_t cudaEventDestroy(cudaEvent_t);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
+cudaError_t cudaGraphDestroy(cudaGraph_t);

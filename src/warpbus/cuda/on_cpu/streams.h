@@ -11,13 +11,13 @@
 
 #include "threads.h"
 
-struct warpbus_stream;
-
 struct warpbus_graph {
     std::vector<std::function<void()>> nodes;
     warpbus_stream *origin = nullptr;
     bool invalid = false;
 };
+
+struct warpbus_graph_exec { std::vector<std::function<void()>> nodes; };
 
 struct warpbus_event {
     std::chrono::steady_clock::time_point at;

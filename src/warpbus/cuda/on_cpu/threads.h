@@ -1,18 +1,15 @@
-// Threads, blocks and device memory on a CPU: what `cuda_runtime.h` builds on.
+// Threads, blocks and device memory on a CPU: what `runtime.cpp` builds on.
 //
 // The threads of a block are fibers on one thread of the CPU. A fiber runs until a barrier or its end; blocks run one
 // after the other. What a kernel does wrong is written as one line of JSON, a finding, into the file that
 // WARPBUS_FINDINGS names, and the program ends with status 70. `warpbus.cuda.findings` puts findings into words.
 //
-// With WARPBUS_CHECKS, the compiler calls the functions of `checks.h` before each access to memory.
+// With WARPBUS_CHECKS, `checks.h` is told of what happens here, and of each access to memory.
 #pragma once
 
+#include "cuda_runtime.h"
+
 #include <csignal>
-#include <cstddef>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 
 #include <algorithm>
 #include <functional>
@@ -26,20 +23,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-struct uint3 { unsigned x, y, z; };
-struct dim3 {
-    unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-    operator uint3() const { return {x, y, z}; }
-};
-
 namespace warpbus {
-
-constexpr unsigned kWarp = 32, kMostThreads = 1024;
-constexpr size_t kMostShared = 48 << 10, kStack = 128 << 10, kGuard = 64 << 20, kGap = 512;
-constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
-
-enum class Waits : unsigned char { nothing, block, warp };
 
 struct Allocation {
     char *reserved, *pages, *begin;  // kGuard bytes before `pages` and behind the last page cannot be accessed
@@ -54,28 +38,17 @@ struct SharedArray {
     const char *name;
 };
 
-struct Fiber {
+struct Fiber : Thread {
     ucontext_t context;
     std::vector<char> stack;
-    uint3 thread;
-    unsigned number;
-    bool ended;
-    Waits waits;
-    const char *what;       // what it waits for: "__syncthreads()"
-    int line;               // of the source, where it waits
-    unsigned mask;          // of the lanes that it waits for
-    unsigned source;        // the lane whose value it asks for
-    uint64_t given, got;    // the bits that it hands over, and those that it gets
 };
 
 inline std::map<char *, Allocation> allocations;
 inline std::vector<SharedArray> shared_arrays;
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
-inline Fiber *current;      // nullptr while host code runs
 inline const std::function<void()> *body;
 inline const char *kernel = "";
-inline uint3 block_at, block_size, grid_size;
 alignas(128) inline char dynamic[kGap + kMostShared + kGap];
 inline size_t dynamic_size;
 
@@ -87,11 +60,9 @@ void check_warp_barrier(unsigned warp);    // so are the threads of a warp
 void check_launch_end();
 void check_host_write(const void *, size_t);
 void check_freed(const void *);
-void check_atomic(const void *, size_t, const void *pc);
 void check_unordered();                    // the program orders blocks by fences
 void check_new_array(const SharedArray &);
 void check_dynamic_array(const SharedArray &);
-void forget_traffic();
 #else
 inline void check_launch() {}
 inline void check_block() {}
@@ -100,11 +71,9 @@ inline void check_warp_barrier(unsigned) {}
 inline void check_launch_end() {}
 inline void check_host_write(const void *, size_t) {}
 inline void check_freed(const void *) {}
-inline void check_atomic(const void *, size_t, const void *) {}
 inline void check_unordered() {}
 inline void check_new_array(const SharedArray &) {}
 inline void check_dynamic_array(const SharedArray &) {}
-inline void forget_traffic() {}
 #endif
 
 inline size_t page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
@@ -126,22 +95,14 @@ inline std::string field(const char *name, uint3 at) {
     return field(name, "[" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + "]");
 }
 
-inline void write_finding(const std::string &kind, const std::string &fields) {
-    if (const char *path = getenv("WARPBUS_FINDINGS"))
-        if (FILE *file = fopen(path, "a")) {
-            fprintf(file, "{\"kind\": \"%s\"%s}\n", kind.c_str(), fields.c_str());
-            fclose(file);
-        }
-}
-
 [[noreturn]] inline void stop(const std::string &kind, const std::string &fields) {
     fflush(stdout);
-    write_finding(kind, fields);
+    write_finding(kind.c_str(), fields.c_str());
     _exit(70);
 }
 
 inline std::string place() { return field("kernel", kernel) + field("block", block_at); }
-inline std::string place(const Fiber &fiber) { return place() + field("thread", fiber.thread); }
+inline std::string place(const Thread &thread) { return place() + field("thread", thread.thread); }
 
 // The thread with this number in its block.
 inline uint3 thread_of(unsigned number) {
@@ -216,43 +177,12 @@ inline void install() {
     }
 }
 
-template <class T> using Type = T;
-
-// An array of __shared__ memory, with a gap before and behind it in which an access is a mistake.
-template <class T> struct Shared {
-    alignas(128) char before[kGap];
-    alignas(16) T value;
-    char behind[kGap];
-    explicit Shared(const char *name) {
-        static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
-        shared_arrays.push_back({reinterpret_cast<char *>(&value), sizeof(T), sizeof(std::remove_all_extents_t<T>), name});
-        memset(static_cast<void *>(&value), kUnwritten, sizeof(T));
-        check_new_array(shared_arrays.back());
-    }
-};
-
-template <class T> T *dynamic_array(const char *name) {
-    SharedArray &found = shared_arrays.front();
-    if (found.name != name) {
-        found.name = name;
-        found.element = sizeof(T);
-        check_dynamic_array(found);
-    }
-    return reinterpret_cast<T *>(dynamic + kGap);
-}
+inline Fiber &running() { return *static_cast<Fiber *>(current); }
 
 inline void enter() {
     (*body)();
     current->ended = true;
-    swapcontext(&current->context, &scheduler);
-}
-
-inline void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u) {
-    current->waits = waits;
-    current->what = what;
-    current->line = line;
-    current->mask = mask;
-    swapcontext(&current->context, &scheduler);
+    swapcontext(&running().context, &scheduler);
 }
 
 inline std::string waiting(const Fiber &fiber) {
@@ -413,23 +343,6 @@ inline bool is_of(const void *pointer, size_t size, bool device) {
     return found && static_cast<const char *>(pointer) + size <= found->begin + found->size;
 }
 
-inline char *allocate(size_t size, size_t element, bool managed, const char *name) {
-    const size_t padded = (size + 15) / 16 * 16, mapped = (padded + page() - 1) / page() * page();
-    char *reserved = static_cast<char *>(mmap(nullptr, kGuard + mapped + kGuard, PROT_NONE,
-                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (reserved == MAP_FAILED) return nullptr;
-    char *pages = reserved + kGuard, *begin = pages + mapped - padded;
-    if (mprotect(pages, mapped, PROT_READ | PROT_WRITE)) return nullptr;
-    install();
-    memset(pages, kPadding, mapped);
-    memset(begin, kUnwritten, size);  // new memory of a GPU is not zero either
-    while (*name == '&' || *name == ' ') ++name;
-    if (*name == '(') name = strrchr(name, '&') ? strrchr(name, '&') + 1 : name;  // (void **)&x
-    allocations[begin] = {reserved, pages, begin, mapped, size, element, managed, name};
-    if (!managed) mprotect(pages, mapped, PROT_NONE);
-    return begin;
-}
-
 inline bool release(void *pointer) {
     const auto found = allocations.find(static_cast<char *>(pointer));
     if (found == allocations.end()) return false;
@@ -437,25 +350,6 @@ inline bool release(void *pointer) {
     munmap(found->second.reserved, kGuard + found->second.mapped + kGuard);
     allocations.erase(found);
     return true;
-}
-
-// What a lane of a warp gets from lane `source` of it; kWarp: the bits of all lanes, whether what they give is not 0.
-template <class T> T exchange(unsigned mask, T value, unsigned source, const char *what, int line) {
-    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles take values of at most 8 bytes");
-    current->given = 0;
-    memcpy(&current->given, &value, sizeof value);
-    current->source = source;
-    wait_for(Waits::warp, what, line, mask);
-    memcpy(&value, &current->got, sizeof value);
-    return value;
-}
-
-inline unsigned lane() { return current->number % kWarp; }
-
-// The lane to read from: `to` if it is in this lane's group of `width`, else this lane.
-inline unsigned within(long to, int width) {
-    const long own = lane(), begin = own / width * width;
-    return static_cast<unsigned>(to >= begin && to < begin + width ? to : own);
 }
 
 }  // namespace warpbus

@@ -26,6 +26,9 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # not choose: its shorter side has to reach the extreme. csrc/gptq/clip_search.cu has the same.
 COARSE_FACTORS = (1.14, 1.06, 0.98, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5, 0.42, 0.34)
 FINE_STEPS = (0.04, -0.04, 0.02, -0.02)
+# `search` tries all of them at once on fewer weights than that: starting an operation takes longer there than the
+# operation. More weights leave the processor's cache.
+_FEW_WEIGHTS = 2**13
 
 
 class Grid(NamedTuple):
@@ -88,17 +91,22 @@ def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance:
     factor = torch.ones_like(least)
 
     def attempt(trial: Tensor) -> None:
+        """Take factors `[rows, groups]`, or of `[trials, 1, 1]` the first of the best, where they are better."""
         nonlocal best, least, factor
         candidate = _grid(limits, trial, scheme, scale_dtype)
         error = candidate.error(groups, scheme, importance)
+        if trial.dim() == 3:
+            error, at = torch.where(error.isnan(), torch.inf, error).min(0)
+            trial = trial[at, 0, 0]
+            candidate = Grid(*(each.gather(0, at[None])[0] for each in candidate))
         better = error < least
         least = torch.where(better, error, least)
         factor = torch.where(better, trial, factor)
         best = Grid(*(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)))
 
-    for share in COARSE_FACTORS:
-        for sign in signs:
-            attempt(torch.full_like(factor, sign * share))
+    shares = groups.new_tensor([sign * share for share in COARSE_FACTORS for sign in signs])[:, None, None]
+    for trials in [shares] if groups.numel() < _FEW_WEIGHTS else shares:
+        attempt(trials)
     for step in FINE_STEPS:
         attempt(factor + step * factor.sign())
     return best

@@ -1,0 +1,339 @@
+// The functions of `cuda_runtime.h` that programs call: compiled once, and linked with every program.
+//
+// With WARPBUS_CHECKS, they are those of a program whose accesses to memory are checked.
+#include <chrono>
+#include <memory>
+
+#include "streams.h"
+#include "threads.h"
+#ifdef WARPBUS_CHECKS
+#include "checks.h"
+#endif
+
+namespace warpbus {
+
+Thread *current;
+uint3 block_at, block_size, grid_size;
+cudaError_t last;
+
+#ifndef WARPBUS_CHECKS
+void check_atomic(const void *, size_t, const void *) {}
+void forget_traffic() {}
+#endif
+
+cudaError_t remember(cudaError_t status) {
+    if (status != cudaSuccess) last = status;
+    return status;
+}
+
+void write_finding(const char *kind, const char *fields) {
+    if (const char *path = getenv("WARPBUS_FINDINGS"))
+        if (FILE *file = fopen(path, "a")) {
+            fprintf(file, "{\"kind\": \"%s\"%s}\n", kind, fields);
+            fclose(file);
+        }
+}
+
+void wait_for(Waits waits, const char *what, int line, unsigned mask) {
+    current->waits = waits;
+    current->what = what;
+    current->line = line;
+    current->mask = mask;
+    swapcontext(&running().context, &scheduler);
+}
+
+char *allocate(size_t size, size_t element, bool managed, const char *name) {
+    const size_t padded = (size + 15) / 16 * 16, mapped = (padded + page() - 1) / page() * page();
+    char *reserved = static_cast<char *>(mmap(nullptr, kGuard + mapped + kGuard, PROT_NONE,
+                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (reserved == MAP_FAILED) return nullptr;
+    char *pages = reserved + kGuard, *begin = pages + mapped - padded;
+    if (mprotect(pages, mapped, PROT_READ | PROT_WRITE)) return nullptr;
+    install();
+    memset(pages, kPadding, mapped);
+    memset(begin, kUnwritten, size);  // new memory of a GPU is not zero either
+    while (*name == '&' || *name == ' ') ++name;
+    if (*name == '(') name = strrchr(name, '&') ? strrchr(name, '&') + 1 : name;  // (void **)&x
+    allocations[begin] = {reserved, pages, begin, mapped, size, element, managed, name};
+    if (!managed) mprotect(pages, mapped, PROT_NONE);
+    return begin;
+}
+
+void *allocate_pinned(size_t size) {
+    void *found = malloc(size);
+    if (found) pinned[static_cast<char *>(found)] = size;
+    return found;
+}
+
+void add_shared_array(char *begin, size_t size, size_t element, const char *name) {
+    shared_arrays.push_back({begin, size, element, name});
+    memset(begin, kUnwritten, size);
+    check_new_array(shared_arrays.back());
+}
+
+char *dynamic_memory(size_t element, const char *name) {
+    SharedArray &found = shared_arrays.front();
+    if (found.name != name) {
+        found.name = name;
+        found.element = element;
+        check_dynamic_array(found);
+    }
+    return dynamic + kGap;
+}
+
+void Launch::start(const Call &call) const {
+    const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+    const bool fits = threads >= 1 && threads <= kMostThreads && block.z <= 64 && grid.x >= 1 && grid.y >= 1 &&
+                      grid.z >= 1 && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535;
+    if (!fits || shared > kMostShared) {
+        remember(cudaErrorInvalidConfiguration);
+        return;
+    }
+    if (!stream && capturing) stop("default_stream", field("kernel", name));
+    if (!stream) {
+        run_streams(false);
+        run_kernel(name, grid, block, shared, [&call] { call.run(call.lambda); });
+        return;
+    }
+    // A launch with a stream captures its arguments by value, see `translate`.
+    const std::shared_ptr<const void> kept(call.copy(call.lambda), call.drop);
+    enqueue(stream, [launch = *this, run = call.run, kept] {
+        run_kernel(launch.name, launch.grid, launch.block, launch.shared, [&] { run(kept.get()); });
+    });
+}
+
+}  // namespace warpbus
+
+void __threadfence() { warpbus::check_unordered(); }
+
+const char *cudaGetErrorName(cudaError_t status) {
+    switch (status) {
+        case cudaSuccess: return "cudaSuccess";
+        case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+        case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+        case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+        case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
+        case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+        case cudaErrorNotReady: return "cudaErrorNotReady";
+        case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+        case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
+        case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
+        case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
+    }
+    return "cudaErrorUnknown";
+}
+const char *cudaGetErrorString(cudaError_t status) {
+    switch (status) {
+        case cudaSuccess: return "no error";
+        case cudaErrorInvalidValue: return "invalid argument";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+        case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
+        case cudaErrorInvalidDevice: return "invalid device ordinal";
+        case cudaErrorNotReady: return "device not ready";
+        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
+        case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
+    }
+    return "unknown error";
+}
+cudaError_t cudaPeekAtLastError() { return warpbus::last; }
+cudaError_t cudaGetLastError() { const cudaError_t found = warpbus::last; warpbus::last = cudaSuccess; return found; }
+
+cudaError_t cudaFreeHost(void *pointer) {
+    warpbus::run_streams(true);
+    warpbus::pinned.erase(static_cast<char *>(pointer));
+    free(pointer);
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void *pointer) {
+    warpbus::run_streams(true);
+    return !pointer || warpbus::release(pointer) ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
+}
+
+namespace warpbus {
+
+inline void copy(void *to, const void *from, size_t size) {
+    expose(true);
+    memcpy(to, from, size);
+    check_host_write(to, size);
+    expose(false);
+}
+
+inline bool copies(const void *to, const void *from, size_t size, cudaMemcpyKind kind) {
+    const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    return kind == cudaMemcpyDefault || (is_of(to, size, to_device) && is_of(from, size, from_device));
+}
+
+}  // namespace warpbus
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
+    if (!warpbus::copies(to, from, size, kind)) return warpbus::remember(cudaErrorInvalidValue);
+    if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureImplicit);
+    warpbus::run_streams(false);
+    warpbus::copy(to, from, size);
+    return cudaSuccess;
+}
+// From pageable memory the driver takes the bytes before it returns, to pageable memory it waits for the copy.
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
+    if (!warpbus::copies(to, from, size, kind)) return warpbus::remember(cudaErrorInvalidValue);
+    if (!stream) return cudaMemcpy(to, from, size, kind);
+    if (!stream->graph && kind == cudaMemcpyHostToDevice && !warpbus::is_pinned(from, size)) {
+        const char *begin = static_cast<const char *>(from);
+        const std::vector<char> taken(begin, begin + size);
+        warpbus::enqueue(stream, [=] { warpbus::copy(to, taken.data(), taken.size()); });
+        return cudaSuccess;
+    }
+    warpbus::enqueue(stream, [=] { warpbus::copy(to, from, size); });
+    if (!stream->graph && kind == cudaMemcpyDeviceToHost && !warpbus::is_pinned(to, size))
+        warpbus::run_until(stream);
+    return cudaSuccess;
+}
+cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
+}
+cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size) {
+    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+}
+cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream) {
+    if (!warpbus::is_of(at, size, true)) return warpbus::remember(cudaErrorInvalidValue);
+    if (!stream && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureImplicit);
+    warpbus::enqueue(stream, [=] {
+        warpbus::expose(true);
+        memset(at, value, size);
+        warpbus::check_host_write(at, size);
+        warpbus::expose(false);
+    });
+    return cudaSuccess;
+}
+cudaError_t cudaMemset(void *at, int value, size_t size) { return cudaMemsetAsync(at, value, size); }
+cudaError_t cudaDeviceSynchronize() {
+    if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    warpbus::run_streams(true);
+    return warpbus::last;
+}
+cudaError_t cudaDeviceReset() { return cudaSuccess; }
+cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return warpbus::remember(cudaErrorInvalidDevice); }
+cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { return device ? warpbus::remember(cudaErrorInvalidDevice) : cudaSuccess; }
+cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
+    if (device) return warpbus::remember(cudaErrorInvalidDevice);
+    *found = {};
+    snprintf(found->name, sizeof found->name, "CPU, in the place of a GPU (warpbus cuda run)");
+    found->totalGlobalMem = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * warpbus::page();
+    found->sharedMemPerBlock = found->sharedMemPerMultiprocessor = warpbus::kMostShared;
+    found->totalConstMem = 64 << 10;
+    found->regsPerBlock = 65536;
+    found->warpSize = 32;
+    found->maxThreadsPerBlock = found->maxThreadsPerMultiProcessor = warpbus::kMostThreads;
+    found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
+    found->maxThreadsDim[2] = 64;
+    found->maxGridSize[0] = 2147483647;
+    found->maxGridSize[1] = found->maxGridSize[2] = 65535;
+    found->major = 8;
+    found->multiProcessorCount = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    *stream = new warpbus_stream;
+    (*stream)->blocking = !(flags & cudaStreamNonBlocking);
+    warpbus::streams.push_back(*stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (stream ? stream->graph != nullptr : warpbus::capturing != nullptr) {
+        warpbus::breaks_capture();
+        return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    }
+    if (!stream) warpbus::run_streams(false);
+    if (stream) warpbus::run_until(stream);
+    return warpbus::last;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return stream && warpbus::step(stream) ? cudaErrorNotReady : cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    const cudaError_t status = cudaStreamSynchronize(stream);  // an event may still name it, so it is kept
+    std::erase(warpbus::streams, stream);
+    return status;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    warpbus::enqueue(stream, [=] { function(data); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { *event = new warpbus_event; return cudaSuccess; }
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }  // an operation may still set it, so it is kept
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    warpbus::record(event, stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    warpbus::wait_for_event(stream, event);
+    return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (event->graph && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    if (event->stream) warpbus::run_until(event->stream, event, event->recorded);
+    return warpbus::last;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (event->done == event->recorded) return cudaSuccess;
+    warpbus::step(event->stream);
+    return cudaErrorNotReady;
+}
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
+    if (!from->recorded || !to->recorded) return warpbus::remember(cudaErrorInvalidValue);
+    if (from->done < from->recorded || to->done < to->recorded) return warpbus::remember(cudaErrorNotReady);
+    *milliseconds = std::chrono::duration<float, std::milli>(to->at - from->at).count();
+    return cudaSuccess;
+}
+
+// A graph's operations run in the order in which they were captured, which the dependencies of the graph allow.
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    if (!stream || warpbus::capturing) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
+    stream->graph = warpbus::capturing = new warpbus_graph;
+    stream->graph->origin = stream;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    warpbus_graph *found = warpbus::capturing;
+    *graph = nullptr;
+    if (!found || found->origin != stream) return warpbus::remember(cudaErrorInvalidValue);
+    bool unjoined = false;
+    for (warpbus_stream *each : warpbus::streams)
+        if (each->graph == found) {
+            unjoined = unjoined || (each != stream && each->joined < each->captured);
+            each->graph = nullptr;
+            each->captured = each->joined = 0;
+        }
+    warpbus::capturing = nullptr;
+    if (found->invalid) return warpbus::remember(cudaErrorStreamCaptureInvalidated);
+    if (unjoined) return warpbus::remember(cudaErrorStreamCaptureUnjoined);
+    *graph = found;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count) {
+    *count = graph->nodes.size();
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long) {
+    *exec = nullptr;
+    if (!graph) return warpbus::remember(cudaErrorInvalidValue);
+    *exec = new warpbus_graph_exec{graph->nodes};
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    if (!exec) return warpbus::remember(cudaErrorInvalidValue);
+    for (const auto &node : exec->nodes) warpbus::enqueue(stream, node);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { delete exec; return cudaSuccess; }
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }  // an event may still name it, so it is kept
