@@ -1,6 +1,7 @@
 # Everything goes through one environment, .venv, which scripts/environment.py builds on the first use.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() * 3 // 2))')
 
 .PHONY: demo test check coverage lowest test-gpu bench format release docs
 
@@ -8,9 +9,10 @@ demo: .venv/ready-demo
 	$(BIN)/warpbus demo
 
 # A file's tests run in one process. Files keep their order: by default those with the most tests would come first, and
-# the slowest ones last, when other processes have nothing left to do.
+# the slowest ones last, when other processes have nothing left to do. There are more processes than cores, because a
+# part of the time tests wait for processes that they have started.
 test: .venv/ready
-	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # The lines that no test of `make test` executes, in the terminal and in htmlcov/.
 coverage: .venv/ready
