@@ -38,10 +38,6 @@ from torch.testing._internal.opinfo import core
 for _module in (common_utils, core):
     _module.extract_test_fn = lambda: None
 
-# It looks for a unittest.TestCase among the callers, which do not include one, and reads the source of every frame for
-# that: half a second per operator.
-common_utils.extract_test_fn = lambda: None
-
 REMOTE = "warpbus"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64)
 DIRECTIONS = ("forward", "backward", "in place")
