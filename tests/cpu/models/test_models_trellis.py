@@ -105,8 +105,8 @@ def test_the_plan_counts_the_codes(glm):
     halves, wide = (Stored.of_checkpoint(checkpoint, config, dtype) for dtype in (DTYPE, torch.float32))
     down = "layers.1.mlp.down.weight"
     n, k = config.parameters[down]
-    assert halves.sizes()[down] == packed_bytes(W3, n, k)
-    assert wide.sizes()[down] == 4 * n * k
+    assert halves.sizes[down] == packed_bytes(W3, n, k)
+    assert wide.sizes[down] == 4 * n * k
     assert halves.shared(2).quantized == {}
     plain = Stored(config, DTYPE, {})
     more = plan_memory(halves, 10**10).parts["workspace"] - plan_memory(plain, 10**10).parts["workspace"]
