@@ -110,10 +110,7 @@ class JoinedSpans:
         if not self.alone and all(span.blocks is None for span in self._spans):
             return new
         return torch.cat(
-            [
-                new[span.part] if span.blocks is None else gathered(span.blocks, span.seen)
-                for span in self._spans
-            ]
+            [new[span.part] if span.blocks is None else gathered(span.blocks, span.seen) for span in self._spans]
         )
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor]]:

@@ -202,8 +202,8 @@ def stored_dtype(config: ModelConfig, kv_dtype: str, dtype: torch.dtype) -> torc
         raise UsageError(f"kv_dtype is {kv_dtype!r}: give {', '.join(KV_DTYPES)}")
     if kv_dtype in CODES and kv_dtype != "fp8" and config.attention.cache_entry.latent:
         raise UsageError(
-            f"kv_dtype is {kv_dtype!r}: the latents of multi-head latent attention are cached in 16 bits or in FP8: give "
-            "auto or fp8"
+            f"kv_dtype is {kv_dtype!r}: the latents of multi-head latent attention are cached in the dtype of the "
+            "activations or in FP8: give auto or fp8"
         )
     if kv_dtype == "int4" and (size := config.attention.cache_entry.key_dim) % 2:
         raise UsageError(f"kv_dtype is 'int4', and heads have {size} dimensions, an odd number: give int8 or fp8")

@@ -89,7 +89,10 @@ def test_the_operators_are_registered():
     [
         ({"q": torch.zeros(2, 24)}, r"q"),
         ({"q": torch.zeros(2, 3, 20)}, r"latents have shape .* 20\] torch.float32 or \[..., 48\] torch.float8_e4m3fn"),
-        ({"latents": torch.zeros(4, 1, 16, 24).to(torch.float8_e4m3fn)}, r"latents have shape \[4, 1, 16, 24\] torch.float8"),
+        (
+            {"latents": torch.zeros(4, 1, 16, 24).to(torch.float8_e4m3fn)},
+            r"latents have shape \[4, 1, 16, 24\] torch.float8",
+        ),
         ({"latents": torch.zeros(4, 2, 16, 24)}, r"latents have shape \[4, 2, 16, 24\]"),
         ({"latents": torch.zeros(4, 1, 12, 24)}, r"latents has blocks of 12 tokens"),
         ({"latents": torch.zeros(4, 1, 16, 24).half()}, r"latents is torch.float16"),

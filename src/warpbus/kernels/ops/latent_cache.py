@@ -82,9 +82,9 @@ def check_latents(operator: str, latents: Tensor, dtype: torch.dtype, rank: int,
     sizes = {dtype: rank + rope_dim, LATENT_CODES: token_bytes(rank, rope_dim, dtype)}
     if latents.shape[1] != 1 or latents.shape[3] != sizes.get(latents.dtype) or latents.stride(3) != 1:
         raise TensorError(
-            f"{operator}: latents have shape {list(latents.shape)} {latents.dtype} and strides {latents.stride()}: give "
-            f"[blocks, 1, tokens of a block, {sizes[dtype]}] {dtype} or [..., {sizes[LATENT_CODES]}] {LATENT_CODES}, "
-            "with 1 as the last stride"
+            f"{operator}: latents have shape {list(latents.shape)} {latents.dtype} and strides {latents.stride()}: "
+            f"give [blocks, 1, tokens of a block, {sizes[dtype]}] {dtype} or [..., {sizes[LATENT_CODES]}] "
+            f"{LATENT_CODES}, with 1 as the last stride"
         )
 
 

@@ -526,6 +526,7 @@ _mla_attention = operator(
 )
 
 for _dtype, _stored in itertools.product(HALVES, (0, CODES[LATENT_CODES])):
-    _new_tokens_kernel("mla_queries", _dtype, _stored)
+    for _name in ("mla_queries", "mla_rope_and_cache"):
+        _new_tokens_kernel(_name, _dtype, _stored)
     for _heads, _chunk in itertools.product(HEADS, (WGMMA_KEYS, *KEYS)):
         _attention_kernel(_dtype, _stored, _heads, _chunk)
