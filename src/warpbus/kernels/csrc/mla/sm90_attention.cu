@@ -166,8 +166,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             });
         }
     };
-    // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
-    const int late = inputs_ready && first_key + kStages * KEYS > position ? position : -1;
     look_ahead(0);
     if constexpr (kCoded) {
         load(0, 0);
@@ -175,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (inputs_ready) {
             ptx::griddepcontrol_wait();
             const int own_first = first_key + warp * kRows;
-            if (own_first <= position && position < own_first + kRows) {  // what was loaded of it may be old
+            if (own_first <= position && position < own_first + kRows) {  // the previous kernel's output: load it again
                 look_ahead(0);
                 load(0, 0);
                 load(0, 1);
@@ -186,6 +184,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         store(0, 1);
         load(1, 1);
     } else {
+        // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
+        const int late = inputs_ready && first_key + kStages * KEYS > position ? position : -1;
 #pragma unroll
         for (int chunk = 0; chunk < kStages; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);
         if (inputs_ready) ptx::griddepcontrol_wait();
