@@ -1,4 +1,4 @@
-"""What formats of the cache of latents (MLA) cost a small model in KL and perplexity, on text that it was not trained on.
+"""What formats of the cache of latents (MLA) cost a small model in KL and perplexity, on text that is new to it.
 
     python benchmarks/latent_cache.py TEXT
     python benchmarks/latent_cache.py TEXT --steps 600 --threads 2
