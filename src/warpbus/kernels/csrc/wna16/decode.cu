@@ -613,12 +613,15 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     if (!work.there(items, p)) return;
     if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
-    const bool joint = SPAN == 2 && p.shift > 0, symmetric = zeros == nullptr;
     const Reader reader = make_reader(stages, staged, p);
-    if (joint && symmetric) multiply_pairs<true, true>(reader, sums, at, in_parts, items, p);
-    else if (joint) multiply_pairs<true, false>(reader, sums, at, in_parts, items, p);
-    else if (symmetric) multiply_pairs<false, true>(reader, sums, at, in_parts, items, p);
-    else multiply_pairs<false, false>(reader, sums, at, in_parts, items, p);
+    const bool symmetric = zeros == nullptr;
+    if (SPAN == 2 && GROUPS == 1 && p.shift > 0) {
+        if (symmetric) multiply_pairs<true, true>(reader, sums, at, in_parts, items, p);
+        else multiply_pairs<true, false>(reader, sums, at, in_parts, items, p);
+    } else {
+        if (symmetric) multiply_pairs<false, true>(reader, sums, at, in_parts, items, p);
+        else multiply_pairs<false, false>(reader, sums, at, in_parts, items, p);
+    }
 }
 
 #if EXPERTS
