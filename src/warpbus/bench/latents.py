@@ -5,7 +5,6 @@ the engine keeps it, in 16 bits or in FP8; torch's reads rows of 16 bits that li
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,18 +26,6 @@ _MODEL = "glm-4.7-flash"
 _VARIANTS = ("auto", "fp8")  # of the cache: in the dtype of the activations, or in FP8
 
 
-@dataclass(frozen=True)
-class _Latents:
-    """Queries `[batch, heads, rank + rope]`, the projections `kv_b`, latents `[batch, context, rank + rope]` in one
-    piece, and those as a cache in blocks in no order, as after hours of serving, with its table."""
-
-    q: Tensor
-    kv_b: Tensor
-    rows: Tensor
-    cache: Tensor
-    table: Tensor
-
-
 def _cases(run: Run) -> list[Callable[[], Case]]:
     variants = run.choose_variants(_VARIANTS, _VARIANTS)
     contexts = run.choose_sizes(_CONTEXTS, _CONTEXTS[1:2])
@@ -56,7 +43,10 @@ def _case(run: Run, variant: str, context: int, batch: int) -> Case:
     scale, rank = spec.query_dim**-0.5, spec.kv_rank
     positions = torch.full((batch,), context - 1, device=run.device, dtype=torch.int32)
 
-    def make() -> tuple[_Latents]:
+    def make() -> tuple[Tensor, ...]:
+        """Queries `[batch, heads, rank + rope]`, the projections `kv_b`, latents `[batch, context, rank + rope]` in one
+        piece, and those as a cache in blocks in no order, as after hours of serving, with its table."""
+
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, device=run.device, dtype=dtype)
 
@@ -64,26 +54,28 @@ def _case(run: Run, variant: str, context: int, batch: int) -> Case:
         rows = random(batch, context, spec.head_dim)
         table = torch.randperm(batch * -(-context // BLOCK), device=run.device).int().view(batch, -1)
         cache = _in_blocks(rows, table, rank, coded=variant == "fp8")
-        return (_Latents(random(batch, spec.num_heads, spec.head_dim), kv_b, rows, cache, table),)
+        return random(batch, spec.num_heads, spec.head_dim), kv_b, rows, cache, table
 
-    def ours(given: _Latents) -> Tensor:
+    def ours(q: Tensor, kv_b: Tensor, rows: Tensor, cache: Tensor, table: Tensor) -> Tensor:
+        del rows
         return mla_attention(
-            given.q,
+            q,
             positions,
-            given.table,
-            given.cache,
-            given.kv_b,
+            table,
+            cache,
+            kv_b,
             value_dim=spec.value_dim,
             scale=scale,
             limit=context,
             inputs_ready=True,
         )
 
-    def torch_attention(given: _Latents) -> Tensor:
+    def torch_attention(q: Tensor, kv_b: Tensor, rows: Tensor, cache: Tensor, table: Tensor) -> Tensor:
+        del cache, table
         # The heads stand where torch has the tokens of one sequence: latents are read once for all.
-        keys = given.rows[:, None]
-        attended = F.scaled_dot_product_attention(given.q[:, None], keys, keys[..., :rank], scale=scale)[:, 0]
-        return torch.bmm(attended.transpose(0, 1), given.kv_b[:, spec.nope_dim :].mT).transpose(0, 1)
+        keys = rows[:, None]
+        attended = F.scaled_dot_product_attention(q[:, None], keys, keys[..., :rank], scale=scale)[:, 0]
+        return torch.bmm(attended.transpose(0, 1), kv_b[:, spec.nope_dim :].mT).transpose(0, 1)
 
     a_token = spec.head_dim * dtype.itemsize
     if variant == "fp8":
