@@ -155,7 +155,8 @@ def build_engine(
         dtype=opened.dtype,
         progress=progress,
         head=_cpu_head(opened) if plan is None else plan.head,
-        embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
+        embedding=None if plan is None else plan.embedding,
+        embedding_device="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
         expert_parallel=options.expert_parallel,
         mtp=opened.config.mtp is not None,
@@ -196,12 +197,14 @@ def build_engine(
 def _cpu_head(opened: OpenedModel) -> Scheme | None:
     """The scheme that the head of a quantized model is rounded to on a CPU, where each token would read it in float32.
 
-    None if the file has the head quantized, the layers are not quantized, or on a GPU.
+    None if the file has the head, or the embedding that it is tied to, quantized, the layers are not quantized, or on a
+    GPU.
     """
     if opened.device.type != "cpu" or not activations_in_8_bits():
         return None
     schemes = quantized_parameters(opened.checkpoint, opened.config)
-    if "head.weight" in schemes or all(scheme.activations is not None for scheme in schemes.values()):
+    end = "embedding.weight" if opened.config.tie_embeddings else "head.weight"
+    if end in schemes or all(scheme.activations is not None for scheme in schemes.values()):
         return None
     return _CPU_HEAD.fitting(opened.config.hidden_size)
 

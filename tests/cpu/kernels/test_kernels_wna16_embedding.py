@@ -65,11 +65,11 @@ def test_the_operator_satisfies_torch(scheme):
 
 def test_what_does_not_fit_is_refused():
     weight = quantized()
-    with pytest.raises(TensorError, match=r"tokens are torch.int32, expected torch.int64"):
+    with pytest.raises(TensorError, match=r"tokens are torch\.int32, expected torch\.int64"):
         wna16_embedding(torch.zeros(1, dtype=torch.int32), weight, torch.float16)
     with pytest.raises(TensorError, match=r"tokens is on meta"):
         wna16_embedding(torch.zeros(1, dtype=torch.int64, device="meta"), weight, torch.float16)
-    with pytest.raises(TensorError, match="dtype is torch.float32, expected torch.float16, the dtype of the packed"):
+    with pytest.raises(TensorError, match="the dtype of the packed weight"):
         wna16_embedding(torch.tensor([0]), pack(weight, torch.float16), torch.float32)
     values = QTensor.from_values(Scheme.parse("w8a8-int8"), torch.ones(4, 8, dtype=torch.int8), torch.ones(4))
     with pytest.raises(TensorError, match="wna16_embedding: the weight is w8a8-int8"):

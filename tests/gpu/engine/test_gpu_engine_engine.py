@@ -299,7 +299,7 @@ def test_logprobs_are_the_models(model, speculation):
 
 @pytest.mark.parametrize("speculation", [0, 3])
 def test_the_embedding_may_lie_on_the_cpu(speculation):
-    model = model_of(embedding="cpu", head=Scheme.parse("w8a16"))
+    model = model_of(embedding_device="cpu", head=Scheme.parse("w8a16"))
     assert model.embedding.weight.device.type == "cpu"
     engine = Engine(model, speculation=speculation, max_num_batched_tokens=50)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 40), strict=True):

@@ -16,8 +16,8 @@ from warpbus.kernels.units import unit
 from warpbus.qtensor import QTensor, Scheme
 
 _PARAMETERS = Parameters(
-    "const long long* tokens, const uint32* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, int count, "
-    "int n, int k, int groups, int group_shift, int middle"
+    "const long long* tokens, const uint32* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, "
+    "int count, int n, int k, int groups, int group_shift, int middle"
 )
 _BLOCK = 128  # kBlock in wna16/embedding.cu
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
@@ -92,9 +92,7 @@ def _reference(
     return reference_embedding(tokens, unpack(_packed(codes, scales, zeros, n, k, bits, group)), scales.dtype)
 
 
-def _packed(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, k: int, bits: int, group: int
-) -> PackedWeight:
+def _packed(codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, k: int, bits: int, group: int) -> PackedWeight:
     return PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k))
 
 
