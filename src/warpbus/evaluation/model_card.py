@@ -14,6 +14,7 @@ from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.hub import parse_name
 from warpbus.formats.trellis import detect as is_trellis
+from warpbus.models import read_config
 from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
@@ -144,8 +145,7 @@ def _quantization(checkpoint: Checkpoint, report: Mapping[str, Any] | None) -> I
     rows = [("scheme", report["scheme"]), ("algorithm", report["algorithm"])]
     if (name := _format_name(checkpoint)) is not None:
         rows.append(("format", name))
-    if report.get("head"):
-        rows.append(("head", report["head"]["scheme"]))
+    rows += [(what, report[what]["scheme"]) for what in ("head", "embedding") if report.get(what)]
     settings = report["settings"]
     if "kv_cache" in settings:
         rows.append(("scales of the KV cache", settings["kv_cache"]))
@@ -210,13 +210,21 @@ def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterato
         yield f"**vLLM**: weights of {slow.bits} bits may not be supported by your version."
     else:
         yield f"**vLLM**\n\n```sh\nvllm serve {repository}\n```"
-    if _has_quantized_head(checkpoint):
+    if _has_quantized(checkpoint, "lm_head", "output_layer"):
         yield "The head is quantized: versions of vLLM and SGLang before the middle of 2026 cannot load it."
-    if "auto_map" not in config and format in ("compressed-tensors", None):
+    embedded = _has_quantized(checkpoint, "embed_tokens", "word_embeddings")
+    if embedded:
+        yield (
+            "The embedding is quantized, and the head is the same matrix: vLLM cannot load it."
+            if read_config(checkpoint).tie_embeddings
+            else "The embedding is quantized: vLLM before 0.26 cannot load it."
+        )
+    # transformers 5.24 does not hold a quantized embedding, and dequantizes all matrices by one scheme.
+    dequantized = embedded or any(not each.symmetric for each in schemes)
+    if "auto_map" not in config and format in ("compressed-tensors", None) and not (embedded and len(schemes) > 1):
         needs = "" if format is None else "\n\n`pip install transformers compressed-tensors accelerate`, then"
-        asymmetric = any(not each.symmetric for each in schemes)
-        extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if asymmetric else ""
-        names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if asymmetric else "")
+        extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if dequantized else ""
+        names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if dequantized else "")
         yield (
             f"**transformers**{needs}\n\n```python\nfrom transformers import {names}\n\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{repository}")\n'
@@ -231,8 +239,8 @@ def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterato
         )
 
 
-def _has_quantized_head(checkpoint: Checkpoint) -> bool:
-    return any(name.endswith(("lm_head.weight_packed", "output_layer.weight_packed")) for name in checkpoint.names())
+def _has_quantized(checkpoint: Checkpoint, *ends: str) -> bool:
+    return any(name.endswith(tuple(f"{end}.weight_packed" for end in ends)) for name in checkpoint.names())
 
 
 def _licence(base: str | None, licence: str | None, licences: list[str]) -> str:
