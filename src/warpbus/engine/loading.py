@@ -35,11 +35,12 @@ from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
-from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
+from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config
 from warpbus.models.adapters import load_adapter
 from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
+from warpbus.models.stored_schemes import dtype_of_weights
 from warpbus.qtensor import Scheme
 
 _log = logging.getLogger("warpbus.engine")
@@ -81,7 +82,7 @@ def open_model(
     checkpoint = Checkpoint(find_model(model, progress=progress, check=check_loadable))
     speculation = Speculation.parse(options.speculation)
     config = read_config(checkpoint, mtp="required" if speculation.mtp else "unused")
-    stored = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
+    stored = dtype_of_weights(checkpoint, config)
     chosen = default_dtype(device, stored) if options.dtype == "auto" else resolve_dtype(options.dtype)
     length = config.max_context if options.max_model_len is None else options.max_model_len
     if not 1 < length <= config.max_context:

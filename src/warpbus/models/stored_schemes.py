@@ -1,9 +1,12 @@
-"""The schemes of the parameters that a file holds quantized."""
+"""What a file's weights are, without reading them: the schemes of those that are quantized, and the dtype."""
+
+import torch
 
 from warpbus.errors import CheckpointError
 from warpbus.formats import Checkpoint
 from warpbus.formats.format import Format
-from warpbus.models.families import TensorMap
+from warpbus.models.config import ModelConfig
+from warpbus.models.families import BY_NAME, TensorMap
 from warpbus.qtensor import Scheme
 
 
@@ -36,6 +39,13 @@ def read_stored_schemes(checkpoint: Checkpoint, format: Format, tensors: TensorM
             )
         schemes[parameter] = scheme
     return schemes
+
+
+def dtype_of_weights(checkpoint: Checkpoint, config: ModelConfig) -> torch.dtype:
+    """The dtype of the embedding; if it is quantized, that of its scales. Raises TensorError if it is missing."""
+    (name,) = BY_NAME[config.family].tensors(config)["embedding.weight"]
+    scales = f"{prefix_of(name)}.weight_scale"
+    return checkpoint.dtype(scales if name not in checkpoint and scales in checkpoint else name)
 
 
 def prefix_of(name: str) -> str:

@@ -306,6 +306,31 @@ def test_the_embedding_may_lie_on_the_cpu(speculation):
         assert_best(model, prompt, answer)
 
 
+@pytest.mark.parametrize("speculation", [0, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_the_embedding_may_be_rounded(where, tied, speculation):
+    """On the GPU it is looked up in graphs, and a tied head has the same tensors."""
+    config = replace(SMALL, tie_embeddings=tied)
+    model = random_model(config, W4, GPU, torch.float16, embedding=Scheme.parse("w8a16-g128"), embedding_device=where)
+    assert model.embedding.device == torch.device(where or GPU)
+    if tied:
+        assert (model.head.form is model.embedding.form) == (where is None)
+    engine = Engine(model, speculation=speculation, max_num_batched_tokens=50)
+    for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 40), strict=True):
+        assert_best(model, prompt, answer)
+
+
+def test_a_rounded_embedding_sleeps_and_wakes():
+    config = replace(SMALL, tie_embeddings=True)
+    model = random_model(config, W4, GPU, torch.float16, embedding=Scheme.parse("w8a16-g128"))
+    engine = Engine(model, offloadable=OffloadableModel(model))
+    expected = engine.decode(PROMPTS, 20)
+    engine.sleep()
+    engine.wake()
+    assert engine.decode(PROMPTS, 20) == expected
+
+
 def test_sleep_leaves_graphs_valid_and_no_memory():
     model = model_of(with_traits(SMALL, num_layers=6, hidden_size=512, ffn_size=1408))
     engine = Engine(model, offloadable=OffloadableModel(model))
