@@ -5,6 +5,7 @@ In 16 bits rounding decides where two scores are equal: answers are compared wit
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from warpbus.engine.step import StepExecutor
 from warpbus.errors import NumericError, UsageError
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import workspace
+from warpbus.models import random_model
 from warpbus.models.kv_scales import KVScales
 from warpbus.models.layers import CausalAttention
 from warpbus.qtensor import Scheme
