@@ -377,7 +377,7 @@ def test_quantized_embedding(tmp_path: Path) -> None:
     assert isinstance(model.embedding, QuantizedEmbedding)
     assert torch.equal(model.embed(torch.tensor([0, 49])), torch.full((2, 64), -8.0))
     del packed["model.norm.weight"]
-    packed.update(to_tensors("model.norm", matrix))
+    packed.update({name: tensor.clone() for name, tensor in to_tensors("model.norm", matrix).items()})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: only linear layers"):
         load(write(tmp_path / "norm", config, packed))
 

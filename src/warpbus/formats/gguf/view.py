@@ -56,7 +56,8 @@ def _make(directory: Path, file: Path) -> None:
         named = {target for group in groups for target in group["targets"]} | {"model.embed_tokens"}
         for group in groups:
             if "Linear" in group["targets"]:
-                group["targets"] = [name for name in schemes if name not in named or name in group["targets"]]
+                others = [target for target in group["targets"] if target != "Linear"]
+                group["targets"] = [name for name in schemes if name not in named] + others
     files = vocabulary_files(keys)
     files["config.json"] = json.dumps(config, indent=2).encode()
     files["generation_config.json"] = json.dumps({"eos_token_id": stops}).encode()
