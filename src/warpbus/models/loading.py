@@ -215,7 +215,7 @@ def load_model(
         if progress is not None:
             progress(done, total)
     if config.tie_embeddings and isinstance(model.embedding, nn.Embedding):
-        source.check_tied_head(model.embedding)
+        source.check_tied_head(model.embedding.weight)
         tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
         if head is None:
             model.head.weight = tied
@@ -408,14 +408,13 @@ class _Source:
         """The tensor name that an untied head would have."""
         return tensor_map(replace(self.config, tie_embeddings=False))["head.weight"][0]
 
-    def check_tied_head(self, embedding: nn.Embedding | QuantizedEmbedding) -> None:
+    def check_tied_head(self, embedding: torch.Tensor | QTensor) -> None:
         """Check that a head stored in the file equals the embedding that it is tied to."""
         name = self.tied_head_name
         if name not in self.checkpoint:
             return
         head = self.checkpoint.tensor(name, expected=(self.config.vocab_size, self.config.hidden_size))
-        weight = embedding.weight
-        whole = weight if isinstance(weight, torch.Tensor) else weight.dequantize(self.dtype)
+        whole = embedding.dequantize(self.dtype) if isinstance(embedding, QTensor) else embedding
         if not torch.equal(head.to(self.dtype), whole.to("cpu")):
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {name}: differs from the embedding, although config.json sets "
@@ -481,7 +480,7 @@ class _Source:
         model.embedding = QuantizedEmbedding(embedded, dtype=self.dtype)
         if not self.config.tie_embeddings:
             return
-        self.check_tied_head(model.embedding)
+        self.check_tied_head(weight)
         if self.part is not None:
             own = self.part.vocabulary[self.part.rank]
             rows = weight.rows(own.start, own.stop) if isinstance(weight, QTensor) else weight[own.start : own.stop]

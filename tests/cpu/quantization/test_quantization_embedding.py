@@ -98,6 +98,7 @@ def test_a_tied_model_with_both_gets_two_matrices(tied, tmp_path):
 def test_a_head_that_is_stored_beside_its_tied_embedding_is_left_out(tied, tmp_path):
     embedding = Checkpoint(tied).tensor("model.embed_tokens.weight")
     both = with_tensors(tied, tmp_path / "both", {"lm_head.weight": embedding.clone()})
+    assert torch.equal(logits(both, embedding=Scheme.parse(W8)), logits(tied, embedding=Scheme.parse(W8)))
     quantized(both, tmp_path / "out", W8)
     assert "lm_head.weight" not in Checkpoint(tmp_path / "out")
     quantized(tied, tmp_path / "tied", W8)
