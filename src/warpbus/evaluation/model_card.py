@@ -12,7 +12,7 @@ from warpbus.formats.files import read_json
 from warpbus.formats.format import format_of
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
-from warpbus.formats.hub import parse_name
+from warpbus.formats.hub import ModelName, parse_name
 from warpbus.formats.trellis import detect as is_trellis
 from warpbus.models import read_config
 from warpbus.quantization.preflight import REPORT_NAME
@@ -23,12 +23,12 @@ _CACHED = re.compile(r"models--([A-Za-z0-9._-]+?)--([A-Za-z0-9._-]+)")
 _VLLM_BITS = (4, 8)  # of weights whose activations stay in 16 bits
 
 
-def model_card(directory: Path, repository: str, *, base_model: str | None = None, licence: str | None = None) -> str:
+def model_card(directory: Path, name: ModelName, *, base_model: str | None = None, licence: str | None = None) -> str:
     """The card of a model, in Markdown with metadata in YAML.
 
     Args:
         directory: of the model.
-        repository: its name on the hub, `OWNER/MODEL`.
+        name: of the repository on its hub.
         base_model: the name of the original on the hub; by default known only if it came from there.
         licence: the hub's identifier of the licence, such as `apache-2.0`; by default "other" where the directory has a
             licence file.
@@ -46,12 +46,12 @@ def model_card(directory: Path, repository: str, *, base_model: str | None = Non
     licences = [name for name in files if "LICENSE" in name]
     parts = [
         "\n".join(_metadata(base, licence, licences)),
-        f"# {repository.rpartition('/')[2]}",
+        f"# {name.repository.rpartition('/')[2]}",
         _introduction(base, report),
         *_quantization(checkpoint, report),
         *_quality(report),
         "## Use",
-        *_usage(checkpoint, repository, [name for name in files if name.endswith(".gguf")]),
+        *_usage(checkpoint, name, [file for file in files if file.endswith(".gguf")]),
         "## Licence",
         _licence(base, licence, licences),
     ]
@@ -189,14 +189,18 @@ def _quality(report: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"Measured by Warpbus on {data}{after['tokens']:,} tokens."
 
 
-def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterator[str]:
+def _usage(checkpoint: Checkpoint, name: ModelName, ggufs: list[str]) -> Iterator[str]:
     config = checkpoint.config
     format, schemes = _format_name(checkpoint), read_schemes(config).distinct()
-    yield f"**Warpbus**\n\n```sh\nwarpbus chat {repository}\nwarpbus serve {repository}\n```"
+    yield f"**Warpbus**\n\n```sh\nwarpbus chat {name}\nwarpbus serve {name}\n```"
+    repository = name.repository
+    if name.source == "modelscope":  # other programs look names up on Hugging Face
+        yield f"Other programs read a directory: `warpbus pull {name}` downloads the model and prints where it is."
+        repository = "DIRECTORY"
     if format == "warpbus":
         yield (
             "Other programs do not read this format. They read the model after "
-            f"`warpbus convert {repository} DIRECTORY --to bfloat16`, at its original size."
+            f"`warpbus convert {name} OUTPUT --to bfloat16`, at its original size."
         )
         return
     codes = [each for each in schemes if each.activations is None and each.element is None]
@@ -231,11 +235,12 @@ def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterato
             f'model = AutoModelForCausalLM.from_pretrained("{repository}"{extra})\n```'
         )
     if ggufs:
-        yield f"**llama.cpp**\n\n```sh\nllama-server -hf {repository} -hff {ggufs[0]}\n```"
+        file = f"-m {repository}/{ggufs[0]}" if name.source == "modelscope" else f"-hf {repository} -hff {ggufs[0]}"
+        yield f"**llama.cpp**\n\n```sh\nllama-server {file}\n```"
     elif codes and len(codes) == len(schemes):
         yield (
             "**llama.cpp**: convert it to GGUF first\n\n```sh\n"
-            f"warpbus convert {repository} model.gguf --to gguf\nllama-server -m model.gguf\n```"
+            f"warpbus convert {name} model.gguf --to gguf\nllama-server -m model.gguf\n```"
         )
 
 

@@ -14,6 +14,7 @@ from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.evaluation.model_card import model_card
 from warpbus.formats import Checkpoint, CheckpointWriter, read_schemes
 from warpbus.formats.gguf.view import directory_of
+from warpbus.formats.hub import ModelName
 from warpbus.models import load_model
 from warpbus.models.convert import convert
 from warpbus.models.layers import QuantizedEmbedding, QuantizedLinear
@@ -187,7 +188,7 @@ def test_report_card_and_command_name_the_embedding(tied, tmp_path):
     assert 0 < report["embedding"]["error"] < 0.02
     written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert abs(report["estimate"]["disk"] - 16 * 10**6 - written) < 100_000
-    card = model_card(tmp_path / "out", "someone/tied")
+    card = model_card(tmp_path / "out", ModelName("huggingface", "someone/tied", None))
     assert f"| embedding | {W8} |" in card
     assert "The embedding is quantized, and the head is the same matrix: vLLM cannot load it." in card
     assert "from_pretrained" not in card
@@ -195,11 +196,13 @@ def test_report_card_and_command_name_the_embedding(tied, tmp_path):
 
 def test_a_card_says_who_loads_an_embedding_of_its_own(model, tmp_path):
     quantized(model, tmp_path / "out", W8, head=W8)
-    card = model_card(tmp_path / "out", "someone/model")
+    card = model_card(tmp_path / "out", ModelName("huggingface", "someone/model", None))
     assert "The embedding is quantized: vLLM before 0.26 cannot load it." in card
     assert "from_pretrained" not in card
     quantized(model, tmp_path / "same", W8, W8, head=W8)
-    assert "CompressedTensorsConfig(dequantize=True)" in model_card(tmp_path / "same", "someone/model")
+    assert "CompressedTensorsConfig(dequantize=True)" in model_card(
+        tmp_path / "same", ModelName("huggingface", "someone/model", None)
+    )
 
 
 def test_a_finished_embedding_is_resumed_and_another_scheme_is_noticed(model, tmp_path, monkeypatch):
