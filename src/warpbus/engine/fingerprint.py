@@ -29,7 +29,8 @@ def kv_fingerprint(opened: "OpenedModel", options: ServiceOptions) -> str:
 
     It covers the model's config and weights (with them the quantization and the scales of the cache), whether the
     embedding is rounded at load, the type of the cache, the size of a block, the dtype and the rounding of activations,
-    the device and the version of Warpbus. Of weight files, names, sizes and up to 4,096 evenly spaced pieces of 4 KiB are read.
+    the device and the version of Warpbus. Of weight files, names, sizes and up to 4,096 evenly spaced pieces of 4 KiB
+    are read.
     """
     device, plan = opened.device, opened.plan
     depends = {
