@@ -29,7 +29,7 @@ from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.expert_memory import OffloadableExperts
 from warpbus.engine.joined_spans import MOST_EXPANDED
-from warpbus.engine.kv_cache import can_round, chosen_dtype, stored_dtype, token_bytes
+from warpbus.engine.kv_cache import chosen_dtype, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
@@ -406,7 +406,8 @@ def _options(stored: Stored, kv_dtype: str) -> Iterator[_Option]:
     if stored.gpus > 1:
         yield _Option(kv_dtype)
         return
-    smallest = "int8" if kv_dtype == "auto" and can_round(stored.config) else kv_dtype
+    # Latents are not rounded unasked.
+    smallest = "int8" if kv_dtype == "auto" and not stored.config.attention.cache_entry.latent else kv_dtype
     yield _Option(kv_dtype)
     if smallest != kv_dtype:
         yield _Option(smallest)

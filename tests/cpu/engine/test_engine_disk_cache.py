@@ -103,13 +103,16 @@ def warm(model, ids):
     return said(found[1])
 
 
-@pytest.mark.parametrize("family", ["glm", "latent", "sparse", "qwen3"])
-def test_answers_have_the_same_bits(family, space, engine_of):
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("glm", "auto"), ("latent", "auto"), ("latent", "fp8"), ("sparse", "auto"), ("sparse", "fp8"), ("qwen3", "auto")],
+)
+def test_answers_have_the_same_bits(family, kv_dtype, space, engine_of):
     """Main memory is emptied before each prompt, so that what is not in the cache comes from the disk."""
     model = random_model(FAMILIES[family], None, "cpu", torch.float32)
     first, second = prompt(1, 5 * BLOCK + 3), prompt(2, 4 * BLOCK)
     prompts = [first, second, [*first, 7, 8], prompt(3, 6 * BLOCK), [*second, 9], first[: 3 * BLOCK + 5], first]
-    large, small = Engine(model), engine_of(space, model)
+    large, small = Engine(model, kv_dtype=kv_dtype), engine_of(space, model, kv_dtype=kv_dtype)
     for each in prompts:
         small._memory.host.blocks.clear()
         expected = request(each, tokens=6, params=SCORED)
@@ -368,9 +371,9 @@ def test_what_the_fingerprint_covers(tiny_glm, tmp_path):
         changed = replace(options, **given)
         return kv_fingerprint(open_model(directory, CPU, changed), changed)
 
-    kept = {of(), of(kv_dtype="int8"), of(kv_dtype="int4")}
+    kept = {of(), of(kv_dtype="int8"), of(kv_dtype="fp8"), of(kv_dtype="int4")}
     found = {*kept, of(dtype="bfloat16"), of(dtype="float32", fp8_activations=True)}
-    assert len(found) == 5
+    assert len(found) == 6
     assert of() == of(max_num_seqs=3, cache_tokens=640)
     copy = tmp_path / "copy"
     copy.mkdir()
