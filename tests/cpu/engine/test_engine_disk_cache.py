@@ -18,10 +18,12 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.fingerprint import kv_fingerprint
 from warpbus.engine.loading import open_model
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.service import Service
 from warpbus.errors import NumericError, StorageError, UsageError
 from warpbus.models import random_model
+from warpbus.qtensor import Scheme
 
 SCORED = SamplingParams(temperature=0, logprobs=3)
 CPU = torch.device("cpu")
@@ -351,6 +353,15 @@ def test_adapters_of_one_name_and_other_tensors_share_no_blocks(model):
     assert BlockSalts(outliving=True).of(one, b"") == found[2]
     salts = BlockSalts(outliving=True)
     assert [salts.of(each, b"") for each in (one, other, one)] == [found[2], found[4], found[2]]
+
+
+def test_the_fingerprint_covers_an_embedding_that_the_plan_rounds(tiny_glm):
+    """Keys and values depend on it; those of a smaller limit are not used with a larger one."""
+    opened, options = open_model(tiny_glm, CPU, ServiceOptions()), ServiceOptions()
+    plan = MemoryPlan("GPU", {}, 10**9, 96, 320, "auto", None, False, 16)
+    rounded = replace(plan, embedding=Scheme.parse("w8a16-g32"))
+    names = [kv_fingerprint(replace(opened, plan=each), options) for each in (plan, rounded, plan)]
+    assert names[0] == names[2] != names[1]
 
 
 def test_what_the_fingerprint_covers(tiny_glm, tmp_path):
