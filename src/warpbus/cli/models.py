@@ -6,7 +6,7 @@ from pathlib import Path
 
 from warpbus.cli.progress import download_bar
 from warpbus.demo import model_path
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.errors import CheckpointError
 
 DEMO = "demo"
@@ -29,9 +29,9 @@ def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bo
         return model_path()
     if Path(name).is_dir():
         return Path(name)
-    load("warpbus.models")
-    from warpbus.formats.hub import find_model
-    from warpbus.models import check_loadable
+    with permanent_objects():
+        from warpbus.formats.hub import find_model
+        from warpbus.models import check_loadable
 
     check = partial(check_loadable, processes=processes, expert_parallel=expert_parallel)
     with download_bar(str(name)) as show:

@@ -114,10 +114,10 @@ def test_a_model_that_is_not_there_ends_the_server(tmp_path):
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
-    def without(module):
+    def without():
         raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
 
-    monkeypatch.setattr("warpbus.cli.serve.load", without)
+    monkeypatch.setattr("warpbus.cli.serve.permanent_objects", without)
     result = invoke("demo")
     assert isinstance(result.exception, UsageError)
     assert "pip install 'warpbus[serve]'" in str(result.exception)

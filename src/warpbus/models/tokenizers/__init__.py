@@ -43,8 +43,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         return HuggingFaceTokenizer(path)
-    config = read_object(directory / "config.json") or {}
-    tokenizer_config = read_object(directory / "tokenizer_config.json") or {}
+    config = read_object(directory / "config.json")
+    tokenizer_config = read_object(directory / "tokenizer_config.json")
     path = directory / "tokenizer.model"
     if not path.exists():
         if (directory / CHATGLM_FILE).exists():
