@@ -43,7 +43,7 @@ _METRICS = {
 }
 
 
-def told(name: str, value: Parameter | None) -> str:
+def described(name: str, value: Parameter | None) -> str:
     """A parameter and its value in words; empty where there is nothing to say."""
     if value is None:
         return ""
@@ -61,7 +61,7 @@ def told(name: str, value: Parameter | None) -> str:
 
 def panel_title(names: Sequence[str], values: Sequence[Parameter | None]) -> str:
     """The title of a panel."""
-    return ", ".join(filter(None, (told(name, value) for name, value in zip(names, values, strict=True))))
+    return ", ".join(filter(None, (described(name, value) for name, value in zip(names, values, strict=True))))
 
 
 def case_label(case: Mapping[str, Parameter], names: Sequence[str]) -> str:
@@ -71,7 +71,7 @@ def case_label(case: Mapping[str, Parameter], names: Sequence[str]) -> str:
     for name in names:
         value = case.get(name)
         if isinstance(value, str | bool) or name in _COUNTED:
-            words.append(told(name, value))
+            words.append(described(name, value))
         elif rows_alone and name == "m":
             words.append("1 row" if value == 1 else f"{value:,} rows")
         elif value is not None:

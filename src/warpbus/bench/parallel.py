@@ -26,7 +26,7 @@ _ROUNDS, _QUICK_ROUNDS = 5, 2
 
 
 def parallel_benchmark(work: ParallelBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each number of GPUs."""
+    """The benchmark of some work; `progress` is called for each number of GPUs."""
     return Benchmark(
         "parallel",
         "One sequence with a model of random weights that several GPUs share",

@@ -109,7 +109,7 @@ LITTLE = PoolEffort(
 
 
 def pool_benchmark(work: PoolBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each case.
+    """The benchmark of some work; `progress` is called for each case.
 
     Raises:
         UsageError: a part or shape that there is not.

@@ -70,7 +70,7 @@ def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
 
 
 class Tenants:
-    """Clients that are connected, and rest until they are told to begin."""
+    """Clients that are connected, and wait for the signal to begin."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._processes = processes
@@ -110,7 +110,7 @@ def tenants(place: ClientLocation, shares: Sequence[float], **arguments: Any) ->
 
 @contextmanager
 def connected(job: str, place: ClientLocation, clients: Sequence[dict[str, Any]]) -> Iterator[Tenants]:
-    """Clients that do a job of `pool_client` whenever they are told to, each with its arguments.
+    """Clients that do a job of `pool_client` on request, each with its arguments.
 
     Raises:
         DeviceError: one of them failed.
@@ -161,7 +161,7 @@ def _line(process: subprocess.Popen[str]) -> str:
         limit.cancel()
     if not line:
         _answer("tenant", process)
-        raise DeviceError("bench pool: tenant ended before it was told to")
+        raise DeviceError("bench pool: tenant ended too early")
     return line
 
 

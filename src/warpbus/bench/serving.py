@@ -74,7 +74,7 @@ LITTLE = ServingEffort((1, 4), (0.5,), 32, 8, 2.0, 10**6)
 
 
 def serving_benchmark(work: ServingBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each load."""
+    """The benchmark of some work; `progress` is called for each load."""
     over_http = work.url is not None or work.serve is not None
     return Benchmark(
         "serving-http" if over_http else "serving",

@@ -280,12 +280,12 @@ class Terminal:
 
     def _answer(self, text: str) -> None:
         conversation = self._conversation
-        told = False
+        warned = False
         try:
             with closing(conversation.ask(text)) as chunks:
                 for chunk in chunks:
-                    if conversation.dropped and not told:
-                        told = True
+                    if conversation.dropped and not warned:
+                        warned = True
                         self._note(_dropped(conversation.dropped))
                     _write(chunk.text)
         except KeyboardInterrupt:

@@ -166,15 +166,15 @@ def quantize(
     schemes, devices = check_arguments(scheme, algorithm, options)
     calibration = GENERAL_TEXTS if calibration is None else calibration
     model = find_model(model, check=check_loadable)
-    state = _Told(progress)
-    crew: AbstractContextManager[Callable[[Job], None]]
+    state = _JobState(progress)
+    workers: AbstractContextManager[Callable[[Job], None]]
     if cluster is None:
-        crew = _here(devices, state, patience)
+        workers = _here(devices, state, patience)
     else:
         model, output = Path(model).absolute(), Path(output).absolute()
-        crew = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
+        workers = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
     # The other processes start while this one looks at the model.
-    with crew as run:
+    with workers as run:
         cached = None if kv_cache is None else KVCacheScheme.parse(kv_cache)
         plan = prepare(Path(model), Path(output), schemes, format, head=head, kv_cache=cached)
         if not suits(algorithm, plan.config):
@@ -263,8 +263,8 @@ def check_arguments(
 
 
 @dataclass
-class _Told:
-    """What the processes have said so far."""
+class _JobState:
+    """Counts the messages of the processes and passes them on to `progress`."""
 
     progress: Progress
     matrices: int = 0
@@ -342,7 +342,7 @@ def _leaving_nothing_useless(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _here(devices: Sequence[torch.device], state: _Told, patience: Patience) -> Iterator[Callable[[Job], None]]:
+def _here(devices: Sequence[torch.device], state: _JobState, patience: Patience) -> Iterator[Callable[[Job], None]]:
     """Runs a job on this machine, in processes that start at once."""
     with Processes(
         run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, exit_early=True, patience=patience
@@ -350,7 +350,7 @@ def _here(devices: Sequence[torch.device], state: _Told, patience: Patience) -> 
         yield processes.run
 
 
-def _on_cluster(address: str, devices: Sequence[torch.device], state: _Told, patience: Patience, job: Job) -> None:
+def _on_cluster(address: str, devices: Sequence[torch.device], state: _JobState, patience: Patience, job: Job) -> None:
     """Run a job on a cluster; what it writes has to arrive here."""
     launch_on_cluster(
         run_job,

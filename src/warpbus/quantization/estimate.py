@@ -361,7 +361,7 @@ def _seconds(
         flop["moments"] += (squares + 2 * compared) * calibrated * columns**2 * most
         if algorithm == "gptq":
             flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
-            # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
+            # Products: corrected target two, propagated errors half of one, descent one and two per sweep, losses two.
             flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
             flop["search"] += matrix.scheme.is_trellis * _SEARCH_FLOP * rows * columns * most
         elif algorithm == "awq":

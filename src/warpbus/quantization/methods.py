@@ -14,7 +14,7 @@ from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.trellis import TILE
 from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
-from warpbus.quantization.algorithms.factored import FactoredStack, aim, factored, stacked
+from warpbus.quantization.algorithms.factored import FactoredStack, corrected_target, factored, stacked
 from warpbus.quantization.algorithms.gptq import SPAN, call_for, gptq_matrices, gptq_rows
 from warpbus.quantization.algorithms.gptq_trellis import rotated_moments
 from warpbus.quantization.algorithms.weights import check_weight, squared_loss
@@ -241,7 +241,7 @@ class FoldingMethod(Method):
 
 
 class Awq(FoldingMethod):
-    """Scales up channels with large inputs before rounding: see `algorithms.awq`, and `aim` for the target."""
+    """Scales up channels with large inputs before rounding: see `algorithms.awq` and `corrected_target`."""
 
     needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
 
@@ -311,7 +311,7 @@ def _rounded(
 ) -> tuple[QTensor, float]:
     """Round a matrix, scaled as its inputs are; ranges are clipped where activations stay in 16 bits.
 
-    With the drift of the inputs what is rounded is what `aim` gives.
+    With the drift of the inputs, `corrected_target` is rounded.
     """
     hessian = None
     if drift is not None:
@@ -324,7 +324,7 @@ def _rounded(
         if hessian is not None and drift is not None:
             # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
             wide = parts.float()
-            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in wide])
+            parts = torch.stack([corrected_target(part.T.contiguous(), hessian, drift).T for part in wide])
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
         rounded = rtn(
             parts.flatten(0, 1),

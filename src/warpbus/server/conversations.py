@@ -79,7 +79,7 @@ class PreparedChat:
 
 
 def named_model(models: Models, body: NamesModel, request: Request, options: ServerOptions) -> Model:
-    """The model that a body names, with the access log told of it and of unknown fields.
+    """The model that a body names, which the access log records, with unknown fields.
 
     Raises:
         RequestError: there is no such model; or an unknown field, if the server is strict.
@@ -301,7 +301,7 @@ def tools_of(body: ChatRequest, model: Model, options: ServerOptions) -> ToolUse
 
 
 def offered_tools(tools: abc.Sequence[FunctionTool]) -> list[dict[str, Any]]:
-    """Tools as the model is told of them."""
+    """Tools as the model sees them."""
     return [tool.function.model_dump(exclude_none=True, include=_TOLD) for tool in tools]
 
 

@@ -36,7 +36,7 @@ class GenerationRequest:
     """A request for one answer.
 
     Attributes:
-        silent: the prompt is computed, and its log probabilities are told, but nothing is answered.
+        silent: the prompt is computed, and its log probabilities are returned, but no token is generated.
     """
 
     prompt: list[int]

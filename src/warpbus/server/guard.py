@@ -65,7 +65,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_labelled)
         except asyncio.CancelledError:
-            # Only the end of the server cancels a request, and only one that is not told of it by its answer.
+            # Only the end of the server cancels a request, and only one that its answer does not inform.
             record.error = record.error or ENDING
             if not status:
                 await response_of(server_ends(), scope["path"])(scope, receive, send_labelled)

@@ -70,7 +70,7 @@ def test_json_for_several_architectures(declared):
         assert set(each["kernels"]["twice"]) == {"registers", "shared", "stack", "spill_stores", "spill_loads"}
 
 
-def test_what_does_not_compile_is_told_and_the_others_are_compiled(declared):
+def test_what_does_not_compile_is_reported_and_the_others_are_compiled(declared):
     declared(bad="nonsense\n", good=GOOD)
     code, text = invoke("--compile", "--arch", "sm_80")
     assert code == 1

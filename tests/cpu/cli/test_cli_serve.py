@@ -93,7 +93,7 @@ def test_names_can_be_given(calls):
     assert [one.name for one in calls[0][0]] == ["a", "b"]
 
 
-def test_a_port_in_use_is_told_before_a_model_is_loaded():
+def test_a_port_in_use_is_reported_before_a_model_is_loaded():
     with bind(ServerOptions(port=0)) as taken:
         result = invoke("demo", "--port", taken.getsockname()[1])
     assert isinstance(result.exception, UsageError)

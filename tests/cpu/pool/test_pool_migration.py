@@ -130,17 +130,17 @@ def move(
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination, breaks)
     source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05, little=0)
-    told, report, lost = False, None, ""
+    reported, report, lost = False, None, ""
     try:
         ask(source)
         for between in plan:
             source.copy_ahead(budget)
             for _ in range(between):
                 here.execute(here.executed + 1)
-        told = True
+        reported = True
         report = source.finish()
     except (DeviceError, PoolError):
-        told = False  # the source tells the client that this is off
+        reported = False  # the source tells the client that this is off
     except KilledError:
         wire.kill("s")
     wire.let_destination_work()
@@ -149,7 +149,7 @@ def move(
     source_executes = source.state not in (SourceState.STOPPED, SourceState.MOVED)
     if "s" not in wire.dead and source_executes:
         living = here
-    elif "d" not in wire.dead and told:
+    elif "d" not in wire.dead and reported:
         try:
             living = there if destination.claim() else None
         except LeaseLostError as error:

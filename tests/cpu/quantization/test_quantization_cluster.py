@@ -68,13 +68,13 @@ def test_a_lost_rank_and_the_same_command_again(
         run(model, texts, tmp_path / "out", two_nodes, Progress(matrix=kill_after_a_layer))
     assert killed
     assert not (tmp_path / "out").exists()
-    told: list[QuantizationEstimate] = []
-    report = run(model, texts, tmp_path / "out", two_nodes, Progress(estimated=told.append))
+    reported: list[QuantizationEstimate] = []
+    report = run(model, texts, tmp_path / "out", two_nodes, Progress(estimated=reported.append))
     assert 1 <= report.resumed_layers < LAYERS
     assert fingerprint(tmp_path / "out") == expected
     assert not FinishedParts(tmp_path / "out").directory.exists()
     assert len(report.devices) == 2
-    assert report.estimate == told[0].figures()
+    assert report.estimate == reported[0].figures()
 
 
 def _actors() -> set[psutil.Process]:

@@ -87,8 +87,8 @@ def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config:
         # Read, never run.
         found = "<|observation|>" in source.read_text(encoding="utf-8", errors="replace")
         return CHATGLM3_SPECIALS if found else CHATGLM2_SPECIALS
-    told = (config.get("_name_or_path"), tokenizer_config.get("name_or_path"), config.get("auto_map"))
-    names = " ".join(map(str, told)).lower()
+    sources = (config.get("_name_or_path"), tokenizer_config.get("name_or_path"), config.get("auto_map"))
+    names = " ".join(map(str, sources)).lower()
     if "chatglm3" in names or config.get("seq_length") == 8192:
         return CHATGLM3_SPECIALS
     return CHATGLM2_SPECIALS

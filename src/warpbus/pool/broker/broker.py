@@ -22,11 +22,11 @@ from typing import Any
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.errors import QueueFullError, UsageError
 from warpbus.pool.broker import ledger_file, status
-from warpbus.pool.broker.admission import check_limits, check_possible, checked_gpus, no_place
 from warpbus.pool.broker.leases import HIGHEST_PRIORITY, Lease, LeaseMove, Limits, PoolGpu
 from warpbus.pool.broker.ledger import HostEntry, Ledger
 from warpbus.pool.broker.moves import evacuate, make_room
 from warpbus.pool.broker.placement import best_fit, outlook
+from warpbus.pool.broker.request_checks import check_limits, check_possible, checked_gpus, no_place
 from warpbus.pool.quota import Quota
 
 

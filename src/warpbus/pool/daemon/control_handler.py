@@ -203,15 +203,15 @@ class ControlHandler:
         if lease.state == "queued" and waiting >= self._most:
             raise QueueFullError(f"tenant {lease.tenant} waits for {waiting} leases already: try again later")
         self._waiting[lease.tenant] = waiting + 1
-        told = None
+        reported = None
         try:
             while lease.state == "queued":
                 queue = (await self._store.status())["queue"]
                 place, why = next(
                     ((n, each["why"]) for n, each in enumerate(queue, 1) if each["id"] == lease.id), (0, "")
                 )
-                if place and (place, why) != told:
-                    told = place, why
+                if place and (place, why) != reported:
+                    reported = place, why
                     tell({"queued": place, "why": why})
                 self._placed.clear()
                 with suppress(TimeoutError):

@@ -1,6 +1,6 @@
 """The part of a daemon that manages tenants' processes: starts them, hands them clients' sockets, and ends them.
 
-It decides nothing: the broker's daemon, which may be another one, says what is to be done (`Order`), and is told what
+It decides nothing: the broker's daemon, which may be another one, says what is to be done (`Order`), and learns what
 happened (`Reports`). A process that dies takes its own lease with it and no other.
 """
 
@@ -478,7 +478,7 @@ class LocalHost:
         if tenancy.work is not None:
             raise UsageError(f"lease {lease} is being moved or suspended already: wait until that is done")
         tenancy.work = asyncio.Queue()
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         try:
             await tenancy.process.tell(operation, arguments, *descriptors)
             while True:
@@ -491,8 +491,8 @@ class LocalHost:
                     raise _of_others(sent_error(facts))
                 if event == end:
                     return facts
-                if event == "progress" and facts != told:
-                    told = facts
+                if event == "progress" and facts != reported:
+                    reported = facts
                     tell(facts)
         except TimeoutError:
             raise ConnectionLostError(

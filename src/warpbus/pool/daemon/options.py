@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from warpbus.errors import UsageError
-from warpbus.pool.broker.admission import MOST_OVERSUBSCRIBED
+from warpbus.pool.broker.request_checks import MOST_OVERSUBSCRIBED
 from warpbus.pool.protocol.address import DEFAULT_PORT, Address, is_loopback
 from warpbus.pool.protocol.sockets import server_context
 

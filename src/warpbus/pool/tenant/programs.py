@@ -237,7 +237,7 @@ class Programs:
         ]
 
     def restore(self, state: list[Any]) -> None:
-        """Have the programs that `state` told. Raises what a malformed state leads to: any of Python's errors."""
+        """Create the programs that `state` describes. A malformed state raises any of Python's errors."""
         recording = None
         for number, open_still, (signatures, steps), kept, gone in state:
             self.record(number)

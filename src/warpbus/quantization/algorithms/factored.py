@@ -150,7 +150,7 @@ def factored_loss(errors: Tensor, hessian: FactoredHessian) -> Tensor:
     return weighted.mul_(errors).sum(0).sum(dtype=torch.float64)
 
 
-def aim(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: float = SHARE) -> Tensor:
+def corrected_target(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: float = SHARE) -> Tensor:
     """The target matrix to round: W or a matrix between W and W*, see the module.
 
     Args:

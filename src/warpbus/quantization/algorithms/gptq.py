@@ -22,7 +22,7 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.factored import (
     FactoredHessian,
     FactoredStack,
-    aim,
+    corrected_target,
     factored,
     factored_loss,
     stacked,
@@ -99,7 +99,7 @@ def gptq_rows(
             its bits do not depend on the other parts.
         hessian: of the matrix.
         scheme, scale_dtype, clip, sweeps, name: as in `gptq`.
-        drift: float32 `[in, in]`, see `aim`; without it, the target is the weights themselves.
+        drift: float32 `[in, in]`, see `corrected_target`; without it, the target is the weights themselves.
 
     Returns:
         The quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: tr(dW H dW^T) and tr(W H W^T) of each part,
@@ -227,7 +227,7 @@ def _solve(
         for own, each, moved in zip(columns, factors, drift, strict=True):
             own_drift = narrow(moved)[each.order][:, each.order]
             for part in own:
-                part.copy_(aim(part, each, own_drift))
+                part.copy_(corrected_target(part, each, own_drift))
     columns = columns.view(matrices * parts, size, height)
     of_part = [each for each in factors for _ in range(parts)]
     inverse = torch.stack([each.inverse_order for each in of_part])
