@@ -1,4 +1,4 @@
-"""What a benchmark consists of, and the one loop that measures all of them."""
+"""The parts of a benchmark, and the one loop that measures all of them."""
 
 import importlib.metadata
 import itertools
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one piece of work, all numbers in `unit`.
+    """The measurements of one piece of work, all numbers in `unit`.
 
     Attributes:
         parameters: what names it in its records.
@@ -236,7 +236,7 @@ def _result(case: Case, settings: Run) -> Result:
         settings.note(
             "timed = events: a peer of that case waits for the GPU, so nothing of it was put into a CUDA graph."
         )
-    # What is alone is often shared by several cases, and comes from the first of them.
+    # A peer that is measured alone often belongs to several cases, and comes from the first of them.
     by_name = {rival.name: timing for rival, timing in zip(beside, timings, strict=True)}
     by_name |= {rival.name: rival.alone() for rival in case.rivals if rival.alone is not None}
 

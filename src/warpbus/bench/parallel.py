@@ -123,7 +123,7 @@ def job(
     rounds: int,
     expert_parallel: bool = False,
 ) -> None:
-    """What each process does; the first one sends how they exchange tensors, and the seconds a token of each round."""
+    """The job of each process; the first one sends the way of exchange, and the seconds per token of each round."""
     model = random_model(config, scheme, group.device, dtype, group=group, expert_parallel=expert_parallel)
     engine = Engine(model, max_model_len=_PROMPT + tokens, max_num_seqs=1)
     engine.warm()

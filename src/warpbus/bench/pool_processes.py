@@ -60,7 +60,7 @@ def gpu_memory(place: ClientLocation) -> int:
 
 
 def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
-    """What a job of `pool_client` gives.
+    """The result of a job of `pool_client`.
 
     Raises:
         DeviceError: it failed; the message is the last line that it said.
@@ -84,7 +84,7 @@ class Tenants:
         return [float(said["products"]) for said in self.ask(*which)]
 
     def ask(self, *which: int) -> list[dict[str, float]]:
-        """What some of them say, by index, that begin at the same moment.
+        """The answers of some clients, by index, that begin at the same moment.
 
         Raises:
             DeviceError: one of them failed.

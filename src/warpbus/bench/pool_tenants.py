@@ -1,4 +1,4 @@
-"""What tenants see of each other and of moves: their share of a GPU's time, and how long a move stops them."""
+"""How tenants affect each other, and how moves affect them: shares of a GPU's time, and how long a move stops them."""
 
 import json
 import sys

@@ -108,7 +108,7 @@ def timed_run(
 
 
 def main(asked: Mapping[str, Any]) -> None:
-    """What that process does: prints how far it is, `[done, total]`, and at last what it found."""
+    """The main function of that process: prints its progress, `[done, total]`, and at last the result."""
     vocabulary = read_config(Checkpoint(asked["model"], weights=False)).vocab_size
     data = random_calibration(vocabulary, asked["samples"], asked["seqlen"])
     began = time.time()

@@ -237,7 +237,7 @@ def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: Shelf) -> Cas
         return x, quantize_tokens(x, codes), supply()
 
     rivals = [cublas_rival(lambda x, _, weight: F.linear(x, weight[0]))]
-    # What torch offers takes activations that are quantized already.
+    # torch's operators take activations that are quantized already.
     if codes == torch.float8_e4m3fn and dtype == torch.bfloat16:
         rivals.append(PeerContender("torch._scaled_mm", torch.__version__, partial(_scaled_mm, dtype)))
     elif codes == torch.int8 and m >= _INT_MM_ROWS:

@@ -14,7 +14,7 @@ from warpbus.formats.files import replace_file
 
 RESULTS = Path("benchmarks/results")
 
-# What can be measured, and whether less of it is better.
+# The metrics, and whether less is better.
 LESS_IS_BETTER = {
     "time": True,
     "latency": True,
@@ -34,7 +34,7 @@ Parameter = str | int | float | bool
 
 @dataclass(frozen=True)
 class Peer:
-    """What ours is held against: `value` is in the unit of the record, measured in the same run."""
+    """A contender that ours is compared with: `value` is in the unit of the record, measured in the same run."""
 
     name: str
     version: str

@@ -42,8 +42,8 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     """
     shared, _ = shared_and_varying(records)
     heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")
-    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours, another
-    # kind of load or another part, lest the rows get too wide.
+    # Each unit gets a table of its own: numbers of different units cannot be compared. So does each of our variants,
+    # each kind of load and each part, lest the rows get too wide.
     tables: list[RenderableType] = []
     for kind in dict.fromkeys(_kind(record) for record in records):
         rows = [record for record in records if _kind(record) == kind]
@@ -136,6 +136,6 @@ def shown(value: Parameter | None) -> str:
 
 
 def _style(ratio: float) -> str:
-    # What is printed as 1.00 is no loss.
+    # A ratio that is printed as 1.00 is no loss.
     rounded = round(ratio, 2)
     return "green" if rounded >= 1 else "yellow" if rounded >= 0.95 else "red"

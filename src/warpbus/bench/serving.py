@@ -174,7 +174,7 @@ def _in_process(
     engine = Engine(model, max_num_seqs=most, offloadable=offloadable)
     engine.warm(rows=most)
     loads = _Loads(effort, config.vocab_size, prompt_end(config))
-    # What a first load still has to compile or capture.
+    # Compilations and captures that a first load would still cause.
     drive(engine, replace(loads.closed(most, 10**6), tokens=2))
     measured = _measured(loads, partial(drive, engine), _rounds(run), progress)
     progress("growing", 0, 1)
@@ -219,7 +219,7 @@ def _over_http(run: Run, work: ServingBenchOptions, effort: ServingEffort, progr
 
 @dataclass
 class _LoadResults:
-    """What each load got, a `Figures` for each round.
+    """The results of each load, a `Figures` for each round.
 
     Attributes:
         closed: by concurrency.
@@ -297,7 +297,7 @@ def _measured(loads: _Loads, send: Callable[[Load], Figures], rounds: int, progr
 
 
 def _say(run: Run, load: str, rounds: Sequence[Figures]) -> None:
-    """What no row has: shares, of the last round."""
+    """Figures that no row has: shares, of the last round."""
     last = rounds[-1]
     said = [f"{last.tokens_per_second:,.0f} tokens/s"]
     if last.between_tokens:

@@ -35,7 +35,7 @@ _PROMPT = 128
 
 @dataclass(frozen=True)
 class TrainBenchTask:
-    """What a run does.
+    """The settings of a run.
 
     Attributes:
         config: the model's shape.
@@ -55,7 +55,7 @@ class TrainBenchTask:
 
 @dataclass(frozen=True)
 class ProcessMeasurement:
-    """What one process found.
+    """The measurements of one process.
 
     Attributes:
         seconds: of each timed step.
@@ -71,7 +71,7 @@ class ProcessMeasurement:
 
 
 def job(group: Group, send: Send, task: TrainBenchTask) -> None:
-    """What each process does; each sends what it measured as a `ProcessMeasurement`."""
+    """The job of each process; each sends its measurements as a `ProcessMeasurement`."""
     torch.set_float32_matmul_precision("high" if task.tf32 else "highest")
     device, settings = group.device, task.settings
     cuda = device.type == "cuda"

@@ -342,7 +342,7 @@ for _name, (_measure_it, _help) in MODEL_BENCHMARKS.items():
 
 
 def _command(context: typer.Context) -> str:
-    """What was typed, as a command that measures the same again."""
+    """The command line as typed, which measures the same again."""
     words = ["warpbus", "bench", str(context.info_name)]
     for parameter in context.command.params:
         name = parameter.name or ""

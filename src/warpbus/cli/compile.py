@@ -68,7 +68,7 @@ def _targets(archs: Sequence[str]) -> list[str]:
 
 
 def _compile(work: Sequence[tuple["Unit", str]]) -> list[dict[str, Any]]:
-    """What came of each unit, in the order given. NVRTC works outside Python's lock, so threads are enough."""
+    """The outcome of each unit, in the order given. NVRTC works outside Python's lock, so threads are enough."""
     found: dict[int, dict[str, Any]] = {}
     with progress_bar() as show, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         show("compiling", 0, len(work))

@@ -49,7 +49,7 @@ def is_here(name: str) -> bool:
 
 
 def model_name(name: str) -> str:
-    """What to call the model of an argument: the directory's name, or the name on its hub without its owner."""
+    """The name for the model of an argument: the directory's name, or the name on its hub without its owner."""
     if name == DEMO:
         return model_path().name
     if not is_here(name):

@@ -94,7 +94,7 @@ def story(
 
 
 def _typed(context: typer.Context) -> str:
-    """What was typed, as a command that measures the same again."""
+    """The command line as typed, which measures the same again."""
     words = ["warpbus", "bench", "story"]
     for parameter in context.command.params:
         name = parameter.name or ""

@@ -1,4 +1,4 @@
-"""What each GPU architecture can do that kernels are chosen by: one row per architecture.
+"""The capabilities of each GPU architecture by which kernels are chosen: one row per architecture.
 
 A kernel for a new GPU adds a row, or a column if the kernel needs an instruction that no other kernel needs. Shared
 memory and multiprocessors differ within an architecture: `devices.shared_memory` and `green.multiprocessors` ask the

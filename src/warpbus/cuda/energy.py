@@ -19,7 +19,7 @@ _INTERVAL = 0.05  # seconds between two samples of the power; NVML averages it o
 
 
 class Sensors(Protocol):
-    """What a meter reads. GPUs go by their UUIDs, since CUDA_VISIBLE_DEVICES changes their numbers."""
+    """The readings of a meter. GPUs go by their UUIDs, since CUDA_VISIBLE_DEVICES changes their numbers."""
 
     def energy(self, uuid: str) -> float | None:
         """Joules since the driver was loaded; `None` where the GPU does not count them."""

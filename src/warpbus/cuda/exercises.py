@@ -66,7 +66,7 @@ def _say(name: str, language: str, **fields: object) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the accesses to one array moved, in the test's last case.
+    """The traffic of the accesses to one array, in the test's last case.
 
     Attributes:
         shared: whether the array is in shared memory.
@@ -95,7 +95,7 @@ class KernelSpeed:
 
 @dataclass(frozen=True)
 class ExerciseCheck:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         problem: a sentence; None if the solution passes.

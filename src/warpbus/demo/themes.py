@@ -1,4 +1,4 @@
-"""What the demo's adapters learn, and how their data is made: one poet's quatrains, and quatrains on one season.
+"""The data of the demo's adapters, and how it is made: one poet's quatrains, and quatrains on one season.
 
 python -m warpbus.demo.themes --train poems-train.jsonl.xz --output src/warpbus/demo/data
 """
@@ -22,7 +22,7 @@ _SPRING = "春花柳莺燕"
 
 @dataclass(frozen=True)
 class Theme:
-    """What an adapter learns.
+    """The data of an adapter.
 
     Attributes:
         name: what an answer shows of it.

@@ -167,7 +167,7 @@ class StepExecutor:
         self._advanced: list[int] = []
         self._advanced_index = self._slots[:0]
         self._ones = torch.ones(sampled, dtype=torch.int32, device=device)
-        # What the host says of rows: token ids, positions, slot mapping, indices of the sampled rows.
+        # The host's values of the rows: token ids, positions, slot mapping, indices of the sampled rows.
         self._host_rows = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(sampled, model.config.vocab_size, dtype=dtype, device=device)

@@ -219,7 +219,7 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _weights_of(checkpoint: Checkpoint, model: Decoder) -> str:
-    """What the weights of a checkpoint are, and whether the model has them so, as `Evaluation.scheme`."""
+    """The kind of the weights of a checkpoint, and whether the model has them so, as `Evaluation.scheme`."""
     schemes = read_schemes(checkpoint.config)
     if schemes.distinct():
         return str(schemes)

@@ -47,7 +47,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gate:
-    """What was demanded, as a sentence, and whether it is met."""
+    """A demand, as a sentence, and whether it is met."""
 
     demand: str
     met: bool

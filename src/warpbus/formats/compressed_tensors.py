@@ -60,12 +60,12 @@ _EVERY = "Linear"  # the target that means every linear layer
 _HEADS = ("lm_head", "output_layer")  # for engines, the head is no "Linear": it has to be named
 
 _KNOWN = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
-# What says how weights were chosen, or repeats what the tensors themselves tell: it does not change how they are read.
+# Keys that say how weights were chosen, or repeat what the tensors say: they do not change how weights are read.
 _IRRELEVANT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 
 
 def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-    """What `config.json` holds under `quantization_config`.
+    """The `quantization_config` of `config.json`.
 
     Args:
         schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`.

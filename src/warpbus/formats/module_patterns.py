@@ -14,7 +14,7 @@ from warpbus.errors import CheckpointError
 MAX_LENGTH = 1000
 MAX_REPETITIONS = 5
 
-# What repeats nothing: an escaped character, and a set of characters, which may begin with its closing bracket.
+# Atoms without repetition: an escaped character, and a set of characters, which may begin with its closing bracket.
 _ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _GROUP = re.compile(r"\(\?:?")
 _REPETITION = re.compile(r"[*+?}]+")

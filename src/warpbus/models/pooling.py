@@ -1,4 +1,4 @@
-"""What a checkpoint says of embeddings and of reranking: the files that sentence-transformers writes beside a model."""
+"""A checkpoint's settings for embeddings and reranking: the files that sentence-transformers writes beside a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LogitScoreHead:
 
 @dataclass(frozen=True)
 class TextHeads:
-    """What a model can be used for besides generation.
+    """The uses of a model besides generation.
 
     Attributes:
         embedding: None if the checkpoint defines no embeddings, or `missing` says why they cannot be computed.

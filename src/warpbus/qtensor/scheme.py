@@ -27,7 +27,7 @@ from warpbus.errors import SchemeError
 WEIGHT_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""What activations may be rounded to, and the dtype that they and the weights then have."""
+"""The types to which activations may be rounded, and the dtype that they and the weights then have."""
 
 ELEMENTS = {"nvfp4": 16, "mxfp4": 32}
 """The formats of 4-bit floating-point numbers, and their group sizes."""

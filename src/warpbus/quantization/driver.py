@@ -222,7 +222,7 @@ def check_arguments(
     algorithm: str,
     options: QuantizationOptions,
 ) -> tuple[Schemes, Sequence[torch.device]]:
-    """What can be said against the arguments of `quantize` before there is a model.
+    """The checks of the arguments of `quantize` that need no model.
 
     Returns:
         the schemes, and the device of each process.
@@ -394,7 +394,7 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
 def read_data(
     plan: Plan, source: str | Path | Calibration, seqlen: int, seed: int, samples: int | None, tokens: int | None
 ) -> Calibration:
-    """What a model is calibrated on, arguments as of `quantize`.
+    """The calibration data of a model, arguments as of `quantize`.
 
     Raises:
         DataError: if it cannot be used.
@@ -445,7 +445,7 @@ def _settings(
     seed: int,
     damping: float,
 ) -> dict[str, Any]:
-    """What the report says of the calibration; `samples` of it draws the same sequences again."""
+    """The report's entry on the calibration; `samples` of it draws the same sequences again."""
     if data is None:
         return {}
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)

@@ -114,7 +114,7 @@ class QuantizationEstimate:
         return asdict(self)
 
     def figures(self) -> dict[str, float]:
-        """What the report keeps of it: of a calibrated run the `seconds` at least and `most_seconds`; bytes of main
+        """The estimate in the report: of a calibrated run the `seconds` at least and `most_seconds`; bytes of main
         `memory`, of the `disk` and, where there are GPUs, the `gpu_memory` of the fullest one.
         """
         found: dict[str, float] = {"memory": self.memory.total, "disk": self.disk.total}
@@ -311,7 +311,7 @@ def device_rates(device: torch.device, stored: torch.dtype, *, tuned: bool = Fal
 
 
 def _solve_dtype(device: torch.device) -> torch.dtype:
-    """What factors and solves are computed in, see `algorithms.linear_algebra`."""
+    """The dtype in which factors and solves are computed, see `algorithms.linear_algebra`."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

@@ -367,7 +367,7 @@ class _QuantizationRun:
             self._commit_layer(index, tensors, results)
 
     def _commit_ends(self) -> None:
-        """What is outside of the layers, as it is."""
+        """The tensors outside of the layers, unchanged."""
         if self.writer is None or self.sources is None:
             return
         head = self.plan.head
@@ -427,7 +427,7 @@ class _QuantizationRun:
         return peaks, energies
 
     def _report(self, peaks: list[float], energies: list[float], parts: Sequence[str]) -> Report:
-        """What was done by all processes; `parts` are those of the model."""
+        """The work of all processes; `parts` are those of the model."""
         group, job, device = self.group, self.job, self.group.device
         on_gpu = device.type == "cuda"
         seconds = time.time() - job.started
@@ -495,7 +495,7 @@ def _rates(group: Group, plan: Plan, *, tuned: bool) -> Mapping[torch.dtype, flo
 def _agreed(
     group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Mapping[torch.dtype, float] | None
 ) -> tuple[QuantizationEstimate | None, bool]:
-    """What the run needs, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
+    """The needs of the run, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
     needs = None
     places = place.gathered(group)

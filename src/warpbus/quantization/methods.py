@@ -343,7 +343,7 @@ def _rounded(
 
 
 def _tied(layer: LayerQuantization, matrix: Matrix, channels: Tensor) -> Tensor:
-    """What belongs to the inputs of a matrix, alike where they are made by the same rows."""
+    """The tensors of the inputs of a matrix, equal where the same rows make them."""
     spec = layer.layer.spec
     return tie(spec, spec.matrix(matrix.linear), channels)
 

@@ -40,7 +40,7 @@ KEPT = 2**14
 
 @dataclass(frozen=True)
 class Cost:
-    """What a matrix loses and takes in a scheme.
+    """The loss and the size of a matrix in a scheme.
 
     Attributes:
         loss: its share of what is to be kept small; shares are added up, so they have to be in one unit.
@@ -224,7 +224,7 @@ def _loss(
     expected: list[Tensor],
     scale_dtype: torch.dtype,
 ) -> float:
-    """What rounding one matrix does to the layer's outputs."""
+    """The effect of rounding one matrix on the layer's outputs."""
     module = layer.get_submodule(matrix.linear)
     assert isinstance(module, nn.Linear)
     weight = module.weight.data

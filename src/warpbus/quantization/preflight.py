@@ -1,4 +1,4 @@
-"""What is going to be quantized, and every reason not to begin, found before the first weight is read."""
+"""The plan of a quantization, and every reason to refuse it, found before the first weight is read."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -262,7 +262,7 @@ def check_head(scheme: Scheme, format: str) -> None:
 
 
 def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, format: WritableFormat) -> Head:
-    """What the head is quantized to."""
+    """The scheme of the head."""
     check_head(scheme, format.name)
     (name,) = tensor_map(replace(config, tie_embeddings=False))["head.weight"]
     (source,) = tensor_map(config)["embedding.weight"] if config.tie_embeddings else (name,)

@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate was found to cost.
+    """The measured cost of a candidate.
 
     Attributes:
         scheme, algorithm: the candidate.
@@ -122,7 +122,7 @@ class Recommendation:
 
 
 def candidates(columns: Sequence[int], *, fp8: bool, scheme: Scheme | None = None) -> list[Candidate]:
-    """What is worth trying, the most bits first.
+    """The candidates worth trying, the most bits first.
 
     Args:
         columns: input features of the model's matrices; schemes whose groups do not fit them are left out.
@@ -193,7 +193,7 @@ def choose(trials: Sequence[Trial], *, goal: str, memory: int | None = None) -> 
 
 
 def _doubt(chosen: Trial, usable: Sequence[Trial], ties: Sequence[Trial]) -> str:
-    """What to say of trials whose times overlap with those of the fastest one; nothing if there are none."""
+    """The remark on trials whose times overlap with those of the fastest one; empty if there are none."""
     slowest = chosen.token_seconds * (1 + chosen.token_spread)
     schemes = {trial.scheme: trial for trial in usable if trial.token_seconds < slowest}
     others = [trial for scheme, trial in schemes.items() if scheme not in {tie.scheme for tie in ties}]

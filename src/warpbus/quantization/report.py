@@ -79,7 +79,7 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What tuning changed.
+    """The effect of tuning.
 
     Attributes:
         before, after: the divergence on the sequences that were held back, nats per token, with the scales of the

@@ -45,7 +45,7 @@ Running = Callable[[ModelConfig, torch.dtype, Scheme], int]
 _SEEN, _UNSEEN = 32768, 8192
 _FP8_CAPABILITY = (8, 9)
 
-# What takes longer with more tokens; all else of a layer depends on its shapes alone.
+# The stages that take longer with more tokens; all others of a layer depend on its shapes alone.
 _WITH_TOKENS = ("forward", "statistics", "communication")
 
 
@@ -180,8 +180,8 @@ def _plans(
 
 @dataclass(frozen=True)
 class _Tried:
-    """What came of a candidate on a layer: the mean over the tokens of |error|^2 / |output|^2, and the seconds that the
-    layer would take with all of the calibration data."""
+    """The result of a candidate on a layer: the mean over the tokens of |error|^2 / |output|^2, and the seconds that
+    the layer would take with all of the calibration data."""
 
     squared_error: float
     seconds: float

@@ -139,7 +139,7 @@ class _Product(torch.autograd.Function):
 
 
 def split(data: Calibration) -> tuple[Calibration, Calibration]:
-    """What is calibrated and trained on, and what is held back.
+    """The sequences for calibration and training, and those held back.
 
     Raises:
         DataError: there is only one sequence.

@@ -114,7 +114,7 @@ async def _probe(models: abc.Collection[Model]) -> None:
 
 @dataclass
 class Asked:
-    """What is asked of one answer, and the pieces of it so far.
+    """The request for one answer, and the pieces of it so far.
 
     Attributes:
         id: of the answer.

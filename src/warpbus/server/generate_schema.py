@@ -111,7 +111,7 @@ class NativeFinish(BaseModel):
 
 
 class NativeMeta(BaseModel):
-    """What is known of an answer. Log probabilities are [log probability, token id, text or null]."""
+    """Facts about an answer. Log probabilities are [log probability, token id, text or null]."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -47,7 +47,7 @@ class GenerationRequest:
 
 @dataclass
 class RequestRecord:
-    """What the access log records of a request, besides its HTTP line.
+    """The fields of the access log for a request, besides its HTTP line.
 
     Attributes:
         ignored: unknown fields of its body.

@@ -79,7 +79,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, name: str, status: int, record: RequestRecord) -> dict[str, Any]:
-    """What is logged of a request; times in seconds."""
+    """The logged fields of a request; times in seconds."""
     found: dict[str, Any] = {
         "client": scope["client"][0] if scope.get("client") else "-",
         "method": scope["method"],

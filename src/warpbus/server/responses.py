@@ -39,7 +39,7 @@ class Form(Protocol):
 
     @property
     def last(self) -> bytes:
-        """What ends a stream that has not failed."""
+        """The end of a stream that has not failed."""
 
     def opening(self, usage: Usage) -> list[Json]:
         """The first events of a stream."""
@@ -247,7 +247,7 @@ async def _send_part(send: Send, data: bytes) -> None:
 
 
 def _record_of(scope: Scope) -> RequestRecord:
-    """What the access log records of a request."""
+    """The fields of the access log for a request."""
     record: RequestRecord = scope["state"]["record"]
     return record
 

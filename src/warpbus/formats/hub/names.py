@@ -39,7 +39,7 @@ class ModelName:
 
 
 def parse_name(text: str, *, revision: str | None = None, source: str | None = None) -> ModelName | None:
-    """What a text names on a hub, or None where it is a path.
+    """The model on a hub that a text names, or None where it is a path.
 
     A directory or file that is there is a path, and so is all that has not the form of a name.
 

@@ -287,7 +287,7 @@ def _check_block(
 
 
 def _check_matrices(name: str, parts: int, columns: int, because: str, corner: Tensor, **rows: Tensor) -> None:
-    """What belongs to matrices fits the columns, and they share the parts evenly."""
+    """Tensors that belong to matrices fit the columns, and the matrices share the parts evenly."""
     stacked = (len(corner),) if corner.dim() == 3 else ()
     check_shape(name, {"corner": (*stacked, columns, columns)}, because, corner=corner)
     check_shape(name, dict.fromkeys(rows, (*stacked, columns)), because, **rows)
@@ -296,7 +296,7 @@ def _check_matrices(name: str, parts: int, columns: int, because: str, corner: T
 
 
 def _check_carried(name: str, first: Tensor, **tensors: Tensor) -> None:
-    """What is carried over is written in one of the formats for that, in the shape of the first tensor."""
+    """The carried errors are in one of the formats for that, in the shape of the first tensor."""
     check_alike(name, _CARRIED, **tensors)
     check_shape(name, dict.fromkeys(tensors, tuple(first.shape)), "one number for each of the block's", **tensors)
     check_device(name, first, **tensors)

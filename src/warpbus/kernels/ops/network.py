@@ -1,4 +1,4 @@
-"""What training a small network needs besides products and the sigmoid: bias, gradients, loss, update.
+"""The operators for training a small network besides products and the sigmoid: bias, gradients, loss, update.
 
 With `ladder.matmul`, `ladder.linear_sigmoid` and these, `examples/mlp_from_scratch.py` trains without autograd.
 """

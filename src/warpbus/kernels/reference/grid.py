@@ -120,7 +120,7 @@ def slices(weight: Tensor) -> Iterator[slice]:
 
 
 def _limits(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """What the code 0 means and what the span of all codes is, over the full range; each `[rows, groups]`."""
+    """The meaning of code 0 and the span of all codes, over the full range; each `[rows, groups]`."""
     if scheme.symmetric:
         extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
         return extreme, extreme * (-scheme.max_code / scheme.middle_code)

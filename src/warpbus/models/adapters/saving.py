@@ -126,7 +126,7 @@ def save_prefix(
 
 
 def _targets(config: ModelConfig, modules: Collection[str]) -> list[str]:
-    """What PEFT's target_modules have to be: the last parts of the names where every layer has the same, else all."""
+    """The value of PEFT's target_modules: the last parts of the names where every layer has the same, else all."""
     chosen = {module.rpartition(".")[2] for module in modules}
     meant = {module for module in sites(config) if module.rpartition(".")[2] in chosen}
     return sorted(chosen if meant == set(modules) else modules)

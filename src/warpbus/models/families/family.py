@@ -1,4 +1,4 @@
-"""What a family declares: how its config.json reads (`Fields`), and where its tensors lie.
+"""The declaration of a family: how its config.json reads (`Fields`), and where its tensors lie.
 
 A damaged config.json is refused by the name of the value and not by a crash. Keys that change what a model computes and
 that no family here computes are refused, never ignored. They come from relatives of the families: the same `model_type`

@@ -1,4 +1,4 @@
-"""What the formats of Hugging Face's own models share: keys of config.json, names of tensors, rotary parameters."""
+"""Common parts of the formats of Hugging Face's models: keys of config.json, names of tensors, rotary parameters."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

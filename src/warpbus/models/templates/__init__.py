@@ -123,7 +123,7 @@ def _is_glm(tokenizer: Tokenizer) -> bool:
 
 
 def _end_id(tokenizer: Tokenizer, eos: str | None, stop_ids: tuple[int, ...]) -> int | None:
-    """What a last answer ends with if the template puts nothing there. GLM-4 learned to hand over to the user."""
+    """The end of a last answer if the template puts nothing there. GLM-4 learned to hand over to the user."""
     if _is_glm(tokenizer):
         return tokenizer.special_ids["<|user|>"]
     if eos in tokenizer.special_ids:

@@ -1,4 +1,4 @@
-"""What every prompt template offers, what a message is, and how a conversation becomes ids.
+"""The interface of prompt templates, the form of a message, and how a conversation becomes ids.
 
 Special tokens come from the structure of a conversation, never from the text of a message. A template therefore does
 not pass one string to the tokenizer. It makes a list of special token ids and ordinary texts. Each text goes through

@@ -203,7 +203,7 @@ class QueryTemplate:
         return prompt_spans(self._tokenizer, items)
 
     def _question(self, messages: Sequence[Message]) -> Text:
-        """What is asked, with the history before it."""
+        """The question, with the history before it."""
         text, with_history = _text(messages)
         _check_question(messages, _CHATGLM)
         return Text(text + _CHATGLM.answer if with_history else text)

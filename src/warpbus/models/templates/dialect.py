@@ -1,4 +1,4 @@
-"""What a tool dialect is: how the prompt of a model family lists the tools, and how it calls them.
+"""Tool dialects: how the prompt of a model family lists the tools, and how the model calls them.
 
 Calls are parsed as data and never executed. Text that is not exactly a call of an offered tool remains text.
 """

@@ -1,4 +1,4 @@
-"""What the files of a model say of its tokenizer, for clients that ask a server for it."""
+"""The tokenizer's settings in the files of a model, for clients that ask a server for them."""
 
 from __future__ import annotations
 

@@ -389,7 +389,7 @@ class Broker:
         """The moves that would let the first lease of the queue in (`warpbus.pool.broker.moves.make_room`)."""
         return make_room(self._ledger, self._aging)
 
-    # What others see
+    # Information for others
 
     @property
     def changes(self) -> int:

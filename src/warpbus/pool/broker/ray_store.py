@@ -293,7 +293,7 @@ class _BrokerActor:
         return found
 
     def _answers(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What those say that answer soon."""
+        """The answers of those that answer soon."""
         if not asked:
             return {}
         self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SECONDS_FOR_AN_ANSWER)

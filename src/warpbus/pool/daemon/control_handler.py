@@ -127,7 +127,7 @@ class ControlHandler:
         if operation == "release":
             return await self._release(lease, asker)
         if operation == "migrate":
-            # Whoever asked for it may go: a move that has begun is brought to its end.
+            # The client may go: a move that has begun is brought to its end.
             return await asyncio.shield(self._spawn(self._migrate(lease, arguments["to"], asker, tell)))
         if operation == "load_checkpoint":
             return await self._offer(lease, arguments["checkpoint"])

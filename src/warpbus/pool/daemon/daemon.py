@@ -189,7 +189,7 @@ class Daemon:
         with suppress(WarpbusError):  # the broker may be gone, too
             store.withdraw(self._options.name)
 
-    # What happened to leases here
+    # Events of leases here
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """See `Reports`."""

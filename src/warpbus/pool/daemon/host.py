@@ -340,7 +340,7 @@ class LocalHost:
         return any(each.process.pid == pid for each in (*self.tenancies.values(), *self._arriving.values()))
 
     async def gone(self, lease: str) -> EndedLease | None:
-        """What became of a lease that was here; None if nothing is known of it. Where its process is just ending, this
+        """The end of a lease that was here; None if nothing is known of it. If its process is just ending, this
         waits until it is known how."""
         tenancy = self.tenancies.get(lease)
         if lease not in self._gone and tenancy is not None and not tenancy.process.alive:
@@ -364,7 +364,7 @@ class LocalHost:
         await tenancy.ended.wait()
 
     def _confinement(self, directory: Path) -> Confinement | None:
-        """What a process may use whose own directory that is."""
+        """The permissions of a process that has this directory for itself."""
         if not self._options.sandbox:
             return None
         program = importlib.util.find_spec(self._program)
@@ -539,7 +539,7 @@ def _of_others(error: WarpbusError) -> WarpbusError:
 
 
 def arrival_id(migration_token: bytes) -> bytes:
-    """What a connection to the process that waits for a lease begins with in place of the lease's 16 bytes.
+    """The first bytes of a connection to the process that waits for a lease, in place of the lease's 16 bytes.
 
     The process that the lease moves from may be on the same machine, where the lease's own bytes mean that one.
     """

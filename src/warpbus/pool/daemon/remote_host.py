@@ -210,8 +210,8 @@ class Membership:
 
 
 class HostReport(NamedTuple):
-    """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use; `residency`
-    is None where GPUs are not oversubscribed."""
+    """The arguments of `Membership.report`: leases are their ids, whether a client is connected, and bytes in use;
+    `residency` is None where GPUs are not oversubscribed."""
 
     measured: list[tuple[str, float | None, int]]
     gpus: list[PoolGpu]

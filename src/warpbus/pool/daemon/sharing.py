@@ -21,7 +21,7 @@ from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.tenant.storages import allowance
 
-# What libraries and CUDA itself have on a GPU for a process, beside what PyTorch allocates. MPS has to let it.
+# The memory that libraries and CUDA itself take on a GPU per process, besides PyTorch's. MPS has to allow it.
 _CONTEXT = 1 << 30
 
 

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _FORM = "give: token tenant [admin|viewer] [memory=16GB] [share=0.5] [leases=4] [priority=0]"
 
 Role = Literal["tenant", "admin", "viewer"]
-"""What a token allows: to use the tenant's own leases; everything, with every lease; or to see everything."""
+"""The rights of a token: to use the tenant's own leases; everything, with every lease; or to see everything."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Tenant:
 
 
 LOCAL = Tenant("local", "admin")
-"""Who asks without a token a pool that wants none, which only this machine reaches."""
+"""The user without a token of a pool that wants none, which only this machine reaches."""
 
 
 class Tokens:

@@ -61,7 +61,7 @@ class Process:
 
 
 def read_process(pid: int, proc: Path = PROC) -> Process:
-    """What is known of a process.
+    """The known facts of a process.
 
     Raises:
         StateError: there is no such process.

@@ -106,7 +106,7 @@ def _check_python(command: Sequence[str]) -> None:
 
 
 def _quota(gpus: Sequence[dict[str, Any]], memory: str | None, share: float | None, on: str | None) -> Quota:
-    """What the program asks for."""
+    """The program's request."""
     fitting = [each for each in gpus if each["state"] == "open" and on in (None, each["name"], each["host"])]
     if not fitting:
         where = "" if on is None else f" called {on}"

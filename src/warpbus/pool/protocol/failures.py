@@ -15,7 +15,7 @@ _PLAIN: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (torch.OutOfMemoryError, NotImplementedError, IndexError, ValueError, TypeError, RuntimeError)
 }
-# What is raised again as what it was: these are made from a message alone.
+# The errors that are raised again as the same class: these are made from a message alone.
 _OWN: dict[str, type[WarpbusError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, WarpbusError)
 }

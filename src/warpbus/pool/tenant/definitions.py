@@ -88,8 +88,8 @@ class Definition:
                 check_shapes(function, signature)
         except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
             self.refusal = error
-        # What such a call gives is not looked at closely: an `out=` that could change its size has to be, and numbers
-        # that may be marked as conjugate.
+        # The results of such a call are not checked closely: an `out=` that could change its size has to be, and
+        # numbers that may be marked as conjugate.
         looked_at = self._zero or (self.written and not self._verified)
         looked_at = looked_at or any(place.geometry.dtype.is_complex or not _dense(place, n) for place, n in self.news)
         plain = bool(self.places) and 0 < len(outputs) == len(self.news) and not looked_at
@@ -166,7 +166,7 @@ class Definition:
                 storages.poison(handles[index], failure)
 
     def _verify(self, function: torch._ops.OpOverload) -> None:
-        """What the client announced is what meta tensors say, and no device is named."""
+        """Check that the announced outputs are those of meta tensors, and that no device is named."""
         schema = function._schema.arguments
         devices = {argument.name for argument in schema if "Device" in str(argument.type)}
         named = [(argument.name, value) for argument, value in zip(schema, self.signature.arguments, strict=False)]
@@ -268,5 +268,5 @@ def _dense(place: CheckedGeometry, nbytes: int) -> bool:
 
 
 def _outline(output: Output) -> Any:
-    """What two versions of PyTorch agree on: strides may differ, and bytes follow from them."""
+    """The properties on which two versions of PyTorch agree: strides may differ, and bytes follow from them."""
     return (output.geometry.dtype, output.geometry.shape) if isinstance(output, New) else output

@@ -55,7 +55,7 @@ _COMBINE: dict[Combination, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class _NeverComputedError(PoisonedError):
-    """What one rank should send to another was never computed; both know why, and the group goes on."""
+    """One rank's data for another was never computed; both know why, and the group goes on."""
 
 
 class LeaseGroup:

@@ -297,7 +297,7 @@ class MigrationSource:
         return True
 
     def _heard(self, frame: Frame, *expected: str) -> tuple[str, list[Value]] | None:
-        """What a frame says; None if it is that the destination is ready, and something else is expected."""
+        """The content of a frame; None if the destination is ready and something else is expected."""
         what, values, _ = migration_messages.heard(frame)
         if what == "ready" and self._awaited:
             self._awaited -= 1

@@ -1,4 +1,4 @@
-"""What a tenant's process does, between batches, when its lease is to leave it: for another process, or a file."""
+"""The work of a tenant's process, between batches, when its lease is to leave it: for another process, or a file."""
 
 import socket
 import time

@@ -197,7 +197,7 @@ def _normalized(named: Named) -> Shape:
 
 
 def _rows(named: Named) -> Shape:
-    """What layer norm saves for each row."""
+    """The shape of the values that layer norm saves per row."""
     normalized = len(named["normalized_shape"])
     return (*named["input"].shape[: len(named["input"].shape) - normalized], *[1] * normalized)
 

@@ -51,7 +51,7 @@ class CheckedGeometry:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """What a handle stands for.
+    """The target of a handle.
 
     Attributes:
         nbytes: that are charged for it.

@@ -180,8 +180,8 @@ def call_for(
     scale_dtype: torch.dtype,
     device: torch.device,
 ) -> Call:
-    """What `gptq_matrices` gives its `run` for weights `[matrices, parts, rows, in]` of a dtype with a drift; of any
-    content."""
+    """The tensors that `gptq_matrices` gives its `run` for weights `[matrices, parts, rows, in]` of a dtype with a
+    drift; of any content."""
     matrices, *_, size = shape
     stack = FactoredStack(matrices)
     for index in range(matrices):
