@@ -1,4 +1,4 @@
-"""`decode`: tokens a second of a whole model with random weights, one sequence, beside other ways to run it."""
+"""`decode`: tokens per second of a whole model with random weights, one sequence, beside other ways to run it."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial

@@ -86,7 +86,7 @@ def _measure(
         said: list[tuple[str, list[float]]] = []
         launch(job, (config, scheme, dtype, tokens, rounds, expert_parallel), devices=devices, receive=said.append)
         how, taken[count] = said[0]
-        run.note(f"{how}: {1e3 * statistics.median(taken[count]):.2f} ms a token")
+        run.note(f"{how}: {1e3 * statistics.median(taken[count]):.2f} ms per token")
     progress(what, len(counts), len(counts))
     base = taken[counts[0]]
     parameters: Mapping[str, str | int] = {

@@ -133,7 +133,7 @@ class _Measurements:
         return said
 
     def _answers(self, planned: Sequence[tuple[Variant, int]]) -> dict[bool, list[float]]:
-        """Milliseconds a token of the models that are there afterwards: with weights as they were, or rounded."""
+        """Milliseconds per token of the trained models: with plain weights, or rounded ones."""
         found: dict[bool, list[float]] = {}
         for rounded, name in sorted(self._schemes(planned).items()):
             said: list[list[float]] = []

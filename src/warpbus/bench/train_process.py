@@ -111,7 +111,7 @@ def job(group: Group, send: Send, task: TrainBenchTask) -> None:
 
 
 def answer(group: Group, send: Send, config: ModelConfig, scheme: Scheme | None, tokens: int, rounds: int) -> None:
-    """Sends the seconds a token of each round in which our engine generates with a model as it is after training."""
+    """Sends the seconds per token of each round in which our engine generates with the trained model."""
     dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
     engine = Engine(random_model(config, scheme, group.device, dtype), max_model_len=_PROMPT + tokens, max_num_seqs=1)
     engine.warm()

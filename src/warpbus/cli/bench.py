@@ -287,7 +287,7 @@ MODEL_BENCHMARKS = {
             expert_parallel="mixtures of experts: each GPU has whole experts instead of a part of every expert",
             quick=_QUICK,
         ),
-        """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds a token.
+        """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds per token.
 
         In bfloat16, after a prompt of 128 tokens. Without a GPU: a small shape and processes on the CPU.
         """,
@@ -310,7 +310,7 @@ MODEL_BENCHMARKS = {
             ),
             quick=_QUICK,
         ),
-        """A model of random weights is trained: tokens a second, share of what products allow, memory, energy, cost.
+        """A model of random weights is trained: tokens per second, share of what products allow, memory, energy, cost.
 
         By every method (full, lora, qlora, ptuning), in fp32, tf32, bf16 and fp8, eager and compiled, by 1, 2, ...
         GPUs, beside the same in PyTorch's own parts; and what a token takes of the models afterwards. Each run has

@@ -3,7 +3,7 @@
 `pack-quantized`: a linear layer `prefix` of `out` rows and `in` columns is stored as
 
     prefix.weight_packed      int32 [out, ceil(in * bits / 32)]      codes, a dense stream of bits along `in`
-    prefix.weight_scale       float [out, groups]                    groups = 1: one scale a row, strategy "channel"
+    prefix.weight_scale       float [out, groups]                    groups = 1: one scale per row, strategy "channel"
     prefix.weight_zero_point  int32 [ceil(out * bits / 32), groups]  asymmetric schemes only, packed along `out`
     prefix.weight_shape       int64 [2]                              out, in
 

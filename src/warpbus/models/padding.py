@@ -24,7 +24,7 @@ def padded_size(size: int, asked: int | str, group_size: int | None) -> int:
     Args:
         size: what it is.
         asked: "none"; "auto": to where 2 and 4 GPUs can share it in whole groups; or the new size.
-        group_size: of the down projection; `None` for one scale a row, or no quantization.
+        group_size: of the down projection; `None` for one scale per row, or no quantization.
 
     Raises:
         UsageError: if what is asked for is none of these, or smaller than the FFN is.

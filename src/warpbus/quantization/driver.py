@@ -308,7 +308,7 @@ def _devices(device: str, gpus: str | int, processes: int, algorithm: str) -> Se
     if first.type == "cpu":
         return [first] * (processes if algorithm in METHODS else 1)
     if processes > 1:
-        raise UsageError(f"processes is {processes}: that is for the CPU; on GPUs there is one a GPU: use --gpus")
+        raise UsageError(f"processes is {processes}: that is for the CPU; on GPUs there is one per GPU: use --gpus")
     numbers = [first.index or 0] if ":" in device else _gpu_numbers(gpus)
     return [resolve_device(f"cuda:{number}") for number in numbers[: SHARES if algorithm in METHODS else 1]]
 

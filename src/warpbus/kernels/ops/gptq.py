@@ -439,7 +439,7 @@ def _corner_bytes(columns: int) -> int:
 
 
 def _fit_bytes(size: int) -> int:
-    """Shared memory for a corner, the codes of a block's rows, and two sums a thread."""
+    """Shared memory for a corner, the codes of a block's rows, and two sums per thread."""
     width = blocks((size, _FIT_COLUMNS)) * _FIT_COLUMNS
     return 4 * (width * width + width * _BLOCK_ROWS + 2 * _FIT_THREADS)
 

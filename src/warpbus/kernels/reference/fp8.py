@@ -1,4 +1,4 @@
-"""Rounding to 8-bit floating-point numbers with one scale a matrix, in plain PyTorch."""
+"""Rounding to 8-bit floating-point numbers with one scale per matrix, in plain PyTorch."""
 
 import math
 

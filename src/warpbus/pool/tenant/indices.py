@@ -86,7 +86,7 @@ def _checked(call: OpOverload, check: Callable[[_Named], None]) -> Callable[...,
 
 
 def _check_apart(written: list[str], named: _Named) -> None:
-    """Raise ValueError if checked indices lie in a storage that the operator writes: they must not change after the check."""
+    """Raise ValueError if checked indices lie in storages that the operator writes: they must not change afterwards."""
     storages = {named[name].untyped_storage()._cdata for name in written}
     for name, value in named.items():
         if name not in written and isinstance(value, Tensor) and value.untyped_storage()._cdata in storages:
