@@ -157,6 +157,7 @@ def quantize(
         samples=samples,
         tokens=tokens,
         seqlen=seqlen,
+        seed=seed,
         device=str(device),
         gpus=gpus,
         processes=processes,
@@ -184,9 +185,9 @@ def quantize(
             )
         data = held = None
         if algorithm in METHODS:
-            data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
+            data = read_data(plan, calibration, options)
         identity = _identity(plan, algorithm, data, devices[0].type, damping)
-        settings = _settings(plan, data, calibration, seqlen, seed, damping)
+        settings = _settings(plan, data, calibration, options)
         if data is not None and effort == "high":
             check_tunable(plan)
             data, held = split(data)
@@ -391,10 +392,13 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
     return numbers
 
 
-def read_data(
-    plan: Plan, source: str | Path | Calibration, seqlen: int, seed: int, samples: int | None, tokens: int | None
-) -> Calibration:
-    """The calibration data of a model, arguments as of `quantize`.
+def read_data(plan: Plan, source: str | Path | Calibration, options: QuantizationOptions) -> Calibration:
+    """The calibration data of a model: sequences that are already tokenized, or drawn from a file.
+
+    Args:
+        plan: of the model, for its tokenizer, vocabulary and context.
+        source: as `calibration` of `quantize`.
+        options: `samples`, `tokens`, `seqlen` and `seed` of the draw.
 
     Raises:
         DataError: if it cannot be used.
@@ -410,7 +414,15 @@ def read_data(
         return source
     tokenizer = load_tokenizer(directory)
     template = find_template(directory, plan.checkpoint.config, tokenizer)
-    data = read_calibration(Path(source), tokenizer, template, seqlen=seqlen, seed=seed, samples=samples, tokens=tokens)
+    data = read_calibration(
+        Path(source),
+        tokenizer,
+        template,
+        seqlen=min(options.seqlen, plan.config.max_context),
+        seed=options.seed,
+        samples=options.samples,
+        tokens=options.tokens,
+    )
     largest = max(map(max, data.sequences))
     if largest >= size:
         raise CheckpointError(
@@ -438,12 +450,7 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
 
 
 def _settings(
-    plan: Plan,
-    data: Calibration | None,
-    calibration: str | Path | Calibration,
-    seqlen: int,
-    seed: int,
-    damping: float,
+    plan: Plan, data: Calibration | None, calibration: str | Path | Calibration, options: QuantizationOptions
 ) -> dict[str, Any]:
     """The report's entry on the calibration; `samples` of it draws the same sequences again."""
     if data is None:
@@ -451,5 +458,11 @@ def _settings(
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
     if calibration == GENERAL_TEXTS:
         given = "packaged general texts"
-    found = {"calibration": given, "samples": len(data.sequences), "seqlen": seqlen, "seed": seed, "damping": damping}
+    found = {
+        "calibration": given,
+        "samples": len(data.sequences),
+        "seqlen": options.seqlen,
+        "seed": options.seed,
+        "damping": options.damping,
+    }
     return found if plan.kv_cache is None else found | {"kv_cache": str(plan.kv_cache)}

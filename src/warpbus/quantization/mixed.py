@@ -28,6 +28,7 @@ from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerQuantization
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Matrix, Plan, prepare
 from warpbus.quantization.states import States
 from warpbus.quantization.statistics import MOMENTS, Statistics
@@ -127,12 +128,7 @@ def mixed_schemes(
     bits: float,
     *,
     calibration: str | Path | Calibration,
-    format: str = "compressed-tensors",
-    samples: int | None = None,
-    tokens: int | None = None,
-    seqlen: int = 2048,
-    seed: int = 0,
-    device: str | torch.device = "auto",
+    options: QuantizationOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Schemes:
     """Choose the scheme of each matrix.
@@ -140,9 +136,9 @@ def mixed_schemes(
     Args:
         model: a model directory, not quantized.
         bits: average bits per weight, including scales; embedding and head are not quantized and not counted.
-        calibration, samples, tokens, seqlen, seed: as for `quantize`; this pass uses fewer sequences.
-        format: the format to write.
-        device: a single device.
+        calibration: as for `quantize`; this pass uses fewer sequences.
+        options: as for `quantize`, of which `format`, `samples`, `tokens`, `seqlen` and `seed` apply, and `device`, a
+            single one.
         progress: called with the number of finished layers and their total.
 
     Returns:
@@ -153,8 +149,8 @@ def mixed_schemes(
         SchemeError: if the format holds fewer than two of the schemes.
         WarpbusError: as `quantize`.
     """
-    place = resolve_device(device)
-    plans = _plans(Path(model), format)
+    place = resolve_device(options.device)
+    plans = _plans(Path(model), options.format)
     plan = plans[0]
     dtype = default_dtype(place, plan.dtype)
     weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
@@ -164,7 +160,7 @@ def mixed_schemes(
             f"bits is {bits}: expected from {min(sizes):.3f} to {max(sizes):.3f} bits per weight, scales included, "
             f"as {plans[0].schemes} and {plans[-1].schemes} take"
         )
-    data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
+    data = read_data(plan, calibration, options)
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}
     last = len(plan.config.all_layers) - 1

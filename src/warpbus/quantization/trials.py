@@ -30,6 +30,7 @@ from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, Solved, suits
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Matrix, Plan, prepare
 from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
 from warpbus.quantization.speed import token_times
@@ -58,28 +59,21 @@ def try_candidates(
     running: Running | None = None,
     scheme: Scheme | None = None,
     algorithm: str | None = None,
-    format: str = "compressed-tensors",
-    samples: int | None = None,
-    tokens: int | None = None,
-    seqlen: int = 2048,
-    seed: int = 0,
-    device: str | torch.device = "auto",
-    damping: float = 0.01,
+    options: QuantizationOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recommendation:
     """Try candidates on the first, a middle and the last layer of a model, and choose one.
 
     Args:
         model: a model directory, not quantized.
-        calibration, samples, tokens, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on
-            some of the sequences, see `split`.
+        calibration: as `quantize` is going to be called; layers are tried on some of the sequences, see `split`.
         goal: one of `recommend.GOALS`.
         memory: bytes that running the model may take; `None`: any.
         running: says what that takes; without it, what the model takes on the disk.
         scheme: the only one to try; `None`: all of `recommend.candidates`.
         algorithm: the only one to try; `None`: all that fit.
-        format: schemes that this format cannot hold are left out.
-        device: where to try and to measure: a single one.
+        options: as `quantize` is going to be called, of which `format`, `samples`, `tokens`, `seqlen`, `seed` and
+            `damping` apply. Schemes that the format cannot hold are left out. `device` is a single one.
         progress: called with the trials that are done, and all.
 
     Raises:
@@ -93,11 +87,11 @@ def try_candidates(
         raise UsageError(
             f"{scheme}: gptq is the only algorithm for it, so there is nothing to compare: use --algorithm gptq"
         )
-    place = resolve_device(device)
-    tried = _plans(Path(model), scheme, algorithm, format, place)
+    place = resolve_device(options.device)
+    tried = _plans(Path(model), scheme, algorithm, options.format, place)
     first = next(iter(tried.values()))
-    data = read_data(first, calibration, min(seqlen, first.config.max_context), seed, samples, tokens)
-    trying = _Trying(data, place, default_dtype(place, first.dtype), damping)
+    data = read_data(first, calibration, options)
+    trying = _Trying(data, place, default_dtype(place, first.dtype), options.damping)
     sampled = sample_layers(first.config.num_layers)
     found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}
     walk = unquantized.layers(first, trying.seen, trying.unseen, device=place, dtype=trying.dtype, last=sampled[-1])
