@@ -14,7 +14,7 @@ import torch
 import warpbus
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Patience, Processes
-from warpbus.dist.cluster import launch_on_cluster
+from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import FinishedParts, discard_parts
@@ -353,15 +353,15 @@ def _here(devices: Sequence[torch.device], state: _JobState, patience: Patience)
 
 def _on_cluster(address: str, devices: Sequence[torch.device], state: _JobState, patience: Patience, job: Job) -> None:
     """Run a job on a cluster; what it writes has to arrive here."""
-    launch_on_cluster(
+    with ClusterProcesses(
         run_job,
-        (job,),
         processes=len(devices),
         address=address,
         gpus=devices[0].type == "cuda",
         receive=state.receive,
         patience=patience,
-    )
+    ) as processes:
+        processes.run(job)
     if not job.output.is_dir():
         raise StorageError(
             f"{job.output}: written on a machine of the cluster, but not seen here: name a directory that all share"
