@@ -41,7 +41,7 @@ class ClientLocation:
 
 @contextmanager
 def daemon(*flags: str, prefix: Sequence[str] = ()) -> Iterator[str]:
-    """`warpbus pool serve` on a free port, with these flags; gives its address, and ends it at last.
+    """A context with `warpbus pool serve` on a free port, with these flags; yields its address, and ends it.
 
     Raises:
         DeviceError: it does not start; the message is its own.
@@ -76,7 +76,7 @@ class Tenants:
         self._processes = processes
 
     def measure(self, *which: int) -> list[float]:
-        """Products a second of some of them, by index, that begin at the same moment.
+        """Products per second of some clients, by index, that begin at the same moment.
 
         Raises:
             DeviceError: one of them failed.
@@ -151,7 +151,7 @@ def _client(job: str, place: ClientLocation, arguments: dict[str, Any]) -> subpr
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    """The next line that a tenant says. Raises DeviceError where it ends instead, or says nothing for too long."""
+    """The next line of a tenant. Raises DeviceError if it ends instead, or prints nothing for too long."""
     assert process.stdout is not None
     limit = threading.Timer(_SECONDS_OF_A_TENANT, process.kill)
     limit.start()
@@ -184,7 +184,7 @@ _SERVER, _CLIENT = "10.199.77.1", "10.199.77.2"
 
 
 def why_no_links() -> str | None:
-    """Why no networks can be made here, or None where they can."""
+    """The reason for which no networks can be made here; None if they can."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     missing = [name for name in ("ip", "tc", "openssl") if shutil.which(name) is None]

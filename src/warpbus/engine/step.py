@@ -123,7 +123,7 @@ class StepExecutor:
         blocks: int32 `[slots + 1, n]`, the block table of each sequence.
         adapters: int64 `[slots + 1]`, the LoRA of each sequence, from 1 on; 0: none.
         table: the rotary table (`Rotary.table`).
-        positioning: further state of positions; None for a model whose token positions determine everything.
+        positioning: further state of positions; None for a model that needs only the token positions.
         host_embedding: the embedding is on the CPU, and the host has to provide all token ids.
     """
 

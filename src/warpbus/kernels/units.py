@@ -19,8 +19,8 @@ def unit(source: str, *, needs: str = "sm_80", **macros: object) -> Unit:
 
     Args:
         source: a file, relative to `CSRC`.
-        needs: the oldest architecture that it compiles for, or the only one, where it ends with "a".
-        macros: what `-D` defines.
+        needs: the oldest architecture that it compiles for; the only one if it ends with "a".
+        macros: names and values for `-D`.
     """
     defined = tuple((name, str(value)) for name, value in macros.items())
     declared = Unit(CSRC / source, CSRC, defined, needs)
@@ -28,7 +28,7 @@ def unit(source: str, *, needs: str = "sm_80", **macros: object) -> Unit:
 
 
 def all_units() -> list[Unit]:
-    """Everything that any operator declared."""
+    """All units that operators have declared."""
     operators = importlib.import_module("warpbus.kernels.ops")
     for module in pkgutil.iter_modules(operators.__path__):
         importlib.import_module(f"{operators.__name__}.{module.name}")
@@ -40,8 +40,8 @@ def compile_ahead(folders: Sequence[str], arch: str, element: str) -> None:
 
     Args:
         folders: the beginnings of their labels, such as "gptq/" or "step/norm".
-        arch: of the GPU that is going to need them.
-        element: of the units that are compiled for an element type, those for this type and for float.
+        arch: of the GPU that needs them.
+        element: an element type; of units that have one, those for this type and for float are compiled.
     """
     wanted = [
         unit

@@ -170,7 +170,7 @@ class QueryTemplate:
     ) -> list[int]:
         """See `Template.render`. UsageError unless user and assistant take turns.
 
-        Without a generation prompt it is the text alone, which the model cannot go on with.
+        Without a generation prompt it is the text alone, which the model cannot continue.
         """
         if continue_final_message:
             check_messages(messages)
@@ -218,13 +218,13 @@ def _text(messages: Sequence[Message]) -> tuple[str, bool]:
 
 
 def _answer(text: str) -> Text:
-    """A text that is an answer as a whole."""
+    """Mark a whole text as an answer."""
     return Text(text, ((0, len(text)),))
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundFormat:
-    """How rounds are written: for whom, what stands between two parts, and the number of the first."""
+    """The form of a model's rounds: its name for messages, the separator of two parts, and the number of the first round."""
 
     name: str
     separator: str
