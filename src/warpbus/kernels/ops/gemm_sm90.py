@@ -56,7 +56,7 @@ class GemmSm90Tiling:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory per block: ring and barriers, staging buffers and bias of each consumer, and alignment."""
+        """Shared memory per block in bytes: ring, barriers, staging buffers and bias of each consumer, alignment."""
         consumers = self.threads // 128 - 1
         ring = ((self.m + self.n) * _TILE_K * 2 + 16) * self.stages
         return ring + consumers * (self.buffers * _BOX * _BOX + self.n) * 2 + 1024

@@ -224,7 +224,7 @@ def _answer(text: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _RoundFormat:
-    """The form of a model's rounds: its name for messages, the separator of two parts, and the number of the first round."""
+    """The form of a model's rounds: its name in messages, the separator of two parts, and the first round's number."""
 
     name: str
     separator: str
