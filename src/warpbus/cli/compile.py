@@ -31,7 +31,7 @@ def compile_all(archs: Sequence[str], as_json: bool) -> None:
         DeviceError: no compiler is installed, or no unit is meant for an architecture.
     """
     from warpbus.cuda.jit import compiler_version
-    from warpbus.kernels.units import all_units
+    from warpbus.kernels.compilation import all_units
 
     targets = _targets(archs)
     compiler = compiler_version()

@@ -1,7 +1,5 @@
-"""Every compilation of CUDA C++ in the package, known by name before anything is compiled."""
+"""Compilations of CUDA C++: operators declare them when they are imported, before anything is compiled."""
 
-import importlib
-import pkgutil
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,11 +25,8 @@ def unit(source: str, *, needs: str = "sm_80", **macros: object) -> Unit:
     return _UNITS.setdefault(declared.label, declared)
 
 
-def all_units() -> list[Unit]:
-    """All units that operators have declared."""
-    operators = importlib.import_module("warpbus.kernels.ops")
-    for module in pkgutil.iter_modules(operators.__path__):
-        importlib.import_module(f"{operators.__name__}.{module.name}")
+def declared_units() -> list[Unit]:
+    """The units of the operators that were imported; see `compilation` for those of all operators."""
     return list(_UNITS.values())
 
 
@@ -45,7 +40,7 @@ def compile_ahead(folders: Sequence[str], arch: str, element: str) -> None:
     """
     wanted = [
         unit
-        for unit in _UNITS.values()
+        for unit in declared_units()
         if unit.label.startswith(tuple(folders))
         and unit.runs_on(arch)
         and dict(unit.macros).get("ELEMENT", element) in (element, "float")

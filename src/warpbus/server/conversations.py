@@ -84,7 +84,7 @@ def named_model(models: Models, body: NamesModel, request: Request, options: Ser
     Raises:
         RequestError: there is no such model; or an unknown field, if the server is strict.
     """
-    record: RequestRecord = request.scope["state"]["record"]
+    record = RequestRecord.of(request.scope)
     record.ignored = unknown_fields(body)
     if record.ignored and options.strict:
         name = record.ignored[0]
@@ -119,7 +119,7 @@ def leave_out_tools(
         hosted: the type of a tool that a vendor's server runs; None for others.
         strict: refuse them instead, with RequestError.
     """
-    record: RequestRecord = request.scope["state"]["record"]
+    record = RequestRecord.of(request.scope)
     left_out = [(at, kind) for at, tool in enumerate(tools) if (kind := hosted(tool)) is not None]
     if left_out and strict:
         at, kind = left_out[0]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from warpbus.engine import SamplingParams, TextPiece
 from warpbus.server.failures import ClientGoneError
@@ -29,6 +29,8 @@ Idle = Callable[[], Awaitable[None]]
 
 ENDING = "server_ends"
 """The code of the error that a request gets from a server that ends."""
+
+_RECORD = "record"  # of a scope's state
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,18 @@ class RequestRecord:
     ignored: list[str] = field(default_factory=list)
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def begin(cls, scope: Scope) -> RequestRecord:
+        """A new record for a request."""
+        record = scope.setdefault("state", {})[_RECORD] = cls()
+        return record
+
+    @staticmethod
+    def of(scope: Scope) -> RequestRecord:
+        """The record that `begin` has made for the request."""
+        record: RequestRecord = scope["state"][_RECORD]
+        return record
 
 
 class RunningGenerations:

@@ -47,7 +47,7 @@ class AccessLog:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
-        record = scope.setdefault("state", {})["record"] = RequestRecord()
+        record = RequestRecord.begin(scope)
         status = 0
 
         async def send_labelled(message: Message) -> None:
