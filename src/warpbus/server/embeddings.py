@@ -26,7 +26,7 @@ from warpbus.server.embeddings_schema import (
     ScoreList,
     ScoreRequest,
 )
-from warpbus.server.generation import GenerationRequest, unless_gone
+from warpbus.server.generation import GenerationRequest, RequestRecord, unless_gone
 from warpbus.server.guard import cache_salt
 from warpbus.server.params import room
 from warpbus.server.registry import Model, Models
