@@ -51,7 +51,7 @@ class PoolEffort:
     Attributes:
         rounds: of each case; more of it go first and are not counted.
         nbytes: of an upload or download.
-        gpts, steps: what is trained, the first over links too, and steps of a round.
+        gpts, steps: the trained models, the first over links too, and steps per round.
         shape, scheme, prompt, tokens: of the model that decodes.
         side, seconds: matrices that tenants multiply, and for how long each time.
         states: bytes that are moved.

@@ -37,7 +37,7 @@ class Timed:
 
     Attributes:
         seconds: from the start of its process to that process's end.
-        stages: what they went into: `START` (Python, imports, the look at the model, the other processes), the stages
+        stages: the parts of a run: `START` (Python, imports, the look at the model, the other processes), the stages
             of the report, `END` (giving the model its name, and the ends of all processes). They add up to `seconds`.
         report: of `quantize`.
     """

@@ -57,7 +57,7 @@ class Record:
         device: the name of the GPU, or "cpu".
         versions: of what took part: warpbus, python, torch, cuda, ...
         date: of the run, UTC, as 2026-01-31T12:00:00Z.
-        command: what to type to measure it again.
+        command: the command that measures it again.
     """
 
     bench: str

@@ -38,7 +38,7 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
         records: of one benchmark, at least one.
         title: of the benchmark.
         means: the geometric mean of the ratios, by group.
-        notes: what else has to be said.
+        notes: further remarks.
     """
     shared, _ = shared_and_varying(records)
     heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")

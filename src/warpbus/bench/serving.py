@@ -243,8 +243,8 @@ class _LoadResults:
         """All rates and latencies.
 
         Args:
-            base: what all of them have in common.
-            rivals: who else was measured, by concurrency.
+            base: their common settings.
+            rivals: the other measured servers, by concurrency.
             floors: limits, where they are known.
             cached: bytes that a token takes in the cache, where the engine is in this process.
         """

@@ -55,7 +55,7 @@ def first_model(url: str) -> Served:
 
     Raises:
         DeviceError: it does not answer.
-        DataError: what answers is no such server.
+        DataError: no such server answers.
     """
     with httpx.Client(base_url=url, headers=_headers(), timeout=30) as client:
         try:

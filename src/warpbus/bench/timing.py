@@ -35,7 +35,7 @@ class TimingEffort:
 
     Attributes:
         samples: of each contender, at most.
-        sample_seconds: what one sample takes at least, in calls that are repeated.
+        sample_seconds: the least duration of one sample, in calls that are repeated.
         seconds: of a contender's samples together; slow calls get fewer samples, at least 3.
     """
 

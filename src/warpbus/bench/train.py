@@ -187,7 +187,7 @@ class _VariantResults:
         """Speed, memory, energy, cost and what was learnt, as far as they are known.
 
         Args:
-            plain: what PyTorch's own parts did in the same place.
+            plain: the results of PyTorch's own parts in the same place.
             rate: operations a second of a large product in this precision, on one GPU.
         """
         settings = self.of.settings(self.variant, self.count)

@@ -22,8 +22,7 @@ def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bo
 
     Raises:
         CheckpointError: there is no such directory, but one of a similar name. Otherwise the path is returned.
-        WarpbusError: what keeps a model from being downloaded, see `formats.hub.find_model`, or from being loaded, as
-            far as its `config.json` tells.
+        WarpbusError: the model cannot be downloaded, see `formats.hub.find_model`; or its config.json is not supported.
     """
     if name == DEMO:
         return model_path()

@@ -25,7 +25,7 @@ class Output:
     """The options of the verdict, checked.
 
     Attributes:
-        data, questions: what the models are compared on; without data they are not.
+        data, questions: the data of the comparison; without data there is none.
         limit: documents and questions at most.
         allowed: the increase of the perplexity that is allowed, as a share.
         plot, html: files to write.

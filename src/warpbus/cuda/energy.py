@@ -37,8 +37,8 @@ class EnergyMeter:
     """Measures what GPUs take while a `with` block runs; afterwards `joules` and `total` hold it.
 
     Args:
-        devices: what is measured; those that are no GPU are left out.
-        sensors: what is read; by default this machine's NVML, where there is one.
+        devices: the devices to measure; those that are no GPU are left out.
+        sensors: the source of readings; by default this machine's NVML, where there is one.
         uuid: the name that the sensors have for a device.
     """
 

@@ -117,8 +117,8 @@ class Exercise:
     Attributes:
         name: chapter and number: "04.1".
         file: the name of the file: "04_1_tiled_product.cu".
-        tasks: what the kernel computes, in each of `LANGUAGES`.
-        words: what a solution has to contain, so that it practises the chapter's idea.
+        tasks: the kernel's task, in each of `LANGUAGES`.
+        words: words that a solution has to contain, so that it practises the chapter's idea.
         coalesced: arrays of device memory whose accesses have to coalesce.
         untouched: arrays of device memory that a solution does without.
         conflict_free: whether accesses to shared memory must have no bank conflicts.

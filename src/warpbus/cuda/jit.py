@@ -62,7 +62,7 @@ class Cubin:
 
     Attributes:
         resources: of each kernel by its name.
-        remarks: what the assembler warned of, such as wgmma instructions that it had to serialize.
+        remarks: warnings of the assembler, such as wgmma instructions that it had to serialize.
     """
 
     code: bytes

@@ -43,9 +43,9 @@ class ProgramRun:
     """The output of a program and how it ended.
 
     Attributes:
-        errors: what it printed to stderr.
+        errors: its output on stderr.
         code: the exit status, negative for a signal.
-        findings: what the runtime and the test of an exercise found: mistakes, and the memory traffic.
+        findings: the findings of the runtime and of the test of an exercise: mistakes, and the memory traffic.
     """
 
     output: str

@@ -25,9 +25,9 @@ class Theme:
     """The data of an adapter.
 
     Attributes:
-        name: what an answer shows of it.
+        name: a short name.
         chosen: whether a poem is one of those that it learns.
-        asked: what is asked for each, `{}` standing for the title; neither form nor subject: they are the adapter's.
+        asked: the prompt of each, `{}` standing for the title; neither form nor subject: they are the adapter's.
         shown: whether an answer shows that it was learnt.
     """
 

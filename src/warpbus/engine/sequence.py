@@ -332,7 +332,7 @@ class Sequence:
         cached_tokens: tokens of the prompt found in the prefix cache.
         queue_seconds: how long it waited before its first step.
         random: the random numbers of this request; read by `uniforms`.
-        scheduler_state, runner_state: what the scheduler and the runner attach to the request.
+        scheduler_state, runner_state: the states that the scheduler and the runner attach to the request.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def draw_curve(
             `expert_load`.
         path: the PNG to write.
         name: of the trained model.
-        summary: what `training.json` has: method, tokens, seconds, device, torch.
+        summary: the content of `training.json`: method, tokens, seconds, device, torch.
 
     Raises:
         StorageError: if it cannot be written.

@@ -27,7 +27,7 @@ class ModulePattern:
     """A regular expression for the names of modules.
 
     Args:
-        expression: what Python's `re` takes.
+        expression: a regular expression of Python's `re`.
         where: the file and the setting, for messages.
         most: how many repetitions it may have.
 

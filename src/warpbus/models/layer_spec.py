@@ -46,7 +46,7 @@ class Axis:
     """Consecutive rows or columns of a matrix that stand for the same thing.
 
     Attributes:
-        name: what is counted, which also says how tensor parallelism shards it (`warpbus.models.parallel`):
+        name: the counted thing, which also decides how tensor parallelism shards it (`warpbus.models.parallel`):
             "hidden": replicated; "latent": features of a latent of MLA, replicated; "heads": query heads, sharded with
             the KV heads they attend to; "kv_heads": sharded, or replicated where there are fewer than processes;
             "ffn": sharded evenly in whole quantization groups; "expert_ffn": inner features of a routed expert, sharded

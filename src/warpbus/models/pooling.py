@@ -46,9 +46,9 @@ class TextHeads:
     Attributes:
         embedding: None if the checkpoint defines no embeddings, or `missing` says why they cannot be computed.
         ranking: None if the checkpoint is no reranker.
-        missing: what the checkpoint would have to say.
+        missing: the files or entries that the checkpoint lacks.
         before, after: the special tokens that its tokenizer puts around a text.
-        instruction: what the reranker is asked about each document, where the checkpoint says it.
+        instruction: the question of the reranker about each document, if the checkpoint has one.
     """
 
     embedding: EmbeddingHead | None = None

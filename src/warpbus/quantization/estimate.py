@@ -156,7 +156,7 @@ def estimate(
         batch_tokens: tokens per batch.
         places: the place of each rank.
         rates: the rates of the first rank's device, see `device_rates`.
-        tuned: what scales are tuned on and checked with; None without tuning.
+        tuned: the data that scales are tuned on and checked with; None without tuning.
         kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
 

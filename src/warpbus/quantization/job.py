@@ -82,7 +82,7 @@ class Job:
         format: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
         data: the calibration data; `None` without calibration.
-        held: what is held back of the calibration data to tune with; `None` without tuning.
+        held: the calibration data that is held back to tune with; `None` without tuning.
         head: the scheme of the head; None does not quantize it.
         kv_cache: the scheme of the KV cache whose scales are calibrated; None for none.
         damping: see `algorithms.factored`.

@@ -71,7 +71,7 @@ class LayerQuantization:
         watch_kv: find `largest_kv`.
 
     Attributes:
-        matrices: what is to be quantized, by their names in the layer.
+        matrices: the matrices to quantize, by their names in the layer.
         quantized: the matrices that are done, by their names in the layer.
         changed: the parameters of the layer that were folded into and are not quantized, by their names.
         results: of the matrices that are done.

@@ -34,7 +34,7 @@ class Matrix:
         rows: the rows of each of them.
         columns: its input features.
         dtype: of its tensors in the checkpoint.
-        scheme: what it is quantized to. Where the group size does not divide the columns, it is a smaller one.
+        scheme: its scheme. Where the group size does not divide the columns, it is a smaller one.
         experts: the routed experts of its layer if it belongs to one, which all have such a matrix; otherwise 1.
     """
 
@@ -60,7 +60,7 @@ class Head:
         name: of its tensor in the new checkpoint, unquantized: `lm_head.weight`.
         source: the checkpoint's tensor that it is made of: the embedding where the model has no head of its own.
         shape: rows and columns.
-        scheme: what it is rounded to. Where the group size does not divide the columns, it is a smaller one.
+        scheme: its scheme. Where the group size does not divide the columns, it is a smaller one.
     """
 
     name: str
@@ -82,11 +82,11 @@ class Plan:
         checkpoint: the source; if it is stored in FP8, dequantized.
         config: of its decoder.
         tensors: of each parameter of the decoder, the names of the tensors that make it.
-        schemes: what its matrices are quantized to.
+        schemes: the schemes of its matrices.
         format: the format in which they are written.
-        matrices: what is quantized of the layers, in the order of the computation.
+        matrices: the matrices of the layers to quantize, in the order of the computation.
         head: the head if it is quantized, else None.
-        kv_cache: what scales of the KV cache are calibrated for; None for none.
+        kv_cache: the dtype of the KV cache for which scales are calibrated; None for none.
         ends: the names of the tensors outside of the layers, which stay as they are.
         kept: of each layer, the names of its tensors that are not quantized.
         companions: the files that come along.

@@ -83,7 +83,7 @@ class Recommendation:
 
     Attributes:
         model: its directory.
-        device: what was measured on.
+        device: the measured device.
         goal: one of `GOALS`.
         memory: bytes that running the model may take; `None`: any.
         layers: the sample layers.

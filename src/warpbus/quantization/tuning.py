@@ -192,7 +192,7 @@ class Tuning:
     Args:
         plan: of the quantization.
         data: the calibration data; see `split`.
-        held: what is held back of it.
+        held: the part of it that is held back.
         parts: the finished layers.
         device: where to compute.
     """
@@ -239,7 +239,7 @@ class Tuning:
         """Train, from the beginning or from the state after an epoch, to the end of the last epoch.
 
         Args:
-            state: what an interrupted run saved last.
+            state: the last state that an interrupted run saved.
             save: called after each epoch.
             tell: called after each step.
         """

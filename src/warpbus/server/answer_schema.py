@@ -463,7 +463,7 @@ def documented(
     Args:
         model: of the body, for status 200.
         events: if the answer may be a stream, what the data of its events is.
-        also: what other statuses are declared.
+        also: further statuses that are declared.
         links: OpenAPI's links to operations that take a value of the answer.
     """
     event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}

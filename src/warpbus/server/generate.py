@@ -141,7 +141,7 @@ class NativeForm:
 
     Args:
         tokenizer: of the model.
-        asked: what is asked of each answer.
+        asked: the requests, one for each answer.
         alone: the only answer is not put into a list.
     """
 

@@ -92,7 +92,7 @@ class Responder:
         metrics: updated with the answers.
 
     Attributes:
-        running: what it generates now.
+        running: the running generations.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:

@@ -208,12 +208,12 @@ class _LayerActivations:
     Attributes:
         stream: of a number of the residual stream, which is in float32 where the embedding is; FSDP2 gathers that in 16
             bits.
-        norm: what the first norm keeps of its input.
+        norm: the bytes of its input that the first norm keeps.
         kept: from the forward to the backward pass.
-        inputs: what recomputation keeps of it: the layer's input, and what is small.
+        inputs: the bytes that recomputation keeps: the layer's input, and small tensors.
         widening: the product before the MLP's activation; of several branches the largest.
-        activation_work, widening_work: what the backward pass has made, less what it has freed, at the MLP's activation
-            and at the product before it.
+        activation_work, widening_work: bytes that the backward pass has made, less those that it has freed, at the
+            MLP's activation and at the product before it.
     """
 
     def __init__(

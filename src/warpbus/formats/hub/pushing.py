@@ -63,7 +63,7 @@ def push(files: Mapping[str, Path | bytes], name: ModelName, *, private: bool, m
     """Create the repository if there is none, and commit the files to its main branch. Other files there stay.
 
     Args:
-        files: what to upload, by name.
+        files: the files to upload, by name.
         private: whether a repository that is created is private.
         message: of the commit.
 

@@ -98,7 +98,7 @@ def decode_attention(
             1, as `rope_and_cache` writes them. Written in place.
         heads: of the queries, a multiple of `kv_heads`.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
-        limit: what all positions are below, known to the host: it decides how a row is cut into pieces.
+        limit: an upper bound of all positions, known to the host: it decides how a row is cut into pieces.
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
             of `qkv` only the queries are used. `INT4` needs it. Rows may then be consecutive tokens of one sequence.
             Otherwise no block that is written may be another row's.

@@ -37,7 +37,7 @@ class GemmSm90Tiling:
         buffers: staging buffers of a consumer.
         cluster: blocks along m that share the tiles of b.
         efficiency: share of the fastest tiling's rate, measured on an H100 for some thirty shapes.
-        variety: what it is compiled for beyond operands that both have k as their contiguous axis: 0 nothing, 1 other
+        variety: the variants beyond operands that both have k as their contiguous axis: 0 none, 1 other
             layouts or an activation, 2 both at once.
     """
 

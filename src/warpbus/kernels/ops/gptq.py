@@ -237,7 +237,7 @@ def clip_search(
         importance: float32 `[columns]`, what a squared error in a column costs.
         group_size: columns of a group, a divisor of `columns`; all of them for one group a row.
         bits, symmetric: of the codes; see `qtensor.scheme.WEIGHT_BITS`.
-        scale_dtype: what the scales are rounded to: float32, float16 or bfloat16.
+        scale_dtype: the dtype to which the scales are rounded: float32, float16 or bfloat16.
 
     Returns:
         scales and zero points, float32 `[rows, groups]`. A GPU sums the errors in another order than the CPU, so that

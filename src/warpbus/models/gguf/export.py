@@ -100,7 +100,7 @@ class GGUFExport:
     """The result of writing a GGUF file.
 
     Attributes:
-        target: what was asked for.
+        target: the requested type.
         kinds: number of matrices by block type.
         exact: quantized matrices whose codes and scales did not change.
         minima_rounded: quantized matrices whose codes did not change, but whose minima were rounded to float16.

@@ -120,8 +120,8 @@ class MoE(nn.Module):
         experts: these experts by their numbers; where kernels compute them together, and all are quantized alike,
             `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU.
         shared: the shared expert, or None. Its matrices may be views of the stacked ones.
-        output: what the sum passes through: the identity, or with tensor or expert parallelism the all-reduce of the
-            processes' partial sums.
+        output: the module that the sum passes through: the identity, or with tensor or expert parallelism the
+            all-reduce of the processes' partial sums.
     """
 
     def __init__(self, spec: LayerSpec) -> None:

@@ -68,7 +68,7 @@ class Text:
     """A stretch of ordinary text between two special tokens.
 
     Attributes:
-        text: what `Tokenizer.encode` gets.
+        text: the argument of `Tokenizer.encode`.
         answers: ranges of its characters, ascending and apart, that are answers.
     """
 

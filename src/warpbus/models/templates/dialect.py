@@ -45,7 +45,7 @@ class Turn:
         role: "system", "user", "assistant" or "tool".
         content: the text.
         calls: of an assistant.
-        reasoning: what an assistant thought before its text.
+        reasoning: the thinking of an assistant before its text.
     """
 
     role: str

@@ -408,7 +408,7 @@ class Broker:
         """Replace the state of this broker by one that `dump` returned.
 
         Args:
-            state: what `dump` returned.
+            state: the result of `dump`.
             now: the time; clients and hosts have the grace time from then on to give a sign of life.
 
         Raises:

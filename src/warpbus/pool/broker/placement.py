@@ -37,7 +37,7 @@ class Outlook:
         placed: those that have room, in order.
         first: the lease that has a GPU kept for it, and `kept`, that GPU's name; None where nobody waits for room.
         why: of each other lease, what it waits for.
-        rooms: what is free of the GPUs that may get leases, once `placed` are.
+        rooms: the free resources of the GPUs that may get leases, once `placed` are.
     """
 
     rooms: dict[str, Room]

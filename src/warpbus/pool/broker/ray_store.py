@@ -54,7 +54,7 @@ class Member:
     Attributes:
         host: its name in the pool.
         address: where clients reach its daemon, "warpbus://HOST:PORT".
-        gpus: what it offers.
+        gpus: the GPUs that it offers.
         node: Ray's id of its node.
     """
 
@@ -121,7 +121,7 @@ class RayBrokerStore(BrokerStore):
 
         Args:
             host: its name in the pool.
-            gpus: what it offers.
+            gpus: the GPUs that it offers.
             address: where clients reach its daemon.
             node: Ray's id of its node; None is the one that this process is connected to.
 

@@ -43,7 +43,7 @@ async def ask(
     closed. A thread of the event loop's executor waits for the answer.
 
     Raises:
-        WarpbusError: what it answers with.
+        WarpbusError: the error that it answers with.
         ConnectionLostError: it is gone.
     """
     loop = asyncio.get_running_loop()

@@ -29,7 +29,7 @@ class Process:
         environment: that it was started with; empty where it may not be read.
         mapped: bytes mapped of each file.
         threads: their names.
-        files: what is open: paths, and `socket:[inode]`.
+        files: the open files: paths, and `socket:[inode]`.
     """
 
     pid: int

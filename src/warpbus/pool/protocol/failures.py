@@ -28,8 +28,8 @@ class CallFailure:
 
     Attributes:
         type: the name of an exception, of Python's, torch's or Warpbus's; "RuntimeError" for any other.
-        message: what it says.
-        operator: what was called, or the instruction.
+        message: its text.
+        operator: the called operator, or the instruction.
         batch: the number of the batch that it was in; 0 where it was in none.
     """
 

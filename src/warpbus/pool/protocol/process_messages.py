@@ -42,7 +42,7 @@ def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Re
 
     Raises:
         ConnectionLostError: the other end is gone.
-        ProtocolError: what came is no message.
+        ProtocolError: the received bytes are no message.
         UsageError: it is none of `operations`, or has other arguments.
     """
     try:

@@ -44,7 +44,7 @@ class Definition:
         storages: where its tensors will be.
 
     Attributes:
-        layout: what a call carries.
+        layout: the layout of a call's data.
         places: of its tensors; so many handles begin a call's operands.
         numbers: how many of them follow.
         news: its new results, in order; the rest of the operands are their handles.
@@ -52,7 +52,7 @@ class Definition:
         only: the place of the one new result that is all it gives, or None: most calls are so.
         several: it gives a sequence of new tensors, which usually are as announced.
         quiet: it gives nothing new, and what it writes keeps its size.
-        dynamic: what it gives is known only after it ran.
+        dynamic: its results are known only after it ran.
         written: indices of tensors that it writes.
         refusal: why it can never be called, or None.
 

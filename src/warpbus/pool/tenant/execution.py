@@ -121,7 +121,7 @@ class Executor:
             For "read" the bytes, in pieces each of which holds until the next is asked for; else one value.
 
         Raises:
-            PoisonedError: what is asked for was never computed.
+            PoisonedError: the requested tensor was never computed.
             ProtocolError: there is no such question, or it is about something that is not there.
         """
         match question:

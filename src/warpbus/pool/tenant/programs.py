@@ -43,7 +43,7 @@ class RecordedProgram:
         made: bytes of each result that stays after a run, by handle.
         inner: bytes of each result that does not.
         kept: storages that the client made while it recorded.
-        gone: what is to be freed with the program: of `made` and `kept` what the client has let go of.
+        gone: storages to free with the program: those of `made` and `kept` that the client has released.
         used: storages that it reads or writes, and has not made.
         written: those of them that it writes.
         peak: bytes of a run that are there at one time, at most: of `inner`, and of what is about to be copied.
@@ -266,7 +266,7 @@ class Programs:
         """Bytes of what the program makes and is not there yet, or not any more, by handle.
 
         Raises:
-            ProtocolError: what is there under one of its handles is something else.
+            ProtocolError: one of its handles has something else.
         """
         live = self._storages.live
         for handle, nbytes in program.made.items():

@@ -329,7 +329,7 @@ def descend(
         groups: int32 `[matrices, in]`, the group of each column.
         members: int64 `[matrices, groups, columns of a group]`: the columns of each group.
         max_code: of the scheme.
-        scale_dtype: what the scales are rounded to.
+        scale_dtype: the dtype to which the scales are rounded.
         sweeps: how many times each column is visited.
     """
     narrowed, size = [each.narrow_hessian for each in factors], members.shape[2]
