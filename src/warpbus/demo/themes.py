@@ -25,7 +25,7 @@ class Theme:
     """The data of an adapter.
 
     Attributes:
-        name: a short name.
+        name: the property that `shown` finds, in words.
         chosen: whether a poem is one of those that it learns.
         asked: the prompt of each, `{}` standing for the title; neither form nor subject: they are the adapter's.
         shown: whether an answer shows that it was learnt.
