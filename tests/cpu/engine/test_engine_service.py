@@ -510,10 +510,7 @@ def test_loading_is_reported_and_close_lets_requests_finish() -> None:
     async def run() -> None:
         seen: list[tuple[int, int]] = []
         service = await Service.start(
-            POET,
-            ServiceOptions(device="cpu"),
-            load=counting,
-            progress=lambda done, total: seen.append((done, total)),
+            POET, ServiceOptions(device="cpu"), load=counting, progress=lambda done, total: seen.append((done, total))
         )
         assert (seen[0], seen[-1], len(seen)) == ((0, 1000), (1000, 1000), 201)
         running = asyncio.ensure_future(collect(service, [SLOW], 50))
