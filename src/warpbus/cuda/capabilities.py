@@ -46,7 +46,7 @@ _ROWS = (
 def capabilities(arch: str) -> Capabilities:
     """The row of an architecture such as "sm_86": its own, or that of the newest one before it.
 
-    One that is older than all rows can do nothing of what they list.
+    An architecture older than all rows gets a row without capabilities.
     """
     rows = [row for row in _ROWS if _number(row.arch) <= _number(arch)]
     return rows[-1] if rows else Capabilities(arch)
