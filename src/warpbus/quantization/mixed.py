@@ -149,10 +149,10 @@ def mixed_schemes(
         SchemeError: if the format holds fewer than two of the schemes.
         WarpbusError: as `quantize`.
     """
-    place = resolve_device(options.device)
+    device = resolve_device(options.device)
     plans = _plans(Path(model), options.format)
     plan = plans[0]
-    dtype = default_dtype(place, plan.dtype)
+    dtype = default_dtype(device, plan.dtype)
     weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
     sizes = [8 * each.bytes_quantized / weights for each in plans]
     if not min(sizes) <= bits <= max(sizes):  # NaN is not between them either
@@ -164,8 +164,8 @@ def mixed_schemes(
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}
     last = len(plan.config.all_layers) - 1
-    for index, layer, (states,) in unquantized.layers(plan, data, device=place, dtype=dtype, last=last):
-        moments = _importance(layer, index, states, Group(0, 1, place))
+    for index, layer, (states,) in unquantized.layers(plan, data, device=device, dtype=dtype, last=last):
+        moments = _importance(layer, index, states, Group(0, 1, device))
         expected = [unquantized.output(layer, index, state) for state in states]
         for each in plans:
             for linear, matrix in each.layer(index).items():

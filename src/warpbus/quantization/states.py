@@ -187,10 +187,10 @@ def embed(
     for share in group.shares():
         own = batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]
         compared = 0 if not drift else len(own) if data.tokens <= COMPARED_TOKENS else -(-len(own) // 2)
-        for place, batch in enumerate(own):
+        for number, batch in enumerate(own):
             positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
             x = embedding[batch.ids.to(group.device)].to(dtype)
-            original = x if place < compared else None
+            original = x if number < compared else None
             real = None if batch.real.all() else batch.real.to(group.device)
             prompts = None
             if config.prompt_end is not None:

@@ -87,14 +87,14 @@ def try_candidates(
         raise UsageError(
             f"{scheme}: gptq is the only algorithm for it, so there is nothing to compare: use --algorithm gptq"
         )
-    place = resolve_device(options.device)
-    tried = _plans(Path(model), scheme, algorithm, options.format, place)
+    device = resolve_device(options.device)
+    tried = _plans(Path(model), scheme, algorithm, options.format, device)
     first = next(iter(tried.values()))
     data = read_data(first, calibration, options)
-    trying = _Trying(data, place, default_dtype(place, first.dtype), options.damping)
+    trying = _Trying(data, device, default_dtype(device, first.dtype), options.damping)
     sampled = sample_layers(first.config.num_layers)
     found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}
-    walk = unquantized.layers(first, trying.seen, trying.unseen, device=place, dtype=trying.dtype, last=sampled[-1])
+    walk = unquantized.layers(first, trying.seen, trying.unseen, device=device, dtype=trying.dtype, last=sampled[-1])
     for index, layer, (seen, unseen) in walk:
         if index not in sampled:
             continue
@@ -103,7 +103,7 @@ def try_candidates(
             found[candidate].append(trying.one(index, layer, seen, unseen, outputs, candidate, plan))
             progress(sum(map(len, found.values())), len(tried) * len(sampled))
     schemes = list(dict.fromkeys(candidate.scheme for candidate in tried))
-    measured = token_times(first.config, schemes, device=place, dtype=trying.dtype)
+    measured = token_times(first.config, schemes, device=device, dtype=trying.dtype)
     speeds = dict(zip(schemes, measured, strict=True))
     trials = [
         Trial(
@@ -120,7 +120,7 @@ def try_candidates(
         for candidate, plan in tried.items()
     ]
     here = f"{cpu_model()}, threads: {torch.get_num_threads()}"
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else here
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else here
     return Recommendation.of(trials, model=str(model), device=name, goal=goal, memory=memory, layers=sampled)
 
 

@@ -263,12 +263,12 @@ class Tuning:
             self._restore(optimizer, state)
         while not state.is_complete:
             order = torch.randperm(len(self._trained), generator=torch.Generator().manual_seed(state.epochs))
-            for number, place in enumerate(order.tolist(), state.epochs * len(order)):
+            for number, chosen in enumerate(order.tolist(), state.epochs * len(order)):
                 factor = 0.5 + 0.5 * math.cos(math.pi * number / self.steps)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * factor * min(1.0, (number + 1) / _WARM_STEPS)
                 optimizer.zero_grad()
-                self._backward(self._trained[place])
+                self._backward(self._trained[chosen])
                 optimizer.step()
                 tell(TuningStep(number + 1, self.steps))
             losses = (*state.losses, self.held_loss())

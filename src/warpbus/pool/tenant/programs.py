@@ -76,7 +76,7 @@ class RecordedProgram:
                 now -= self.inner[step]
                 continue
             definition, operands = step
-            self.used.update(operands[: len(definition.places)])
+            self.used.update(operands[: len(definition.inputs)])
             if definition.operator.removeprefix("aten::").partition(".")[0].removesuffix("_") in SOLVERS:
                 # Not even tried: a library of the GPU's that is interrupted in a capture computes nothing afterwards.
                 self.why = f"{definition.operator} waits for the GPU"
@@ -313,19 +313,19 @@ class Programs:
             if definition.dynamic:
                 raise DeviceError(f"{self.at} cannot be in a program: what it gives is known only after it ran")
             values: list[Any] = []
-            for place, handle in zip(definition.places, operands, strict=False):
-                values.append(storages.at(memories.get(handle) or storages.memory_of(handle), place))
+            for checked, handle in zip(definition.inputs, operands, strict=False):
+                values.append(storages.at(memories.get(handle) or storages.memory_of(handle), checked))
             values += operands[len(values) : definition.carried]
             result = definition.run(values)
             definition.check_written(values)
             fresh = definition.fresh(result, values)
-            for handle, tensor, (place, nbytes) in zip(
+            for handle, tensor, (checked, nbytes) in zip(
                 operands[definition.carried :], fresh, definition.news, strict=True
             ):
                 if handle in program.made and handle not in new:
-                    storages.at(storages.memory_of(handle), place).copy_(tensor)
+                    storages.at(storages.memory_of(handle), checked).copy_(tensor)
                 else:
-                    memories[handle] = Storage(nbytes, tensor, {place: tensor}, 0)
+                    memories[handle] = Storage(nbytes, tensor, {checked: tensor}, 0)
         return memories
 
     def _capture(self, program: RecordedProgram) -> bool:

@@ -63,7 +63,7 @@ class FactoredHessian:
 
     @cached_property
     def inverse_order(self) -> Tensor:
-        """The place of each column in the order."""
+        """The position of each column in the order."""
         return torch.argsort(self.order)
 
     @property
@@ -185,8 +185,8 @@ class FactoredStack:
             return
         if not self.tensors:
             self.tensors = tuple(tensor.new_empty(self._count, *tensor.shape) for tensor in hessian.tensors)
-        for place, tensor in zip(self.tensors, hessian.tensors, strict=True):
-            place[index] = tensor
+        for stack, tensor in zip(self.tensors, hessian.tensors, strict=True):
+            stack[index] = tensor
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
