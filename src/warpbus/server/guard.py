@@ -232,10 +232,9 @@ class Guard:
         """Read the body; refuse it as soon as it is too long or too slow."""
         limit = self._options.max_body_bytes
         declared = Headers(scope=scope).get("content-length", "0")
-        too_long = RequestError(413, f"the body has more than {limit:,} bytes, the limit", code="body_too_large")
         # The length of the text first: converting thousands of digits would take long.
         if len(declared) > 18 or (declared.isdecimal() and int(declared) > limit):
-            raise too_long
+            raise _too_long(limit)
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.body_timeout):
@@ -245,7 +244,7 @@ class Guard:
                         raise RequestError(400, "the client left before its request was complete", code="incomplete")
                     body += message.get("body", b"")
                     if len(body) > limit:
-                        raise too_long
+                        raise _too_long(limit)
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
@@ -253,6 +252,10 @@ class Guard:
             raise RequestError(
                 408, f"the body did not arrive in {seconds:g} s", code="body_timeout", closes=True
             ) from None
+
+
+def _too_long(limit: int) -> RequestError:
+    return RequestError(413, f"the body has more than {limit:,} bytes, the limit", code="body_too_large")
 
 
 def cache_salt(scope: Scope, given: str | None = None) -> bytes:
