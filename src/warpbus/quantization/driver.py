@@ -28,7 +28,7 @@ from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.early import ENVIRONMENT
 from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
-from warpbus.quantization.methods import METHODS, suits
+from warpbus.quantization.methods import METHODS, fitting_algorithms, suits
 from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Plan, check_head, check_kv_cache, prepare
 from warpbus.quantization.report import LayerResult, Report
@@ -235,8 +235,7 @@ def check_arguments(
     if algorithm not in ALGORITHMS:
         raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
     for each in schemes.distinct():
-        fitting = [name for name, method in METHODS.items() if method.fits(each)]
-        fitting += [] if each.is_trellis else ["rtn"]
+        fitting = fitting_algorithms(each)
         if algorithm not in fitting:
             raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join(fitting)}")
     if options.head is not None:

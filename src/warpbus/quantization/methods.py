@@ -301,6 +301,12 @@ METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": 
 """The algorithms that are calibrated, by their names. A run makes its own method, which is for its process alone."""
 
 
+def fitting_algorithms(scheme: Scheme) -> list[str]:
+    """The algorithms that can quantize to a scheme, "rtn" included."""
+    calibrated = [name for name, method in METHODS.items() if method.fits(scheme)]
+    return calibrated if scheme.is_trellis else [*calibrated, "rtn"]
+
+
 def suits(algorithm: str, config: ModelConfig) -> bool:
     """Whether an algorithm, "rtn" included, can quantize a model of this shape."""
     return algorithm not in METHODS or not METHODS[algorithm].folds or can_fold(config)

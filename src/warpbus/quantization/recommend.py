@@ -12,6 +12,7 @@ from typing import Any, Self
 from warpbus.cuda.memory_size import short_size
 from warpbus.errors import NumericError, SchemeError, UsageError
 from warpbus.qtensor import Scheme
+from warpbus.quantization.methods import fitting_algorithms
 
 GOALS = ("quality", "speed", "size")
 
@@ -26,8 +27,6 @@ _SAME_ERROR = 0.01
 _CLEAR_SPREAD = 0.1
 
 _SCHEMES = ("w8a16", "w8a8-int8", "w8a8-fp8", "w4a16-g32", "w4a16-g128", "w3a16-g128")
-_WEIGHTS_ONLY = ("gptq", "awq", "rtn")
-_WITH_ACTIVATIONS = ("smoothquant", "rtn")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def candidates(columns: Sequence[int], *, fp8: bool, scheme: Scheme | None = Non
     return [
         Candidate(each, algorithm)
         for each in (fitting if scheme is None else [scheme])
-        for algorithm in (_WEIGHTS_ONLY if each.activations is None else _WITH_ACTIVATIONS)
+        for algorithm in fitting_algorithms(each)
     ]
 
 
