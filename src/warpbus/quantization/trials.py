@@ -103,7 +103,9 @@ def try_candidates(
             found[candidate].append(trying.one(index, layer, seen, unseen, outputs, candidate, plan))
             progress(sum(map(len, found.values())), len(tried) * len(sampled))
     schemes = list(dict.fromkeys(candidate.scheme for candidate in tried))
-    measured = token_times(first.config, schemes, device=device, dtype=trying.dtype)
+    # Matrices in FP4 are dequantized when a model is loaded.
+    timed = [None if each.element is not None else each for each in schemes]
+    measured = token_times(first.config, timed, device=device, dtype=trying.dtype)
     speeds = dict(zip(schemes, measured, strict=True))
     trials = [
         Trial(

@@ -84,6 +84,13 @@ def test_the_error_is_that_of_the_layers_outputs(tmp_path):
     assert trial.error == pytest.approx(lost, rel=1e-3)
 
 
+def test_fp4_is_tried_by_the_algorithms_that_fit_it(model):
+    found = try_candidates(model, calibration=DATA, scheme=Scheme.parse("w4a16-nvfp4"), options=ON_CPU)
+    errors = {trial.algorithm: trial.error for trial in found.trials}
+    assert set(errors) == {"gptq", "rtn"}
+    assert 0 < errors["gptq"] < errors["rtn"]
+
+
 def test_nothing_is_written(model):
     before = files(model.parent)
     try_candidates(model, calibration=DATA, scheme=Scheme(4, 128), algorithm="gptq", options=ON_CPU)
