@@ -302,13 +302,13 @@ class FakeMemory:
 
     def synchronize(self) -> None: ...
 
-    def places(self, tensors: list[torch.Tensor]) -> list[IpcLocation]:
-        places = []
+    def locations(self, tensors: list[torch.Tensor]) -> list[IpcLocation]:
+        locations = []
         for tensor in tensors:
             name = tensor.data_ptr().to_bytes(64, "little")
             self._tensors[name] = tensor
-            places.append(IpcLocation(name, len(tensor), 0))
-        return places
+            locations.append(IpcLocation(name, len(tensor), 0))
+        return locations
 
     def copy(self, parts: list[tuple[torch.Tensor, IpcLocation]]) -> None:
         if not self.readable:
