@@ -16,7 +16,7 @@ from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory, model_name
 from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.errors import UsageError
 
 
@@ -60,11 +60,11 @@ def evaluate(
         return
     if task_path is not None or fewshot is not None:
         raise UsageError("--task-path and --fewshot have no part without --tasks: name the tasks")
-    load("warpbus.evaluation")
-    from warpbus.cuda.devices import resolve_device, resolve_dtype
-    from warpbus.demo import data_path
-    from warpbus.evaluation import evaluate as measure
-    from warpbus.evaluation import report
+    with permanent_objects():
+        from warpbus.cuda.devices import resolve_device, resolve_dtype
+        from warpbus.demo import data_path
+        from warpbus.evaluation import evaluate as measure
+        from warpbus.evaluation import report
 
     if data is None:
         if models[0] != DEMO:

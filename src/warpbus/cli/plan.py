@@ -80,7 +80,7 @@ def plan(
 
 
 def _stored(model: str, scheme: str | None) -> "Stored":
-    """What the weights are: as the checkpoint stores them, or all of one scheme."""
+    """The kind of the weights: as the checkpoint stores them, or all of one scheme."""
     import torch
 
     from warpbus.engine.plan import Stored

@@ -115,7 +115,7 @@ def evaluate_tasks(
 
 
 class Answers:
-    """What the harness asks for, computed by an engine.
+    """The model interface of the harness, computed by an engine.
 
     Args:
         llm: the model.
@@ -133,7 +133,7 @@ class Answers:
 
     @property
     def prefix_token(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         return _first_stop(self._llm.config)
 
     def encode(self, text: str) -> list[int]:

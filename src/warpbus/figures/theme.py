@@ -173,7 +173,7 @@ def caption(drawn: Figure, finding: str, what: str = "", footer: str = "") -> Fi
     Args:
         drawn: the picture; it grows by the height of what is written.
         finding: a sentence.
-        what: what was measured.
+        what: the measured quantity.
         footer: the machine, the date, the versions.
     """
     width, height = drawn.get_size_inches()

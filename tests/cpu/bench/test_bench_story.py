@@ -180,12 +180,12 @@ def test_what_cannot_be_measured_is_noted_and_the_rest_goes_on(work: Work, monke
 
     monkeypatch.setattr(measure, "measure_speed", full)
     monkeypatch.setattr(measure, "_TRAINED_ON_CPU", 1)
-    told = tell(work)
-    assert {row.task for row in told.rows} == {QUANTIZE}
-    assert "not measured: generate 4 bits CPU: no room" in told.missing
-    assert any("a CPU takes minutes for a step" in each for each in told.missing)
-    assert set(told.quality) == {ORIGINAL, "8 bits", "4 bits"}
-    assert told.quality["4 bits"].divergence > 0
+    reported = tell(work)
+    assert {row.task for row in reported.rows} == {QUANTIZE}
+    assert "not measured: generate 4 bits CPU: no room" in reported.missing
+    assert any("a CPU takes minutes for a step" in each for each in reported.missing)
+    assert set(reported.quality) == {ORIGINAL, "8 bits", "4 bits"}
+    assert reported.quality["4 bits"].divergence > 0
 
 
 def test_mistakes(work: Work) -> None:

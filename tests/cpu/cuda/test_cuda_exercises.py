@@ -163,7 +163,7 @@ def test_a_template_does_not_pass_in_chinese(name, checked):
     assert re.search(r"没有被写过|没有合并", found.problem)
 
 
-def test_bytes_that_need_not_move_are_told(checked):
+def test_bytes_that_need_not_move_are_reported(checked):
     found = checked("17.1", exercises_of("17.1")[0].template)
     assert found.problem == (
         "the result is right, but t is read: 250 sectors of 32 bytes that the exercise does without (line 21): "
@@ -171,7 +171,7 @@ def test_bytes_that_need_not_move_are_told(checked):
     )
 
 
-def test_a_right_result_by_other_means_is_told(checked):
+def test_a_right_result_by_other_means_is_reported(checked):
     text = (
         "// __shared__ and __syncthreads are not used\n"
         "__global__ void product(const float *a, const float *b, float *c, int n) {\n"
