@@ -48,7 +48,7 @@ KEPT = "parts.json"
 FORMS = {RTN8: ("w8a16", "rtn"), RTN4: ("w4a16-g128", "rtn"), GPTQ4: ("w4a16-g128", "gptq")}
 _GENERATED = (ORIGINAL, RTN8, GPTQ4)  # RTN's 4 bits are as fast as GPTQ's
 _METHODS = ("full", "lora")
-_SAMPLES = {CPU: 32, GPU: 128}
+_SAMPLES, _FEW_SAMPLES = 128, 32  # with 32, GPTQ is hardly better than RTN
 _WARM, _STEPS = 2, 5
 _TRAIN_ROWS = {CPU: (2, 64), GPU: (2, 1024)}  # rows per device, tokens per row
 _BUSY = 0.7  # load per core
@@ -236,13 +236,14 @@ class _Teller:
             self.progress(f"quantizing: {scheme}, {algorithm}", done, total)
 
         output = self._directory(form, count)
+        slow = self.home == CPU and self.config.num_parameters > _TRAINED_ON_CPU
         done = quantize(
             self.work.model,
             output,
             scheme=scheme,
             algorithm=algorithm,
             calibration=None if algorithm == "rtn" else self.work.calibration,
-            samples=self.options.samples or _SAMPLES[self.home],
+            samples=self.options.samples or (_FEW_SAMPLES if slow else _SAMPLES),
             device=self.work.device.type,
             gpus=str(count) if self.home == GPU else "all",
             overwrite=True,
