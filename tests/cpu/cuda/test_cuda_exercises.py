@@ -216,7 +216,9 @@ def test_the_command(tmp_path, monkeypatch):
     assert (wrong.exit_code, "1 │ __global__ void add" in wrong.stdout) == (1, True)
     assert "线程 (0, 0, 0)：写了 c[1]（第 1 行），但 c 只有 1 个元素" in wrong.stdout
     assert re.search(r"01\.1 .* 未通过 *\n", invoke("--lang", "zh").stdout)
-    with pytest.raises(UsageError, match=r"08: there is no such exercise: `warpbus learn` lists them; chapters 01, 02"):
-        invoke("08")
+    with pytest.raises(UsageError, match="chapter 08: has no exercise that is checked: chapters 01, 02"):
+        invoke("8")
+    with pytest.raises(UsageError, match=r"01\.9: there is no such exercise: `warpbus learn` lists them"):
+        invoke("01.9")
     with pytest.raises(UsageError, match="--lang is 'fr': choose from en, zh"):
         invoke("--lang", "fr")
