@@ -107,7 +107,9 @@ def arrange(pages: Path, repository: str | None) -> None:
             shutil.copyfile(ROOT / source, target)
     (pages / "reference.md").write_text(reference("# Python API", {title: title for title in API}), encoding="utf-8")
     # The search has the English page, which has the same text.
-    chinese_reference = reference("---\nsearch:\n  exclude: true\n---\n\n# Python API\n\n函数和类的说明取自源代码，为英文。", CHINESE_API)
+    chinese_reference = reference(
+        "---\nsearch:\n  exclude: true\n---\n\n# Python API\n\n函数和类的说明取自源代码，为英文。", CHINESE_API
+    )
     (pages / "zh" / "reference.md").write_text(chinese_reference, encoding="utf-8")
 
 

@@ -74,7 +74,12 @@ def test_an_exercise_belongs_to_a_chapter_in_both_languages(exercise):
         ("01.1", "a[i] +", "a[j] +", "(line 3): 'j' was not declared in this scope. The compiler does not know"),
         ("01.1", "void add", "void sum", "the test cannot call the functions of this file: 'add' was not declared"),
         ("01.1", "int n)", "int n, int m)", "too few arguments to function"),
-        ("01.1", "    if (i < n) c[i]", "    c = nullptr; c[i]", "thread (0, 0, 0): access through a null pointer (line 3):"),
+        (
+            "01.1",
+            "    if (i < n) c[i]",
+            "    c = nullptr; c[i]",
+            "thread (0, 0, 0): access through a null pointer (line 3):",
+        ),
         ("01.1", "__global__ ", "", "add is launched with <<<...>>>, but is not a kernel (line 1)"),
         ("01.1", "c[i] =", "c[0] =", "give each element to one thread (does the index use threadIdx?)"),
         (
