@@ -307,7 +307,8 @@ class _Teller:
         tokens = rows * count * length
         known = [each.joules for each in said if each.joules is not None]
         joules = sum(known) / (tokens * _STEPS) if len(known) == count else None
-        detail = f"{num_trained(self.config, settings) / 1e6:,.4g} M"
+        trained = num_trained(self.config, settings) / 1e6
+        detail = f"{trained:,.0f} M" if trained >= 100 else f"{trained:.3g} M"
         rate = tokens / statistics.median(said[0].seconds)
         return asdict(StoryRow(TRAIN, place, count, method, rate, joules, said[0].memory, detail))
 
