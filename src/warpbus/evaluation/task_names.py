@@ -41,7 +41,7 @@ def check_task_names(names: Sequence[str], directory: Path | None = None) -> Non
 
 def no_such_task(name: str, known: Collection[str]) -> UsageError:
     """The error for a name that no task has, with the names that are close to it."""
-    near = difflib.get_close_matches(name, sorted(known))
+    near = difflib.get_close_matches(name, sorted(known), cutoff=0.7)
     if near:
         return UsageError(f"--tasks {name!a:.60}: no such task: did you mean {', '.join(near)}?")
     return UsageError(f"--tasks {name!a:.60}: no such task: `lm_eval ls tasks` lists them")

@@ -17,6 +17,7 @@ from warpbus.evaluation.report import terms
 from warpbus.figures import page
 from warpbus.figures.panels import Measure, draw_measures, panels_size
 from warpbus.figures.theme import UNQUANTIZED, WARPBUS, caption, footer, paper, save, shade, style
+from warpbus.language import translated
 from warpbus.story.rows import (
     GENERATE,
     GPTQ4,
@@ -137,7 +138,9 @@ def table(story: Story) -> RenderableType:
     for each in _tables(story):
         drawn = Table(title=each.caption, title_justify="left", title_style="bold")
         for index, heading in enumerate(each.headings):
-            drawn.add_column(heading, justify="left" if index < 2 else "right", overflow="fold")
+            # A word per line: columns as narrow as their numbers, so that no word is broken on 80 columns.
+            lines = translated(heading).replace(" ", "\n")
+            drawn.add_column(lines, justify="left" if index < 2 else "right", overflow="fold")
         for row in each.sections[0]:
             drawn.add_row(*map(Text, row))
         parts.append(drawn)

@@ -147,7 +147,7 @@ def test_quantizations_are_compared_only_with_the_same_scheme_and_algorithm() ->
     assert any("4 bits (RTN)" in line and "4.20%" in line for line in lines)
     assert sum("4 bits (GPTQ)" in line and "3.10%" in line for line in lines) == 2
     one = replace(STORY, rows=ROWS[:2])
-    assert "ratio" not in shown(one)
+    assert "1.00x" not in shown(one)
 
 
 MakeModel = WriteLines = Callable[..., Path]
