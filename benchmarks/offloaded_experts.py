@@ -36,7 +36,8 @@ def run(shape: str, memory: str, scheme: Scheme, max_model_len: int, tokens: int
     model = random_model(
         *(config, scheme, device, torch.bfloat16),
         head=plan.head,
-        embedding="cpu" if plan.embedding_on_cpu else None,
+        embedding=plan.embedding,
+        embedding_device="cpu" if plan.embedding_on_cpu else None,
         offloaded=plan.offloaded,
     )
     engine = Engine.planned(model, plan, max_num_seqs=1)

@@ -2,6 +2,8 @@
 
 import torch
 
+from warpbus.kernels.reference.latent_cache import LATENT_CODES, quantize, token_bytes
+
 NOWHERE = 2**31 - 1  # an entry of a block table that may not be used
 
 
@@ -17,12 +19,14 @@ def latent_problem(
     dtype=torch.float32,
     device="cpu",
     limit=None,
+    coded=False,
 ):
-    """Arguments of mla_attention; whatever no row attends to is NaN, or an entry that may not be used."""
+    """Arguments of mla_attention; whatever no row attends to is NaN, or an entry that may not be used.
+
+    `coded`: with an FP8 cache.
+    """
     used = [position // block + 1 for position in positions]
-    latents = torch.full((sum(used) + 2, 3, 1, 1, block, rank + rope), float("nan"), dtype=dtype, device=device)[
-        :, 1, 0
-    ]
+    latents = _poisoned(sum(used) + 2, block, rank, rope, dtype, device, coded)
     limit = limit or max(positions, default=0) + 1
     table = torch.full((len(positions), max([-(-limit // block), *used]) + 1), NOWHERE, dtype=torch.int32)
     free = (torch.randperm(sum(used)) + 1).tolist()
@@ -31,7 +35,12 @@ def latent_problem(
         table[row, : used[row]] = own
         tokens = torch.full((used[row] * block, rank + rope), float("nan"), dtype=dtype, device=device)
         tokens[: position + 1] = torch.randn(position + 1, rank + rope, device=device).to(dtype)
-        latents[own.to(device), 0] = tokens.view(used[row], block, rank + rope)
+        if coded:
+            found = torch.full((len(tokens), latents.shape[3]), 0xFF, dtype=torch.uint8, device=device)
+            found[: position + 1] = quantize(tokens[: position + 1], rank)
+            latents.view(torch.uint8)[own.to(device), 0] = found.unflatten(0, (used[row], block))
+        else:
+            latents[own.to(device), 0] = tokens.view(used[row], block, rank + rope)
     return {
         "q": torch.randn(len(positions), heads, rank + rope, device=device).to(dtype),
         "positions": torch.tensor(positions, dtype=torch.int32, device=device),
@@ -44,9 +53,33 @@ def latent_problem(
     }
 
 
+def _poisoned(count, block, rank, rope, dtype, device, coded):
+    """A layer of a cache of three, all NaN: elements, or codes, scales and rotary keys."""
+    if coded:
+        size = token_bytes(rank, rope, dtype)
+        whole = torch.full((count, 3, 1, 1, block, size), 0xFF, dtype=torch.uint8, device=device).view(LATENT_CODES)
+    else:
+        whole = torch.full((count, 3, 1, 1, block, rank + rope), float("nan"), dtype=dtype, device=device)
+    return whole[:, 1, 0]
+
+
+def exact_latents(latents, rank, rope, dtype):
+    """A cache in float64, `[..., rank + rope]`, by the layout of FP8 rows."""
+    if latents.dtype != LATENT_CODES:
+        return latents.double()
+    found, groups = latents.view(torch.uint8), -(-rank // 128)
+    scales_at = -(-rank // 16) * 16
+    rotary_at = scales_at + -(-4 * groups // 16) * 16
+    codes = found[..., :rank].contiguous().view(LATENT_CODES).double()
+    scales = found[..., scales_at : scales_at + 4 * groups].contiguous().view(torch.float32).double()
+    rotary = found[..., rotary_at : rotary_at + rope * dtype.itemsize].contiguous().view(dtype).double()
+    return torch.cat((codes * scales.repeat_interleave(128, dim=-1)[..., :rank], rotary), dim=-1)
+
+
 def exact_attention(asked):
     """Row by row in float64."""
-    latents, block = asked["latents"], asked["latents"].shape[2]
+    block, size = asked["latents"].shape[2], asked["q"].shape[2]
+    latents = exact_latents(asked["latents"], asked["kv_b"].shape[2], size - asked["kv_b"].shape[2], asked["q"].dtype)
     rank, found = asked["kv_b"].shape[2], []
     of_values = asked["kv_b"][:, -asked["value_dim"] :].double()
     for row, position in enumerate(asked["positions"].tolist()):
@@ -71,8 +104,12 @@ def queries_problem(
     dtype=torch.float32,
     device="cpu",
     interleaved=True,
+    coded=False,
 ):
-    """Arguments of mla_queries; latents are a slice of a wider projection, and what is not written is NaN."""
+    """Arguments of mla_queries; latents are a slice of a wider projection, and what is not written is NaN.
+
+    `coded`: with an FP8 cache.
+    """
     slots = torch.randperm(block * (rows + 1), device=device)[:rows] + block
     angles = torch.rand(64, rope // 2, device=device) * 6
     return {
@@ -83,9 +120,7 @@ def queries_problem(
         "table": torch.cat((angles.cos(), angles.sin()), dim=1),
         "positions": torch.randint(64, (rows,), dtype=torch.int32, device=device),
         "slots": slots,
-        "latents": torch.full((rows + 2, 3, 1, 1, block, rank + rope), float("nan"), dtype=dtype, device=device)[
-            :, 1, 0
-        ],
+        "latents": _poisoned(rows + 2, block, rank, rope, dtype, device, coded),
         "eps": 1e-5,
         "interleaved": interleaved,
     }

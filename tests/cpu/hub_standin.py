@@ -42,6 +42,7 @@ class StandIn:
         ranges: whether parts of files are given; else they come whole.
         gate: files stop in the middle until it is set.
         created: the repositories that were created, and whether they are private.
+        licences: of the repositories that were created on ModelScope.
         refused: the status with which commits are refused; None if they are accepted.
     """
 
@@ -58,6 +59,7 @@ class StandIn:
         self.gate = threading.Event()
         self.gate.set()
         self.created: dict[str, bool] = {}
+        self.licences: dict[str, str] = {}
         self.refused: int | None = None
         self.objects: dict[str, bytes] = {}
         hub = self
@@ -114,6 +116,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "")
         elif parts == ["api", "repos", "create"]:
             self._create(json.loads(body))
+        elif parts == ["api", "v1", "models"]:
+            self._modelscope_create(json.loads(body))
+        elif parts[:4] == ["api", "v1", "repos", "models"]:
+            self._modelscope_change("/".join(parts[4:6]), parts[6:], json.loads(body))
         elif parts == ["api", "validate-yaml"]:
             self._json({"errors": [], "warnings": []})
         elif parts[-1] == "batch":
@@ -186,6 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(ConnectionError):
             if parts[:3] == ["api", "v1", "models"]:
                 self._modelscope("/".join(parts[3:5]), parts[5:], query)
+            elif parts[:3] == ["openapi", "v1", "models"]:
+                self._modelscope("/".join(parts[3:5]), [], query)
             elif parts[:2] == ["api", "models"]:
                 what, revision = parts[4:6] or ("revision", "main")
                 self._huggingface("/".join(parts[2:4]), what, revision, token)
@@ -239,8 +247,44 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send(name, content, about)
 
+    def _modelscope_create(self, asked: dict[str, Any]) -> None:
+        hub, repository = self.standin, f"{asked['Path']}/{asked['Name']}"
+        if repository in hub.created:  # the library tries it before each upload
+            self._json({"Code": 400, "Message": "repository already exists", "Success": False}, 400)
+            return
+        hub.created[repository] = asked["Visibility"] == 1
+        hub.licences[repository] = asked["License"]
+        hub.add(repository, {}, "master")
+        self._json({"Code": 200, "Data": {"Path": asked["Path"], "Name": asked["Name"]}, "Success": True})
+
+    def _modelscope_change(self, repository: str, what: list[str], asked: dict[str, Any]) -> None:
+        hub = self.standin
+        if what[-1] == "batch":
+            objects = [{**each, "actions": {}} for each in asked["objects"]]
+            for each in objects:
+                if each["oid"] not in hub.objects:
+                    each["actions"] = {"upload": {"href": f"{hub.url}/objects/{each['oid']}"}}
+            self._json({"Code": 200, "Data": {"objects": objects}, "Success": True})
+        elif hub.refused is not None:
+            self._json({"Code": hub.refused, "Message": "no\nwriting", "Success": False}, hub.refused)
+        else:
+            model = hub.models[repository]
+            files = dict(model.commits[model.branches["master"]])
+            for each in asked["actions"]:
+                large = each["type"] == "lfs"
+                files[each["path"]] = hub.objects[each["sha256"]] if large else base64.b64decode(each["content"])
+            hub.add(repository, files, "master")
+            self._json({"Code": 200, "Data": {}, "Success": True})
+
     def _modelscope(self, repository: str, what: list[str], query: dict[str, list[str]]) -> None:
         model = self.standin.models.get(repository)
+        if not what:
+            if model is None:
+                self._json({"Code": 10010205001, "Message": "no such model", "Success": False}, 404)
+            else:
+                owner, _, name = repository.partition("/")
+                self._json({"Code": 200, "Data": {"Path": owner, "Name": name}, "Success": True})
+            return
         commit = None if model is None else model.branches.get(query["Revision"][0])
         if model is None or commit is None:
             self._json({"Code": 10010205001, "Message": "no such\nmodel or revision", "Success": False}, 404)

@@ -84,4 +84,6 @@ def _made(
     plan = plan_memory(Stored.uniform(config, dtype, scheme), limit, max_model_len=longest, max_num_seqs=1)
     enforce(plan, device)
     where = "cpu" if plan.embedding_on_cpu else None
-    return random_model(config, scheme, device, dtype, head=plan.head, embedding=where), plan
+    return random_model(
+        config, scheme, device, dtype, head=plan.head, embedding=plan.embedding, embedding_device=where
+    ), plan

@@ -218,6 +218,10 @@ for _name, _help in {
     Variants are dtypes of the KV cache: auto (that of the activations), int8, fp8 or int4. With --size, only these
     contexts.
     """,
+    "mla": """Multi-head latent attention of GLM-4.7-Flash, compared with torch's fused attention. Needs a GPU.
+
+    Variants are dtypes of the KV cache: auto (that of the activations) and fp8. With --size, only these contexts.
+    """,
 }.items():
     bench.command(_name, help=_paragraphs(_help))(measure)
 

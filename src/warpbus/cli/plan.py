@@ -86,7 +86,8 @@ def _stored(model: str, scheme: str | None) -> "Stored":
     from warpbus.formats import Checkpoint
     from warpbus.formats.hub import find_model
     from warpbus.kernels.ops.arguments import HALVES
-    from warpbus.models import SHAPES, quantized_parameters, read_config, tensor_map
+    from warpbus.models import SHAPES, quantized_parameters, read_config
+    from warpbus.models.stored_schemes import dtype_of_weights
     from warpbus.qtensor import Scheme
 
     parsed = None if scheme is None else Scheme.parse(scheme)
@@ -104,7 +105,7 @@ def _stored(model: str, scheme: str | None) -> "Stored":
     if parsed is None:
         checkpoint = Checkpoint(directory)
         config = read_config(checkpoint)
-        dtype = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
+        dtype = dtype_of_weights(checkpoint, config)
         quantized = quantized_parameters(checkpoint, config, trellises=True)
         return Stored(config, dtype if dtype in HALVES else torch.bfloat16, quantized)
     checkpoint = Checkpoint(directory, weights=False)

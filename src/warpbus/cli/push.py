@@ -1,4 +1,4 @@
-"""`warpbus push`: upload a model to Hugging Face, with a model card."""
+"""`warpbus push`: upload a model to Hugging Face or ModelScope, with a model card."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ CARD = "README.md"
 
 def push(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a model directory, such as quantize writes it")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="the repository, OWNER/MODEL")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="the repository: OWNER/MODEL, or modelscope:OWNER/MODEL")],
     private: Annotated[
         bool, typer.Option("--private", help="if the repository is created: nobody else sees it")
     ] = False,
@@ -30,9 +30,10 @@ def push(
     message: Annotated[str, typer.Option(help="of the commit")] = "Upload by warpbus push",
     as_json: Annotated[bool, typer.Option("--json", help="print what was uploaded as JSON")] = False,
 ) -> None:
-    """Upload the model DIR to Hugging Face in one commit, with a card that tells how it was made and how to load it.
+    """Upload the model DIR to Hugging Face or ModelScope, with a card that tells how it was made and how to load it.
 
-    The card is README.md of DIR if there is one. A token that may write is needed: HF_TOKEN, or hf auth login.
+    The card is README.md of DIR if there is one. A token that may write is needed: HF_TOKEN, or hf auth login;
+    MODELSCOPE_API_TOKEN, or ms-hub login.
     """
     from warpbus.evaluation.model_card import base_of, model_card, published_report, read_report
     from warpbus.formats.hub import model_files, push_name
@@ -47,7 +48,7 @@ def push(
     if own.is_file():
         files[CARD] = own.read_bytes()
     else:
-        card = model_card(directory, target.repository, base_model=base_model, licence=licence)
+        card = model_card(directory, target, base_model=base_model, licence=licence)
         files[CARD] = card.encode()
     report = read_report(directory)
     if report is not None:
@@ -59,10 +60,12 @@ def push(
         print(content.decode(errors="replace"), end="")
         console.print(f"would be uploaded to {target}: {', '.join(files)}", markup=False)
         return
-    done = run(files, target, private=private, message=message)
+    done = run(files, target, private=private, message=message, licence=licence)
     if as_json:
         print(json.dumps({"url": done.url, "commit": done.commit, "files": done.files, "bytes": done.nbytes}))
     else:
         Console(highlight=False, soft_wrap=True).print(
-            f"{done.url}\n{done.files} files, {done.nbytes / 1e6:,.1f} MB, commit {done.commit}", markup=False
+            f"{done.url}\n{done.files} files, {done.nbytes / 1e6:,.1f} MB"
+            + (f", commit {done.commit}" if done.commit else ""),
+            markup=False,
         )

@@ -43,6 +43,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
     bits=...,
     format=FieldOption(f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}", choices=FORMATS),
     head="also quantize the head, to a scheme such as w8a16-g128; compressed-tensors only",
+    embedding="also quantize the embedding, to w8a16-g128 or w8a16; compressed-tensors only",
     kv_cache=FieldOption(
         "calibrate scales for an 8-bit KV cache: fp8 or int8, or fp8-head, int8-head with a scale per head",
         choices=("fp8", "int8", "fp8-head", "int8-head"),
@@ -144,6 +145,8 @@ def quantize(
     options = QuantizationOptions(**given)
     if recommend and options.head is not None:
         raise UsageError("--head has no part in --recommend: leave it out, and give it with the command that quantizes")
+    if recommend and options.embedding is not None:
+        raise UsageError("--embedding has no part in --recommend: give it with the command that quantizes")
     if recommend and options.kv_cache is not None:
         raise UsageError("--kv-cache has no part in --recommend: give it with the command that quantizes")
     if recommend and options.effort != QuantizationOptions.effort:

@@ -49,8 +49,8 @@ class Output:
         console = Console()
         if not self.as_json:
             console.print(report_tables(report))
-            if report.head is not None:
-                console.print(str(report.head), highlight=False, markup=False, soft_wrap=True)
+            for what, result in report.ends.items():
+                console.print(result.sentence(what), highlight=False, markup=False, soft_wrap=True)
             if report.tuning is not None:
                 console.print(str(report.tuning), highlight=False, markup=False, soft_wrap=True)
             console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
+from warpbus.kernels.ops.latent_cache import gather_latents
 from warpbus.kernels.ops.mla import mla_attention, mla_queries, mla_rope_and_cache
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.attention import visible
@@ -119,7 +120,7 @@ class PrefillAttention(FusedAttention):
         for span in joined.alone:
             attended[span.part] = self._attend_span(attention, q, latent, cached, span, None)
         if joined:
-            keys, values = attention.expand(joined.keys(latent[:, None], cached, None)[:, 0])
+            keys, values = attention.expand(joined.latents(latent, cached, spec.kv_rank))
             for part, found in joined.attend(q, keys, values):
                 attended[part] = found
         return attended.flatten(-2)[None]
@@ -145,7 +146,8 @@ class PrefillAttention(FusedAttention):
             return _attend(q[span.part], keys, values, causal=True, selected=selected)
         # Absorbed: keys and values of all heads would take much more memory than the latents.
         spec = attention.spec
-        keys = gather_cache(cached, None, span.blocks, span.seen, q.dtype).expand(-1, spec.num_heads, -1)
+        keys = gather_latents(cached, span.blocks, span.seen, spec.kv_rank, spec.rope_dim, q.dtype)
+        keys = keys.expand(-1, spec.num_heads, -1)
         queries, values = attention.absorb(q[span.part]), keys[..., : spec.kv_rank]
         scale = spec.query_dim**-0.5
         attended = _attend(queries, keys, values, causal=True, scale=scale, selected=selected)

@@ -27,9 +27,10 @@ _MOST_SAMPLES = 4096  # per file, spread evenly; files of up to 16 MiB are read 
 def kv_fingerprint(opened: "OpenedModel", options: ServiceOptions) -> str:
     """The fingerprint of an engine's blocks: 32 hexadecimal digits.
 
-    It covers the model's config and weights (with them the quantization and the scales of the cache), the type of the
-    cache, the size of a block, the dtype and the rounding of activations, the device and the version of Warpbus. Of
-    weight files, names, sizes and up to 4,096 evenly spaced pieces of 4 KiB are read.
+    It covers the model's config and weights (with them the quantization and the scales of the cache), whether the
+    embedding is rounded at load, the type of the cache, the size of a block, the dtype and the rounding of activations,
+    the device and the version of Warpbus. Of weight files, names, sizes and up to 4,096 evenly spaced pieces of 4 KiB
+    are read.
     """
     device, plan = opened.device, opened.plan
     depends = {
@@ -39,6 +40,7 @@ def kv_fingerprint(opened: "OpenedModel", options: ServiceOptions) -> str:
         "block": BLOCK,
         "cache": options.kv_dtype if plan is None else plan.kv_dtype,
         "dtype": str(opened.dtype),
+        "embedding": None if plan is None else plan.embedding,
         "fp8_activations": options.fp8_activations,
         "int8_activations": activations_in_8_bits(),
         "mtp": Speculation.parse(options.speculation).mtp,

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from warpbus.cuda.cards import Card
 from warpbus.engine.kv_cache import stored_dtype
-from warpbus.engine.plan import MemoryPlan, Stored, plan_memory
+from warpbus.engine.plan import MemoryPlan, Stored, end_bytes, plan_memory
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models import LatentAttentionSpec, LayerSpec, MoESpec
-from warpbus.models.cost import kv_cache_bytes, packed_bytes
+from warpbus.models.cost import kv_cache_bytes
 
 LAYER_SECONDS = {"dense": 17e-6, "experts": 39e-6}
 """Seconds of a decode step per layer besides reading: 16.1 and 17.5 us were measured with dense layers (ChatGLM2-6B in
@@ -191,13 +191,11 @@ def _weights(stored: Stored, plan: MemoryPlan) -> Iterator[WeightsRow]:
             kind = _OFFLOADED
         totals[kind] = totals.get(kind, 0) + size
         steps[kind] = steps.get(kind, 0.0) + used * size
-    embedding = sizes["embedding.weight"]
+    ends = end_bytes(stored, plan.head, plan.embedding)
+    embedding, head = ends["embedding"], ends["head"]
     yield WeightsRow("embedding", "host" if plan.embedding_on_cpu else "GPU", embedding, 0)
     for kind, total in totals.items():
         yield WeightsRow(kind, "host" if kind == _OFFLOADED else "GPU", total, round(steps[kind]))
-    head = sizes.get("head.weight", 0)
-    if plan.head is not None:
-        head = packed_bytes(plan.head, config.vocab_size, config.hidden_size)
     yield WeightsRow("head", "GPU", head, head or embedding)  # a tied head is the embedding
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from warpbus.engine.logits import to_device
 from warpbus.kernels.ops.cache import gather_cache
+from warpbus.kernels.ops.latent_cache import gather_latents
 from warpbus.models.layers.packed_attention import can_pack
 
 LONGEST_ALONE = 1024
@@ -88,15 +89,28 @@ class JoinedSpans:
             new: of the tokens of the step, `[tokens, kv_heads, features]`.
             stored, scales: a layer's cache, see `gather_cache`.
         """
+        return self._seen(new, lambda blocks, tokens: gather_cache(stored, scales, blocks, tokens, new.dtype))
+
+    def latents(self, new: Tensor, stored: Tensor, rank: int) -> Tensor:
+        """The latents and rotary keys that the chunks attend to, as `keys`: `[keys, rank + rope_dim]`.
+
+        Args:
+            new: of the tokens of the step, as they are read from the cache, `[tokens, rank + rope_dim]`.
+            stored: a layer's cache, see `gather_latents`.
+            rank: features of a latent.
+        """
+
+        def gathered(blocks: Tensor, tokens: int) -> Tensor:
+            return gather_latents(stored, blocks, tokens, rank, new.shape[1] - rank, new.dtype)[:, 0]
+
+        return self._seen(new, gathered)
+
+    def _seen(self, new: Tensor, gathered: abc.Callable[[Tensor, int], Tensor]) -> Tensor:
+        """What the chunks attend to: of a sequence with cached blocks, what `gathered` reads of so many tokens."""
         if not self.alone and all(span.blocks is None for span in self._spans):
             return new
         return torch.cat(
-            [
-                new[span.part]
-                if span.blocks is None
-                else gather_cache(stored, scales, span.blocks, span.seen, new.dtype)
-                for span in self._spans
-            ]
+            [new[span.part] if span.blocks is None else gathered(span.blocks, span.seen) for span in self._spans]
         )
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor]]:

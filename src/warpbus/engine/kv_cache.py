@@ -16,6 +16,8 @@ from warpbus.errors import DeviceError, UsageError
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import attention, mla
 from warpbus.kernels.reference.cache import INT4, stored_length
+from warpbus.kernels.reference.latent_cache import LATENT_CODES
+from warpbus.kernels.reference.latent_cache import token_bytes as latent_bytes
 from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig
 from warpbus.models.cost import kv_cache_bytes
 from warpbus.models.kv_scales import KVScales
@@ -23,7 +25,7 @@ from warpbus.models.kv_scales import KVScales
 KV_DTYPES = ("auto", "int8", "fp8", "int4", "unquantized")
 """Storage types of a cache: that of the checkpoint's scales, else the dtype of the activations; 8 bits with the
 checkpoint's scales if it has them for this type, else with one scale per token and head; 4 bits after a Hadamard
-rotation, with one scale per token and head; the dtype of the activations.
+rotation, with one scale per token and head; the dtype of the activations. Latents (MLA) can be stored in "fp8" only.
 """
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
@@ -37,7 +39,8 @@ class KVCache:
     A block holds all layers of its tokens: `[layers, 2, kv_heads, BLOCK, head_dim]`. So the cache grows and shrinks at
     its end and addresses do not change: captured graphs stay valid. With multi-head latent attention it is
     `[layers, 1, 1, BLOCK, kv_rank + rope_dim]`: latents, which stand for keys and values, and rotary keys. If layers
-    have indexers, their keys are stored too: `[indexers, 1, BLOCK, index_dim]`.
+    have indexers, their keys are stored too: `[indexers, 1, BLOCK, index_dim]`. Of "fp8" latents each token is a row of
+    bytes with its own scales (`kernels.reference.latent_cache`).
 
     Args:
         config: of the model, or of one process's part of it.
@@ -51,8 +54,8 @@ class KVCache:
         committed: how many blocks, the first ones, have memory.
         layers: of each layer, that of multi-token prediction included, keys and values `[count, kv_heads, BLOCK,
             head_dim]`, for int4 head_dim / 2 bytes; and for codes their float32 scales `[count, kv_heads, BLOCK]`, else
-            None twice. With multi-head latent attention the values are a view of the keys. Only committed blocks may be
-            accessed.
+            None twice. With multi-head latent attention the values are a view of the keys, and "fp8" latents, which
+            hold their scales, are `[count, 1, BLOCK, bytes]` twice. Only committed blocks may be accessed.
         fixed_scales: of each layer the scales that keys and values are written with, float32 `[kv_heads]` each; None if
             each vector has its own.
         index_keys: of each layer the keys of its indexer `[count, 1, BLOCK, index_dim]`; None if it has none.
@@ -72,13 +75,17 @@ class KVCache:
         self.committed = 0
         stored, entry = stored_dtype(config, kv_dtype, dtype), config.attention.cache_entry
         shape = (count, len(config.all_layers), entry.vectors, entry.heads, BLOCK)
-        self._parts = [_ArenaTensor((*shape, stored_length(entry.key_dim, stored)), stored, device)]
-        if stored != dtype:
+        key_length, value_length = (stored_length(dim, stored) for dim in (entry.key_dim, entry.value_dim))
+        rows_of_bytes = entry.latent and stored == LATENT_CODES
+        if rows_of_bytes:
+            key_length = value_length = latent_bytes(entry.value_dim, entry.key_dim - entry.value_dim, dtype)
+        self._parts = [_ArenaTensor((*shape, key_length), stored, device)]
+        if stored != dtype and not rows_of_bytes:
             self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for layer in range(len(config.all_layers)):
             keys, values, *own_scales = (part.data[:, layer, which] for part in self._parts for which in (0, -1))
-            values = values[..., : stored_length(entry.value_dim, stored)]
+            values = values[..., :value_length]
             key_scales, value_scales = own_scales or (None, None)
             self.layers.append((keys, values, key_scales, value_scales))
         self.fixed_scales: list[tuple[Tensor, Tensor] | None] = [None] * len(config.all_layers)
@@ -193,10 +200,10 @@ def stored_dtype(config: ModelConfig, kv_dtype: str, dtype: torch.dtype) -> torc
     """
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"kv_dtype is {kv_dtype!r}: give {', '.join(KV_DTYPES)}")
-    if kv_dtype in CODES and not can_round(config):
+    if kv_dtype in CODES and kv_dtype != "fp8" and config.attention.cache_entry.latent:
         raise UsageError(
             f"kv_dtype is {kv_dtype!r}: the latents of multi-head latent attention are cached in the dtype of the "
-            "activations only: give auto"
+            "activations or in FP8: give auto or fp8"
         )
     if kv_dtype == "int4" and (size := config.attention.cache_entry.key_dim) % 2:
         raise UsageError(f"kv_dtype is 'int4', and heads have {size} dimensions, an odd number: give int8 or fp8")
@@ -230,14 +237,6 @@ def usable_dtype(model: Decoder, kv_dtype: str) -> str:
     )
 
 
-def can_round(config: ModelConfig) -> bool:
-    """Whether a model's KV cache can be stored in 8 or 4 bits.
-
-    A latent and its rotary key differ in size, so that one scale for both would lose much of the smaller one.
-    """
-    return config.attention.cache_entry.vectors == 2
-
-
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
     """Bytes per token in a `KVCache`."""
     return kv_cache_bytes(config, dtype, stored_dtype(config, kv_dtype, dtype))
@@ -253,5 +252,7 @@ def has_decode_kernels(
     """
     spec = config.attention
     if isinstance(spec, LatentAttentionSpec):
-        return mla.has_kernel(dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device)
+        return stored in (None, dtype, LATENT_CODES) and mla.has_kernel(
+            dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device
+        )
     return attention.has_kernel(dtype, spec.head_dim, device, stored)

@@ -35,11 +35,12 @@ from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
-from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
+from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config
 from warpbus.models.adapters import load_adapter
 from warpbus.models.layers.linear import use_fp8_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
+from warpbus.models.stored_schemes import dtype_of_weights
 from warpbus.qtensor import Scheme
 
 _log = logging.getLogger("warpbus.engine")
@@ -81,7 +82,7 @@ def open_model(
     checkpoint = Checkpoint(find_model(model, progress=progress, check=check_loadable))
     speculation = Speculation.parse(options.speculation)
     config = read_config(checkpoint, mtp="required" if speculation.mtp else "unused")
-    stored = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
+    stored = dtype_of_weights(checkpoint, config)
     chosen = default_dtype(device, stored) if options.dtype == "auto" else resolve_dtype(options.dtype)
     length = config.max_context if options.max_model_len is None else options.max_model_len
     if not 1 < length <= config.max_context:
@@ -155,7 +156,8 @@ def build_engine(
         dtype=opened.dtype,
         progress=progress,
         head=_cpu_head(opened) if plan is None else plan.head,
-        embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
+        embedding=None if plan is None else plan.embedding,
+        embedding_device="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
         expert_parallel=options.expert_parallel,
         mtp=opened.config.mtp is not None,
@@ -196,12 +198,14 @@ def build_engine(
 def _cpu_head(opened: OpenedModel) -> Scheme | None:
     """The scheme that the head of a quantized model is rounded to on a CPU, where each token would read it in float32.
 
-    None if the file has the head quantized, the layers are not quantized, or on a GPU.
+    None if the file has the head, or the embedding that it is tied to, quantized, the layers are not quantized, or on a
+    GPU.
     """
     if opened.device.type != "cpu" or not activations_in_8_bits():
         return None
     schemes = quantized_parameters(opened.checkpoint, opened.config)
-    if "head.weight" in schemes or all(scheme.activations is not None for scheme in schemes.values()):
+    end = "embedding.weight" if opened.config.tie_embeddings else "head.weight"
+    if end in schemes or all(scheme.activations is not None for scheme in schemes.values()):
         return None
     return _CPU_HEAD.fitting(opened.config.hidden_size)
 

@@ -1,15 +1,16 @@
 """The memory contract: what a model, its cache and its working memory take on a GPU, planned before anything is loaded.
 
 A plan is made of the config and the headers of the files alone. To fit, these are given up in this order: a context
-longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits for one of 8, an embedding on the GPU, and
-at last experts on the GPU: those that do not fit lie in pinned memory of the host (`expert_memory`). An engine within a
-given number of bytes of the GPU's memory, the process's CUDA context included:
+longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits for one of 8, an embedding of 16 bits for
+one of 8, an embedding on the GPU, and at last experts on the GPU: those that do not fit lie in pinned memory of the
+host (`expert_memory`). An engine within a given number of bytes of the GPU's memory, the CUDA context included:
 
     plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
     where = "cpu" if plan.embedding_on_cpu else None
     enforce(plan, device)
     model = random_model(
-        config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
+        config, scheme, device, torch.float16, head=plan.head, embedding=plan.embedding, embedding_device=where,
+        offloaded=plan.offloaded,
     )
     engine = Engine.planned(model, plan, max_num_seqs=1)
 """
@@ -19,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +29,7 @@ from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.expert_memory import OffloadableExperts
 from warpbus.engine.joined_spans import MOST_EXPANDED
-from warpbus.engine.kv_cache import can_round, chosen_dtype, stored_dtype, token_bytes
+from warpbus.engine.kv_cache import chosen_dtype, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
@@ -148,6 +150,11 @@ class Stored:
             found["head.weight"] = found["head.weight"] * self.head_rows // self.config.vocab_size
         return found
 
+    @property
+    def head_is_quantized(self) -> bool:
+        """Whether the file holds the head, or the embedding that it is tied to, quantized."""
+        return ("embedding.weight" if self.config.tie_embeddings else "head.weight") in self.quantized
+
     @cached_property
     def offloadable(self) -> OffloadableExperts:
         """The experts that need not be on the GPU."""
@@ -180,6 +187,7 @@ class MemoryPlan(MemoryNeed):
         offloaded: for each layer, how many of its experts lie in pinned memory of the host; empty: none.
         host_bytes: of these experts.
         speed: a sentence on the expected speed; empty if it is not known.
+        embedding: the scheme that the embedding is rounded to at load, or None. A tied head is the same matrix.
     """
 
     available: int
@@ -192,14 +200,16 @@ class MemoryPlan(MemoryNeed):
     offloaded: tuple[int, ...] = ()
     host_bytes: int = 0
     speed: str = ""
+    embedding: Scheme | None = None
 
     def __str__(self) -> str:
         return "\n".join([*(f"{name:<24} {gigabytes(size):>9}" for name, size in self.rows()), *self.choices()])
 
     def to_json(self) -> dict[str, object]:
         """The plan in plain types; sizes in bytes."""
-        head = None if self.head is None else str(self.head)
-        return {**asdict(self), "parts": dict(self.parts), "head": head, "total": self.total}
+        schemes = {"head": self.head, "embedding": self.embedding}
+        named = {name: None if scheme is None else str(scheme) for name, scheme in schemes.items()}
+        return {**asdict(self), "parts": dict(self.parts), **named, "total": self.total}
 
     def rows(self) -> list[tuple[str, int]]:
         """The parts, their sum and the limit: names and bytes."""
@@ -210,6 +220,8 @@ class MemoryPlan(MemoryNeed):
         choices = [f"context {self.context:,} tokens, cache for {self.pool_tokens:,} (kv_dtype {self.kv_dtype})"]
         if self.head is not None:
             choices.append(f"head rounded to {self.head}")
+        if self.embedding is not None:
+            choices.append(f"embedding rounded to {self.embedding}")
         if self.embedding_on_cpu:
             choices.append("embedding on the CPU")
         if self.offloaded:
@@ -245,13 +257,22 @@ def plan_memory(
     wanted = _Wanted(stored, stored.sizes, stored.offloadable, limit, max_model_len, max_num_seqs, piece)
     options = list(_options(stored, kv_dtype))
     for option in options:
-        found = _lay_out(wanted, _SHORTEST_CONTEXT, *option)
+        found = _lay_out(wanted, _SHORTEST_CONTEXT, option)
         if found is not None:
             return found
-    offloading = _offload(wanted, *options[-1])
+    offloading = _offload(wanted, options[-1])
     if offloading is not None:
         return offloading
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
+
+
+class _Option(NamedTuple):
+    """What is given up to fit: attributes of `MemoryPlan`."""
+
+    kv_dtype: str
+    head: Scheme | None = None
+    embedding: Scheme | None = None
+    embedding_on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,18 +291,16 @@ class _Wanted:
 def _lay_out(
     wanted: _Wanted,
     shortest: int,
-    kv: str,
-    head: Scheme | None,
-    on_cpu: bool,
+    option: _Option,
     offloaded: tuple[int, ...] = (),
 ) -> MemoryPlan | None:
-    """The plan with these choices, if it fits with a context of `shortest` tokens where none was asked for."""
+    """The plan with this option, if it fits with a context of `shortest` tokens where none was asked for."""
     stored, limit, asked = wanted.stored, wanted.limit, wanted.max_model_len
     config = stored.config
     least = asked or min(config.max_context, shortest)
     rows = batch_bucket(wanted.max_num_seqs)
-    parts = _fixed_parts(stored, wanted.sizes, wanted.experts, rows, wanted.piece, head, on_cpu, offloaded)
-    per_token = token_bytes(config, stored.dtype, kv)
+    parts = _fixed_parts(stored, wanted.sizes, wanted.experts, rows, wanted.piece, option, offloaded)
+    per_token = token_bytes(config, stored.dtype, option.kv_dtype)
     left = limit - sum(parts.values()) - _PAGE
     # Whole blocks, beside those that no sequence gets.
     reading = _read_bytes(config, stored.dtype)
@@ -306,10 +325,14 @@ def _lay_out(
     parts["workspace"] = max(parts["workspace"] + read, stacking)
     parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
     host_bytes = wanted.experts.nbytes(offloaded)
-    return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, wanted.piece, offloaded, host_bytes)
+    return MemoryPlan(
+        *("GPU", parts, limit, context, pool, option.kv_dtype, option.head, option.embedding_on_cpu),
+        *(wanted.piece, offloaded, host_bytes),
+        embedding=option.embedding,
+    )
 
 
-def _offload(wanted: _Wanted, kv: str, head: Scheme | None, on_cpu: bool) -> MemoryPlan | None:
+def _offload(wanted: _Wanted, option: _Option) -> MemoryPlan | None:
     """The plan with as few offloaded experts as fit; None if none does."""
     experts = wanted.experts
     if not experts.most or wanted.stored.gpus > 1:
@@ -319,7 +342,7 @@ def _offload(wanted: _Wanted, kv: str, head: Scheme | None, on_cpu: bool) -> Mem
     for each, shortest in ((large, _OFFLOADED_CONTEXT), (wanted, _OFFLOADED_CONTEXT), (wanted, _SHORTEST_CONTEXT)):
 
         def plan(count: int, each: _Wanted = each, shortest: int = shortest) -> MemoryPlan | None:
-            return _lay_out(each, shortest, kv, head, on_cpu, experts.spread(count))
+            return _lay_out(each, shortest, option, experts.spread(count))
 
         if plan(experts.most) is not None:
             return plan(1 + bisect_left(range(1, experts.most), True, key=lambda count: plan(count) is not None))
@@ -376,26 +399,32 @@ def check_host_memory(plan: MemoryPlan) -> None:
         )
 
 
-def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None, bool]]:
-    """The cache's dtype, the head's scheme and whether the embedding is on the CPU: what is best first."""
+def _options(stored: Stored, kv_dtype: str) -> Iterator[_Option]:
+    """What may be given up: what is best first."""
     kv_dtype = chosen_dtype(kv_dtype, stored.kv_cache)
     stored_dtype(stored.config, kv_dtype, stored.dtype)
     if stored.gpus > 1:
-        yield kv_dtype, None, False
+        yield _Option(kv_dtype)
         return
-    smallest = "int8" if kv_dtype == "auto" and can_round(stored.config) else kv_dtype
-    yield kv_dtype, None, False
+    # Latents are not rounded unasked.
+    smallest = "int8" if kv_dtype == "auto" and not stored.config.attention.cache_entry.latent else kv_dtype
+    yield _Option(kv_dtype)
     if smallest != kv_dtype:
-        yield smallest, None, False
+        yield _Option(smallest)
     width = stored.config.hidden_size
-    head = None if "head.weight" in stored.quantized else Scheme(8, 128 if width % 128 == 0 else None)
+    rounded = Scheme(8, 128 if width % 128 == 0 else None)
+    head = None if stored.head_is_quantized else rounded
+    embedding = None if "embedding.weight" in stored.quantized else rounded
     if stored.config.tie_embeddings:
-        # A head that is rounded is a matrix of its own: that gains something once the embedding is elsewhere.
-        yield smallest, head, True
-    else:
-        if head is not None:
-            yield smallest, head, False
-        yield smallest, head, True
+        # One matrix, which the head reads at every step: elsewhere, the embedding would be a second one.
+        if embedding is not None:
+            yield _Option(smallest, head, embedding)
+        return
+    if head is not None:
+        yield _Option(smallest, head)
+    if embedding is not None:
+        yield _Option(smallest, head, embedding)
+    yield _Option(smallest, head, embedding_on_cpu=True)
 
 
 def _fixed_parts(
@@ -404,18 +433,17 @@ def _fixed_parts(
     experts: OffloadableExperts,
     rows: int,
     piece: int,
-    head: Scheme | None,
-    on_cpu: bool,
+    option: _Option,
     offloaded: tuple[int, ...],
 ) -> dict[str, int]:
     """Bytes of everything but the cache, with so many experts of each layer in the memory of the host."""
     config = stored.config
     layers = sum(size for name, size in sizes.items() if name.startswith("layers.")) - experts.nbytes(offloaded)
-    embedding = 0 if on_cpu else sizes["embedding.weight"]
-    rounded = 0 if head is None else packed_bytes(head, config.vocab_size, config.hidden_size)
-    heads = sizes.get("head.weight", 0) if head is None else rounded
+    ends = end_bytes(stored, option.head, option.embedding)
+    embedding = 0 if option.embedding_on_cpu else ends["embedding"]
+    heads = ends["head"]
     scores = rows * config.vocab_size * (stored.dtype.itemsize + 3 * torch.float32.itemsize)
-    library = _uses_library(stored, rows, head)
+    library = _uses_library(stored, rows, option.head)
     return {
         "layers": layers,
         **({"adapters": stored.adapters} if stored.adapters else {}),
@@ -428,6 +456,17 @@ def _fixed_parts(
         + library * _LIBRARY_WORKSPACE,
         "allocator's granularity": int(_GRANULARITY * (layers + stored.adapters + embedding + heads)),
         "CUDA context and kernels": CONTEXT_BYTES + library * LIBRARY_BYTES,
+    }
+
+
+def end_bytes(stored: Stored, head: Scheme | None, embedding: Scheme | None) -> dict[str, int]:
+    """Bytes of "embedding" and "head", rounded to these schemes if they are given; 0 of a head that is tied to the
+    embedding and the same matrix."""
+    shape, sizes = (stored.config.vocab_size, stored.config.hidden_size), stored.sizes
+    own = sizes.get("head.weight", 0) if head is None else packed_bytes(head, *shape)
+    return {
+        "embedding": sizes["embedding.weight"] if embedding is None else packed_bytes(embedding, *shape),
+        "head": 0 if stored.config.tie_embeddings and embedding is not None else own,
     }
 
 
@@ -444,7 +483,7 @@ def _stacking_bytes(experts: OffloadableExperts, offloaded: tuple[int, ...]) -> 
 def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
     """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row, for trellises,
     and for LoRAs."""
-    plain_head = head is None and "head.weight" not in stored.quantized
+    plain_head = head is None and not stored.head_is_quantized
     return (
         bool(stored.adapters)
         or stored.dtype not in HALVES
@@ -496,14 +535,16 @@ def _smallest(
 ) -> tuple[int, int, int]:
     """Of the layout that takes least: the shortest context, the bytes of everything but the cache, those of a token."""
     config = stored.config
-    kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
+    option = list(_options(stored, kv_dtype))[-1]
     piece = _piece(config, stored.dtype, limit, max_model_len)
     experts = stored.offloadable
     rows = batch_bucket(max_num_seqs)
     offloaded = experts.counts if stored.gpus == 1 else ()
-    parts = _fixed_parts(stored, stored.sizes, experts, rows, piece, head, on_cpu, offloaded)
+    parts = _fixed_parts(stored, stored.sizes, experts, rows, piece, option, offloaded)
     parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, offloaded))
-    per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
+    per_token = (
+        token_bytes(config, stored.dtype, option.kv_dtype) + _read_bytes(config, stored.dtype) + _table_bytes(config)
+    )
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
     expanded = _expanded_bytes(config, stored.dtype, piece, least)
     return least, sum(parts.values()) + expanded, per_token

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.devices import running_on
@@ -159,7 +158,7 @@ class StepExecutor:
         self.positioning = PositionState(model, slots, self._capacity, self.table) if needed else None
         self.adapters = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._assigned = [0] * (slots + 1)
-        self.host_embedding = model.embedding.weight.device != device
+        self.host_embedding = model.embedding_device != device
         sampled = batch_bucket(rows)
         rows = max(sampled, MIXED_ROWS)
         self._slots = torch.full((rows,), slots, device=device)
@@ -395,7 +394,7 @@ class StepExecutor:
         return min(-(-longest // BLOCK) * BLOCK, self._capacity)
 
     def _embed(self, tokens: abc.Sequence[int]) -> None:
-        rows = F.embedding(torch.tensor(tokens), self._model.embedding.weight)[:, None].to(self._embedded.dtype)
+        rows = self._model.embedding(torch.tensor(tokens))[:, None].to(self._embedded.dtype)
         if self._embedded.is_cuda:
             rows = pinned(rows)
         self._embedded[: len(tokens)].copy_(rows, non_blocking=True)

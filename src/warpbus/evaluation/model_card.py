@@ -12,8 +12,9 @@ from warpbus.formats.files import read_json
 from warpbus.formats.format import format_of
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
-from warpbus.formats.hub import parse_name
+from warpbus.formats.hub import ModelName, parse_name
 from warpbus.formats.trellis import detect as is_trellis
+from warpbus.models import read_config
 from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
@@ -22,12 +23,12 @@ _CACHED = re.compile(r"models--([A-Za-z0-9._-]+?)--([A-Za-z0-9._-]+)")
 _VLLM_BITS = (4, 8)  # of weights whose activations stay in 16 bits
 
 
-def model_card(directory: Path, repository: str, *, base_model: str | None = None, licence: str | None = None) -> str:
+def model_card(directory: Path, name: ModelName, *, base_model: str | None = None, licence: str | None = None) -> str:
     """The card of a model, in Markdown with metadata in YAML.
 
     Args:
         directory: of the model.
-        repository: its name on the hub, `OWNER/MODEL`.
+        name: of the repository on its hub.
         base_model: the name of the original on the hub; by default known only if it came from there.
         licence: the hub's identifier of the licence, such as `apache-2.0`; by default "other" where the directory has a
             licence file.
@@ -45,12 +46,12 @@ def model_card(directory: Path, repository: str, *, base_model: str | None = Non
     licences = [name for name in files if "LICENSE" in name]
     parts = [
         "\n".join(_metadata(base, licence, licences)),
-        f"# {repository.rpartition('/')[2]}",
+        f"# {name.repository.rpartition('/')[2]}",
         _introduction(base, report),
         *_quantization(checkpoint, report),
         *_quality(report),
         "## Use",
-        *_usage(checkpoint, repository, [name for name in files if name.endswith(".gguf")]),
+        *_usage(checkpoint, name, [file for file in files if file.endswith(".gguf")]),
         "## Licence",
         _licence(base, licence, licences),
     ]
@@ -144,8 +145,7 @@ def _quantization(checkpoint: Checkpoint, report: Mapping[str, Any] | None) -> I
     rows = [("scheme", report["scheme"]), ("algorithm", report["algorithm"])]
     if (name := _format_name(checkpoint)) is not None:
         rows.append(("format", name))
-    if report.get("head"):
-        rows.append(("head", report["head"]["scheme"]))
+    rows += [(what, report[what]["scheme"]) for what in ("head", "embedding") if report.get(what)]
     settings = report["settings"]
     if "kv_cache" in settings:
         rows.append(("scales of the KV cache", settings["kv_cache"]))
@@ -189,14 +189,18 @@ def _quality(report: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"Measured by Warpbus on {data}{after['tokens']:,} tokens."
 
 
-def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterator[str]:
+def _usage(checkpoint: Checkpoint, name: ModelName, ggufs: list[str]) -> Iterator[str]:
     config = checkpoint.config
     format, schemes = _format_name(checkpoint), read_schemes(config).distinct()
-    yield f"**Warpbus**\n\n```sh\nwarpbus chat {repository}\nwarpbus serve {repository}\n```"
+    yield f"**Warpbus**\n\n```sh\nwarpbus chat {name}\nwarpbus serve {name}\n```"
+    repository = name.repository
+    if name.source == "modelscope":  # other programs look names up on Hugging Face
+        yield f"Other programs read a directory: `warpbus pull {name}` downloads the model and prints where it is."
+        repository = "DIRECTORY"
     if format == "warpbus":
         yield (
             "Other programs do not read this format. They read the model after "
-            f"`warpbus convert {repository} DIRECTORY --to bfloat16`, at its original size."
+            f"`warpbus convert {name} OUTPUT --to bfloat16`, at its original size."
         )
         return
     codes = [each for each in schemes if each.activations is None and each.element is None]
@@ -210,29 +214,38 @@ def _usage(checkpoint: Checkpoint, repository: str, ggufs: list[str]) -> Iterato
         yield f"**vLLM**: weights of {slow.bits} bits may not be supported by your version."
     else:
         yield f"**vLLM**\n\n```sh\nvllm serve {repository}\n```"
-    if _has_quantized_head(checkpoint):
+    if _has_quantized(checkpoint, "lm_head", "output_layer"):
         yield "The head is quantized: versions of vLLM and SGLang before the middle of 2026 cannot load it."
-    if "auto_map" not in config and format in ("compressed-tensors", None):
+    embedded = _has_quantized(checkpoint, "embed_tokens", "word_embeddings")
+    if embedded:
+        yield (
+            "The embedding is quantized, and the head is the same matrix: vLLM cannot load it."
+            if read_config(checkpoint).tie_embeddings
+            else "The embedding is quantized: vLLM before 0.26 cannot load it."
+        )
+    # transformers 5.24 does not hold a quantized embedding, and dequantizes all matrices by one scheme.
+    dequantized = embedded or any(not each.symmetric for each in schemes)
+    if "auto_map" not in config and format in ("compressed-tensors", None) and not (embedded and len(schemes) > 1):
         needs = "" if format is None else "\n\n`pip install transformers compressed-tensors accelerate`, then"
-        asymmetric = any(not each.symmetric for each in schemes)
-        extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if asymmetric else ""
-        names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if asymmetric else "")
+        extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if dequantized else ""
+        names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if dequantized else "")
         yield (
             f"**transformers**{needs}\n\n```python\nfrom transformers import {names}\n\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{repository}")\n'
             f'model = AutoModelForCausalLM.from_pretrained("{repository}"{extra})\n```'
         )
     if ggufs:
-        yield f"**llama.cpp**\n\n```sh\nllama-server -hf {repository} -hff {ggufs[0]}\n```"
+        file = f"-m {repository}/{ggufs[0]}" if name.source == "modelscope" else f"-hf {repository} -hff {ggufs[0]}"
+        yield f"**llama.cpp**\n\n```sh\nllama-server {file}\n```"
     elif codes and len(codes) == len(schemes):
         yield (
             "**llama.cpp**: convert it to GGUF first\n\n```sh\n"
-            f"warpbus convert {repository} model.gguf --to gguf\nllama-server -m model.gguf\n```"
+            f"warpbus convert {name} model.gguf --to gguf\nllama-server -m model.gguf\n```"
         )
 
 
-def _has_quantized_head(checkpoint: Checkpoint) -> bool:
-    return any(name.endswith(("lm_head.weight_packed", "output_layer.weight_packed")) for name in checkpoint.names())
+def _has_quantized(checkpoint: Checkpoint, *ends: str) -> bool:
+    return any(name.endswith(tuple(f"{end}.weight_packed" for end in ends)) for name in checkpoint.names())
 
 
 def _licence(base: str | None, licence: str | None, licences: list[str]) -> str:

@@ -152,8 +152,8 @@ class Verdict:
             ("GPU-seconds", "", gpu_seconds, ""),
             ("energy of the GPUs", "", energy, ""),
         ]
-        if done.head is not None:
-            rows.insert(2, ("error of the head (weights)", "", f"{done.head.error:.2%}", done.head.scheme))
+        for what, result in done.ends.items():
+            rows.insert(2, (f"error of the {what} (weights)", "", f"{result.error:.2%}", result.scheme))
         if done.tuning is not None:
             tuned = done.tuning
             rows.insert(2, ("KL before and after tuning", f"{tuned.before:.4f}", f"{tuned.after:.4f}", "effort high"))

@@ -57,6 +57,8 @@ _FORMATS = {None: "pack-quantized", "int8": "int-quantized", "fp8": "float-quant
 _MIXED = "mixed-precision"
 _TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
 _EVERY = "Linear"  # the target that means every linear layer
+_EMBEDDING = "Embedding"  # the target that means the embedding
+_EMBEDDINGS = ("embed_tokens", "word_embeddings")  # its last names
 _HEADS = ("lm_head", "output_layer")  # for engines, the head is no "Linear": it has to be named
 
 _KNOWN = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
@@ -68,15 +70,16 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
     """What `config.json` holds under `quantization_config`.
 
     Args:
-        schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`.
+        schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`; and
+            that of the embedding by its name, `model.embed_tokens`.
         ignore: names of the linear layers that are not quantized, for instance `lm_head`.
     """
-    of_layers = {_EVERY: schemes} if isinstance(schemes, Scheme) else dict(schemes)
-    heads = {name: scheme for name, scheme in of_layers.items() if name.rpartition(".")[2] in _HEADS}
-    inner = {name: scheme for name, scheme in of_layers.items() if name not in heads}
+    of_layers = {_EVERY: schemes} if isinstance(schemes, Scheme) else {_target(name): schemes[name] for name in schemes}
+    ends = {name: each for name, each in of_layers.items() if name == _EMBEDDING or name.rpartition(".")[2] in _HEADS}
+    inner = {name: scheme for name, scheme in of_layers.items() if name not in ends}
     if len(set(inner.values())) == 1:
         inner = {_EVERY: next(iter(inner.values()))}
-    of_layers = inner | heads
+    of_layers = inner | ends
     distinct = list(dict.fromkeys(of_layers.values()))
     formats = [_format(scheme) for scheme in distinct]
     mixed = len(set(formats)) > 1
@@ -92,6 +95,11 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
         "ignore": list(ignore),
         "config_groups": groups,
     }
+
+
+def _target(name: str) -> str:
+    """What a group names a matrix by: the embedding by its class, as engines may look for that without its name."""
+    return _EMBEDDING if name.rpartition(".")[2] in _EMBEDDINGS else name
 
 
 def _format(scheme: Scheme) -> str:
@@ -122,8 +130,8 @@ def detect(config: dict[str, Any]) -> bool:
 def read_schemes(config: dict[str, Any]) -> Schemes:
     """The schemes of a model's layers by their names in the checkpoint, from its `config.json`.
 
-    A layer belongs to the group that names it, else to one with a fitting `re:` pattern, else to one of "Linear"; and
-    to none if `ignore` names it.
+    A layer belongs to the group that names it, else to one with a fitting `re:` pattern, else to one of "Linear", or,
+    the embedding, to one of "Embedding"; and to none if `ignore` names it.
 
     Raises:
         CheckpointError: if the model is quantized in a way that is not understood.
@@ -142,10 +150,12 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
         for target in _names(group.get("targets"), where):
             if targets.setdefault(target, scheme) != scheme:
                 raise unreadable(where, target, f"in one group only (in another it is {targets[target]})")
-    default = targets.pop(_EVERY, None)
+    default, embedding = targets.pop(_EVERY, None), targets.pop(_EMBEDDING, None)
     exceptions: dict[str, Scheme | None] = dict.fromkeys(_names(quantization.get("ignore"), f"{_WHERE}.ignore"))
     for target in sorted(targets, key=lambda target: target.startswith("re:")):
         exceptions.setdefault(target, targets[target])
+    if embedding is not None:
+        exceptions |= {f"re:.*{name}$": embedding for name in _EMBEDDINGS}
     try:
         return Schemes(default, exceptions)
     except SchemeError as error:

@@ -42,6 +42,11 @@ class Format:
     is_quantized: Callable[[Checkpoint, str], bool]
     from_tensors: Callable[[Checkpoint, str, Scheme], QTensor]
 
+    @property
+    def has_embedding(self) -> bool:
+        """Whether an embedding may be quantized in this format."""
+        return self.name == "compressed-tensors"
+
     def stored(self, checkpoint: Checkpoint, prefix: str) -> list[str]:
         """The tensors that store the quantized linear layer `prefix` in a checkpoint."""
         return [prefix + part for part in self.parts if prefix + part in checkpoint]

@@ -175,6 +175,11 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
             f"{model}: config.json declares quantization {source.name}, but no matrix is quantized: check that "
             "config.json belongs to these weights"
         )
+    if "embedding.weight" in schemes and to not in PLAIN and not format_named(to).has_embedding:
+        raise UsageError(
+            f"{model}: its embedding is quantized, which --to {to} has no place for: quantize the original to that "
+            "format"
+        )
     dense = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
     sizes = {mlp.ffn_size for mlp in dense}
     before = max(sizes, default=0)

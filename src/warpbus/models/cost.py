@@ -14,6 +14,8 @@ from warpbus.cuda.memory_size import short_size
 from warpbus.kernels.ops.packed import packed_shapes
 from warpbus.kernels.ops.trellis_packed import packed_trellis_words
 from warpbus.kernels.reference.cache import stored_length
+from warpbus.kernels.reference.latent_cache import LATENT_CODES
+from warpbus.kernels.reference.latent_cache import token_bytes as latent_bytes
 from warpbus.models.config import ModelConfig
 from warpbus.models.layer_spec import LayerSpec
 from warpbus.qtensor import Scheme
@@ -116,11 +118,16 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
 
     Args:
         dtype: of the activations.
-        stored: of the cache; other than `dtype`, each head's vector has a scale in float32.
+        stored: of the cache; other than `dtype`, each head's vector has a scale in float32, and latents have the layout
+            of `reference.latent_cache`.
     """
     total = 0
     for layer in config.all_layers:
         entry = layer.attention.cache_entry
+        if entry.latent and stored == LATENT_CODES:
+            total += latent_bytes(entry.value_dim, entry.key_dim - entry.value_dim, dtype)
+            total += entry.index_dim * dtype.itemsize
+            continue
         scale = 0 if stored == dtype else torch.float32.itemsize
         vector = stored_length(entry.key_dim, stored) * stored.itemsize + scale
         total += entry.vectors * entry.heads * vector + entry.index_dim * dtype.itemsize

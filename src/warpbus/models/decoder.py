@@ -17,6 +17,7 @@ from warpbus.models.layers import (
     LatentAttention,
     MoE,
     Norm,
+    QuantizedEmbedding,
     Rotary,
     Routing,
     make_norm,
@@ -199,12 +200,19 @@ class Decoder(nn.Module):
         self.group: Group | None = None
         self.kv_scales: KVScales | None = None
         self.rotary = Rotary(config.rope)
-        self.embedding = _Embedding(config.vocab_size, config.hidden_size)
+        self.embedding: nn.Embedding | QuantizedEmbedding = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(make_layer(spec, config.rope) for spec in config.all_layers)
         self.final_norm = make_norm(config.norm, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+            self.head.weight = self.embedding.get_parameter("weight")
+
+    @property
+    def embedding_device(self) -> torch.device:
+        """Where tokens are looked up."""
+        if isinstance(self.embedding, QuantizedEmbedding):
+            return self.embedding.device
+        return self.embedding.weight.device
 
     @property
     def waits_for_gpu(self) -> bool:
@@ -247,7 +255,7 @@ class Decoder(nn.Module):
 
         The embedding may be on the CPU while the rest of the model is on a GPU; then only the needed rows are copied.
         """
-        rows = self.embedding(tokens_bt.to(self.embedding.weight.device))
+        rows: Tensor = self.embedding(tokens_bt.to(self.embedding_device))
         return rows.to(tokens_bt.device)
 
     def transform(

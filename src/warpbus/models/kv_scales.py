@@ -53,7 +53,7 @@ def kv_cache_scheme(checkpoint: Checkpoint, config: ModelConfig) -> KVCacheSchem
     if scheme is not None and not isinstance(config.attention, AttentionSpec):
         raise CheckpointError(
             f"{checkpoint.directory}: config.json: quantization_config.kv_cache_scheme: not supported with multi-head "
-            "latent attention: remove it, and k_scale and v_scale of all layers"
+            "latent attention, whose FP8 cache has scales of its own: remove it, and k_scale and v_scale of all layers"
         )
     return scheme
 

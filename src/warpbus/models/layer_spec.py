@@ -170,6 +170,11 @@ class CacheEntry:
         """Stored numbers."""
         return self.vectors * self.heads * self.key_dim + self.index_dim
 
+    @property
+    def latent(self) -> bool:
+        """Whether it is a latent with a rotary key (MLA)."""
+        return self.vectors == 1
+
 
 @dataclass(frozen=True)
 class AttentionSpec:

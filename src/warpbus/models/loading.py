@@ -24,10 +24,11 @@ from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.family import Fields
 from warpbus.models.kv_scales import attention_prefix, kv_cache_scheme, load_kv_scales
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
-from warpbus.models.layers import MoE, QuantizedLinear
+from warpbus.models.layers import MoE, QuantizedEmbedding, QuantizedLinear
 from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import keeps_trellises, place, round_onto
 from warpbus.models.row_order import spans_in_file
+from warpbus.models.stored_schemes import prefix_of, read_stored_schemes
 from warpbus.qtensor import QTensor, Scheme
 
 Progress = Callable[[int, int], None]
@@ -85,7 +86,7 @@ def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
         if not parameter.startswith(f"layers.{config.num_layers}."):
             continue
         for name in names:
-            if name not in checkpoint and not (format and format.is_quantized(checkpoint, _prefix(name))):
+            if name not in checkpoint and not (format and format.is_quantized(checkpoint, prefix_of(name))):
                 return (
                     f"{name}: missing, although config.json announces a layer of multi-token prediction (MTP) with "
                     f"num_nextn_predict_layers: {advice}"
@@ -137,7 +138,8 @@ def load_model(
     progress: Progress | None = None,
     layer_scheme: Scheme | None = None,
     head: Scheme | None = None,
-    embedding: torch.device | str | None = None,
+    embedding: Scheme | None = None,
+    embedding_device: torch.device | str | None = None,
     group: Group | None = None,
     expert_parallel: bool = False,
     mtp: bool = False,
@@ -159,9 +161,10 @@ def load_model(
         progress: see `Progress`.
         layer_scheme: a symmetric scheme. Matrices of the layers that the file does not hold quantized are rounded to
             it while loading.
-        head: a symmetric scheme that the head is rounded to.
-        embedding: the device of the embedding; `device` by default. A tied head is on the same device as the embedding
-            unless `head` is given.
+        head: a symmetric scheme that the head is rounded to, unless the file has it quantized.
+        embedding: the same for the embedding. A tied head is then the same matrix, and `head` is not used.
+        embedding_device: the device of the embedding; `device` by default. A tied head is on the same device as the
+            embedding unless one of them is quantized.
         group: the processes of tensor parallelism (`warpbus.models.parallel`), each with its own device. The decoder
             then has the config of this process's part, with the whole vocabulary and embedding. Hidden states and
             logits are complete and bit-identical on every process. Each process reads only its part of the file; in
@@ -192,6 +195,7 @@ def load_model(
         layer_scheme=layer_scheme,
         head=head,
         embedding=embedding,
+        embedding_device=embedding_device,
         part=part,
         offloaded=offloaded,
         int8_activations=int8_activations,
@@ -210,7 +214,7 @@ def load_model(
             source.stack(model, layer)
         if progress is not None:
             progress(done, total)
-    if config.tie_embeddings:
+    if config.tie_embeddings and isinstance(model.embedding, nn.Embedding):
         source.check_tied_head(model.embedding.weight)
         tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
         if head is None:
@@ -289,7 +293,8 @@ class _Source:
     dtype: torch.dtype
     layer_scheme: Scheme | None = None
     head: Scheme | None = None
-    embedding: torch.device | str | None = None
+    embedding: Scheme | None = None
+    embedding_device: torch.device | str | None = None
     part: Part | None = None
     staging: PinnedStaging | None = None
     offloaded: Sequence[int] = ()
@@ -315,7 +320,7 @@ class _Source:
             checkpoint = dequantized(checkpoint, dtype)
         else:
             checkpoint = dequantized_reordered(checkpoint, format, dtype)
-        schemes = {} if format is None else _read_schemes(checkpoint, format, tensors)
+        schemes = {} if format is None else read_stored_schemes(checkpoint, format, tensors)
         staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
         source = cls(checkpoint, config, tensors, format, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
@@ -328,7 +333,7 @@ class _Source:
         names = self.tensors[parameter]
         if self.format is None or parameter not in self.schemes:
             return list(names)
-        return [stored for name in names for stored in self.format.stored(self.checkpoint, _prefix(name))]
+        return [stored for name in names for stored in self.format.stored(self.checkpoint, prefix_of(name))]
 
     def nbytes(self, parameters: list[str]) -> int:
         """Bytes of these parameters in the file. Raises TensorError if one is missing."""
@@ -403,13 +408,14 @@ class _Source:
         """The tensor name that an untied head would have."""
         return tensor_map(replace(self.config, tie_embeddings=False))["head.weight"][0]
 
-    def check_tied_head(self, embedding: torch.Tensor) -> None:
+    def check_tied_head(self, embedding: torch.Tensor | QTensor) -> None:
         """Check that a head stored in the file equals the embedding that it is tied to."""
         name = self.tied_head_name
         if name not in self.checkpoint:
             return
-        head = self.checkpoint.tensor(name, expected=tuple(embedding.shape))
-        if not torch.equal(head.to(self.dtype), embedding.to("cpu")):
+        head = self.checkpoint.tensor(name, expected=(self.config.vocab_size, self.config.hidden_size))
+        whole = embedding.dequantize(self.dtype) if isinstance(embedding, QTensor) else embedding
+        if not torch.equal(head.to(self.dtype), whole.to("cpu")):
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {name}: differs from the embedding, although config.json sets "
                 "tie_word_embeddings: set that to false"
@@ -420,15 +426,27 @@ class _Source:
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
         scheme = self.rounded_to(parameter)
+        if isinstance(module, Decoder) and parameter == "embedding.weight" and self.quantizes_embedding:
+            self.fill_embedding(module)
+            return
         if parameter in self.schemes:
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
-                raise CheckpointError(f"{self.checkpoint.directory}: {names}: only linear layers may be quantized")
+                raise CheckpointError(
+                    f"{self.checkpoint.directory}: {names}: only linear layers may be quantized, and in "
+                    "compressed-tensors the embedding to w<bits>a16: use another checkpoint"
+                )
             if self.is_dequantized(parameter):
-                weight = self.read_quantized(parameter, owner).dequantize(self.dtype).to(self.device)
+                weight = (
+                    self.read_quantized(parameter, owner.out_features, owner.in_features)
+                    .dequantize(self.dtype)
+                    .to(self.device)
+                )
                 owner.weight = nn.Parameter(weight, requires_grad=False)
                 return
-            placed = place(self.read_quantized(parameter, owner), self.device, self.dtype)
+            placed = place(
+                self.read_quantized(parameter, owner.out_features, owner.in_features), self.device, self.dtype
+            )
             self.put(module, owner_path, placed.to("cpu") if self.is_offloaded(parameter) else placed)
             return
         shape = tuple(getattr(owner, leaf).shape)
@@ -437,12 +455,48 @@ class _Source:
             rounded = round_onto(self.read_plain(parameter, shape, "cpu"), scheme, self.device, self.dtype)
             self.put(module, owner_path, rounded.to("cpu") if self.is_offloaded(parameter) else rounded)
             return
-        device = self.embedding if parameter == "embedding.weight" else None
+        device = self.embedding_device if parameter == "embedding.weight" else None
         tensor = self.read_plain(parameter, shape, device or self.device)
         if isinstance(owner, QuantizedLinear):
             owner.bias = tensor
         else:
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def quantizes_embedding(self) -> bool:
+        """Whether the decoder gets a quantized embedding: the file has one that can be looked up, or it is rounded."""
+        stored = self.schemes.get("embedding.weight")
+        if stored is None or self.format is None:
+            return self.embedding is not None
+        return self.format.has_embedding and stored.activations is None and stored.element is None
+
+    def fill_embedding(self, model: Decoder) -> None:
+        """Put a quantized embedding into a model; a tied head is the same matrix."""
+        parameter, shape = "embedding.weight", (self.config.vocab_size, self.config.hidden_size)
+        stored = parameter in self.schemes
+        weight = self.read_quantized(parameter, *shape) if stored else self.read_plain(parameter, shape, "cpu")
+        device = torch.device(self.embedding_device or self.device)
+        embedded = self.arranged(weight, device)
+        model.embedding = QuantizedEmbedding(embedded, dtype=self.dtype)
+        if not self.config.tie_embeddings:
+            return
+        self.check_tied_head(weight)
+        if self.part is not None:
+            own = self.part.vocabulary[self.part.rank]
+            rows = weight.rows(own.start, own.stop) if isinstance(weight, QTensor) else weight[own.start : own.stop]
+            self.put(model, "head", self.arranged(rows, self.device))
+        else:
+            self.put(
+                model, "head", embedded if device == torch.device(self.device) else self.arranged(weight, self.device)
+            )
+
+    def arranged(self, weight: QTensor | torch.Tensor, device: torch.device | str) -> QTensor | PackedWeight:
+        """The embedding's matrix, or rows of it, as the kernels of a device need it; rounded if it is not quantized."""
+        if isinstance(weight, QTensor):
+            return cast(QTensor | PackedWeight, place(weight, device, self.dtype))
+        assert self.embedding is not None
+        self.embedding.groups(weight.shape[1], "embedding.weight")
+        return round_onto(weight, self.embedding, device, self.dtype)
 
     def rounded_to(self, parameter: str) -> Scheme | None:
         """The scheme to round an unquantized matrix to; None to keep it."""
@@ -519,59 +573,24 @@ class _Source:
                 "use a checkpoint whose config.json says how it is quantized"
             )
 
-    def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
-        """The quantized matrix on the CPU, its parts stacked."""
+    def read_quantized(self, parameter: str, rows: int, columns: int) -> QTensor:
+        """The quantized matrix `[rows, columns]` on the CPU, its parts stacked."""
         format, scheme = cast(Format, self.format), self.schemes[parameter]
-        rows, width, columns = self.spans(parameter, (linear.out_features, linear.in_features))
+        stacked, width, own = self.spans(parameter, (rows, columns))
         parts = []
-        for name, count, spans in rows:
-            part = format.from_tensors(self.checkpoint, _prefix(name), scheme)
+        for name, count, spans in stacked:
+            part = format.from_tensors(self.checkpoint, prefix_of(name), scheme)
             if part.shape != (count, width):
                 raise TensorError(
                     f"{self.checkpoint.directory}: {name}: expected shape {[count, width]}, as "
                     f"config.json says, found {list(part.shape)}"
                 )
             where = f"{self.checkpoint.directory}: {name}"
-            parts += [quantized_columns(piece, columns or (), where) for piece in quantized_rows(part, spans)]
+            parts += [quantized_columns(piece, own or (), where) for piece in quantized_rows(part, spans)]
         # Concatenating copies: the result must not be a memory map of a file that may change.
         return QTensor.concatenate(parts)
-
-
-def _read_schemes(checkpoint: Checkpoint, format: Format, tensors: TensorMap) -> dict[str, Scheme]:
-    """The schemes of the parameters that a file holds quantized."""
-    declared = format.read_schemes(checkpoint.config)
-    schemes = {}
-    for parameter, names in tensors.items():
-        prefixes = [_prefix(name) for name in names]
-        kinds = [parameter.endswith(".weight") and format.is_quantized(checkpoint, prefix) for prefix in prefixes]
-        if not any(kinds):
-            continue
-        if not all(kinds):
-            raise CheckpointError(
-                f"{checkpoint.directory}: {', '.join(names)}: some of these are quantized and some are not: "
-                "expected all or none, since they are fused into one matrix"
-            )
-        found = [declared.of(prefix) for prefix in prefixes]
-        scheme = found[0]
-        if any(other != scheme for other in found):
-            listed = ", ".join(f"{prefix} {other or 'none'}" for prefix, other in zip(prefixes, found, strict=True))
-            raise CheckpointError(
-                f"{checkpoint.directory}: config.json: schemes of {listed}: expected one scheme, since they are "
-                "fused into one matrix"
-            )
-        if scheme is None:
-            raise CheckpointError(
-                f"{checkpoint.directory}: {names[0]}: is stored quantized, but no group of quantization_config in "
-                "config.json covers it: add it to the targets of a group, or remove it from ignore"
-            )
-        schemes[parameter] = scheme
-    return schemes
 
 
 def _layer_of(parameter: str) -> int | None:
     """The number of the layer that a parameter belongs to."""
     return int(parameter.split(".")[1]) if parameter.startswith("layers.") else None
-
-
-def _prefix(name: str) -> str:
-    return name.removesuffix(".weight")

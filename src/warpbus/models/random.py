@@ -16,7 +16,7 @@ from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
 from warpbus.kernels.ops.trellis_packed import PackedTrellis, packed_signs, packed_trellis_words
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
-from warpbus.models.layers import MoE, QuantizedLinear, Router
+from warpbus.models.layers import MoE, QuantizedEmbedding, QuantizedLinear, Router
 from warpbus.models.parallel import Part
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme, packed_words
@@ -35,7 +35,8 @@ def random_model(
     seed: int = 0,
     *,
     head: Scheme | None = None,
-    embedding: torch.device | str | None = None,
+    embedding: Scheme | None = None,
+    embedding_device: torch.device | str | None = None,
     group: Group | None = None,
     expert_parallel: bool = False,
     offloaded: Sequence[int] = (),
@@ -51,7 +52,8 @@ def random_model(
         seed: the same one draws the same model on the same kind of device. On a remote one it becomes torch's own seed.
         head: the scheme of the head; None: it is in `dtype`. A tied one is then the embedding rounded, as `load_model`
             does it.
-        embedding: where the embedding lies, if not on `device`.
+        embedding: the scheme that the embedding is rounded to; None: it is in `dtype`. A tied head is the same matrix.
+        embedding_device: where the embedding lies, if not on `device`.
         group: the processes that compute it together, each with a part of the shape that it would have of a model
             that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
         expert_parallel: as `load_model`.
@@ -91,7 +93,16 @@ def random_model(
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             # Drawn on the device, for the same numbers wherever it lies; nothing else is there yet.
-            module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02).to(embedding or device))
+            module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02).to(embedding_device or device))
+            if embedding is not None:
+                place = torch.device(embedding_device or device)
+                form = round_onto(module.weight, embedding, place, dtype)
+                model.embedding = QuantizedEmbedding(form, dtype=dtype)
+                if config.tie_embeddings:
+                    if part is not None or place != torch.device(device):
+                        rows = module.weight if part is None else part.tied_head(module.weight)
+                        form = round_onto(rows, embedding, device, dtype)
+                    model.add_module("head", QuantizedLinear(form, dtype=dtype, int8_activations=int8_activations))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
                 draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
         elif isinstance(module, Router):
@@ -104,7 +115,7 @@ def random_model(
                 module.bias = _fixed(torch.zeros(weight.shape, dtype=dtype, device=device))
         if name in layer_of and isinstance(mlp := model.layers[layer_of[name]].mlp, MoE):
             mlp.stack(offloaded[layer_of[name]] if offloaded else 0)
-    if config.tie_embeddings:
+    if config.tie_embeddings and isinstance(model.embedding, nn.Embedding):
         tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
         if head is None:
             model.head.weight = tied

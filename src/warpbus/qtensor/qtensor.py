@@ -191,6 +191,17 @@ class QTensor:
         shape = (stop - start, self.shape[1])
         return QTensor(self.scheme, self.qweight[start:stop], self.scales[start:stop], zeros, shape)
 
+    def take(self, rows: Tensor) -> "QTensor":
+        """The rows with these numbers, int64 `[m]`, as a matrix of their own (a copy).
+
+        Raises:
+            SchemeError: rows of a trellis lie together in tiles.
+        """
+        if self.scheme.is_trellis:
+            raise SchemeError(f"single rows of {self.scheme} lie together in tiles: dequantize it")
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return QTensor(self.scheme, self.qweight[rows], self.scales[rows], zeros, (len(rows), self.shape[1]))
+
     def columns(self, start: int, stop: int) -> "QTensor":
         """The columns `[start, stop)` as a matrix of their own (a copy); `dequantize` of it is that of these columns.
 

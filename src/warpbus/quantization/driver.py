@@ -30,7 +30,7 @@ from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
 from warpbus.quantization.options import QuantizationOptions
-from warpbus.quantization.preflight import Plan, check_head, check_kv_cache, prepare
+from warpbus.quantization.preflight import Plan, check_end, check_kv_cache, prepare
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash
@@ -68,6 +68,7 @@ def quantize(
     algorithm: str = "gptq",
     format: str = QuantizationOptions.format,
     head: str | Scheme | None = QuantizationOptions.head,
+    embedding: str | Scheme | None = QuantizationOptions.embedding,
     kv_cache: str | None = QuantizationOptions.kv_cache,
     effort: str = QuantizationOptions.effort,
     calibration: str | Path | Calibration | None = None,
@@ -88,8 +89,9 @@ def quantize(
 ) -> Report:
     """Quantize the linear layers of a model and write the result to a new directory.
 
-    Embedding, norms, biases and, without `head`, the head are copied unchanged, unless the algorithm folds scales into
-    them; tensors keep their names. The output directory is written completely or not at all. The same arguments give
+    Norms, biases and, without `head` and `embedding`, the head and the embedding are copied unchanged, unless the
+    algorithm folds scales into them; tensors keep their names. The output directory is written completely or not at
+    all. The same arguments give
     the same bits on the same kind of device, for any number of GPUs. Finished layers are kept in `OUTPUT.quantization`
     until the model is complete: after an interruption, the same call continues from there if hashes show that the
     weights have not changed.
@@ -103,6 +105,9 @@ def quantize(
         format: the format to write, see `formats.format_named`.
         head: the scheme of the head, with 16-bit activations, for instance "w8a16-g128"; None does not quantize it. A
             model with tied embeddings gets a separate head. Only in compressed-tensors.
+        embedding: the scheme of the embedding, 8 bits with 16-bit activations, for instance "w8a16-g128"; None does not
+            quantize it. Without `head`, a head that is tied to it is the same quantized matrix. Only in
+            compressed-tensors.
         kv_cache: calibrates scales for an 8-bit KV cache on the quantized model and writes them to the checkpoint:
             "fp8" or "int8" with one scale for the keys and one for the values of a layer; "fp8-head" or "int8-head"
             with one per KV head. Only in compressed-tensors, and not with rtn.
@@ -149,9 +154,11 @@ def quantize(
     check_limit("rank_timeout", rank_timeout)
     patience = Patience(rank_timeout)
     head = Scheme.parse(head) if isinstance(head, str) else head
+    embedding = Scheme.parse(embedding) if isinstance(embedding, str) else embedding
     options = QuantizationOptions(
         format=format,
         head=None if head is None else str(head),
+        embedding=None if embedding is None else str(embedding),
         kv_cache=kv_cache,
         effort=effort,
         samples=samples,
@@ -176,7 +183,7 @@ def quantize(
     # The other processes start while this one looks at the model.
     with crew as run:
         cached = None if kv_cache is None else KVCacheScheme.parse(kv_cache)
-        plan = prepare(Path(model), Path(output), schemes, format, head=head, kv_cache=cached)
+        plan = prepare(Path(model), Path(output), schemes, format, head=head, embedding=embedding, kv_cache=cached)
         if not suits(algorithm, plan.config):
             raise UsageError(
                 f"{algorithm} moves factors of a matrix's inputs into the operation before it, which the blocks of "
@@ -201,6 +208,7 @@ def quantize(
             data=data,
             held=held,
             head=head,
+            embedding=embedding,
             kv_cache=cached,
             damping=damping,
             overwrite=overwrite,
@@ -238,11 +246,13 @@ def check_arguments(
         fitting += [] if each.is_trellis else ["rtn"]
         if algorithm not in fitting:
             raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join(fitting)}")
-    if options.head is not None:
-        check_head(Scheme.parse(options.head), options.format)
+    for what, asked in (("head", options.head), ("embedding", options.embedding)):
+        if asked is None:
+            continue
+        check_end(what, Scheme.parse(asked), options.format)
         if any(each.element is not None for each in schemes.distinct()):
             raise UsageError(
-                f"--head {options.head}: layers in FP4 or trellis codes exclude it: no program reads such a model"
+                f"--{what} {asked}: layers in FP4 or trellis codes exclude it: no program reads such a model"
             )
     if options.kv_cache is not None:
         cached, calibrated = KVCacheScheme.parse(options.kv_cache), algorithm in METHODS
@@ -434,6 +444,8 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
         "warpbus": warpbus.__version__,
         "torch": torch.__version__,
     }
+    if plan.embedding is not None:
+        found["embedding"] = str(plan.embedding.scheme)
     return found if plan.kv_cache is None else found | {"KV cache": str(plan.kv_cache)}
 
 

@@ -39,7 +39,7 @@ from warpbus.quantization.estimate import QuantizationEstimate, device_rates, es
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
-from warpbus.quantization.report import HeadResult, LayerResult, Report, TuningResult, peak_memory, versions
+from warpbus.quantization.report import EndResult, LayerResult, Report, TuningResult, peak_memory, versions
 from warpbus.quantization.sources import Reading, Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
@@ -47,7 +47,6 @@ from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
 from warpbus.quantization.tuning_parts import STATE_PART, tune_parts, tuned_part
 from warpbus.quantization.written import (
-    HEAD_PART,
     end_parts,
     is_readable,
     kept_end_parts,
@@ -66,7 +65,7 @@ _TURN_SECONDS = 0.0005
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""
 
-_HEAD_ELEMENTS = 2**24  # of the head that are rounded at a time
+_END_ELEMENTS = 2**24  # of the head or the embedding that are rounded at a time
 
 _KERNELS = ("gptq/", "step/norm", "step/activation")
 """The kernels that a run needs, compiled while the first weights are read."""
@@ -84,6 +83,7 @@ class Job:
         data: the calibration data; `None` without calibration.
         held: what is held back of the calibration data to tune with; `None` without tuning.
         head: the scheme of the head; None does not quantize it.
+        embedding: the same for the embedding.
         kv_cache: the scheme of the KV cache whose scales are calibrated; None for none.
         damping: see `algorithms.factored`.
         overwrite: replace a model at `output`.
@@ -103,6 +103,7 @@ class Job:
     data: Calibration | None
     held: Calibration | None
     head: Scheme | None
+    embedding: Scheme | None
     kv_cache: KVCacheScheme | None
     damping: float
     overwrite: bool
@@ -252,7 +253,7 @@ class _QuantizationRun:
             else:
                 self._calibrate(self.job.data, self.method, self.reading)
             self.ends.result()
-            self._commit_head()
+            self._commit_quantized_ends()
         peaks, joules = self._gathered(energy.total)
         if self.writer is None:
             return  # nobody needs this process any more
@@ -370,36 +371,38 @@ class _QuantizationRun:
         """What is outside of the layers, as it is."""
         if self.writer is None or self.sources is None:
             return
-        head = self.plan.head
-        if head is not None and not is_readable(self.writer, HEAD_PART):
-            check_finite(self.plan.checkpoint, [head.source])  # before the layers, not after all the work
+        for part, end in self.plan.quantized_ends.items():
+            if not is_readable(self.writer, part):
+                check_finite(self.plan.checkpoint, [end.source])  # before the layers, not after all the work
         for part, names in end_parts(self.plan):
             if not is_readable(self.writer, part):
                 check_finite(self.plan.checkpoint, names)
                 tensors = {name: self.plan.checkpoint.tensor(name) for name in names}
                 self.writer.commit(part, tensors, self.sources.end_facts(names))
 
-    def _commit_head(self) -> None:
-        """Round the head, if that was asked for, as an engine rounds one that it loads (`models.placement`)."""
-        head = self.plan.head
-        if self.writer is None or self.sources is None or head is None or is_readable(self.writer, HEAD_PART):
+    def _commit_quantized_ends(self) -> None:
+        """Round the head and the embedding, if that was asked for, as an engine does at load (`models.placement`)."""
+        if self.writer is None or self.sources is None:
             return
-        started = time.perf_counter()
-        weight = self.plan.checkpoint.tensor(head.source)
-        pieces, lost, total = [], 0.0, 0.0
-        for rows in weight.split(max(1, _HEAD_ELEMENTS // head.shape[1])):
-            part = rows.to(self.group.device)
-            rounded = rtn(part, head.scheme, scale_dtype=self.plan.scale_dtype, name=head.source)
-            changes = squared_loss(part, rounded)
-            lost, total = lost + changes[0], total + changes[1]
-            pieces.append(rounded.to("cpu"))
-        tensors = self.plan.format.to_tensors(head.name.removesuffix(".weight"), QTensor.concatenate(pieces))
-        seconds = time.perf_counter() - started
-        result = HeadResult(str(head.scheme), relative(lost, total), seconds, untied=head.is_untied)
-        facts = {"result": asdict(result)} | self.sources.end_facts([head.source])
-        self.writer.commit(HEAD_PART, tensors, facts)
-        self.writer.drain()
-        self.watch.lap("head")
+        for part, end in self.plan.quantized_ends.items():
+            if is_readable(self.writer, part):
+                continue
+            started = time.perf_counter()
+            weight = self.plan.checkpoint.tensor(end.source)
+            pieces, lost, total = [], 0.0, 0.0
+            for rows in weight.split(max(1, _END_ELEMENTS // end.shape[1])):
+                piece = rows.to(self.group.device)
+                rounded = rtn(piece, end.scheme, scale_dtype=self.plan.scale_dtype, name=end.source)
+                changes = squared_loss(piece, rounded)
+                lost, total = lost + changes[0], total + changes[1]
+                pieces.append(rounded.to("cpu"))
+            tensors = self.plan.format.to_tensors(end.name.removesuffix(".weight"), QTensor.concatenate(pieces))
+            seconds = time.perf_counter() - started
+            tied = part == "embedding" and self.plan.head is None and self.plan.config.tie_embeddings
+            result = EndResult(str(end.scheme), relative(lost, total), seconds, untied=end.is_untied, tied=tied)
+            self.writer.commit(part, tensors, {"result": asdict(result)} | self.sources.end_facts([end.source]))
+            self.writer.drain()
+            self.watch.lap(part)
 
     def _check_layer(self, index: int) -> None:
         """Begin to hash a layer, and refuse NaN in what is not quantized; a matrix is checked where it is solved."""
@@ -415,8 +418,8 @@ class _QuantizationRun:
     def _recorded(self, index: int) -> list[LayerResult]:
         return [LayerResult(**row) for row in self.parts.facts(layer_part(index))["results"]]
 
-    def _head_result(self) -> HeadResult | None:
-        return None if self.plan.head is None else HeadResult(**self.parts.facts(HEAD_PART)["result"])
+    def _end_result(self, part: str) -> EndResult | None:
+        return EndResult(**self.parts.facts(part)["result"]) if part in self.plan.quantized_ends else None
 
     def _gathered(self, joules: float | None) -> tuple[list[float], list[float]]:
         """Of all processes the bytes that their GPUs held at most, and the joules of their layers, NaN if unknown."""
@@ -443,7 +446,8 @@ class _QuantizationRun:
             calibration_tokens=0 if job.data is None else job.data.tokens,
             device=str(device),
             layers=tuple(self.results),
-            head=self._head_result(),
+            head=self._end_result("head"),
+            embedding=self._end_result("embedding"),
             tuning=self.tuning,
             bytes_before=self.plan.checkpoint.total_bytes,
             bytes_after=written,
@@ -469,7 +473,12 @@ def check_gpu(device: torch.device) -> None:
 def _planned(group: Group, job: Job) -> Plan:
     """The plan as the starting process made it, if this one sees the same model."""
     try:
-        plan = prepare(job.model, job.output, job.schemes, job.format, head=job.head, kv_cache=job.kv_cache)
+        plan = prepare(
+            *(job.model, job.output, job.schemes, job.format),
+            head=job.head,
+            embedding=job.embedding,
+            kv_cache=job.kv_cache,
+        )
     except CheckpointError as error:
         raise CheckpointError(f"process {group.rank} on {socket.gethostname()}: {error}") from error
     check_model(plan.checkpoint, job.model_hash)

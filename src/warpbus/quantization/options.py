@@ -18,6 +18,7 @@ class QuantizationOptions:
 
     format: str = "compressed-tensors"
     head: str | None = None
+    embedding: str | None = None
     kv_cache: str | None = None
     effort: str = "normal"
     samples: int | None = None

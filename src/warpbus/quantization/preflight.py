@@ -1,6 +1,6 @@
 """What is going to be quantized, and every reason not to begin, found before the first weight is read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
 
-_HEAD_FORMAT = "compressed-tensors"  # the only format with quantized heads and scales of a KV cache
+_END_FORMAT = "compressed-tensors"  # the only format with quantized heads and embeddings, and scales of a KV cache
+
+_EMBEDDING_BITS = 8  # with fewer, the embedding alone changes more than layers of 8 bits: see docs/quantization.md
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,8 +55,8 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Head:
-    """The head, where it is quantized.
+class EndMatrix:
+    """The head or the embedding, where it is quantized.
 
     Attributes:
         name: of its tensor in the new checkpoint, unquantized: `lm_head.weight`.
@@ -70,7 +72,7 @@ class Head:
 
     @property
     def is_untied(self) -> bool:
-        """Whether the original uses its embedding as the head."""
+        """Whether this is a head, and the original uses its embedding as the head."""
         return self.name != self.source
 
 
@@ -85,7 +87,8 @@ class Plan:
         schemes: what its matrices are quantized to.
         format: the format in which they are written.
         matrices: what is quantized of the layers, in the order of the computation.
-        head: the head if it is quantized, else None.
+        head: the head if it is quantized as a matrix of its own, else None.
+        embedding: the embedding if it is quantized, else None. A head that is tied to it is the same matrix.
         kv_cache: what scales of the KV cache are calibrated for; None for none.
         ends: the names of the tensors outside of the layers, which stay as they are.
         kept: of each layer, the names of its tensors that are not quantized.
@@ -103,7 +106,8 @@ class Plan:
     schemes: Schemes
     format: WritableFormat
     matrices: tuple[Matrix, ...]
-    head: Head | None
+    head: EndMatrix | None
+    embedding: EndMatrix | None
     kv_cache: KVCacheScheme | None
     ends: tuple[str, ...]
     kept: tuple[tuple[str, ...], ...]
@@ -118,6 +122,12 @@ class Plan:
     def dtype(self) -> torch.dtype:
         """Of the weights in the checkpoint."""
         return self.matrices[0].dtype
+
+    @property
+    def quantized_ends(self) -> Mapping[str, EndMatrix]:
+        """What is quantized outside of the layers: "embedding" and "head"."""
+        found = {"embedding": self.embedding, "head": self.head}
+        return {name: end for name, end in found.items() if end is not None}
 
     @property
     def shapes(self) -> tuple[Matrix, ...]:
@@ -137,6 +147,7 @@ def prepare(
     format: str = "compressed-tensors",
     *,
     head: Scheme | None = None,
+    embedding: Scheme | None = None,
     kv_cache: KVCacheScheme | None = None,
 ) -> Plan:
     """Look at everything that does not need the weights themselves.
@@ -146,7 +157,8 @@ def prepare(
         output: where the quantized model is going to be; `None` if nothing is going to be written.
         schemes: of all matrices, or of each.
         format: the name of the format to write, see `formats.format_named`.
-        head: of the head; None to keep it.
+        head: of the head; None to keep it, or to leave it tied to the embedding.
+        embedding: of the embedding; None to keep it.
         kv_cache: of the KV cache; None for no scales.
 
     Raises:
@@ -177,10 +189,14 @@ def prepare(
             if not matrix.scheme.symmetric:
                 # Any group may get a zero point 0: not even one could be seen before all the work is done.
                 chosen.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
-    rounded_head = None if head is None else _head(checkpoint, config, head, chosen)
+    rounded_head = None if head is None else _end("head", checkpoint, config, head, chosen)
+    rounded_embedding = None if embedding is None else _end("embedding", checkpoint, config, embedding, chosen)
+    rounded = [end for end in (rounded_embedding, rounded_head) if end is not None]
     kept, ends = _not_quantized(checkpoint, config, tensors, matrices)
-    if rounded_head is not None:
-        ends = tuple(name for name in ends if name != rounded_head.name)
+    replaced = {end.name for end in rounded}
+    if rounded_embedding is not None and config.tie_embeddings:  # the file may have the tied head, too
+        replaced.add(_head_name(config))
+    ends = tuple(name for name in ends if name not in replaced)
     scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
     scale_dtype = scale_dtype if scale_dtype in _SCALE_DTYPES else torch.float32
     companions = find_companions(model)
@@ -192,9 +208,9 @@ def prepare(
     for matrix in matrices:
         layers[matrix.layer] += sum(map(checkpoint.nbytes, matrix.sources))
     copied = sum(map(checkpoint.nbytes, [*ends, *(name for names in kept for name in names)]))
-    if rounded_head is not None:
-        rows, columns = rounded_head.shape
-        bits = rounded_head.scheme.bits_per_weight(columns, scale_dtype.itemsize * 8)
+    for end in rounded:
+        rows, columns = end.shape
+        bits = end.scheme.bits_per_weight(columns, scale_dtype.itemsize * 8)
         copied += int(rows * columns * bits / 8)
     return Plan(
         checkpoint=checkpoint,
@@ -204,6 +220,7 @@ def prepare(
         format=chosen,
         matrices=matrices,
         head=rounded_head,
+        embedding=rounded_embedding,
         kv_cache=kv_cache,
         ends=ends,
         kept=kept,
@@ -216,9 +233,7 @@ def prepare(
         scale_dtype=scale_dtype,
         bytes_quantized=int(weights),
         bytes_after=int(weights) + copied + sum(file.stat().st_size for file in companions),
-        largest_unit=max(
-            [*layers, *map(checkpoint.nbytes, ends), checkpoint.nbytes(rounded_head.source) if rounded_head else 0]
-        ),
+        largest_unit=max([*layers, *map(checkpoint.nbytes, ends), *(checkpoint.nbytes(end.source) for end in rounded)]),
     )
 
 
@@ -236,36 +251,46 @@ def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, format: str, *, cali
     """
     if not calibrated:
         raise UsageError(f"--kv-cache {scheme}: its scales are calibrated, and rtn has no calibration data: use gptq")
-    if format != _HEAD_FORMAT:
-        raise UsageError(f"format {format} holds no scales of a KV cache: use {_HEAD_FORMAT}, or drop --kv-cache")
+    if format != _END_FORMAT:
+        raise UsageError(f"format {format} holds no scales of a KV cache: use {_END_FORMAT}, or drop --kv-cache")
     if any(each.element is not None for each in schemes.distinct()):
         raise UsageError(
             f"--kv-cache {scheme}: layers in FP4 or trellis codes exclude it: Warpbus does not read such a model"
         )
 
 
-def check_head(scheme: Scheme, format: str) -> None:
-    """Refuse what a head cannot be quantized to.
+def check_end(what: str, scheme: Scheme, format: str) -> None:
+    """Refuse what a head or an embedding cannot be quantized to.
 
     Args:
-        scheme: of the head.
+        what: "head" or "embedding".
+        scheme: of it.
         format: the name of the format to write.
 
     Raises:
-        SchemeError: if the activations of the scheme are not in 16 bits, or its weights are no codes.
-        UsageError: if the format has no quantized head.
+        SchemeError: if the activations of the scheme are not in 16 bits, its weights are no codes, or those of an
+            embedding have fewer than 8 bits.
+        UsageError: if the format has no such quantized matrix.
     """
     if scheme.activations is not None or scheme.element is not None:
-        raise SchemeError(f"head {scheme}: expected codes and activations in 16 bits, w8a16-g128 for instance")
-    if format != _HEAD_FORMAT:
-        raise UsageError(f"format {format} holds no quantized head: use {_HEAD_FORMAT}, or leave the head as it is")
+        raise SchemeError(f"{what} {scheme}: expected codes and activations in 16 bits, w8a16-g128 for instance")
+    if what == "embedding" and scheme.bits != _EMBEDDING_BITS:
+        raise SchemeError(f"embedding {scheme}: expected {_EMBEDDING_BITS} bits, w8a16 or w8a16-g128 for instance")
+    if format != _END_FORMAT:
+        raise UsageError(f"format {format} holds no quantized {what}: use {_END_FORMAT}, or leave the {what} as it is")
 
 
-def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, format: WritableFormat) -> Head:
-    """What the head is quantized to."""
-    check_head(scheme, format.name)
-    (name,) = tensor_map(replace(config, tie_embeddings=False))["head.weight"]
-    (source,) = tensor_map(config)["embedding.weight"] if config.tie_embeddings else (name,)
+def _head_name(config: ModelConfig) -> str:
+    """The tensor name of a head that is not tied."""
+    return tensor_map(replace(config, tie_embeddings=False))["head.weight"][0]
+
+
+def _end(what: str, checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, format: WritableFormat) -> EndMatrix:
+    """What the head or the embedding is quantized to."""
+    check_end(what, scheme, format.name)
+    (embedding,) = tensor_map(config)["embedding.weight"]
+    name = embedding if what == "embedding" else _head_name(config)
+    source = embedding if config.tie_embeddings else name
     shape, fitting = (config.vocab_size, config.hidden_size), scheme.fitting(config.hidden_size)
     if checkpoint.shape(source) != shape or not checkpoint.dtype(source).is_floating_point:
         raise TensorError(
@@ -274,7 +299,7 @@ def _head(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, format: W
             "weights"
         )
     format.check(fitting, shape, source)
-    return Head(name, source, shape, fitting)
+    return EndMatrix(name, source, shape, fitting)
 
 
 def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:

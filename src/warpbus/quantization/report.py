@@ -57,24 +57,28 @@ class LayerResult:
 
 
 @dataclass(frozen=True)
-class HeadResult:
-    """The result of quantizing the head.
+class EndResult:
+    """The result of quantizing the head or the embedding.
 
     Attributes:
         scheme: the scheme it was rounded to.
         error: the relative error of its weights in the Frobenius norm.
         seconds: duration.
-        untied: the original has tied embeddings, and the result has a separate head.
+        untied: a head; the original has tied embeddings, and the result has a separate head.
+        tied: an embedding, and the head is the same matrix.
     """
 
     scheme: str
     error: float
     seconds: float
-    untied: bool
+    untied: bool = False
+    tied: bool = False
 
-    def __str__(self) -> str:
-        added = "; the embedding was the head before, and is kept as it is" if self.untied else ""
-        return f"head {self.scheme}: relative error of the weights {self.error:.2%}{added}"
+    def sentence(self, what: str) -> str:
+        """The result in a sentence; `what` is "head" or "embedding"."""
+        added = "; the embedding was the head before" if self.untied else ""
+        added = "; the head is the same matrix" if self.tied else added
+        return f"{what} {self.scheme}: relative error of the weights {self.error:.2%}{added}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class Report:
         gpu_seconds: number of GPUs times the seconds of their use; `None` on the CPU.
         energy_joules: energy of the GPUs; `None` if it was not measured.
         prices: the prices for `cost`: gpu_hour, kwh; empty without prices.
-        head: the result for the head; `None` if it was not quantized.
+        head: the result for the head; `None` if it was not quantized as a matrix of its own.
+        embedding: the result for the embedding; `None` if it was not quantized.
         tuning: the result of tuning; `None` with normal effort.
         cost: in the currency of the prices; `None` without prices, or if the priced quantity was not measured.
     """
@@ -156,8 +161,15 @@ class Report:
     energy_joules: float | None = None
     prices: dict[str, float] = field(default_factory=dict)
     cost: float | None = None
-    head: HeadResult | None = None
+    head: EndResult | None = None
+    embedding: EndResult | None = None
     tuning: TuningResult | None = None
+
+    @property
+    def ends(self) -> dict[str, EndResult]:
+        """The results for what is quantized outside of the layers: "embedding" and "head"."""
+        found = {"embedding": self.embedding, "head": self.head}
+        return {name: result for name, result in found.items() if result is not None}
 
     @property
     def error_kind(self) -> str:
@@ -212,9 +224,9 @@ class Report:
             layers = tuple(LayerResult(**row) for row in found["layers"])
             if not layers:
                 raise KeyError("layers")
-            head = None if found.get("head") is None else HeadResult(**found["head"])
+            ends = {name: found[name] and EndResult(**found[name]) for name in ("head", "embedding") if name in found}
             tuning = None if found.get("tuning") is None else TuningResult(**found["tuning"])
-            values |= {"layers": layers, "devices": tuple(found.get("devices", ())), "head": head, "tuning": tuning}
+            values |= {"layers": layers, "devices": tuple(found.get("devices", ())), "tuning": tuning} | ends
             return cls(**values)
         except (KeyError, TypeError) as error:
             raise DataError(

@@ -19,9 +19,6 @@ from warpbus.quantization.statistics import scales_of
 # being written counts as this process's memory.
 _PART_BYTES = 2**26
 
-HEAD_PART = "head"
-"""The name of the part that holds a quantized head."""
-
 
 def layer_part(index: int) -> str:
     """The name of the part that holds a decoder layer."""
@@ -44,7 +41,7 @@ def end_parts(plan: Plan) -> list[tuple[str, list[str]]]:
 
 def kept_end_parts(plan: Plan) -> list[tuple[str, list[str]]]:
     """All parts of what is outside of the layers, and the tensors of the original that each is made of."""
-    return end_parts(plan) + ([] if plan.head is None else [(HEAD_PART, [plan.head.source])])
+    return end_parts(plan) + [(part, [end.source]) for part, end in plan.quantized_ends.items()]
 
 
 def is_readable(parts: FinishedParts, part: str) -> bool:
@@ -124,10 +121,10 @@ def restore_kept(plan: Plan, part: Checkpoint, index: int, layer: DecoderLayer) 
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """What config.json holds under `quantization_config`."""
     schemes = {source.removesuffix(".weight"): matrix.scheme for matrix in plan.matrices for source in matrix.sources}
-    if plan.head is not None:
-        schemes[plan.head.name.removesuffix(".weight")] = plan.head.scheme
+    for end in plan.quantized_ends.values():
+        schemes[end.name.removesuffix(".weight")] = end.scheme
     distinct = {*schemes.values()}
-    only = distinct.pop() if len(distinct) == 1 and plan.head is None else schemes
+    only = distinct.pop() if len(distinct) == 1 and not plan.quantized_ends else schemes
     found = plan.format.quantization_config(only, plan.unquantized)
     return found if plan.kv_cache is None else found | {"kv_cache_scheme": plan.kv_cache.to_json()}
 

@@ -87,7 +87,7 @@ def use_fp8(model: Decoder) -> int:
     Raises:
         DeviceError: on a GPU older than sm_89.
     """
-    device = model.embedding.weight.device
+    device = model.embedding_device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
         raise DeviceError(f"fp8 needs a GPU from sm_89 on (Ada, Hopper), {torch.cuda.get_device_name(device)} is older")
     replaced = 0

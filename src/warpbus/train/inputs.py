@@ -56,8 +56,9 @@ class Inputs:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme of a quantized model, that of its first matrix if there are several; None if not quantized."""
-        return next(iter(quantized_parameters(self.checkpoint, self.config).values()), None)
+        """The scheme of a model with quantized layers, that of their first matrix if there are several; else None."""
+        found = quantized_parameters(self.checkpoint, self.config)
+        return next((scheme for name, scheme in found.items() if name.startswith("layers.")), None)
 
     def held_out(self, data: Path, workers: int) -> Documents:
         """Tokenize validation data; arguments and errors as `read`."""

@@ -36,7 +36,7 @@ class TrainedPrefix(nn.Module):
             tokens: ids, repeated where there are fewer than `count`.
             count: tokens of the prefix.
         """
-        device = model.embedding.weight.device
+        device = model.embedding_device
         ids = torch.from_numpy(np.resize(tokens, count).astype(np.int64)).to(device)[None]
         kept = _Kept()
         # At position 0, in both dimensions where there are two, nothing is rotated.

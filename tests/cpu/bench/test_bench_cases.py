@@ -43,6 +43,7 @@ def test_every_benchmark_has_its_name():
         "trellis",
         "moe",
         "attention",
+        "mla",
         "decode",
     ]
     assert all(benchmark.title for benchmark in BENCHMARKS.values())
@@ -89,7 +90,9 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "trellis", "moe", "attention", "decode"])
+@pytest.mark.parametrize(
+    "name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "trellis", "moe", "attention", "mla", "decode"]
+)
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -246,6 +249,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "trellis": 72,
         "moe": 14,
         "attention": 48,
+        "mla": 18,
         "decode": 3,
     }
     asked.quick = True
@@ -263,6 +267,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "trellis": 24,
         "moe": 6,
         "attention": 6,
+        "mla": 6,
         "decode": 1,
     }
     asked.sizes = (128,)

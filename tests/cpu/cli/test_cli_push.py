@@ -1,6 +1,7 @@
 """`warpbus push`: the card, what is uploaded and what is not, and a model that comes back from the hub."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_card_of_ones_own_is_used(writable: StandIn, quantized: Path, tmp_path
 def test_errors_are_one_line(writable: StandIn, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "expected config.json" in refused(CheckpointError, tmp_path, NAME)
     assert "no such directory" in refused(CheckpointError, tmp_path / "none", NAME)
-    assert "only to Hugging Face" in refused(UsageError, quantized, "modelscope:someone/x")
+    assert "no name of a model" in refused(UsageError, quantized, "modelscope:someone")
     assert "without a revision" in refused(UsageError, quantized, f"{NAME}@v1")
     assert "no name of a model" in refused(UsageError, quantized, "poet")
     assert "apache-2.0" in refused(UsageError, quantized, NAME, "--license", "a\nb: c")
@@ -168,3 +169,65 @@ def test_a_damaged_report_is_refused(hub: StandIn, quantized: Path, tmp_path: Pa
             (own / file.name).write_bytes(file.read_bytes())
     (own / "warpbus-report.json").write_text("[]")
     assert "warpbus-report.json" in refused(DataError, own, NAME, "--dry-run")
+
+
+MODELSCOPE = f"modelscope:{NAME}"
+
+
+@pytest.fixture
+def modelscope(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The hub in the place of ModelScope, which asks for a token."""
+    pytest.importorskip("modelscope_hub")
+    hub.token = TOKEN
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
+    return hub
+
+
+def test_a_model_pushed_to_modelscope_comes_back(modelscope: StandIn, quantized: Path):
+    done = json.loads(push(quantized, MODELSCOPE, "--private", "--license", "mit", "--json"))
+    assert (modelscope.created, modelscope.licences) == ({NAME: True}, {NAME: "mit"})
+    model = modelscope.models[NAME]
+    files = model.commits[model.branches["master"]]
+    assert (done["files"], done["bytes"]) == (len(files), sum(map(len, files.values())))
+    assert done["url"] == f"{modelscope.url}/models/{NAME}"
+    expected = {file.name for file in quantized.iterdir() if file.is_file()} - {".token", "modeling_x.py"}
+    assert files.keys() == expected | {"README.md"}
+    for name in expected - {"warpbus-report.json"}:
+        assert files[name] == (quantized / name).read_bytes()
+    found = find_model(MODELSCOPE)
+    assert warpbus.LLM(found, device="cpu").generate("1", SamplingParams(max_tokens=4))[0].token_ids
+    # Once more: the repository is there, and so are the weights.
+    sent = len([asked for asked in modelscope.asked if asked.method == "PUT"])
+    assert sent >= len(list(quantized.glob("*.safetensors")))
+    assert f"{done['url']}\n{done['files']} files, " in push(quantized, MODELSCOPE)
+    assert len([asked for asked in modelscope.asked if asked.method == "PUT"]) == sent
+
+
+def test_the_card_for_modelscope_names_it(hub: StandIn, quantized: Path):
+    text = push(quantized, MODELSCOPE, "--dry-run", "--license", "mit")
+    for words in (
+        f"warpbus serve {MODELSCOPE}",
+        f"`warpbus pull {MODELSCOPE}` downloads the model and prints where it is.",
+        "vllm serve DIRECTORY",
+        'AutoModelForCausalLM.from_pretrained("DIRECTORY")',
+        f"warpbus convert {MODELSCOPE} model.gguf --to gguf",
+    ):
+        assert words in text, words
+    assert hub.asked == []
+
+
+def test_what_modelscope_needs_is_said(modelscope: StandIn, quantized: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "name it with --license" in refused(UsageError, quantized, MODELSCOPE)
+    assert modelscope.created == {}
+    modelscope.refused = 403
+    said = refused(UploadError, quantized, MODELSCOPE, "--license", "mit")
+    assert modelscope.url.partition("//")[2] in said
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "wrong")
+    said = refused(UploadError, quantized, "modelscope:someone/other", "--license", "mit")
+    assert "answers 401: the token's account may not write there" in said
+    monkeypatch.delenv("MODELSCOPE_API_TOKEN")
+    assert "set MODELSCOPE_API_TOKEN" in refused(UsageError, quantized, MODELSCOPE)
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "http://example.com")
+    assert "would be sent unencrypted" in refused(UsageError, quantized, MODELSCOPE)
+    monkeypatch.setitem(sys.modules, "modelscope_hub", None)
+    assert "pip install 'warpbus[modelscope]'" in refused(UsageError, quantized, MODELSCOPE)

@@ -18,10 +18,12 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.fingerprint import kv_fingerprint
 from warpbus.engine.loading import open_model
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.service import Service
 from warpbus.errors import NumericError, StorageError, UsageError
 from warpbus.models import random_model
+from warpbus.qtensor import Scheme
 
 SCORED = SamplingParams(temperature=0, logprobs=3)
 CPU = torch.device("cpu")
@@ -101,13 +103,16 @@ def warm(model, ids):
     return said(found[1])
 
 
-@pytest.mark.parametrize("family", ["glm", "latent", "sparse", "qwen3"])
-def test_answers_have_the_same_bits(family, space, engine_of):
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("glm", "auto"), ("latent", "auto"), ("latent", "fp8"), ("sparse", "auto"), ("sparse", "fp8"), ("qwen3", "auto")],
+)
+def test_answers_have_the_same_bits(family, kv_dtype, space, engine_of):
     """Main memory is emptied before each prompt, so that what is not in the cache comes from the disk."""
     model = random_model(FAMILIES[family], None, "cpu", torch.float32)
     first, second = prompt(1, 5 * BLOCK + 3), prompt(2, 4 * BLOCK)
     prompts = [first, second, [*first, 7, 8], prompt(3, 6 * BLOCK), [*second, 9], first[: 3 * BLOCK + 5], first]
-    large, small = Engine(model), engine_of(space, model)
+    large, small = Engine(model, kv_dtype=kv_dtype), engine_of(space, model, kv_dtype=kv_dtype)
     for each in prompts:
         small._memory.host.blocks.clear()
         expected = request(each, tokens=6, params=SCORED)
@@ -350,6 +355,15 @@ def test_adapters_of_one_name_and_other_tensors_share_no_blocks(model):
     assert [salts.of(each, b"") for each in (one, other, one)] == [found[2], found[4], found[2]]
 
 
+def test_the_fingerprint_covers_an_embedding_that_the_plan_rounds(tiny_glm):
+    """Keys and values depend on it; those of a smaller limit are not used with a larger one."""
+    opened, options = open_model(tiny_glm, CPU, ServiceOptions()), ServiceOptions()
+    plan = MemoryPlan("GPU", {}, 10**9, 96, 320, "auto", None, False, 16)
+    rounded = replace(plan, embedding=Scheme.parse("w8a16-g32"))
+    names = [kv_fingerprint(replace(opened, plan=each), options) for each in (plan, rounded, plan)]
+    assert names[0] == names[2] != names[1]
+
+
 def test_what_the_fingerprint_covers(tiny_glm, tmp_path):
     options = ServiceOptions(device="cpu")
 
@@ -357,9 +371,9 @@ def test_what_the_fingerprint_covers(tiny_glm, tmp_path):
         changed = replace(options, **given)
         return kv_fingerprint(open_model(directory, CPU, changed), changed)
 
-    kept = {of(), of(kv_dtype="int8"), of(kv_dtype="int4")}
+    kept = {of(), of(kv_dtype="int8"), of(kv_dtype="fp8"), of(kv_dtype="int4")}
     found = {*kept, of(dtype="bfloat16"), of(dtype="float32", fp8_activations=True)}
-    assert len(found) == 5
+    assert len(found) == 6
     assert of() == of(max_num_seqs=3, cache_tokens=640)
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -43,15 +43,18 @@ def said(sequence):
     return sequence.token_ids, [(one.logprob, one.top) for one in sequence.logprobs], sequence.cached_tokens
 
 
-@pytest.mark.parametrize("family", ["glm", "latent", "sparse", "qwen3"])
-def test_answers_have_the_same_bits_as_with_a_cache_that_holds_everything(family):
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [("glm", "auto"), ("latent", "auto"), ("latent", "fp8"), ("sparse", "auto"), ("sparse", "fp8"), ("qwen3", "auto")],
+)
+def test_answers_have_the_same_bits_as_with_a_cache_that_holds_everything(family, kv_dtype):
     """Prompts that share prefixes, in an order in which a small cache has always evicted what the next one needs."""
     model = random_model(FAMILIES[family], None, "cpu", torch.float32)
     first, second = prompt(1, 5 * BLOCK + 3), prompt(2, 4 * BLOCK)
     prompts = [first, second, [*first, 7, 8], prompt(3, 6 * BLOCK), [*second, 9], first[: 3 * BLOCK + 5], first]
-    large = Engine(model)
-    small = Engine(model, max_model_len=8 * BLOCK, cache_tokens=8 * BLOCK, host_bytes=PLENTY)
-    without = Engine(model, max_model_len=8 * BLOCK, cache_tokens=8 * BLOCK)
+    large = Engine(model, kv_dtype=kv_dtype)
+    small = Engine(model, max_model_len=8 * BLOCK, cache_tokens=8 * BLOCK, host_bytes=PLENTY, kv_dtype=kv_dtype)
+    without = Engine(model, max_model_len=8 * BLOCK, cache_tokens=8 * BLOCK, kv_dtype=kv_dtype)
     expected = [said(ask(large, each)) for each in prompts]
     assert [said(ask(small, each)) for each in prompts] == expected
     assert sum(cached for _, _, cached in expected) > sum(ask(without, each).cached_tokens for each in prompts)

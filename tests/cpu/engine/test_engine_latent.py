@@ -36,8 +36,8 @@ def answers(engine, prompts=PROMPTS):
 
 
 @cache
-def alone(model):
-    return [answers(Engine(model), [prompt])[0] for prompt in PROMPTS]
+def alone(model, kv_dtype="auto"):
+    return [answers(Engine(model, kv_dtype=kv_dtype), [prompt])[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", [lambda engine: engine, as_on_a_gpu], ids=["eager", "graphs"])
@@ -53,16 +53,36 @@ def alone(model):
     ],
     ids=str,
 )
-def test_the_answers_are_the_same_alone_and_together_however_they_are_computed(model, kind, options):
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_the_answers_are_the_same_alone_and_together_however_they_are_computed(model, kind, options, kv_dtype):
     """With pieces of prompts, with drafts, with prompts among the rows of a graph, and after preemption."""
-    found = answers(kind(Engine(model, **options)))
-    assert found == alone(model)
-    for prompt, answer in zip(PROMPTS, found, strict=True):
-        assert_best(model, prompt, answer)
+    found = answers(kind(Engine(model, kv_dtype=kv_dtype, **options)))
+    assert found == alone(model, kv_dtype)
+    if kv_dtype == "auto":
+        for prompt, answer in zip(PROMPTS, found, strict=True):
+            assert_best(model, prompt, answer)
 
 
-def test_a_cached_beginning_is_not_computed_again(model):
-    engine, prompt = Engine(model), PROMPTS[2]  # two blocks and eleven tokens
+@torch.no_grad()
+def test_logits_with_an_fp8_cache_are_close_to_those_of_the_model(model):
+    if model.config is SPARSE:
+        pytest.skip("rounding changes which tokens are selected")
+    engine, params = Engine(model, kv_dtype="fp8"), SamplingParams(temperature=0, logprobs=1)
+    requests = [request(prompt, tokens=20, params=params) for prompt in PROMPTS]
+    finish(engine, requests)
+    errors = []
+    for each in requests:
+        row = torch.tensor([[*each.prompt, *each.token_ids[:-1]]])
+        exact = model(row)[0, len(each.prompt) - 1 :].log_softmax(-1)
+        chosen = exact.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
+        errors.append((torch.tensor([logprob.logprob for logprob in each.logprobs]) - chosen).abs())
+    assert 0 < torch.cat(errors).mean() < 0.05
+    assert torch.cat(errors).max() < 0.3
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_a_cached_beginning_is_not_computed_again(model, kv_dtype):
+    engine, prompt = Engine(model, kv_dtype=kv_dtype), PROMPTS[2]  # two blocks and eleven tokens
     first = answers(engine, [prompt])
     again = request(prompt, tokens=20, params=GREEDY)
     finish(engine, [again])
@@ -90,6 +110,42 @@ def test_the_cache_holds_latents_once():
     assert not other.layers[1][0][3].any()
 
 
+@pytest.mark.parametrize("config", [LATENT, SPARSE], ids=["latent", "sparse"])
+def test_an_fp8_cache_holds_rows_of_codes_scales_and_rotary_keys(config):
+    a_layer = 64 + 16 + 16  # codes, a scale and padding, eight numbers in 16 bits
+    indexers = 16 * 2 if config is SPARSE else 0
+    assert token_bytes(config, torch.float16, "fp8") == config.num_layers * a_layer + indexers
+    cache = KVCache(config, 6, device=CPU, dtype=torch.float16, kv_dtype="fp8")
+    assert cache.kind == "fp8"
+    assert cache.block_bytes == BLOCK * token_bytes(config, torch.float16, "fp8")
+    cache.commit(6)
+    assert cache.block_bytes * 6 <= cache.nbytes
+    for keys, values, *scales in cache.layers:
+        assert keys.shape == (6, 1, BLOCK, a_layer)
+        assert keys.dtype == torch.float8_e4m3fn
+        assert values.data_ptr() == keys.data_ptr()
+        assert scales == [None, None]
+        assert not keys.view(torch.uint8).any()
+    for index, (keys, *_) in enumerate(cache.layers, start=1):
+        keys.view(torch.uint8).fill_(index)
+    other = KVCache(config, 6, device=CPU, dtype=torch.float16, kv_dtype="fp8")
+    other.commit(6)
+    other.store([4], cache.fetch([2]))
+    other.copy(4, 1)
+    for at in (1, 4):
+        assert (other.layers[1][0][at].view(torch.uint8) == 2).all()
+    assert not other.layers[1][0][3].view(torch.uint8).any()
+
+
+def test_a_plan_with_an_fp8_cache_has_room_for_more_tokens():
+    plain = plan_memory(FLASH, 20 * GB, max_num_seqs=1)
+    plan = plan_memory(FLASH, 20 * GB, max_num_seqs=1, kv_dtype="fp8")
+    assert plan.kv_dtype == "fp8"
+    assert 0 <= plan.parts["KV cache"] - (plan.pool_tokens + BLOCK) * 47 * 656 < 2**21
+    assert plan.pool_tokens > 1.3 * plain.pool_tokens
+    assert plan.total <= 20 * GB
+
+
 def test_the_plan_counts_latents_and_the_dequantized_projection():
     plan = plan_memory(FLASH, 24 * GB, max_num_seqs=1, max_model_len=60_000)
     tokens = plan.pool_tokens + BLOCK
@@ -102,14 +158,14 @@ def test_the_plan_counts_latents_and_the_dequantized_projection():
     assert plan.context == 60_000
 
 
-def test_no_plan_rounds_latents_to_eight_bits():
+def test_no_plan_rounds_latents_unasked():
     """Where grouped queries would get a cache of 8 bits, the embedding is moved instead."""
     limit = 18 * GB
     plan = plan_memory(FLASH, limit, max_num_seqs=1)
     assert plan.kv_dtype == "auto"
     assert plan.total <= limit
-    for kv_dtype in ("int8", "fp8", "int4"):
-        with pytest.raises(UsageError, match=rf"^kv_dtype is '{kv_dtype}': the latents .* give auto$"):
+    for kv_dtype in ("int8", "int4"):
+        with pytest.raises(UsageError, match=rf"^kv_dtype is '{kv_dtype}': the latents .* give auto or fp8$"):
             plan_memory(FLASH, limit, kv_dtype=kv_dtype)
 
 

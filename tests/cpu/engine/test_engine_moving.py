@@ -87,11 +87,11 @@ def test_answers_are_those_of_an_engine_that_stays(model, params, options):
         assert done.weights == sum(each.nbytes for each in model.parameters())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_and_a_quantized_model(family):
+@pytest.mark.parametrize(("family", "kv_dtype"), [*((family, "auto") for family in FAMILIES), ("sparse", "fp8")])
+def test_every_family_and_a_quantized_model(family, kv_dtype):
     model = random_model(FAMILIES[family], Scheme.parse("w4a16-g32"), "cpu", torch.float32)
-    answers, _, engine = moved(model, GREEDY, 10)
-    assert answers == stayed(model, GREEDY)
+    answers, _, engine = moved(model, GREEDY, 10, kv_dtype=kv_dtype)
+    assert answers == stayed(model, GREEDY, kv_dtype=kv_dtype)
     assert engine.model is not model
     ours = {each.data_ptr() for each in (*model.parameters(), *model.buffers()) if each.nbytes}
     assert not ours & {each.data_ptr() for each in (*engine.model.parameters(), *engine.model.buffers())}

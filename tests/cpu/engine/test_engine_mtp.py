@@ -77,11 +77,11 @@ def test_the_answers_are_those_without_it(model, params, options, kind):
     assert (stats.preemptions > 0) == ("cache_tokens" in options)
 
 
-@pytest.mark.parametrize("family", EXACT)
-def test_every_kind_of_attention(family):
+@pytest.mark.parametrize(("family", "kv_dtype"), [*((family, "auto") for family in EXACT), ("latent", "fp8")])
+def test_every_kind_of_attention(family, kv_dtype):
     model = predictable(EXACT[family])
-    expected, _ = answers(model, GREEDY)
-    found, stats = answers(model, GREEDY, speculation="mtp:3")
+    expected, _ = answers(model, GREEDY, kv_dtype=kv_dtype)
+    found, stats = answers(model, GREEDY, speculation="mtp:3", kv_dtype=kv_dtype)
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert stats.accepted > 0
 

@@ -12,7 +12,7 @@ from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
 from warpbus.models import load_model
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import QuantizedEmbedding, QuantizedLinear
 from warpbus.qtensor import QTensor, Scheme
 
 CPU = torch.device("cpu")
@@ -142,6 +142,24 @@ def test_packed_forms_of_gpu_kernels_stay_whole():
     assert packed.codes.count_nonzero() == 0
     offloadable.wake()
     assert torch.equal(layer.weight.codes(), codes.to(layer.weight.codes().dtype))
+
+
+def test_a_head_that_shares_a_packed_embedding_moves_once():
+    scheme = Scheme.parse("w8a16-g32")
+    codes, scales = torch.arange(48 * 64).view(48, 64) % 256, torch.rand(48, 2) + 0.5
+    packed = pack(QTensor.from_codes(scheme, codes, scales), torch.float16)
+    model = nn.ModuleDict(
+        {"embedding": QuantizedEmbedding(packed, dtype=torch.float16), "head": QuantizedLinear(packed)}
+    )
+    tokens = torch.tensor([[0, 47, 3]])
+    expected = model["embedding"](tokens)
+    offloadable = OffloadableModel(model)
+    assert model["embedding"].form is model["head"].form is packed
+    assert offloadable.nbytes < packed.nbytes + 3 * ALIGNMENT
+    offloadable.sleep()
+    offloadable.wake()
+    assert torch.equal(model["embedding"](tokens), expected)
+    assert torch.equal(model["head"].weight.codes(), codes.to(torch.uint8))
 
 
 class Shared(nn.Module):

@@ -27,6 +27,7 @@ from warpbus.qtensor import Scheme
 
 GB = 10**9
 W4 = Scheme.parse("w4a16-g128")
+W8 = Scheme.parse("w8a16-g128")
 SHAPE = SHAPES["chatglm2-6b"]
 CHATGLM2 = Stored.uniform(SHAPE, torch.float16, W4)
 
@@ -91,23 +92,58 @@ def test_what_is_read_of_the_cache_with_a_long_prompt_is_counted():
 
 
 def test_options_are_given_up_in_their_order():
-    """As memory shrinks: first the context, then the cache's dtype, the head's, and the embedding's place."""
+    """As memory shrinks: first the context, then the cache's dtype, the head's, the embedding's, and its place."""
     found = []
     for limit in range(int(6.5 * GB), int(4 * GB), -GB // 50):
         try:
             plan = plan_memory(CHATGLM2, limit)
         except UsageError:
             break
-        found.append((plan.kv_dtype != "auto", plan.head is not None, plan.embedding_on_cpu))
+        found.append(
+            (plan.kv_dtype != "auto", plan.head is not None, plan.embedding is not None, plan.embedding_on_cpu)
+        )
     assert list(dict.fromkeys(found)) == [
-        (False, False, False),
-        (True, False, False),
-        (True, True, False),
-        (True, True, True),
+        (False, False, False, False),
+        (True, False, False, False),
+        (True, True, False, False),
+        (True, True, True, False),
+        (True, True, False, True),
     ]
 
 
-def test_a_tied_head_is_rounded_only_with_the_embedding_elsewhere():
+def test_a_rounded_embedding_takes_half_of_its_bytes():
+    """With groups of 128: 8 bits a weight, and a scale of 16 bits a group."""
+    limit = next(limit for limit in range(6 * GB, 4 * GB, -GB // 50) if plan_memory(CHATGLM2, limit).embedding)
+    plan = plan_memory(CHATGLM2, limit)
+    assert str(plan.embedding) == "w8a16-g128"
+    assert plan.parts["embedding"] == plan.parts["head"] == 65024 * (4096 + 2 * 4096 // 128)
+    assert "embedding rounded to w8a16-g128" in plan.choices()
+    assert json.loads(json.dumps(plan.to_json()))["embedding"] == "w8a16-g128"
+
+
+def test_what_the_file_has_quantized_is_not_rounded():
+    quantized = CHATGLM2.quantized | {"embedding.weight": W4, "head.weight": W4}
+    stored = replace(CHATGLM2, quantized=quantized)
+    for limit in range(5 * GB, int(3.5 * GB), -GB // 20):
+        try:
+            plan = plan_memory(stored, limit)
+        except UsageError:
+            break
+        assert (plan.head, plan.embedding) == (None, None)
+        assert plan.parts["embedding"] in (0, stored.sizes["embedding.weight"])
+    assert plan.embedding_on_cpu
+    assert stored.sizes["embedding.weight"] < 65024 * 4096 * 0.6
+
+
+@pytest.mark.parametrize("seqs", [1, 16])
+def test_a_head_tied_to_a_quantized_embedding_takes_nothing_and_needs_no_library(seqs):
+    tied = Stored.uniform(replace(SHAPE, tie_embeddings=True), torch.float16, W4)
+    plan = plan_memory(replace(tied, quantized=tied.quantized | {"embedding.weight": W4}), 6 * GB, max_num_seqs=seqs)
+    assert plan.parts["head"] == 0
+    assert plan.parts["CUDA context and kernels"] == CONTEXT_BYTES
+
+
+def test_a_tied_head_is_rounded_with_the_embedding_and_is_one_matrix():
     tied = Stored.uniform(replace(SHAPE, tie_embeddings=True), torch.float16, W4)
     assert plan_memory(tied, 6 * GB).parts["head"] == 0
     plans = []
@@ -116,7 +152,9 @@ def test_a_tied_head_is_rounded_only_with_the_embedding_elsewhere():
             plans.append(plan_memory(tied, limit))
         except UsageError:
             break
-    assert {(plan.head is not None, plan.embedding_on_cpu) for plan in plans} == {(False, False), (True, True)}
+    assert {(plan.head, plan.embedding) for plan in plans} == {(None, None), (W8, W8)}
+    assert not any(plan.embedding_on_cpu or plan.parts["head"] for plan in plans)
+    assert plans[-1].parts["embedding"] == 65024 * (4096 + 2 * 4096 // 128)
 
 
 sizes = st.integers(min_value=4 * GB, max_value=80 * GB)

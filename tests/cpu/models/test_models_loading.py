@@ -14,7 +14,7 @@ from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureErro
 from warpbus.formats import Checkpoint, quantization_config, to_tensors
 from warpbus.models import Decoder, load_layer, load_model, quantized_parameters, read_config, tensor_map
 from warpbus.models.families import family_of
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import QuantizedEmbedding, QuantizedLinear
 from warpbus.qtensor import QTensor, Scheme
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
@@ -373,8 +373,13 @@ def test_quantized_embedding(tmp_path: Path) -> None:
     matrix = QTensor.from_codes(Scheme.parse("w4a16-g32"), torch.zeros(50, 64, dtype=torch.int64), torch.ones(50, 2))
     del packed["model.embed_tokens.weight"]
     packed.update(to_tensors("model.embed_tokens", matrix))
-    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight: only linear layers"):
-        load(write(tmp_path, config, packed))
+    model = load(write(tmp_path / "embedding", config, packed))
+    assert isinstance(model.embedding, QuantizedEmbedding)
+    assert torch.equal(model.embed(torch.tensor([0, 49])), torch.full((2, 64), -8.0))
+    del packed["model.norm.weight"]
+    packed.update({name: tensor.clone() for name, tensor in to_tensors("model.norm", matrix).items()})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: only linear layers"):
+        load(write(tmp_path / "norm", config, packed))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", None, 3, ["glm"]])

@@ -92,7 +92,8 @@ def test_drawing_a_model_stays_within_what_is_planned_for_torch(memory, without_
         model = random_model(
             *(config, SCHEME, GPU, HALF),
             head=plan.head,
-            embedding="cpu" if plan.embedding_on_cpu else None,
+            embedding=plan.embedding,
+            embedding_device="cpu" if plan.embedding_on_cpu else None,
             offloaded=plan.offloaded,
         )
         left = live.now()

@@ -1,5 +1,6 @@
 """Multi-head latent attention: what is read and refused, its two forms, and what is dequantized when it is loaded."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,17 @@ def test_loras_name_the_modules_of_the_file() -> None:
     assert found["model.layers.0.self_attn.q_a_proj"].start == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
-def test_caches_of_codes_are_refused(plain: Path, kv_dtype: str) -> None:
-    with pytest.raises(UsageError, match=rf"^kv_dtype is '{kv_dtype}': the latents .* give auto$"):
+def test_static_scales_of_a_cache_of_latents_are_refused(tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    directory, _ = write_quantized(tmp_path / "scaled", FLASH, "compressed-tensors", "w4a16-g32")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"kv_cache_scheme: not supported .* FP8 cache has scales of its own"):
+        loaded(directory)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_caches_of_integer_codes_are_refused(plain: Path, kv_dtype: str) -> None:
+    with pytest.raises(UsageError, match=rf"^kv_dtype is '{kv_dtype}': the latents .* give auto or fp8$"):
         Engine(loaded(plain), kv_dtype=kv_dtype)

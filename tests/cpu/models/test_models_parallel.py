@@ -29,7 +29,7 @@ from torch import Tensor
 from warpbus.dist import Group, Send, launch
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, Decoder, random_model
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import QuantizedEmbedding, QuantizedLinear
 from warpbus.models.layers.parallel import Parallel
 from warpbus.models.parallel import Part, Spans
 from warpbus.qtensor import Scheme
@@ -95,6 +95,16 @@ def test_logits_of_published_checkpoints_and_rounded_heads(tmp_path: Path) -> No
     tied = write_files(tmp_path / "tied", LLAMA, plain_tensors(LLAMA, torch.float32))
     for model in same_logits(tied, 2, head=Scheme.parse("w8a16-g32")):
         assert isinstance(model.head.part, QuantizedLinear)
+
+
+@pytest.mark.parametrize("values", [LLAMA, GLM4], ids=["tied", "untied"])
+def test_logits_of_rounded_embeddings(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Each process has the whole embedding, and its rows of a head that is tied to it."""
+    directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
+    for model in same_logits(directory, 3, embedding=Scheme.parse("w8a16-g32")):
+        assert isinstance(model.embedding, QuantizedEmbedding)
+        assert model.embedding.num_embeddings == model.config.vocab_size
+        assert isinstance(model.head.part, QuantizedLinear) == (values is LLAMA)
 
 
 def put_back(whole: Tensor, part: Tensor, spans: Spans) -> None:

@@ -198,7 +198,9 @@ def test_values_are_rounded_too(scheme):
 def test_a_head_may_be_rounded_and_the_embedding_elsewhere(tiny_model):
     checkpoint = Checkpoint(tiny_model)
     plain = load_model(checkpoint, device="cpu", dtype=torch.float32)
-    rounded = load_model(checkpoint, device="cpu", dtype=torch.float32, head=Scheme.parse("w8a16"), embedding="cpu")
+    rounded = load_model(
+        checkpoint, device="cpu", dtype=torch.float32, head=Scheme.parse("w8a16"), embedding_device="cpu"
+    )
     assert isinstance(rounded.head, QuantizedLinear)
     tokens = torch.arange(12)[None]
     expected = plain(tokens)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from dense_configs import with_traits
 
+from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.models import SHAPES, random_model
-from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers import QuantizedEmbedding, QuantizedLinear
 from warpbus.qtensor import Scheme
 
 SMALL = with_traits(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, head_dim=32)
@@ -54,6 +55,24 @@ def test_a_tied_head_is_the_embedding():
     assert isinstance(rounded, QuantizedLinear)
     assert rounded.scheme == scheme
     assert (rounded.weight.dequantize() - model.embedding.weight).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_an_embedding_may_be_rounded(tied):
+    config, scheme = replace(SMALL, tie_embeddings=tied), Scheme.parse("w8a16-g32")
+    plain = random_model(config, None, "cpu", torch.float32)
+    model = random_model(config, None, "cpu", torch.float32, embedding=scheme)
+    assert isinstance(model.embedding, QuantizedEmbedding)
+    assert torch.equal(
+        model.embed(TOKENS),
+        round_to_nearest(plain.embedding.weight, scheme, scale_dtype=torch.float32).dequantize()[TOKENS],
+    )
+    assert isinstance(model.head, QuantizedLinear) == tied
+    if tied:
+        assert torch.equal(model.head.weight.codes(), model.embedding.weight.codes())
+    expected = plain(TOKENS)
+    assert (model(TOKENS) - expected).norm() < 0.03 * expected.norm()
 
 
 @torch.no_grad()

@@ -139,6 +139,12 @@ def test_lora_of_some_linears_with_dropout(tiny_model: Path, tmp_path: Path, dat
         run(tiny_model, tmp_path / "other", data, replace(LORA, targets=("q_proj",)))
 
 
+def test_lora_on_a_base_with_a_quantized_embedding(tiny_model: Path, tmp_path: Path, data: Path) -> None:
+    quantize(tiny_model, tmp_path / "base", scheme="w4a16-g32", algorithm="rtn", device="cpu", embedding="w8a16-g32")
+    _, steps = run(tmp_path / "base", tmp_path / "out", data, LORA)
+    assert steps[-1].loss < 0.8 * steps[0].loss
+
+
 def test_lora_on_a_base_that_is_rounded_while_it_is_loaded(tiny_model: Path, tmp_path: Path, data: Path) -> None:
     _, steps = run(tiny_model, tmp_path / "out", data, replace(LORA, quantize="w4a16-g32"))
     assert steps[-1].loss < 0.8 * steps[0].loss

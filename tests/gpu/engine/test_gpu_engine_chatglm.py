@@ -133,7 +133,7 @@ def test_a_cache_of_codes(model, reference, kv_dtype, tolerance):
 
 @pytest.mark.parametrize("speculation", [0, 3])
 def test_the_embedding_may_lie_on_the_cpu(speculation):
-    model = model_of(embedding="cpu", head=Scheme.parse("w8a16"))
+    model = model_of(embedding_device="cpu", head=Scheme.parse("w8a16"))
     requests = answered(Engine(model, speculation=speculation))
     check(on_the_cpu(model), requests, 40, TOLERANCES[torch.float16])
 

@@ -5,6 +5,7 @@ In 16 bits rounding decides where two scores are equal: answers are compared wit
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from warpbus.engine.step import StepExecutor
 from warpbus.errors import NumericError, UsageError
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops import workspace
+from warpbus.models import random_model
 from warpbus.models.kv_scales import KVScales
 from warpbus.models.layers import CausalAttention
 from warpbus.qtensor import Scheme
@@ -299,11 +301,36 @@ def test_logprobs_are_the_models(model, speculation):
 
 @pytest.mark.parametrize("speculation", [0, 3])
 def test_the_embedding_may_lie_on_the_cpu(speculation):
-    model = model_of(embedding="cpu", head=Scheme.parse("w8a16"))
+    model = model_of(embedding_device="cpu", head=Scheme.parse("w8a16"))
     assert model.embedding.weight.device.type == "cpu"
     engine = Engine(model, speculation=speculation, max_num_batched_tokens=50)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 40), strict=True):
         assert_best(model, prompt, answer)
+
+
+@pytest.mark.parametrize("speculation", [0, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_the_embedding_may_be_rounded(where, tied, speculation):
+    """On the GPU it is looked up in graphs, and a tied head has the same tensors."""
+    config = replace(SMALL, tie_embeddings=tied)
+    model = random_model(config, W4, GPU, torch.float16, embedding=Scheme.parse("w8a16-g128"), embedding_device=where)
+    assert model.embedding.device == torch.device(where or GPU)
+    if tied:
+        assert (model.head.form is model.embedding.form) == (where is None)
+    engine = Engine(model, speculation=speculation, max_num_batched_tokens=50)
+    for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 40), strict=True):
+        assert_best(model, prompt, answer)
+
+
+def test_a_rounded_embedding_sleeps_and_wakes():
+    config = replace(SMALL, tie_embeddings=True)
+    model = random_model(config, W4, GPU, torch.float16, embedding=Scheme.parse("w8a16-g128"))
+    engine = Engine(model, offloadable=OffloadableModel(model))
+    expected = engine.decode(PROMPTS, 20)
+    engine.sleep()
+    engine.wake()
+    assert engine.decode(PROMPTS, 20) == expected
 
 
 def test_sleep_leaves_graphs_valid_and_no_memory():

@@ -8,6 +8,7 @@ from gpu_engine_models import GPU
 
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.errors import UsageError
 from warpbus.models import SHAPES, IndexerSpec, MLPSpec, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
@@ -62,6 +63,53 @@ def test_answers_are_those_of_the_model_alone(config, dtype, tolerance, max_num_
         assert (expected.amax(-1) - of_chosen).max() < 2 * tolerance
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [None, 50])
+@torch.no_grad()
+def test_answers_with_an_fp8_cache_are_close_to_those_of_the_model(max_num_batched_tokens):
+    """By decode kernels, and for prompts in chunks by gathered latents; together as alone."""
+    reference = random_model(LATENT, None, "cpu", torch.float32)
+    model = copied(reference, LATENT, torch.bfloat16)
+    engine = Engine(model, max_model_len=512, max_num_batched_tokens=max_num_batched_tokens, kv_dtype="fp8")
+    assert engine.kv_kind == "fp8"
+    requests = [request(prompt, tokens=20, params=GREEDY) for prompt in PROMPTS]
+    for each in requests:
+        engine.add(each)
+    while engine.has_work:
+        engine.step()
+    assert engine._instance.step._graphs is not None
+    for each in requests:
+        row = torch.tensor([[*each.prompt, *each.token_ids[:-1]]])
+        expected = reference(row)[0, len(each.prompt) - 1 :].log_softmax(-1)
+        of_chosen = expected.gather(1, torch.tensor(each.token_ids)[:, None])[:, 0]
+        found = torch.tensor([logprob.logprob for logprob in each.logprobs])
+        assert (found - of_chosen).abs().max() < 0.5
+        assert (expected.amax(-1) - of_chosen).max() < 1
+
+
+@torch.no_grad()
+def test_an_fp8_cache_is_the_same_on_cpu_and_gpu():
+    """The engine on the CPU rounds latents as the kernels do: logits differ by the rounding of activations."""
+    reference = random_model(LATENT, None, "cpu", torch.bfloat16)
+    on_gpu = copied(reference, LATENT, torch.bfloat16)
+    logprobs = []
+    for model in (reference, on_gpu):
+        each = request(PROMPTS[0], tokens=1, params=SamplingParams(temperature=0, logprobs=20))
+        engine = Engine(model, max_model_len=512, kv_dtype="fp8", max_num_batched_tokens=40)
+        engine.add(each)
+        while engine.has_work:
+            engine.step()
+        logprobs.append(dict(each.logprobs[0].top))
+    shared = set(logprobs[0]) & set(logprobs[1])
+    assert len(shared) > 10
+    assert max(abs(logprobs[0][token] - logprobs[1][token]) for token in shared) < 0.25
+
+
+@torch.no_grad()
+def test_an_fp8_cache_in_float32_is_refused():
+    with pytest.raises(UsageError, match=r"^kv_dtype is 'fp8', but there are no kernels for it for this model"):
+        Engine(random_model(LATENT, None, GPU, torch.float32), max_model_len=512, kv_dtype="fp8")
+
+
 @torch.no_grad()
 def test_a_quantized_model_generates_the_same_alone_and_together():
     model = random_model(LATENT, Scheme.parse("w4a16-g128"), GPU, torch.bfloat16)
@@ -74,7 +122,8 @@ def test_a_quantized_model_generates_the_same_alone_and_together():
 
 
 @pytest.mark.parametrize("config", [LATENT, SPARSE], ids=["latent", "sparse"])
-def test_steps_are_captured_in_graphs(config):
-    engine = Engine(random_model(config, None, GPU, torch.bfloat16), max_model_len=512)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_steps_are_captured_in_graphs(config, kv_dtype):
+    engine = Engine(random_model(config, None, GPU, torch.bfloat16), max_model_len=512, kv_dtype=kv_dtype)
     engine.decode(PROMPTS, 20)
     assert engine._instance.step._graphs is not None

@@ -151,7 +151,7 @@ def test_a_tied_head_moves_once():
 
 
 def test_an_embedding_on_the_cpu_stays_there():
-    model = random_model(with_traits(MIDDLE, num_layers=1), W4, GPU, torch.float16, embedding="cpu")
+    model = random_model(with_traits(MIDDLE, num_layers=1), W4, GPU, torch.float16, embedding_device="cpu")
     place = model.embedding.weight.data_ptr()
     expected = scores(model)
     offloadable = OffloadableModel(model)

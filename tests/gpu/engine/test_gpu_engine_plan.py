@@ -48,7 +48,8 @@ enforce(plan, device)
 note("context")
 where = "cpu" if plan.embedding_on_cpu else None
 model = random_model(
-    config, scheme, device, torch.float16, head=plan.head, embedding=where, offloaded=plan.offloaded
+    config, scheme, device, torch.float16, head=plan.head, embedding=plan.embedding, embedding_device=where,
+    offloaded=plan.offloaded,
 )
 note("weights")
 engine = Engine.planned(model, plan, max_num_seqs=seqs)

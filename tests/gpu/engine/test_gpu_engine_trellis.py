@@ -97,7 +97,9 @@ def test_the_plan_of_a_large_model_holds():
     enforce(plan, GPU)
     try:
         where = "cpu" if plan.embedding_on_cpu else None
-        model = random_model(config, W3, GPU, torch.float16, head=plan.head, embedding=where)
+        model = random_model(
+            config, W3, GPU, torch.float16, head=plan.head, embedding=plan.embedding, embedding_device=where
+        )
         layers = {name: size for name, size in stored.sizes.items() if name.startswith("layers.")}
         held = sum(each.nbytes for each in [*model.layers.parameters(), *model.layers.buffers()])
         assert held == sum(layers.values())

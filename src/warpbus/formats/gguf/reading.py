@@ -29,6 +29,7 @@ SCHEMES = {"Q4_0": Scheme(4, GROUP), "Q5_0": Scheme(5, GROUP), "Q8_0": Scheme(8,
 _CODES: dict[str, Callable[[Tensor], Tensor]] = {"Q4_0": q4_0_codes, "Q5_0": q5_0_codes, "Q8_0": q8_0_codes}
 _DEQUANTIZED = torch.float16
 _WEIGHT = ".weight"
+_ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 
 
@@ -42,7 +43,7 @@ def quantized_schemes(tensors: Mapping[str, SourceRows]) -> dict[str, Scheme]:
     own = {
         name.removesuffix(_WEIGHT): SCHEMES.get(rows.tensor.kind.name)
         for name, rows in tensors.items()
-        if name.endswith("proj.weight") or name == "lm_head.weight"
+        if name.endswith("proj.weight") or name in _ENDS
     }
     found = {}
     for name, scheme in own.items():

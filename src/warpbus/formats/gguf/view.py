@@ -17,7 +17,7 @@ from warpbus.formats.gguf.file import is_gguf, read_header
 from warpbus.formats.gguf.reading import WEIGHTS, quantized_schemes
 from warpbus.formats.gguf.vocabulary import stop_ids, vocabulary_files
 
-_VERSION = 2  # of what is written; a directory of another version is not used
+_VERSION = 3  # of what is written; a directory of another version is not used
 
 
 def directory_of(path: Path) -> Path:
@@ -53,10 +53,11 @@ def _make(directory: Path, file: Path) -> None:
         config["quantization_config"] = compressed_tensors.quantization_config(schemes, [])
         # By their names: some matrices of the file may not be quantized.
         groups = config["quantization_config"]["config_groups"].values()
-        named = {target for group in groups for target in group["targets"]}
+        named = {target for group in groups for target in group["targets"]} | {"model.embed_tokens"}
         for group in groups:
             if "Linear" in group["targets"]:
-                group["targets"] = [name for name in schemes if name not in named or name in group["targets"]]
+                others = [target for target in group["targets"] if target != "Linear"]
+                group["targets"] = [name for name in schemes if name not in named] + others
     files = vocabulary_files(keys)
     files["config.json"] = json.dumps(config, indent=2).encode()
     files["generation_config.json"] = json.dumps({"eos_token_id": stops}).encode()

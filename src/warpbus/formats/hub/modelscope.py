@@ -1,4 +1,5 @@
-"""Models of ModelScope, through its library `modelscope_hub` (the extra `modelscope`): cache, tokens, resume, SHA-256.
+"""Models of ModelScope, through its library `modelscope_hub` (the extra `modelscope`): cache, tokens, resume, SHA-256,
+uploads.
 
 The library keeps the files of a revision in one directory and replaces those that have changed; it draws its own
 progress bars.
@@ -7,18 +8,22 @@ progress bars.
 import importlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from warpbus.errors import DownloadError, UsageError
+from warpbus.errors import DownloadError, UploadError, UsageError, WarpbusError
 from warpbus.formats.files import check_space, storage_error
 from warpbus.formats.hub.names import ModelName
 from warpbus.formats.hub.needed import Progress, is_complete, is_plain
 
 _MODEL = "model"  # rather than a data set
+_ENDPOINT = "https://www.modelscope.cn"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def find_cached(name: ModelName) -> Path | None:
@@ -83,7 +88,7 @@ class ModelScopeRepository:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         """Let errors of the library, the network and the disk become ours."""
-        host = urlsplit(self._config.endpoint or "https://www.modelscope.cn").netloc
+        host = urlsplit(self._config.endpoint or _ENDPOINT).netloc
         try:
             yield
         except self._hub.FileDownloadError as error:
@@ -103,6 +108,75 @@ class ModelScopeRepository:
             ) from error
         except OSError as error:
             raise storage_error(Path(self._config.cache_dir), error, needed=0) from error
+
+
+def upload(
+    files: Mapping[str, Path | bytes], name: ModelName, *, private: bool, message: str, licence: str | None
+) -> str:
+    """Create the repository if there is none, and commit the files to its main branch; the address of its page.
+
+    Files of more than 64 KB are sent first, and not again if the hub has them. The library commits up to 256 files at
+    once.
+
+    Args:
+        files, private, message: as `pushing.push`.
+        licence: of a repository that is created.
+
+    Raises:
+        UsageError: the extra `modelscope` is not installed, there is no token, MODELSCOPE_ENDPOINT is not an address to
+            send it to, or a repository is to be created without a licence.
+        UploadError: the hub refuses, or cannot be reached.
+    """
+    hub = _library()
+    config = hub.HubConfig()
+    endpoint = config.endpoint or _ENDPOINT
+    host = urlsplit(endpoint)
+    if host.scheme != "https" and host.hostname not in _LOOPBACK:
+        raise UsageError(
+            f"MODELSCOPE_ENDPOINT is {endpoint}, where a token would be sent unencrypted: expected an address such as "
+            f"{_ENDPOINT}"
+        )
+    if not config.token:
+        raise UsageError(
+            "no ModelScope token was found: set MODELSCOPE_API_TOKEN to one with write permission, or run "
+            "`ms-hub login`"
+        )
+    api = hub.HubApi(config)
+    with tempfile.TemporaryDirectory(prefix="warpbus-push-") as folder, _translated_upload(hub, name, host.netloc):
+        for file, content in files.items():
+            if isinstance(content, bytes):
+                (Path(folder) / file).write_bytes(content)
+            else:
+                (Path(folder) / file).symlink_to(content.resolve())
+        if not api.repo_exists(name.repository, _MODEL):
+            if licence is None:
+                raise UsageError(
+                    f"{name}: the repository is created, for which ModelScope records a licence: name it with --license"
+                )
+            visibility = "private" if private else "public"
+            api.create_repo(name.repository, _MODEL, visibility=visibility, license=licence)
+        with redirect_stdout(sys.stderr):  # it prints what it did
+            api.upload_folder(name.repository, _MODEL, folder, commit_message=message, use_cache=False)
+    return f"{endpoint.rstrip('/')}/models/{name.repository}"
+
+
+@contextmanager
+def _translated_upload(hub: Any, name: ModelName, host: str) -> Iterator[None]:
+    """Let errors of the library and the network become ours."""
+    try:
+        yield
+    except WarpbusError:
+        raise
+    except (hub.AuthenticationError, hub.PermissionDeniedError, hub.NotExistError) as error:
+        raise UploadError(
+            f"{name}: {host} answers {error.status_code}: the token's account may not write there: check the name, and "
+            "that the token may write"
+        ) from error
+    except (hub.HubError, OSError, ValueError, RuntimeError) as error:
+        raise UploadError(
+            f"{name}: the upload to {host} failed ({_one_line(error)}): run the same command again; files that arrived "
+            "are not sent again"
+        ) from error
 
 
 def _library() -> Any:

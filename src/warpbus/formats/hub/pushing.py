@@ -1,4 +1,4 @@
-"""Uploading a model to Hugging Face, through `huggingface_hub`: one commit with all files, or none."""
+"""Uploading a model to Hugging Face, through `huggingface_hub`, in one commit with all files; or to ModelScope."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from huggingface_hub import constants, errors
 
 from warpbus.errors import CheckpointError, UploadError, UsageError, WarpbusError
 from warpbus.formats.hub.huggingface import TRANSPORT_ERROR, check_endpoint, hub_host, one_line
+from warpbus.formats.hub.modelscope import upload
 from warpbus.formats.hub.names import ModelName, parse_name
 from warpbus.formats.hub.needed import CONFIG, is_complete, is_index, shards, small_files, weights_file
 
@@ -20,13 +21,13 @@ class Pushed:
 
     Attributes:
         url: of its page.
-        commit: that has the files.
+        commit: that has the files; None where the hub does not tell it, as ModelScope.
         files: how many there are.
         nbytes: of all of them.
     """
 
     url: str
-    commit: str
+    commit: str | None
     files: int
     nbytes: int
 
@@ -34,8 +35,8 @@ class Pushed:
 def push_name(text: str) -> ModelName:
     """The repository that a text names. Raises UsageError if it is none, or not one to upload to."""
     name = parse_name(text, source=None if ":" in text else "huggingface")
-    if name is None or name.source != "huggingface":
-        raise UsageError(f"{text}: only to Hugging Face: expected OWNER/MODEL; ModelScope's own program is ms-hub")
+    if name is None:
+        raise UsageError(f"{text}: expected OWNER/MODEL, or modelscope:OWNER/MODEL")
     if name.revision is not None:
         raise UsageError(f"{text}: expected a name without a revision: the files become a commit of the main branch")
     return name
@@ -59,25 +60,31 @@ def model_files(directory: Path) -> dict[str, Path]:
     return {name: directory / name for name in sorted(set(chosen))}
 
 
-def push(files: Mapping[str, Path | bytes], name: ModelName, *, private: bool, message: str) -> Pushed:
+def push(
+    files: Mapping[str, Path | bytes], name: ModelName, *, private: bool, message: str, licence: str | None = None
+) -> Pushed:
     """Create the repository if there is none, and commit the files to its main branch. Other files there stay.
 
     Args:
         files: what to upload, by name.
         private: whether a repository that is created is private.
         message: of the commit.
+        licence: of a repository that is created on ModelScope, which asks for one.
 
     Raises:
-        UsageError: there is no token, or HF_ENDPOINT is not an address to send it to.
+        UsageError: there is no token, or HF_ENDPOINT is not an address to send it to; or see `modelscope.upload`.
         UploadError: the hub refuses, or cannot be reached; then nothing of the commit is there.
     """
+    sizes = [len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values()]
+    if name.source == "modelscope":
+        url = upload(files, name, private=private, message=message, licence=licence)
+        return Pushed(url, None, len(files), sum(sizes))
     check_endpoint()
     if huggingface_hub.get_token() is None:
         raise UsageError(
             "no Hugging Face token was found: set HF_TOKEN to one with write permission, or run `hf auth login`"
         )
     api = huggingface_hub.HfApi()
-    sizes = [len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values()]
     with _translated(name):
         api.create_repo(name.repository, private=private, exist_ok=True)
         done = api.create_commit(

@@ -122,17 +122,7 @@ def check_stored(
     Raises:
         TensorError: they are not.
     """
-    smallest, largest = _BLOCKS
-    if cache.dim() != 4:
-        raise TensorError(
-            f"{operator}: {name} has shape {list(cache.shape)}, expected [blocks, kv_heads, tokens of a block, "
-            "head_dim]: reshape it"
-        )
-    tokens = cache.shape[2]
-    if not smallest <= tokens <= largest or tokens & (tokens - 1):
-        raise TensorError(
-            f"{operator}: {name} has blocks of {tokens} tokens: give a power of two from {smallest} to {largest}"
-        )
+    check_blocks(operator, name, cache)
     if cache.dtype not in (dtype, *CODES) or cache.stride(-1) != 1:
         raise TensorError(
             f"{operator}: {name} is {cache.dtype} with strides {cache.stride()}: give {dtype}, torch.int8, "
@@ -149,6 +139,25 @@ def check_stored(
                 f"{operator}: {scales_name} has strides {scales.stride()} on {scales.device}: give 1 as the last one, "
                 f"on {cache.device}"
             )
+
+
+def check_blocks(operator: str, name: str, cache: Tensor) -> None:
+    """Check that a cache has four axes and blocks of a supported size.
+
+    Raises:
+        TensorError: it has not.
+    """
+    smallest, largest = _BLOCKS
+    if cache.dim() != 4:
+        raise TensorError(
+            f"{operator}: {name} has shape {list(cache.shape)}, expected [blocks, kv_heads, tokens of a block, "
+            "head_dim]: reshape it"
+        )
+    tokens = cache.shape[2]
+    if not smallest <= tokens <= largest or tokens & (tokens - 1):
+        raise TensorError(
+            f"{operator}: {name} has blocks of {tokens} tokens: give a power of two from {smallest} to {largest}"
+        )
 
 
 def _launch(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ Prompts expand the latents to keys and values of each head instead, behind `mla_
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -22,30 +23,26 @@ from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
-from warpbus.kernels.ops.cache import check_indices, check_stored
+from warpbus.kernels.ops.cache import CODES, check_indices
+from warpbus.kernels.ops.latent_cache import RANK, ROPE, check_even, check_latents, even
 from warpbus.kernels.ops.mla_plan import GROUP, HEADS, KEYS, WGMMA_KEYS, LatentDevice, other_bytes, plan, wgmma_bytes
 from warpbus.kernels.reference import mla as reference
+from warpbus.kernels.reference.latent_cache import LATENT_CODES
 from warpbus.kernels.units import unit
 
-_ROPE_AND_CACHE = per_dtype(
-    "mla/queries.cu",
-    "mla_rope_and_cache",
+_ROPE_AND_CACHE = Parameters(
     "ELEMENT* q, const ELEMENT* latent, const ELEMENT* norm, const float* table, const int* positions, "
-    "const long long* slots, ELEMENT* latents, ELEMENT* out, long long latent_stride, long long block_stride, "
-    "long long token_stride, int heads, int shift, int interleaved, float eps",
-    HALVES,
+    "const long long* slots, Cache* latents, ELEMENT* out, long long latent_stride, long long block_stride, "
+    "long long token_stride, int heads, int shift, int interleaved, float eps"
 )
-_QUERIES = per_dtype(
-    "mla/queries.cu",
-    "mla_queries",
+_QUERIES = Parameters(
     "const ELEMENT* q, const ELEMENT* latent, const ELEMENT* norm, const ELEMENT* kv_b, const float* table, "
-    "const int* positions, const long long* slots, ELEMENT* latents, ELEMENT* out, long long latent_stride, "
+    "const int* positions, const long long* slots, Cache* latents, ELEMENT* out, long long latent_stride, "
     "long long head_stride, long long block_stride, long long token_stride, int rows, int heads, int shift, "
-    "int interleaved, float eps",
-    HALVES,
+    "int interleaved, float eps"
 )
 _ATTENTION = Parameters(
-    "const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents, "
+    "const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents, "
     "const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride, "
     "long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads, int shift, "
     "int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale"
@@ -64,7 +61,7 @@ _COMBINE = per_dtype(
     "int parts, int part_keys, int group",
     HALVES,
 )
-_NOPE, _ROPE, _RANK = 192, 64, 512  # csrc/mla/shape.cuh
+_NOPE = 192  # csrc/mla/shape.cuh
 _ROWS = 16  # of a block of mla_queries and mla_outputs: kTile
 _QUERY_THREADS, _ATTENTION_THREADS, _OUTPUT_THREADS = 128, 256, 512
 _QUERY_COLUMNS = 64
@@ -97,8 +94,9 @@ def mla_queries(
         table: float32 `[positions, rope_dim]`: of each position the cosines in the first half, the sines in the second.
         positions: int32 `[b]`, rows of `table`. Not checked.
         slots: int64 `[b]`: block * B + token in the block, where a row's latent is stored. Not checked.
-        latents: the cache, `[blocks, 1, B, kv_rank + rope_dim]` in the dtype of `q`, B a power of two from 16 to 256;
-            any strides, the last one 1. Written in place.
+        latents: the cache, `[blocks, 1, B, kv_rank + rope_dim]` in the dtype of `q`, or `[blocks, 1, B,
+            token_bytes(...)]` in float8_e4m3fn (`reference.latent_cache`); B a power of two from 16 to 256; any
+            strides, the last one 1. Written in place.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rope_dim / 2).
 
     Returns:
@@ -140,7 +138,8 @@ def mla_rope_and_cache(
         latent, norm, table, positions, slots, latents, eps, interleaved: as of `mla_queries`.
 
     Returns:
-        The latents with their rotary keys as they are stored, `[t, kv_rank + rope_dim]`.
+        The latents with their rotary keys as they are read from the cache, `[t, kv_rank + rope_dim]` in the dtype of
+        `q`: of an FP8 cache codes times their scales.
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
@@ -176,8 +175,7 @@ def mla_attention(
             is not checked, since it would take the GPU's answer.
         blocks: int32 `[b, n]`, the last stride 1: the row's block table, position p is in block `blocks[row, p // B]`
             of the cache. Entries past a row's position are not used, whatever they are.
-        latents: the cache, `[blocks, 1, B, d]` in the dtype of `q`, B a power of two from 16 to 256; any strides, the
-            last one 1. What is past a row's position may be anything, also NaN.
+        latents: the cache, as of `mla_queries`. What is past a row's position may be anything, also NaN.
         kv_b: `[heads, nope_dim + value_dim, kv_rank]`, contiguous: of each head the projections to keys, then to
             values. The first `kv_rank` features of a key are its value.
         value_dim: features of a head's value.
@@ -202,19 +200,14 @@ def mla_attention(
     check_rank(name, 3, q=q, kv_b=kv_b)
     check_rank(name, 2, blocks=blocks)
     check_alike(name, q=q, kv_b=kv_b)
-    check_stored(name, "latents", latents, q.dtype, None, "scales")
     batch, heads, size = q.shape
-    if latents.shape[1] != 1 or latents.shape[3] != size or latents.device != q.device or latents.dtype != q.dtype:
-        raise TensorError(
-            f"{name}: latents have shape {list(latents.shape)} {latents.dtype} on {latents.device}: give [blocks, 1, "
-            f"tokens of a block, {size}] {q.dtype} on {q.device}, with the features of q"
-        )
     _check_kv_b(name, kv_b, heads)
     if kv_b.shape[2] > size:
         raise TensorError(
             f"{name}: kv_b has shape {list(kv_b.shape)} and q {list(q.shape)}: give queries of kv_rank + rope_dim "
             "features: what mla_queries gives"
         )
+    _check_cache(name, q, latents, kv_b.shape[2], size - kv_b.shape[2])
     one_each = {"positions": (batch,), "blocks": (batch, blocks.shape[1])}
     check_shape(name, one_each, f"one for each of the {batch} rows of q", positions=positions, blocks=blocks)
     check_indices(name, q.device, torch.int32, positions=positions, blocks=blocks)
@@ -249,7 +242,7 @@ def has_kernel(
     return (
         is_gpu(device)
         and dtype in HALVES
-        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, _ROPE, _RANK, 0)
+        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, ROPE, RANK, 0)
         and capabilities(architecture(device)).mma
     )
 
@@ -270,20 +263,22 @@ def _check_new(
     check_rank(name, 2, latent=latent, table=table)
     check_alike(name, q=q, latent=latent, norm=norm)
     check_alike(name, (torch.float32,), table=table)
-    check_stored(name, "latents", latents, q.dtype, None, "scales")
     batch, rope = len(q), table.shape[1]
     expected: dict[str, tuple[int, ...]] = {"latent": (batch, rank + rope), "norm": (rank,)}
-    expected["latents"] = (latents.shape[0], 1, latents.shape[2], rank + rope)
     why = f"latents of {rank} features, and a table of {rope} columns"
-    check_shape(name, expected, why, latent=latent, norm=norm, latents=latents)
-    if rope % 2 or latents.dtype != q.dtype:
-        raise TensorError(
-            f"{name}: table has {rope} columns, latents are {latents.dtype}: give an even number, and latents in "
-            f"{q.dtype}, the dtype of q"
-        )
+    check_shape(name, expected, why, latent=latent, norm=norm)
+    if rope % 2:
+        raise TensorError(f"{name}: table has {rope} columns: give an even number")
+    _check_cache(name, q, latents, rank, rope)
     check_shape(name, {"positions": (batch,), "slots": (batch,)}, "one per row", positions=positions, slots=slots)
     check_indices(name, q.device, torch.int32, positions=positions)
     check_indices(name, q.device, torch.int64, slots=slots)
+
+
+def _check_cache(name: str, q: Tensor, latents: Tensor, rank: int, rope: int) -> None:
+    check_latents(name, latents, q.dtype, rank, rope)
+    if latents.device != q.device:
+        raise TensorError(f"{name}: latents are on {latents.device} and q on {q.device}: move one with .to()")
 
 
 def _check_kv_b(name: str, kv_b: Tensor, heads: int) -> None:
@@ -301,12 +296,23 @@ def _device(device: torch.device) -> LatentDevice:
 
 
 @functools.cache
-def _attention_kernel(dtype: torch.dtype, heads: int, keys: int) -> Kernel:
+def _new_tokens_kernel(name: str, dtype: torch.dtype, code: int) -> Kernel:
+    declared = unit("mla/queries.cu", ELEMENT=ELEMENTS[dtype], CODE=code)
+    return declared.kernel(name, {"mla_queries": _QUERIES, "mla_rope_and_cache": _ROPE_AND_CACHE}[name])
+
+
+@functools.cache
+def _attention_kernel(dtype: torch.dtype, code: int, heads: int, keys: int) -> Kernel:
     source, needs, bytes_of = "mla/sm80_attention.cu", "sm_80", {"OTHER_BYTES": other_bytes(heads, keys)}
     if keys == WGMMA_KEYS:
         source, needs, bytes_of = "mla/sm90_attention.cu", "sm_90a", {"SHARED_BYTES": wgmma_bytes(heads)}
-    declared = unit(source, needs=needs, ELEMENT=ELEMENTS[dtype], HEADS=heads, KEYS=keys, **bytes_of)
+    declared = unit(source, needs=needs, ELEMENT=ELEMENTS[dtype], CODE=code, HEADS=heads, KEYS=keys, **bytes_of)
     return declared.kernel("mla_attention", _ATTENTION)
+
+
+def _code(latents: Tensor) -> int:
+    """The macro CODE: how a cache keeps latents."""
+    return CODES.get(latents.dtype, 0)
 
 
 def _launch_queries(
@@ -329,8 +335,8 @@ def _launch_queries(
     if batch == 0:
         return out
     tiles = -(-batch // _ROWS)
-    _QUERIES[q.dtype](
-        (heads * (_RANK // _QUERY_COLUMNS) + 1, tiles),
+    _new_tokens_kernel("mla_queries", q.dtype, _code(latents))(
+        (heads * (RANK // _QUERY_COLUMNS) + 1, tiles),
         _QUERY_THREADS,
         q=_contiguous(q),
         kv_b=kv_b,
@@ -367,7 +373,7 @@ def _launch_rope_and_cache(
         return out
     if q.data_ptr() % 16:
         raise TensorError(f"mla_rope_and_cache: q begins at {q.data_ptr():#x}: give one at a multiple of 16 bytes")
-    _ROPE_AND_CACHE[q.dtype](
+    _new_tokens_kernel("mla_rope_and_cache", q.dtype, _code(latents))(
         tokens,
         _QUERY_THREADS,
         q=q,
@@ -389,12 +395,8 @@ def _new_tokens(
     Raises:
         TensorError: the cache has tokens that kernels cannot write.
     """
-    if not _even(latents):
-        raise TensorError(
-            f"{name}: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a cache whose "
-            "tokens begin at multiples of 16 bytes"
-        )
-    if latent.stride(1) != 1 or not _even(latent):
+    check_even(name, latents)
+    if latent.stride(1) != 1 or not even(latent):
         latent = latent.clone(memory_format=torch.contiguous_format)
     return {
         "latent": latent,
@@ -429,21 +431,18 @@ def _launch_attention(
     out = q.new_empty(batch, heads, value_dim)
     if batch == 0:
         return out
-    if not _even(latents):
-        raise TensorError(
-            f"mla_attention: latents begin at {latents.data_ptr():#x} and have strides {latents.stride()}: give a "
-            "cache whose tokens begin at multiples of 16 bytes"
-        )
+    check_even("mla_attention", latents)
     # A copy is the kernel just ahead: what it writes is not ready.
     inputs_ready = inputs_ready and positions.is_contiguous() and blocks.stride(1) == 1
     blocks = blocks if blocks.stride(1) == 1 else blocks.contiguous()
     if selected is not None and selected.stride(1) != 1:
         selected = selected.contiguous()
-    cut = plan(batch, heads, limit, _device(q.device))
+    code = _code(latents)
+    cut = plan(batch, heads, limit, _device(q.device), coded=code != 0)
     part_values = torch.empty(batch * heads * cut.parts * rank, dtype=torch.float32, device=q.device)
     part_weights = torch.empty(batch * heads * cut.parts * 2, dtype=torch.float32, device=q.device)
     positions = positions.contiguous()
-    _attention_kernel(q.dtype, cut.heads, cut.keys)(
+    _attention_kernel(q.dtype, code, cut.heads, cut.keys)(
         (cut.blocks, cut.tiles, batch),
         _ATTENTION_THREADS,
         q=_contiguous(q),
@@ -504,11 +503,6 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone()
 
 
-def _even(tensor: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes."""
-    return aligned(tensor) and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
-
-
 _mla_queries = operator(
     "mla_queries(Tensor q, Tensor latent, Tensor norm, Tensor kv_b, Tensor table, Tensor positions, Tensor slots, "
     "Tensor(a!) latents, float eps, bool interleaved) -> Tensor",
@@ -531,7 +525,8 @@ _mla_attention = operator(
     fake=lambda q, positions, blocks, latents, kv_b, value_dim, *others: q.new_empty(*q.shape[:2], value_dim),
 )
 
-for _dtype in HALVES:
-    for _heads in HEADS:
-        for _chunk in (WGMMA_KEYS, *KEYS):
-            _attention_kernel(_dtype, _heads, _chunk)
+for _dtype, _stored in itertools.product(HALVES, (0, CODES[LATENT_CODES])):
+    for _name in ("mla_queries", "mla_rope_and_cache"):
+        _new_tokens_kernel(_name, _dtype, _stored)
+    for _heads, _chunk in itertools.product(HEADS, (WGMMA_KEYS, *KEYS)):
+        _attention_kernel(_dtype, _stored, _heads, _chunk)

@@ -16,7 +16,8 @@ GROUP = 8
 
 _KEY = 576  # features of a key: kKeyDim in csrc/mla/shape.cuh
 _ROW = _KEY + 8  # kRow in csrc/mla/sm80_attention.cu
-_WGMMA_STAGES, _STAGES = 2, (3, 5)
+_WGMMA_STAGES = 2
+_STAGES = {False: (3, 5), True: (2, 2)}  # at least, at most, with mma.sync: chunks of an FP8 cache wait in registers
 _WARPS = 8
 _MOST_UNITS = 64  # of a row
 _FINE, _UNIT = 16, 128  # up to so many units they have one chunk; beyond up to so many keys, until there are too many
@@ -63,9 +64,13 @@ class LatentPlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(rows: int, heads: int, limit: int, device: LatentDevice) -> LatentPlan:
-    """The cut that takes least time, of such the one with most blocks. Units and groups depend on `limit` alone."""
-    compiled, keys, stages, shared = _fitted(heads, device)
+def plan(rows: int, heads: int, limit: int, device: LatentDevice, *, coded: bool = False) -> LatentPlan:
+    """The cut that takes least time, of such the one with most blocks; units and groups depend on `limit` alone.
+
+    Args:
+        coded: the cache is in FP8.
+    """
+    compiled, keys, stages, shared = _fitted(heads, device, coded)
     tiles = -(-heads // compiled)
     tile_heads = -(-heads // tiles)
     chunks = -(-limit // keys)
@@ -87,16 +92,17 @@ def plan(rows: int, heads: int, limit: int, device: LatentDevice) -> LatentPlan:
     return min(cuts, key=lambda found: found[:2])[2]
 
 
-def _fitted(heads: int, device: LatentDevice) -> tuple[int, int, int, int]:
+def _fitted(heads: int, device: LatentDevice, coded: bool) -> tuple[int, int, int, int]:
     """Heads that a tile has at most, keys of a chunk, stages, and shared memory of a block."""
     if device.wgmma:
         most = HEADS[-1]
         return most, WGMMA_KEYS, _WGMMA_STAGES, wgmma_bytes(_compiled(-(-heads // -(-heads // most))))
+    fewest, largest = _STAGES[coded]
     for keys in KEYS:
         for most in reversed(HEADS):
             stage, others = 2 * keys * _ROW, other_bytes(_compiled(-(-heads // -(-heads // most))), keys)
-            stages = min(_STAGES[1], (device.shared - _RESERVED - others) // stage)
-            if most >= min(heads, HEADS[2]) and stages >= _STAGES[0]:
+            stages = min(largest, (device.shared - _RESERVED - others) // stage)
+            if most >= min(heads, HEADS[2]) and stages >= fewest:
                 return most, keys, stages, others + stages * stage
     raise UsageError(
         f"mla_attention: a multiprocessor has {device.shared} bytes of shared memory, too few: give a GPU since Ampere"

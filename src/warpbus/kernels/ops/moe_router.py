@@ -134,12 +134,14 @@ def _launch(
         "slots": slots,
         "counts": counts,
     }
+    # The kernel loads the norm and the bias before the kernels ahead have ended.
+    constant = all(each is None or each.is_contiguous() for each in (norm, bias))
     bias = None if bias is None else bias.contiguous()
     x, weight = x.contiguous(), weight.contiguous()
     norm = None if norm is None else norm.contiguous()
     if tokens == 0:
         return x.clone(), experts, weights
-    room = 4 * (2 * count + groups)
+    room = 4 * (2 * count + groups + top_k)  # bytes of shared memory per token
     if tokens <= _FEW_TOKENS and aligned(x, weight, *(() if norm is None else (norm,))):
         ranks = _RANKS if capabilities(architecture(x.device)).clusters and count >= _RANKS else 1
         normed = x.clone() if norm is None else torch.empty_like(x)
@@ -156,9 +158,9 @@ def _launch(
             hidden=hidden,
             eps=eps,
             **choice,
-            shared=hidden * x.element_size() + room,
+            shared=hidden * x.element_size() + room + 4 * count,
             cluster=ranks,
-            dependent=True,
+            dependent=constant,
         )
         return normed, experts, weights
     normed = x.clone() if norm is None else rms_norm(x, norm, eps)

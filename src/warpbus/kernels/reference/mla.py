@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.kernels.reference.attention import visible
-from warpbus.kernels.reference.cache import gather, write
+from warpbus.kernels.reference.latent_cache import read_latents, write_latents
 from warpbus.kernels.reference.norm import rms_norm
 from warpbus.kernels.reference.rope import rotate
 
@@ -42,14 +42,12 @@ def mla_rope_and_cache(
     eps: float,
     interleaved: bool,
 ) -> Tensor:
-    """Rotate queries in place; the new latents, which are written into the cache. See `ops.mla`."""
+    """Rotate queries in place; the new latents, as they are read from the cache. See `ops.mla`."""
     rank, angles = norm.numel(), table.index_select(0, positions)
     of_query = q[..., q.shape[2] - table.shape[1] :]
     of_query.copy_(rotate(of_query, angles, interleaved))
     rotated = rotate(latent[:, None, rank:], angles, interleaved)[:, 0]
-    stored = torch.cat((rms_norm(latent[:, :rank], norm, eps), rotated), dim=-1)
-    write(stored[:, None], slots, latents, None)
-    return stored
+    return write_latents(torch.cat((rms_norm(latent[:, :rank], norm, eps), rotated), dim=-1), rank, slots, latents)
 
 
 def mla_attention(
@@ -67,12 +65,13 @@ def mla_attention(
     if len(q) == 0:
         return q.new_empty(0, q.shape[1], value_dim)
     named, seen, begin = visible(positions, blocks, latents.shape[2], limit)
-    keys = gather(latents, None, named, q.dtype)
+    rank = kv_b.shape[2]
+    keys = read_latents(latents, named, rank, q.shape[2] - rank, q.dtype)
     keys[:, :, begin:].masked_fill_(~seen[:, None, begin:, None], 0.0)
     if selected is not None:
         seen = seen & selected[:, : seen.shape[1]]
     # The heads stand where torch has the tokens of one sequence: latents are read once for all.
     attended = F.scaled_dot_product_attention(
-        q[:, None], keys, keys[..., : kv_b.shape[2]], attn_mask=seen[:, None, None], scale=scale
+        q[:, None], keys, keys[..., :rank], attn_mask=seen[:, None, None], scale=scale
     )
     return torch.einsum("thr,hvr->thv", attended[:, 0], kv_b[:, -value_dim:]).contiguous()

@@ -1,5 +1,6 @@
-"""`wna16` in plain PyTorch: dequantize, then multiply."""
+"""`wna16` in plain PyTorch: dequantize, then multiply; or look rows up, then dequantize."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,3 +29,10 @@ def finish(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
     if activation == "swiglu":
         y = swiglu(y)
     return y if residual is None else residual + y
+
+
+def wna16_embedding(tokens: Tensor, weight: QTensor, dtype: torch.dtype) -> Tensor:
+    """The rows `tokens` of a matrix `[n, k]`, `[..., k]`, dequantized to `dtype`."""
+    if tokens.numel() == 0:
+        return torch.empty(*tokens.shape, weight.shape[1], dtype=dtype, device=weight.device)
+    return weight.take(tokens.flatten()).dequantize(dtype).view(*tokens.shape, -1)

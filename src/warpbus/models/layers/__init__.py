@@ -9,6 +9,7 @@ from warpbus.models.layers.attention import (
     FusedAttention,
     WholeAttention,
 )
+from warpbus.models.layers.embedding import QuantizedEmbedding
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
 from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear, RMSNorm, make_norm, project
@@ -28,6 +29,7 @@ __all__ = [
     "LayerNorm",
     "MoE",
     "Norm",
+    "QuantizedEmbedding",
     "QuantizedLinear",
     "RMSNorm",
     "Rotary",

@@ -72,8 +72,32 @@ __device__ __forceinline__ ptx::uint32 lower_bytes(ptx::uint32 codes, int upper)
     return __byte_perm(codes, upper, 0x4040 | First | Second << 8);
 }
 
-// int8: 0x6400 + u is the half 1024 + u, here with u = code + 128. e4m3: sign, exponent and mantissa move to their positions
-// in the half, and a multiplication by 2^8 corrects the bias of the exponent, also for subnormal numbers.
+// How e4m3 becomes an element: sign, exponent and mantissa move to their positions, `kShift` bits to the right, and a
+// multiplication by `kUnit`, 2^8 or 2^120, corrects the bias of the exponent, also for subnormal numbers.
+template <typename T>
+struct E4m3;
+template <>
+struct E4m3<__half> {
+    static constexpr int kShift = 1;
+    static constexpr ptx::uint32 kMask = 0x3F803F80;
+    static constexpr ptx::uint32 kUnit = 0x5C005C00;
+};
+template <>
+struct E4m3<__nv_bfloat16> {
+    static constexpr int kShift = 4;
+    static constexpr ptx::uint32 kMask = 0x07F007F0;
+    static constexpr ptx::uint32 kUnit = 0x7B807B80;
+};
+
+// Bytes `First` and `Second` of `codes`, e4m3, as a pair of elements times `factor`, a pair of scales times kUnit.
+template <typename T, int First, int Second>
+__device__ __forceinline__ ptx::uint32 scaled_e4m3(ptx::uint32 codes, ptx::uint32 factor) {
+    const ptx::uint32 wide = upper_bytes<First, Second>(codes);
+    const ptx::uint32 small = (wide & 0x80008000) | (wide >> E4m3<T>::kShift & E4m3<T>::kMask);
+    return as_bits(__hmul2(as_pair<PairOf<T>>(small), as_pair<PairOf<T>>(factor)));
+}
+
+// int8: 0x6400 + u is the half 1024 + u, here with u = code + 128.
 template <typename T, int Code, int First, int Second>
 struct Dequantizer;
 
@@ -84,14 +108,11 @@ struct Dequantizer<__half, Code, First, Second> {
             const ptx::uint32 shifted = lower_bytes<First, Second>(codes ^ 0x80808080, 0x64);
             return as_bits(__hsub2(as_pair<__half2>(shifted), as_pair<__half2>(0x64806480)));
         }
-        const ptx::uint32 wide = upper_bytes<First, Second>(codes);
-        const ptx::uint32 small = (wide & 0x80008000) | (wide >> 1 & 0x3F803F80);
-        return as_bits(__hmul2(as_pair<__half2>(small), as_pair<__half2>(0x5C005C00)));
+        return scaled_e4m3<__half, First, Second>(codes, E4m3<__half>::kUnit);
     }
 };
 
 // int8: the mantissa has 7 bits, so the value is 128 + (the lower 7 bits) minus 128, or minus 256 if the code is negative.
-// e4m3 as above, with 2^120.
 template <int Code, int First, int Second>
 struct Dequantizer<__nv_bfloat16, Code, First, Second> {
     static __device__ __forceinline__ ptx::uint32 of(ptx::uint32 codes) {
@@ -100,9 +121,7 @@ struct Dequantizer<__nv_bfloat16, Code, First, Second> {
             const ptx::uint32 subtrahend = wide & 0xFF80FF80;
             return as_bits(__hsub2(as_pair<__nv_bfloat162>(wide & 0xFF7FFF7F), as_pair<__nv_bfloat162>(subtrahend)));
         }
-        const ptx::uint32 wide = upper_bytes<First, Second>(codes);
-        const ptx::uint32 small = (wide & 0x80008000) | (wide >> 4 & 0x07F007F0);
-        return as_bits(__hmul2(as_pair<__nv_bfloat162>(small), as_pair<__nv_bfloat162>(0x7B807B80)));
+        return scaled_e4m3<__nv_bfloat16, First, Second>(codes, E4m3<__nv_bfloat16>::kUnit);
     }
 };
 

@@ -12,17 +12,18 @@
 //   kv_b       [heads, head_stride / kRank, kRank] ELEMENT; of each head the first kNope rows are of_keys
 //   table      float [positions, kRope]: for each position kRope / 2 cosines, then as many sines
 //   positions  int [rows]; slots long long [rows]: block << shift | token in the block
-//   latents    [blocks, 1 << shift, kKeyDim] ELEMENT, the cache; strides of blocks and tokens in elements
+//   latents    [blocks, 1 << shift, a token], the cache, see mla/latents.cuh; strides of blocks and tokens in ELEMENT or,
+//              in FP8, in bytes
 //   out        [rows, heads, kKeyDim] ELEMENT, contiguous
-//   All begin at multiples of 16 bytes, strides are multiples of 8 elements.
+//   All begin at multiples of 16 bytes, strides are multiples of 16 bytes.
 //
-// Macro ELEMENT: __half or __nv_bfloat16.
+// Macros: ELEMENT, __half or __nv_bfloat16; CODE, the CacheCode of the cache.
 // Grid: (heads * kParts + 1, tiles of kTile rows), 128 threads. A block has kColumns features of the latent in one head,
 // whose weights it fetches before the previous kernel has ended; the first of a head rotates too. The last block of a tile
 // norms and stores the latents. Dynamic shared memory: Memory.
 #include "attention/rope.cuh"
 #include "common/tile.cuh"
-#include "mla/shape.cuh"
+#include "mla/latents.cuh"
 
 constexpr int kTile = 16;     // rows of a block
 constexpr int kColumns = 64;  // features of the latent of a block
@@ -44,9 +45,32 @@ __device__ __forceinline__ unsigned int rotated(const ELEMENT* head, int dim, co
     return pack_pair<ELEMENT>(x.x, x.y);
 }
 
-// Norm a latent, rotate its key, and store both at `to`, and at `copy` unless it is null. One warp calls it.
-__device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMENT* norm, const float* angles,
-                                             ELEMENT* to, ELEMENT* copy, float eps, bool interleaved) {
+// Round eight features of a latent to codes, with the scale of their group, which 16 lanes have; the scale goes to `scale`.
+// The piece becomes what the codes stand for. All lanes of a warp call it.
+__device__ __forceinline__ uint2 round_piece(Vector16<ELEMENT>& piece, float& scale) {
+    unsigned int largest = 0;  // magnitudes have the order of their bits, and NaN is above all of them
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) largest = max(largest, __float_as_uint(fabsf(to_float(piece.element[j]))));
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+    const float ratio = fminf(fmaxf(__uint_as_float(largest) / largest_code(kFp8), 0x1p-24f), 0x1p7f);
+    scale = __uint_as_float((__float_as_uint(ratio) + 0x7FFFFF) & 0xFF800000);  // up to the next power of two
+    if (largest > 0x7F800000) scale = __uint_as_float(largest);                  // NaN
+    const float inverse = 1.0f / scale;  // exact
+    uint2 codes = {};
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+        unsigned int& word = j < 4 ? codes.x : codes.y;
+        word |= to_e4m3(to_float(piece.element[j]) * inverse) << j % 4 * 8;
+    }
+    *reinterpret_cast<uint4*>(&piece) = eight_elements(codes, e4m3_factor(scale));
+    return codes;
+}
+
+// Norm a latent, rotate its key, and store both at `to`, and as they are read from there at `copy`, unless it is null. One
+// warp calls it.
+__device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMENT* norm, const float* angles, Cache* to,
+                                             ELEMENT* copy, float eps, bool interleaved) {
     constexpr int kPieces = kRank / (32 * kChunk);
     const int lane = threadIdx.x % 32;
     Vector16<ELEMENT> pieces[kPieces];
@@ -72,11 +96,17 @@ __device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMEN
             const ELEMENT normed = from_float<ELEMENT>(to_float(pieces[i].element[j]) * factor);
             pieces[i].element[j] = from_float<ELEMENT>(to_float(normed) * to_float(scale.element[j]));
         }
-        *reinterpret_cast<Vector16<ELEMENT>*>(to + dim) = pieces[i];
+        if constexpr (kCoded) {
+            float group_scale;
+            *reinterpret_cast<uint2*>(to + dim) = round_piece(pieces[i], group_scale);
+            if (lane % 16 == 0) reinterpret_cast<float*>(to + kScalesAt)[2 * i + lane / 16] = group_scale;
+        } else {
+            *reinterpret_cast<Vector16<ELEMENT>*>(to + dim) = pieces[i];
+        }
         if (copy != nullptr) *reinterpret_cast<Vector16<ELEMENT>*>(copy + dim) = pieces[i];
     }
     const unsigned int key = rotated(latent + kRank, 2 * lane, angles, interleaved);
-    *reinterpret_cast<unsigned int*>(to + kRank + 2 * lane) = key;
+    reinterpret_cast<unsigned int*>(to + (kCoded ? kRotaryAt : kRank))[lane] = key;
     if (copy != nullptr) *reinterpret_cast<unsigned int*>(copy + kRank + 2 * lane) = key;
 }
 
@@ -84,7 +114,7 @@ __device__ __forceinline__ void store_latent(const ELEMENT* latent, const ELEMEN
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     mla_queries(const ELEMENT* q, const ELEMENT* latent, const ELEMENT* __restrict__ norm,
                 const ELEMENT* __restrict__ kv_b, const float* table, const int* positions, const long long* slots,
-                ELEMENT* latents, ELEMENT* out, long long latent_stride, long long head_stride, long long block_stride,
+                Cache* latents, ELEMENT* out, long long latent_stride, long long head_stride, long long block_stride,
                 long long token_stride, int rows, int heads, int shift, int interleaved, float eps) {
     extern __shared__ __align__(128) unsigned char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
@@ -108,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     if (!absorbs) {
         for (int row = first_row + warp; row < first_row + count; row += kWarps) {
             const long long slot = slots[row];
-            ELEMENT* to = latents + (slot >> shift) * block_stride + (slot & ((1 << shift) - 1)) * token_stride;
+            Cache* to = latents + (slot >> shift) * block_stride + (slot & ((1 << shift) - 1)) * token_stride;
             store_latent(latent + row * latent_stride, norm, table + static_cast<long long>(positions[row]) * kRope, to,
                          nullptr, eps, interleaved);
         }
@@ -157,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
 // [rows, kKeyDim] contiguous. Everything else as above. Grid: rows; 128 threads.
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_rope_and_cache(ELEMENT* q, const ELEMENT* latent, const ELEMENT* __restrict__ norm, const float* table,
-                       const int* positions, const long long* slots, ELEMENT* latents, ELEMENT* out,
+                       const int* positions, const long long* slots, Cache* latents, ELEMENT* out,
                        long long latent_stride, long long block_stride, long long token_stride, int heads, int shift,
                        int interleaved, float eps) {
     const long long row = blockIdx.x;
@@ -169,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const float* angles = table + static_cast<long long>(positions[row]) * kRope;
     if (warp == 0) {
         const long long slot = slots[row];
-        ELEMENT* to = latents + (slot >> shift) * block_stride + (slot & ((1 << shift) - 1)) * token_stride;
+        Cache* to = latents + (slot >> shift) * block_stride + (slot & ((1 << shift) - 1)) * token_stride;
         store_latent(latent + row * latent_stride, norm, angles, to, out + row * kKeyDim, eps, interleaved);
         return;
     }

@@ -8,8 +8,8 @@
 //   q            [rows, heads, kKeyDim] ELEMENT, contiguous
 //   positions    int [rows]
 //   block_table  int [rows, n], the last stride 1: key p of a row is in block block_table[row, p >> shift] of the cache
-//   latents      [blocks, 1 << shift, kKeyDim] ELEMENT; strides of blocks and tokens in elements, multiples of 8; all
-//                begins at multiples of 16 bytes; shift is at least 4
+//   latents      [blocks, 1 << shift, a token], see mla/latents.cuh; strides of blocks and tokens in ELEMENT or, in FP8, in
+//                bytes, multiples of 16 bytes; all begins at multiples of 16 bytes; shift is at least 4
 //   selected     bool [rows, n], rows `selected_stride` apart: keys that a row attends to; null: all
 //   part_values, part_weights  float [rows, heads, parts, kRank], float2 [rows, heads, parts]: see attention/combine.cuh.
 //                Only parts with keys up to the position are written.
@@ -20,11 +20,13 @@
 //
 // Macros
 //   ELEMENT  __half or __nv_bfloat16
+//   CODE     the CacheCode of the cache: kElement or kFp8
 //   HEADS    8, 16, 24 or 32: heads of a tile, rounded up
 //   KEYS     32, or 16 where shared memory is small: keys of a chunk
 //   OTHER_BYTES  of shared memory, as the host asks for it: of all that is no stage
 //
-// Grid: (blocks of a row, tiles of heads, rows), 256 threads. Dynamic shared memory: Memory and `stages` (3 to 5) chunks.
+// Grid: (blocks of a row, tiles of heads, rows), 256 threads. Dynamic shared memory: Memory and `stages` chunks: 3 to
+// 5, of FP8 2.
 //
 // Algorithm. The keys of a chunk are the rows of a matrix product and the heads its columns, so that a tile of 20
 // heads takes 24 columns and a key is read once for all of them. Chunks come by cp.async in `stages` stages. Warps share
@@ -32,7 +34,9 @@
 // products with values by features. The last and the first step are one for two chunks, so that a chunk takes two
 // barriers. Exponents are integers and additions form one tree: units one after another to groups, groups one after
 // another to a row. Where a part is a group, its block adds up the units; otherwise mla/outputs.cu does. So the result
-// does not depend on what a block has, and that of a row not on the batch around it.
+// does not depend on what a block has, and that of a row not on the batch around it. Chunks of an FP8 cache come by way of
+// registers: a chunk is written as elements while the keys of the one before it are weighed, and the registers are loaded
+// again for the next one.
 #include "common/ptx.cuh"
 #include "mla/sums.cuh"
 
@@ -167,7 +171,7 @@ __device__ __forceinline__ void multiply_values(Sums& sums, const Memory& memory
 
 // The previous kernel may write q, positions, block_table and latents: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents,
+    mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents,
                   const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
                   long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads,
                   int shift, int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts,
@@ -206,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const auto begin_chunk = [&](int chunk, int index, int last) {
         if (chunk < chunks) {
             const int first = first_key + chunk * KEYS + warp * kRows;
-            const ELEMENT* from = latents + ahead * block_stride + (first & mask) * token_stride + lane * kChunk;
+            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride + lane * kChunk;
             const ptx::uint32 to = ptx::shared_address(stage0 + index * kStage + warp * kRows * kRow + lane * kChunk);
             look_ahead(chunk + 1);
             if (first + kRows <= last) {
@@ -220,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 for (int i = 0; i < kRows; ++i) {  // zeros past the position, whatever the memory holds
                     const int valid = first + i < last ? 16 : 0;
                     if (first + i == position && valid == 0) continue;
-                    const ELEMENT* piece = valid == 0 ? latents : from + i * token_stride;
+                    const Cache* piece = valid == 0 ? latents : from + i * token_stride;
                     ptx::cp_async_16(to + 2 * i * kRow, piece, valid);
                     ptx::cp_async_16(to + 2 * (i * kRow + 32 * kChunk), valid == 0 ? piece : piece + 32 * kChunk, valid);
                 }
@@ -228,21 +232,53 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const int row = lane / 8;
             if (row < kRows && (first + row != position || position < last)) {
                 const int valid = first + row < last ? 16 : 0, skip = 64 - 8 * row;  // pieces; `to` is at piece `lane`
-                const ELEMENT* piece = valid == 0 ? latents : from + row * token_stride + skip * kChunk;
+                const Cache* piece = valid == 0 ? latents : from + row * token_stride + skip * kChunk;
                 ptx::cp_async_16(to + 2 * (row * kRow + skip * kChunk), piece, valid);
             }
         }
         ptx::cp_async_commit();
     };
-    // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
-    const int late = inputs_ready && first_key + (stages - 1) * KEYS > position ? position : -1;
+    // Of an FP8 cache: the warp's keys of a chunk, on their way.
+    CodedTokens<kRows> coming;
+    const auto load = [&](int chunk) {
+        if (chunk < chunks) {
+            const int first = first_key + chunk * KEYS + warp * kRows;
+            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride;
+            coming.load(reinterpret_cast<const unsigned char*>(from), token_stride, position + 1 - first);
+            look_ahead(chunk + 1);
+        }
+    };
+    const auto store = [&](int chunk, int index) {
+        if (chunk < chunks) {
+            ELEMENT* to = stage0 + index * kStage + warp * kRows * kRow;
+            coming.store(kRows, [&](int token, int piece) {
+                return reinterpret_cast<uint4*>(to + token * kRow + piece * kChunk);
+            });
+        }
+    };
     look_ahead(0);
-    for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);
-    if (inputs_ready) ptx::griddepcontrol_wait();
-    if (late >= first_key && threadIdx.x < kPieces) {
-        const ELEMENT* from = latents + row_table[late >> shift] * block_stride + (late & mask) * token_stride;
-        *reinterpret_cast<uint4*>(stage0 + (late - first_key) * kRow + threadIdx.x * kChunk) =
-            *reinterpret_cast<const uint4*>(from + threadIdx.x * kChunk);
+    if constexpr (kCoded) {
+        load(0);
+        if (inputs_ready) {
+            ptx::griddepcontrol_wait();
+            const int own_first = first_key + warp * kRows;
+            if (own_first <= position && position < own_first + kRows) {  // the previous kernel's output: load it again
+                look_ahead(0);
+                load(0);
+            }
+        }
+        store(0, 0);
+        load(1);
+    } else {
+        // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
+        const int late = inputs_ready && first_key + (stages - 1) * KEYS > position ? position : -1;
+        for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);
+        if (inputs_ready) ptx::griddepcontrol_wait();
+        if (late >= first_key && threadIdx.x < kPieces) {
+            const Cache* from = latents + row_table[late >> shift] * block_stride + (late & mask) * token_stride;
+            *reinterpret_cast<uint4*>(stage0 + (late - first_key) * kRow + threadIdx.x * kChunk) =
+                *reinterpret_cast<const uint4*>(from + threadIdx.x * kChunk);
+        }
     }
 
     const ELEMENT* own = q + (row * heads + first_head) * kKeyDim;
@@ -263,20 +299,29 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Progress progress(chunks_per_unit, units_per_part);
     long long part = (row * heads + first_head) * parts + blockIdx.x * parts_per_block;  // of the first head
 
-    ptx::cp_async_wait(stages - 2);
+    // Of two stages, the one that is not read gets chunk `chunk`; of more, the next ones are on their way.
+    const auto prepare = [&](int chunk, int index) {
+        if constexpr (kCoded) {
+            store(chunk, index);
+            load(chunk + 1);
+        } else {
+            ptx::cp_async_wait(stages - 3);
+        }
+    };
+    if constexpr (!kCoded) ptx::cp_async_wait(stages - 2);
     __syncthreads();
     multiply_keys(memory, stage0);
     __syncthreads();
     bool ends = progress.ends_unit(chunks == 1);
     weigh(running, memory, seen(0), scale, ends);
-    ptx::cp_async_wait(stages - 3);
+    prepare(1, 1);
     __syncthreads();
     int index = 0;  // of the chunk's stage
     // Here the chunk's weights and the next one's keys are there, and the stage of the one before is free.
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const int next = index + 1 == stages ? 0 : index + 1;
         const bool last = chunk + 1 == chunks;
-        begin_chunk(chunk + stages - 1, index == 0 ? stages - 1 : index - 1, position + 1);
+        if constexpr (!kCoded) begin_chunk(chunk + stages - 1, index == 0 ? stages - 1 : index - 1, position + 1);
         keep_unit(unit, memory.factors);
         multiply_values(unit, memory, stage0 + index * kStage);
         if (ends) {
@@ -289,11 +334,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         if (last) break;
         multiply_keys(memory, stage0 + next * kStage);
-        index = next;
         __syncthreads();
         ends = progress.ends_unit(chunk + 2 == chunks);
         weigh(running, memory, seen(chunk + 1), scale, ends);
-        ptx::cp_async_wait(stages - 3);
+        prepare(chunk + 2, index);
+        index = next;
         __syncthreads();
     }
 }

@@ -8,7 +8,9 @@
 // Algorithm. A chunk lies in shared memory as nine boxes of 64 features, each with the 128-byte swizzle, which wgmma
 // reads in place: as rows of features for the products with queries, and transposed for those with weights. Two
 // warpgroups share the former by features, the latter by features too. While one chunk is worked on, the next one is
-// copied; a chunk's place is filled again as soon as its products with weights are done.
+// copied; a chunk's place is filled again as soon as its products with weights are done. Chunks of an FP8 cache come by way
+// of registers: half of the next chunk is written as elements while the products with queries run, the other half while
+// those with weights do, and the registers of each half are loaded again for the chunk after the next.
 #include "common/tile.cuh"
 #include "common/wgmma.cuh"
 #include "mla/sums.cuh"
@@ -84,7 +86,7 @@ __device__ __forceinline__ void weigh(Running& running, Memory& memory, const bo
 
 // The previous kernel may write q, positions, block_table and latents: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const ELEMENT* latents,
+    mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents,
                   const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
                   long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads,
                   int shift, int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts,
@@ -124,13 +126,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const auto begin_chunk = [&](int chunk, int stage, int end) {
         if (chunk < chunks) {
             const int first = first_key + chunk * KEYS + warp * kRows;
-            const ELEMENT* from = latents + ahead * block_stride + (first & mask) * token_stride;
+            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride;
             look_ahead(chunk + 1);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const int valid = first + i < end ? 16 : 0;
                 if (valid == 0 && first + i == position) continue;
-                const ELEMENT* piece = valid == 0 ? latents : from + i * token_stride;
+                const Cache* piece = valid == 0 ? latents : from + i * token_stride;
                 ptx::cp_async_16(place(stage, i, lane), piece + lane * kChunk, valid);
                 ptx::cp_async_16(place(stage, i, lane + 32), piece + (lane + 32) * kChunk, valid);
             }
@@ -139,23 +141,60 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 const int i = 4 * j + lane / 8;
                 const int valid = first + i < end ? 16 : 0;
                 if (valid == 0 && first + i == position) continue;
-                const ELEMENT* piece = valid == 0 ? latents : from + i * token_stride;
+                const Cache* piece = valid == 0 ? latents : from + i * token_stride;
                 ptx::cp_async_16(place(stage, i, 64 + lane % 8), piece + (64 + lane % 8) * kChunk, valid);
             }
         }
         ptx::cp_async_commit();
     };
-    // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
-    const int late = inputs_ready && first_key + kStages * KEYS > position ? position : -1;
+    // Of an FP8 cache: half `half` of the warp's keys of a chunk, on its way.
+    CodedTokens<kRows / 2> coming[2];
+    const auto load = [&](int chunk, int half) {
+        if (chunk < chunks) {
+            const int first = first_key + chunk * KEYS + warp * kRows + half * (kRows / 2);
+            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride;
+            coming[half].load(reinterpret_cast<const unsigned char*>(from), token_stride, position + 1 - first);
+            if (half == 1) look_ahead(chunk + 1);
+        }
+    };
+    const auto store = [&](int chunk, int half) {
+        if (chunk < chunks) {
+            coming[half].store(kRows / 2, [&](int token, int piece) {
+                const int inside = warp * kRows + half * (kRows / 2) + token;
+                ELEMENT* box = memory.keys[chunk % kStages][piece / 8];
+                return reinterpret_cast<uint4*>(box + chunk_offset<kBox>(inside, piece % 8));
+            });
+        }
+    };
     look_ahead(0);
+    if constexpr (kCoded) {
+        load(0, 0);
+        load(0, 1);
+        if (inputs_ready) {
+            ptx::griddepcontrol_wait();
+            const int own_first = first_key + warp * kRows;
+            if (own_first <= position && position < own_first + kRows) {  // the previous kernel's output: load it again
+                look_ahead(0);
+                load(0, 0);
+                load(0, 1);
+            }
+        }
+        store(0, 0);
+        load(1, 0);
+        store(0, 1);
+        load(1, 1);
+    } else {
+        // The key at the position is an output of the previous kernel. If its chunk is one of the first, it comes by itself.
+        const int late = inputs_ready && first_key + kStages * KEYS > position ? position : -1;
 #pragma unroll
-    for (int chunk = 0; chunk < kStages; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);
-    if (inputs_ready) ptx::griddepcontrol_wait();
-    if (late >= 0 && threadIdx.x < kKeyDim / kChunk) {
-        const ELEMENT* from = latents + row_table[late >> shift] * block_stride + (late & mask) * token_stride;
-        const int inside = (late - first_key) % KEYS, piece = threadIdx.x;
-        ELEMENT* to = memory.keys[(late - first_key) / KEYS][piece / 8] + chunk_offset<kBox>(inside, piece % 8);
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from + piece * kChunk);
+        for (int chunk = 0; chunk < kStages; ++chunk) begin_chunk(chunk, chunk, late < 0 ? position + 1 : position);
+        if (inputs_ready) ptx::griddepcontrol_wait();
+        if (late >= 0 && threadIdx.x < kKeyDim / kChunk) {
+            const Cache* from = latents + row_table[late >> shift] * block_stride + (late & mask) * token_stride;
+            const int inside = (late - first_key) % KEYS, piece = threadIdx.x;
+            ELEMENT* to = memory.keys[(late - first_key) / KEYS][piece / 8] + chunk_offset<kBox>(inside, piece % 8);
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from + piece * kChunk);
+        }
     }
     const ELEMENT* own = q + (row * heads + first_head) * kKeyDim;
     for (int at = threadIdx.x; at < HEADS * kKeyDim / kChunk; at += kThreads) {
@@ -173,11 +212,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const int stage = chunk % kStages;
         const bool last = chunk + 1 == chunks;
-        ptx::cp_async_wait<kStages - 1>();
+        if constexpr (!kCoded) ptx::cp_async_wait<kStages - 1>();
         ptx::fence_proxy_async();
         __syncthreads();
         float products[HEADS / 2] = {};
         multiply_keys(products, memory, stage, group);
+        if constexpr (kCoded) {
+            store(chunk + 1, 0);
+            load(chunk + 2, 0);
+        }
         ptx::wgmma_wait<0>();
         ptx::wgmma_arrived(products);
 #pragma unroll
@@ -201,10 +244,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         __syncthreads();
         keep_unit(unit, memory.factors);
         multiply_values(unit, memory, stage, group);
+        if constexpr (kCoded) {
+            store(chunk + 1, 1);
+            load(chunk + 2, 1);
+        }
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) ptx::wgmma_arrived(unit[d]);
-        if (!last) {
+        if (!kCoded && !last) {
             __syncthreads();
             begin_chunk(chunk + kStages, stage, position + 1);
         }

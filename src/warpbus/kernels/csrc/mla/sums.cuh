@@ -4,8 +4,7 @@
 // the order of its additions alone. Chunks of a unit are added one after another, then units of a group, then groups.
 // A part, which a block hands over, is a unit or a group.
 #pragma once
-#include "attention/cache.cuh"
-#include "mla/shape.cuh"
+#include "mla/latents.cuh"
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;

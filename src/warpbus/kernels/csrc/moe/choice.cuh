@@ -45,11 +45,12 @@ __device__ __forceinline__ int warp_argmax(const unsigned* keys, int count, int 
     return largest > 0 ? first : fallback;
 }
 
-// Chooses the experts of one token, by one warp. `scores` holds the logits [experts] and is overwritten; `keys` is room for
-// [experts + groups]. Writes [shared + top_k] experts and weights, the best expert first.
+// Chooses the experts of one token, by one warp. `scores` holds the logits [experts] and is overwritten; `keys` is room in
+// shared memory for [experts + groups + top_k]. Writes [shared + top_k] experts and weights, the best expert first.
 __device__ __forceinline__ void choose(float* scores, unsigned* keys, const float* bias, int* experts, float* weights,
                                        const Choice& c) {
     const int lane = threadIdx.x % 32;
+    unsigned* const chosen = keys + c.experts_of_layer + c.groups;
     float largest = minus_infinity(), sum = 0.0f;
     if (c.softmax) {
         for (int e = lane; e < c.experts_of_layer; e += 32) largest = fmaxf(largest, scores[e]);
@@ -96,19 +97,21 @@ __device__ __forceinline__ void choose(float* scores, unsigned* keys, const floa
     for (int slot = 0; slot < c.top_k; ++slot) {
         const int e = warp_argmax(keys, c.experts_of_layer, slot);
         __syncwarp();
-        const float weight = scores[e];
-        total += weight;
+        total += scores[e];
         if (lane == 0) {
             keys[e] = 0;
-            experts[c.shared_expert + slot] = c.slots == nullptr ? e : c.slots[e];
-            if (c.counts != nullptr) atomicAdd(&c.counts[e], 1);
-            weights[c.shared_expert + slot] = weight;
+            chosen[slot] = e;
         }
         __syncwarp();
     }
     // The scores of a softmax cannot all be zero.
     const float factor = c.normalized ? c.scale / (total + (c.softmax ? 0.0f : 1e-20f)) : c.scale;
-    for (int slot = lane; slot < c.top_k; slot += 32) weights[c.shared_expert + slot] *= factor;
+    for (int slot = lane; slot < c.top_k; slot += 32) {
+        const int e = chosen[slot];
+        experts[c.shared_expert + slot] = c.slots == nullptr ? e : c.slots[e];
+        weights[c.shared_expert + slot] = scores[e] * factor;
+        if (c.counts != nullptr) atomicAdd(&c.counts[e], 1);
+    }
     if (c.shared_expert && lane == 0) {
         experts[0] = c.slots == nullptr ? c.experts_of_layer : c.slots[c.experts_of_layer];
         weights[0] = 1.0f;

@@ -9,9 +9,10 @@
 // choose: see moe/choice.cuh.
 //
 // moe_route is for few tokens. Grid (ranks, tokens), on sm_90 a cluster of `ranks` blocks per token, else ranks = 1; kThreads
-// threads; shared memory hidden * sizeof(ELEMENT) + (2 experts + groups) * 4 bytes. Each block computes the logits of an equal
-// part of the experts, a warp per expert; the first block of the cluster chooses. The router's weight is constant: it is
-// prefetched into L2 before the previous kernel has ended. moe_choose: a warp per token, 4 warps per block.
+// threads; shared memory hidden * sizeof(ELEMENT) + (3 experts + groups + top_k) * 4 bytes. Each block computes the logits of an
+// equal part of the experts, a warp per expert; the first block of the cluster chooses. What no kernel writes is loaded before
+// the previous kernel has ended: the norm and the bias, and the router's weight into L2. moe_choose: a warp per token, 4 warps
+// per block, shared memory (2 experts + groups + top_k) * 4 bytes each.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "moe/choice.cuh"
@@ -32,6 +33,7 @@ __device__ __forceinline__ float block_sum(float value) {
 }
 
 constexpr int kAtOnce = 8;  // vectors of the weight that a thread has in flight
+constexpr int kAhead = 2;   // vectors of the norm that a thread loads ahead
 
 // Adds the products of every 32nd vector, up to kAtOnce of them, as far as there are `left`.
 __device__ __forceinline__ float add_products(float sum, const Vector* x, const Vector* weight, int left) {
@@ -59,8 +61,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int first = c.experts_of_layer * rank / ranks, last = c.experts_of_layer * (rank + 1) / ranks;
     const int vectors = hidden / kChunk;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned* const keys = reinterpret_cast<unsigned*>(logits + c.experts_of_layer);
+    float* const biases = reinterpret_cast<float*>(keys + c.experts_of_layer + c.groups + c.top_k);
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
+#endif
+    if (rank == 0 && bias != nullptr) {
+        for (int e = threadIdx.x; e < c.experts_of_layer; e += kThreads) biases[e] = bias[e];
+    }
+    Vector scales[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+        const int i = threadIdx.x + j * kThreads;
+        if (norm != nullptr && i < vectors) scales[j] = reinterpret_cast<const Vector*>(norm)[i];
+    }
+#if __CUDA_ARCH__ >= 900
     if (token == 0) {
         const char* const mine = reinterpret_cast<const char*>(weight + static_cast<long long>(first) * hidden);
         const long long bytes = static_cast<long long>(last - first) * hidden * sizeof(ELEMENT);
@@ -79,9 +94,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     }
     if (norm != nullptr) {
         const float factor = rsqrtf(block_sum(squares) / hidden + eps);
-        for (int i = threadIdx.x; i < vectors; i += kThreads) {
+        const auto apply = [&](int i, const Vector& scale) {
             Vector values = staged[i];
-            const Vector scale = reinterpret_cast<const Vector*>(norm)[i];
 #pragma unroll
             for (int e = 0; e < kChunk; ++e) {
                 // Rounded before the weight, as the layer is defined.
@@ -92,6 +106,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             if (i % ranks == rank) {
                 reinterpret_cast<Vector*>(normed)[static_cast<long long>(token) * vectors + i] = values;
             }
+        };
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = threadIdx.x + j * kThreads;
+            if (i < vectors) apply(i, scales[j]);
+        }
+        for (int i = threadIdx.x + kAhead * kThreads; i < vectors; i += kThreads) {
+            apply(i, reinterpret_cast<const Vector*>(norm)[i]);
         }
     }
     __syncthreads();
@@ -105,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     step::row_sync();
     if (rank == 0 && warp == 0) {
         const long long slot = static_cast<long long>(token) * (c.shared_expert + c.top_k);
-        choose(logits, reinterpret_cast<unsigned*>(logits + c.experts_of_layer), bias, experts + slot, weights + slot, c);
+        choose(logits, keys, bias == nullptr ? nullptr : biases, experts + slot, weights + slot, c);
     }
 }
 
@@ -114,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(128)
     extern __shared__ __align__(16) unsigned char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int token = blockIdx.x * 4 + warp;
-    float* const scores = reinterpret_cast<float*>(memory) + warp * (2 * c.experts_of_layer + c.groups);
+    float* const scores = reinterpret_cast<float*>(memory) + warp * (2 * c.experts_of_layer + c.groups + c.top_k);
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();

@@ -233,17 +233,55 @@ struct GroupSums {
     float whole[kTokenTiles][4] = {};
 };
 
-// Adds the sums of a group times its scales. `group` is the index of the scales in the stage.
-__device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const GroupSums& own, const Stage& stage, int group,
-                                          bool symmetric, float middle) {
-    const int row = threadIdx.x % 32 / 4;
+// What a lane needs in order to read a stage and x, in registers: shared-memory addresses for the first stage, and constants.
+struct Reader {
+    ptx::uint32 codes;                // of the lane's codes in the warp's first chunk
+    ptx::uint32 scales[ROUNDS];       // of the scales of row g in the group of the warp's first chunk, in each round
+    ptx::uint32 x[SPAN][kTokenTiles]; // of fragment rows in the first round of the first step, for each chunk
+    int round_bytes;                  // from the x of a round to that of the next
+    float upper, lower;               // of a symmetric scheme: what the sum of x is multiplied by, without the scale
+};
+
+__device__ __forceinline__ Reader make_reader(const Stage* stages, const ELEMENT* staged, const Problem& p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Reader reader;
+    reader.codes = ptx::shared_address(stages->codes[0][warp * SPAN][0]) + lane * (Packed::kLoadWords == 4 ? 16 : 8);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        reader.scales[round] = ptx::shared_address(&stages->scales[0][group_of(round * kRound + warp * SPAN, p)][lane / 4]);
+    }
+    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows beyond m repeat the last one: a column of
+    // the product depends only on its own row, and the results of these rows are not stored.
+#pragma unroll
+    for (int c = 0; c < SPAN; ++c) {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+            const int line = (warp * SPAN + c) * p.m + min(8 * t + lane % 8, p.m - 1);
+            reader.x[c][t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
+        }
+    }
+    reader.round_bytes = kRound * p.m * kLine;
+    reader.upper = (p.middle + Packed::kUpperBase) * -Packed::kUpper;
+    reader.lower = (p.middle + Packed::kLowerBase) * -Packed::kLower;
+    return reader;
+}
+
+constexpr int kTileScales = sizeof(Stage::scales[0]), kAllScales = sizeof(Stage::scales);
+constexpr int kTileCodes = sizeof(Stage::codes[0]), kChunkCodes = sizeof(Stage::codes[0][0]);
+
+// Adds the sums of a group times its scales. `scales` is the address of those of row g.
+template <bool Symmetric>
+__device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const GroupSums& own, const Reader& reader,
+                                          ptx::uint32 scales) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group][row]);
-        const float2 zero =
-            symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group][row]);
-        const float upper = (zero.x + Packed::kUpperBase) * -Packed::kUpper * scale.x;
-        const float lower = (zero.y + Packed::kLowerBase) * -Packed::kLower * scale.y;
+        const float2 scale = unpack_pair<ELEMENT>(ptx::load_shared(scales + r * kTileScales));
+        float upper = reader.upper * scale.x, lower = reader.lower * scale.y;
+        if (!Symmetric) {
+            const float2 zero = unpack_pair<ELEMENT>(ptx::load_shared(scales + r * kTileScales + kAllScales));
+            upper = (zero.x + Packed::kUpperBase) * -Packed::kUpper * scale.x;
+            lower = (zero.y + Packed::kLowerBase) * -Packed::kLower * scale.y;
+        }
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
@@ -255,15 +293,18 @@ __device__ __forceinline__ void add_group(float (&sum)[2][kTokenTiles][4], const
     }
 }
 
-// Adds the products of this warp's chunks of a stage, from its chunk `first` on; `count` chunks remain. `x` has the
-// shared-memory addresses of this lane's fragment rows in the first round of the first step, for each chunk; `offset` is the
-// distance of this round's x from them.
-__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
-                                         const ptx::uint32 (&x)[SPAN][kTokenTiles], ptx::uint32 offset, int first, int count,
-                                         bool symmetric, const Problem& p) {
-    const int lane = threadIdx.x % 32;
+// Adds the products of this warp's chunks of a round of a stage; `count` chunks remain.
+//   Joint    a group has two chunks or more, so that the chunks of a warp share their scales
+//   offset   of the stage from the first one, bytes
+//   step     of the x of the step from that of the first one, bytes
+template <bool Joint, bool Symmetric>
+__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Reader& reader, ptx::uint32 offset, int step,
+                                         int round, int count) {
     const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
     const ptx::uint32 ones[4] = {one, one, one, one};
+    const ptx::uint32 own_codes = reader.codes + offset + round * (kRound * kChunkCodes);
+    const ptx::uint32 scales = reader.scales[round] + offset;
+    const int x_offset = step + round * reader.round_bytes;
     GroupSums own;
 #pragma unroll
     for (int c = 0; c < SPAN; ++c) {
@@ -272,13 +313,15 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) read_codes(codes[r][i], stage.codes[r][first + c][i], lane);
+            for (int i = 0; i < kLoads; ++i) {
+                read_lane_codes(codes[r][i], own_codes + r * kTileCodes + c * kChunkCodes + i * (kChunkCodes / kLoads));
+            }
         }
         ptx::uint32 b[kTokenTiles][2][4];
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
-            ptx::ldmatrix_x4(b[t][0], x[c][t] + offset);
-            if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+            ptx::ldmatrix_x4(b[t][0], reader.x[c][t] + x_offset);
+            if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (reader.x[c][t] + x_offset) ^ 64);
         }
 #pragma unroll
         for (int h = 0; h < GROUPS; ++h) {
@@ -286,7 +329,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
             for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
                 if (s == 2 && !kAtOnce) {
 #pragma unroll
-                    for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[c][t] + offset) ^ 64);
+                    for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (reader.x[c][t] + x_offset) ^ 64);
                 }
 #pragma unroll
                 for (int t = 0; t < kTokenTiles; ++t) {
@@ -303,12 +346,17 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
                     }
                 }
             }
-            // Two chunks of one group share its scales.
-            if (GROUPS == 1 && c + 1 < SPAN && c + 1 < count && p.shift > 0) continue;
-            add_group(sum, own, stage, group_of(first + c, p) + h, symmetric, p.middle);
+            if (GROUPS == 2) {
+                add_group<Symmetric>(sum, own, reader, scales + (2 * c + h) * 32);
+                own = {};
+            }
+        }
+        if (GROUPS == 1 && !Joint) {
+            add_group<Symmetric>(sum, own, reader, scales + c * 32);
             own = {};
         }
     }
+    if (GROUPS == 1 && Joint) add_group<Symmetric>(sum, own, reader, scales);
 }
 
 // Named barriers: kConsumers synchronizes the consumers; at kSummed the consumers arrive and the finishers wait.
@@ -467,6 +515,52 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
     }
 }
 
+// All that the consumers do once x is known: the pairs of tiles of this block.
+template <bool Joint, bool Symmetric>
+__device__ __forceinline__ void multiply_pairs(const Reader& reader, float4* sums, const Addresses& at, bool in_parts,
+                                               const Items items, const Problem& p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int x_bytes = step_bytes(p);
+    Ring ring;
+    int parity = 0;  // of the pair's phase
+    for (Work work; work.there(items, p); work.advance(), parity ^= 1) {
+        float sum[2][kTokenTiles][4] = {};
+        for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
+            if (EXPERTS && is_elsewhere(items, work.item(p), slot)) continue;
+            for (int first = 0; first < p.chunks; first += kStep) {
+                if (in_parts && work.index == blockIdx.x) {
+                    ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
+                }
+                ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
+                const int step = (p.streamed ? ring.slot : first / kStep) * x_bytes;
+                const int left = p.chunks - first - warp * SPAN;  // chunks from this warp's first one on
+#pragma unroll
+                for (int round = 0; round < ROUNDS; ++round) {
+                    if (left <= round * kRound) break;
+                    multiply<Joint, Symmetric>(sum, reader, ring.slot * sizeof(Stage), step, round, left - round * kRound);
+                }
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
+                ring.advance(p);
+            }
+        }
+
+        ptx::mbarrier_wait(at.finished, parity ^ 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int t = 0; t < kTokenTiles; ++t) {
+                const float(&raw)[4] = sum[r][t];
+                const float own[4] = {raw[0] / Packed::kUpper, raw[1] / Packed::kUpper, raw[2] / Packed::kLower,
+                                      raw[3] / Packed::kLower};
+                sums[((warp * 2 + r) * kTokenTiles + t) * 32 + place_of(lane)] =
+                    make_float4(own[order_of(0, r)], own[order_of(1, r)], own[order_of(2, r)], own[order_of(3, r)]);
+            }
+        }
+        ptx::named_barrier_arrive(kSummed, kThreads + FINISHERS * 32);
+    }
+}
+
 __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* codes, const ptx::uint32* scales,
                                         const ptx::uint32* zeros, const Weight& offloaded, const ELEMENT* x,
                                         const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
@@ -519,56 +613,14 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     if (!work.there(items, p)) return;
     if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
-    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows beyond m repeat the last one: a column of
-    // the product depends only on its own row, and the results of these rows are not stored.
-    ptx::uint32 mine[SPAN][kTokenTiles];
-#pragma unroll
-    for (int c = 0; c < SPAN; ++c) {
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-            const int line = (warp * SPAN + c) * p.m + min(8 * t + lane % 8, p.m - 1);
-            mine[c][t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
-        }
-    }
-    Ring ring;
-    int parity = 0;  // of the pair's phase
-    for (; work.there(items, p); work.advance(), parity ^= 1) {
-        float sum[2][kTokenTiles][4] = {};
-        for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
-            if (EXPERTS && is_elsewhere(items, work.item(p), slot)) continue;
-            for (int first = 0; first < p.chunks; first += kStep) {
-                if (in_parts && work.index == blockIdx.x) {
-                    ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
-                }
-                ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-                const int offset = (p.streamed ? ring.slot : first / kStep) * step_bytes(p);
-#pragma unroll
-                for (int round = 0; round < ROUNDS; ++round) {
-                    const int within = round * kRound + warp * SPAN;  // this warp's first chunk in the stage
-                    const int count = p.chunks - first - within;      // chunks from there on
-                    if (count <= 0) break;
-                    multiply(sum, stages[ring.slot], mine, offset + round * kRound * p.m * kLine, within, count,
-                             zeros == nullptr, p);
-                }
-                __syncwarp();
-                if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
-                ring.advance(p);
-            }
-        }
-
-        ptx::mbarrier_wait(at.finished, parity ^ 1);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) {
-                const float(&raw)[4] = sum[r][t];
-                const float own[4] = {raw[0] / Packed::kUpper, raw[1] / Packed::kUpper, raw[2] / Packed::kLower,
-                                      raw[3] / Packed::kLower};
-                sums[((warp * 2 + r) * kTokenTiles + t) * 32 + place_of(lane)] =
-                    make_float4(own[order_of(0, r)], own[order_of(1, r)], own[order_of(2, r)], own[order_of(3, r)]);
-            }
-        }
-        ptx::named_barrier_arrive(kSummed, kThreads + FINISHERS * 32);
+    const Reader reader = make_reader(stages, staged, p);
+    const bool symmetric = zeros == nullptr;
+    if (SPAN == 2 && GROUPS == 1 && p.shift > 0) {
+        if (symmetric) multiply_pairs<true, true>(reader, sums, at, in_parts, items, p);
+        else multiply_pairs<true, false>(reader, sums, at, in_parts, items, p);
+    } else {
+        if (symmetric) multiply_pairs<false, true>(reader, sums, at, in_parts, items, p);
+        else multiply_pairs<false, false>(reader, sums, at, in_parts, items, p);
     }
 }
 

@@ -99,6 +99,17 @@ __device__ __forceinline__ void read_codes(ptx::uint32 (&words)[Words], ptx::uin
     }
 }
 
+// The same from this lane's own address: that of the load plus 16 bytes per lane, or 8 if a lane reads fewer than four words.
+template <int Words>
+__device__ __forceinline__ void read_lane_codes(ptx::uint32 (&words)[Words], ptx::uint32 own) {
+    if constexpr (Words == 4) {
+        ptx::load_shared_16(words, own);
+    } else {
+        ptx::load_shared_8(words, own);
+        if constexpr (Words == 3) words[2] = ptx::load_shared(own + 256 - 4 * (threadIdx.x % 32));
+    }
+}
+
 // How codes lie in loads, which each lane reads at once:
 //   kLoads      loads of 16 rows and 64 columns
 //   kLoadWords  words that a lane reads per load
