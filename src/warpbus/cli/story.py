@@ -25,7 +25,7 @@ PAGE, PICTURE = "story.html", "story.png"
     calibration=...,
     device=...,
     gpus=FieldOption("numbers of GPUs, such as 1,2,4; default: 1 and all", field="counts"),
-    samples=FieldOption("calibration sequences; default: 128 on a GPU, 32 on the CPU", default=None),
+    samples=FieldOption("calibration sequences; default: 128; on a CPU, 32 for large models", default=None),
     documents="documents that the perplexity is measured on, at most",
     tokens="tokens that are generated in each run",
     price="dollars per GPU-hour, to compute the cost",

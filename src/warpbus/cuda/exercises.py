@@ -447,7 +447,7 @@ def exercises_of(name: str) -> tuple[Exercise, ...]:
     found = tuple(each for each in EXERCISES if wanted in (each.chapter, each.name))
     if not found:
         chapters = ", ".join(dict.fromkeys(each.chapter for each in EXERCISES))
-        raise UsageError(
-            f"{name}: there is no such exercise: `warpbus learn` lists them; chapters {chapters} have some"
-        )
+        if not dot and wanted.isdigit():
+            raise UsageError(f"chapter {wanted}: has no exercise that is checked: chapters {chapters} have some")
+        raise UsageError(f"{name}: there is no such exercise: `warpbus learn` lists them")
     return found

@@ -114,9 +114,11 @@ def _listed_chinese_font() -> str | None:
 
 @cache
 def _warn_of_english() -> None:
-    wanted = ", ".join(_CHINESE_FONTS)
-    text = f"pictures are drawn in English, since no font for Chinese is installed: install one of {wanted}"
-    warnings.warn(translated(text), stacklevel=2)
+    warnings.warn(
+        f"Chinese pictures have English words, since no font for Chinese is installed: install {_CHINESE_FONTS[0]} "
+        "(Debian and Ubuntu: fonts-noto-cjk)",
+        stacklevel=2,
+    )
 
 
 def said(text: str) -> str:
