@@ -116,9 +116,9 @@ def _evaluate_tasks(
     check_task_names(names, directory)
     os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when tqdm is imported
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    load("warpbus.engine")
-    from warpbus.engine import LLM
-    from warpbus.evaluation.tasks import TaskScore, check_tasks, evaluate_tasks
+    with permanent_objects():
+        from warpbus.engine import LLM
+        from warpbus.evaluation.tasks import TaskScore, check_tasks, evaluate_tasks
 
     paths = [model_directory(model) for model in models]
     manager = check_tasks(names, directory)
