@@ -88,13 +88,17 @@ def test_status_tells_where_memory_is_and_hides_it_of_others() -> None:
 def test_a_report_carries_it_between_machines() -> None:
     found = HostResidency({"ab": OUT}, 200 * GB)
     report = {"address": "warpbuss://mill:7700", "gpus": [{**asdict(GPU), "links": []}], "leases": [], "news": []}
-    report |= {"measured": [], "residency": residency_value(found)}
+    shared = {"used": 1 << 25, "limit": 1 << 30, "unshared": 2}
+    report |= {"measured": [], "residency": residency_value(found), "link_memory": shared}
     read = read_report(report)
     assert (read.residency, read.gpus) == (found, [GPU])
+    assert asdict(read.link_memory) == shared
     assert read_report({**report, "residency": residency_value(None)}).residency is None
     for wrong in ({"leases": {}}, {"leases": {"ab": {"state": 1}}, "limit": 1}, {"leases": [], "limit": 1}):
         with pytest.raises(UsageError):
             read_report({**report, "residency": wrong})
+    with pytest.raises(UsageError, match="unshared"):
+        read_report({**report, "link_memory": {"used": 0, "limit": 1}})
 
 
 def test_a_tenant_may_be_kept_from_preempting_others() -> None:
