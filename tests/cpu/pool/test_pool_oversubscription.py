@@ -10,7 +10,7 @@ from pool_brokers import GB, ask, why
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Limits, PoolGpu
-from warpbus.pool.broker.status import HostResidency, LeaseResidency, seen_by
+from warpbus.pool.broker.status import HostResidency, LeaseResidency, LinkMemoryUsage, seen_by
 from warpbus.pool.daemon.remote_host import read_report, residency_value
 
 GPU = PoolGpu("mill/0", "mill", 0, "H100", 80 * GB, (), 1.5)
@@ -79,10 +79,15 @@ def test_status_tells_where_memory_is_and_hides_it_of_others() -> None:
     assert [lease["residency"] for lease in status["leases"]] == [asdict(resident), asdict(OUT)]
     assert status["host_memory"] == [{"host": "mill", "swapped": 40 * GB, "limit": 200 * GB}]
     assert [lease["residency"] for lease in seen_by(status, "bob")["leases"]] == [None, asdict(OUT)]
+    usage = LinkMemoryUsage(1 << 25, 1 << 30, 2)
+    pool.linked("mill", usage)
+    assert pool.status(10.0)["link_memory"] == [{"host": "mill", **asdict(usage)}]
     pool.leave("mill", 11.0)
-    assert pool.status(12.0)["host_memory"] == []
+    assert (pool.status(12.0)["host_memory"], pool.status(12.0)["link_memory"]) == ([], [])
     with pytest.raises(UsageError, match="no host dam"):
         pool.resident("dam", HostResidency({}, 0))
+    with pytest.raises(UsageError, match="no host dam"):
+        pool.linked("dam", usage)
 
 
 def test_a_report_carries_it_between_machines() -> None:
