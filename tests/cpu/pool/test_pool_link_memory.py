@@ -71,7 +71,7 @@ def test_memory_is_in_use_until_neither_process_has_it():
 def test_memory_that_the_system_does_not_provide_is_an_error(monkeypatch):
     open_before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "eventfd", unavailable)
-    with pytest.raises(DeviceError, match="cannot be created: .*too many"):
+    with pytest.raises(DeviceError, match=r"cannot be created: .*too many"):
         link_memory.create()
     assert len(os.listdir("/proc/self/fd")) == open_before
 
@@ -198,7 +198,7 @@ def test_leases_of_a_machine_share_no_more_than_its_limit(caplog):
     memories = LinkMemories(2 * link_memory.SIZE + 1)
     first, second = memories.create(), memories.create()
     assert memories.usage() == LinkMemoryUsage(2 * link_memory.SIZE, memories.limit, 0)
-    with pytest.raises(DeviceError, match="share 67.1 MB of host memory already, of 67.1 MB at most"):
+    with pytest.raises(DeviceError, match=r"share 67\.1 MB of host memory already, of 67\.1 MB at most"):
         memories.create()
     link_memory.close(first)
     assert memories.usage().used == link_memory.SIZE

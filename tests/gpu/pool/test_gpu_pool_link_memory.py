@@ -28,10 +28,8 @@ def test_slots_are_pinned_and_given_back():
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeypatch):
-    real = torch.cuda.cudart()
-    refused = SimpleNamespace(
-        cudaHostRegister=lambda address, nbytes, _: real.cudaHostRegister(address, nbytes, 0xFFFF)
-    )
+    register = torch.cuda.cudart().cudaHostRegister
+    refused = SimpleNamespace(cudaHostRegister=lambda address, nbytes, _: register(address, nbytes, 0xFFFF))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refused)
     descriptors, watch = link_memory.create()
     with pytest.raises(DeviceError, match="cannot be pinned: CUDA error"):
