@@ -104,7 +104,7 @@ def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements
             return
         kill((leaving if victim != "destination" else set()) | (arriving if victim != "source" else set()))
 
-    def told(progress: dict[str, Any]) -> None:
+    def reported(progress: dict[str, Any]) -> None:
         nonlocal phase, timer
         phase = progress["phase"]
         if timer is None and "copying" in phase:
@@ -116,7 +116,7 @@ def trial(machines: tuple[Machine, Machine], victim: str, delay: float, elements
         part.add_(1)
     outcome = ""
     try:
-        gpu.migrate(destination.log.stem, progress=told)
+        gpu.migrate(destination.log.stem, progress=reported)
     except LeaseLostError:
         outcome = "lost"
     except WarpbusError:

@@ -30,6 +30,7 @@ from warpbus.models.documents import Document, read_documents
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.quantization import quantize
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.recommend import GOALS, Trial, choose
 from warpbus.quantization.trials import try_candidates
 
@@ -130,7 +131,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=100, help="held-out poems")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
-    found = try_candidates(model_path(), calibration=calibration_path(), samples=options.samples, device="cpu")
+    found = try_candidates(
+        model_path(), calibration=calibration_path(), options=QuantizationOptions(samples=options.samples, device="cpu")
+    )
     texts, measured = documents(options.documents), {}
     for trial in found.trials:
         measured[trial.name] = measure(trial, options.samples, texts)

@@ -49,7 +49,7 @@ class World:
         exact: an answer does not depend on what else is computed.
         references: requests, and their answers when nothing else ran.
         places: how many requests run or wait before others are refused; None if that is not known.
-        trouble_until: requests that began before this time may be told that the engine died.
+        trouble_until: requests that began before this time may get the answer that the engine died.
         outcomes: how many requests of a kind ended how.
         failures: what was wrong.
         sent: requests.

@@ -187,7 +187,7 @@ async def other_routes(world: World, draw: random.Random) -> None:
 
 
 async def burst(world: World, draw: random.Random) -> None:
-    """More requests at once than may run and wait: some are answered, the others told to come again."""
+    """More requests at once than may run and wait: some are answered, the others refused for now."""
     body: Body = {"model": world.model, "prompt": verse(draw, 1, 30), "max_tokens": 30, "ignore_eos": True}
 
     async def one() -> None:

@@ -9,7 +9,7 @@ The network has one hidden layer. Forward, for a batch x of images:
     logits = hidden W2ᵀ + b2                    ladder.matmul and network.bias_add
     loss   = mean of -log softmax(logits)[label]
 
-Backward is the chain rule, read from the last line to the first, one kernel an arrow. The products with transposed
+Backward is the chain rule, read from the last line to the first, one kernel per arrow. The products with transposed
 matrices cost no copy: the tiled rung of the ladder follows strides.
 
 Scikit-learn brings the images: 1,797 of 8 x 8 pixels. A third of them is held out and never trained on.

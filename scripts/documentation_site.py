@@ -69,6 +69,7 @@ API = {
     "GPU pool": ("warpbus.pool.connect", "warpbus.pool.Gpu"),
     "Errors": ("warpbus.errors",),
 }
+CHINESE_API = {"Quantization": "量化", "Inference": "推理", "GPU pool": "GPU 池", "Errors": "错误"}
 
 
 def main(arguments: list[str]) -> int:
@@ -104,10 +105,20 @@ def arrange(pages: Path, repository: str | None) -> None:
             waiting += linked
         else:
             shutil.copyfile(ROOT / source, target)
-    lines = ["# Python API", ""]
-    for title, names in API.items():
-        lines += [f"## {title}", "", *(f"::: {name}\n" for name in names)]
-    (pages / "reference.md").write_text("\n".join(lines), encoding="utf-8")
+    (pages / "reference.md").write_text(reference("# Python API", {title: title for title in API}), encoding="utf-8")
+    # The search has the English page, which has the same text.
+    chinese_reference = reference(
+        "---\nsearch:\n  exclude: true\n---\n\n# Python API\n\n函数和类的说明取自源代码，为英文。", CHINESE_API
+    )
+    (pages / "zh" / "reference.md").write_text(chinese_reference, encoding="utf-8")
+
+
+def reference(head: str, titles: dict[str, str]) -> str:
+    """The page of the Python API, with a title in the language of the page for each group of names."""
+    lines = [head, ""]
+    for group, names in API.items():
+        lines += [f"## {titles[group]}", "", *(f"::: {name}\n" for name in names)]
+    return "\n".join(lines)
 
 
 def place_of(source: str) -> str:
@@ -174,6 +185,7 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
         },
         "plugins": [
             {"search": {"lang": ["en", "zh"]}},
+            {"autorefs": {"resolve_closest": True}},  # both pages of the API have each name
             {
                 "mkdocstrings": {
                     "handlers": {
@@ -208,12 +220,9 @@ def settings(pages: Path, repository: str | None) -> dict[str, object]:
         "extra_css": ["site.css"],
         "not_in_nav": "files/**",
         "validation": {"links": {"anchors": "warn", "unrecognized_links": "warn"}},
-        "extra": {
-            "alternate": [
-                {"name": "English", "link": "./", "lang": "en"},
-                {"name": "中文", "link": "./zh/", "lang": "zh"},
-            ]
-        },
+        # The menu of partials/alternate.html. A list here would add links to the head of each page, as if each language
+        # were a site of its own, and the theme's script would ask for a sitemap.xml in the directory of each.
+        "extra": {"alternate": True},
     }
     return found | ({"repo_url": repository} if repository else {})
 

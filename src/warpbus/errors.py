@@ -48,7 +48,7 @@ class UsageError(WarpbusError, ValueError):
 
 
 class ConflictError(UsageError):
-    """What was asked is not possible in the present state of a model: requests run, it sleeps, or it moves."""
+    """The operation is not possible in the present state of a model: requests run, it sleeps, or it moves."""
 
 
 class SchemeError(UsageError):

@@ -1,4 +1,4 @@
-"""A hub on this machine: it answers what `huggingface_hub` and `modelscope_hub` ask, and fails as it is told to."""
+"""A hub on this machine: it answers what `huggingface_hub` and `modelscope_hub` ask, and fails on request."""
 
 import base64
 import hashlib
@@ -36,7 +36,7 @@ class StandIn:
         cuts: of the next answers with a file: after how many bytes of it the connection is cut.
         errors: the status codes of the next answers with a file.
         wrong: files whose bytes are not those that are listed.
-        token: who does not send it is told that there is no such model.
+        token: who does not send it gets the answer that there is no such model.
         gated: models whose terms were not accepted.
         cdn: another host, where files are redirected to.
         ranges: whether parts of files are given; else they come whole.
@@ -84,8 +84,8 @@ class StandIn:
 
     def add(self, repository: str, files: dict[str, bytes], branch: str = "main") -> str:
         """Let a branch of a model be these files; the name of the commit."""
-        told = repr(sorted((name, hashlib.sha256(content).hexdigest()) for name, content in files.items()))
-        commit = hashlib.sha1(told.encode()).hexdigest()
+        reported = repr(sorted((name, hashlib.sha256(content).hexdigest()) for name, content in files.items()))
+        commit = hashlib.sha1(reported.encode()).hexdigest()
         model = self.models.setdefault(repository, Model())
         model.commits[commit] = files
         model.branches[branch] = commit

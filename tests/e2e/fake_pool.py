@@ -1,4 +1,4 @@
-"""A pool that is only told of: its status changes as a test writes it down."""
+"""A pool that exists only as a status, which a test writes."""
 
 import copy
 import math

@@ -162,7 +162,7 @@ def test_damaged_storage_costs_only_what_is_damaged(chat, server):
     assert server.requests[-1]["model"] == "glm-4-9b-chat"
 
 
-def test_full_storage_is_told_and_the_chat_goes_on(chat, server):
+def test_full_storage_is_reported_and_the_chat_goes_on(chat, server):
     chat.page.evaluate(
         """() => { Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError'); }; }"""
     )

@@ -271,7 +271,7 @@ def test_a_server_that_is_away_is_asked_again(chat):
     chat.problems.clear()  # ERR_FAILED, of the browser's own accord
 
 
-def test_a_refusal_is_told_and_nothing_is_lost(chat, server):
+def test_a_refusal_is_reported_and_nothing_is_lost(chat, server):
     for status, error, sentence in [
         (400, {"message": "x", "code": "context_length_exceeded"}, "longer than the model can read"),
         (413, {"message": "x"}, "longer than the model can read"),
@@ -300,7 +300,7 @@ def test_a_stream_that_breaks_keeps_its_text(chat, server):
     assert chat.texts() == ["Go", "So far so good"]
 
 
-def test_an_engine_that_dies_amid_an_answer_is_told_until_it_is_back(timed, server):
+def test_an_engine_that_dies_amid_an_answer_is_reported_until_it_is_back(timed, server):
     chat = timed
     server.answer, server.healthy = "So far", False
     server.stream_error = {"message": "the engine died", "type": "service_unavailable"}

@@ -35,7 +35,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def home(directory: Path) -> Iterator[Machine]:
-    """The machine that has the pool's books, and outlives all others."""
+    """The machine that has the pool's broker, and outlives all others."""
     machine = Machine("home", directory)
     yield machine
     machine.close()

@@ -109,7 +109,7 @@ def test_a_quota_that_no_gpu_has_is_refused_before_the_program_starts(pool: str)
         (None, ["no-such-program"], "no-such-program cannot be started"),
     ],
 )
-def test_mistakes_are_told_in_a_line(pool: str, remote: str | None, command: list[str], words: str) -> None:
+def test_mistakes_are_reported_in_a_line(pool: str, remote: str | None, command: list[str], words: str) -> None:
     done = run(remote or pool, *command)
     assert done.returncode not in (0, 128)
     assert words in done.stderr.replace("\n", " ")
@@ -122,7 +122,7 @@ def python(directory: Path, code: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=90)
 
 
-def test_a_python_without_warpbus_is_told_and_does_not_go_on_with_the_cpu(tmp_path: Path) -> None:
+def test_a_python_without_warpbus_is_reported_and_does_not_go_on_with_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")
     (tmp_path / "warpbus.py").write_text("")
     done = python(tmp_path, "try:\n    import torch\nexcept ImportError:\n    print('on the CPU, then')")

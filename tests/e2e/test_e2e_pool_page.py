@@ -9,7 +9,7 @@ from test_e2e_chat_settings import CONTRAST, UNNAMED
 
 from warpbus.server.options import ServerOptions
 
-DESK = {"locale": "en-US", "reduced_motion": "reduce", "viewport": {"width": 1280, "height": 900}}
+DESKTOP = {"locale": "en-US", "reduced_motion": "reduce", "viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 ROWS = "(id) => [...document.querySelectorAll(`#${id} tbody tr`)].map((row) => [...row.cells].map((c) => c.innerText))"
 
@@ -19,7 +19,7 @@ class Page:
 
     def __init__(self, chromium, pool, **context):
         self.pool = pool
-        self.page = chromium.new_context(**{**DESK, **context}).new_page()
+        self.page = chromium.new_context(**{**DESKTOP, **context}).new_page()
         self.page.set_default_timeout(60_000)
         self.problems = []
         self.page.on("console", lambda message: self.problems.append(message.text))
@@ -150,7 +150,7 @@ def test_a_migration_is_a_mark_with_its_pause_and_bytes(shown, pool):
     assert tip[1:3] == ["mill/0 → mill/1", "pause 18 ms · took 4.2 sec · 11 GB copied"]
     assert shown.rows("events")[0][3:] == ["mill/0 → mill/1", "pause 18 ms · took 4.2 sec · 11 GB copied"]
     assert "longest pause 18 ms" in shown.page.inner_text("#summary")
-    # Another one at the same place is told by the same mark.
+    # Another one at the same place is recognized by the same mark.
     pool.moved(0, "mill/1", seconds=1.0, pause=0.009, copied=GB)
     shown.page.wait_for_selector(".mark.several", state="attached")
     assert marks.count() == 2

@@ -178,8 +178,8 @@ def test_a_lost_lease_ends_a_move_at_once_and_says_why(machines: tuple[Machine, 
                 os.kill(leased, signal.SIGKILL)
 
         # From the daemon, or from the broker, which may hear of it first.
-        told = r"was killed by signal 9 \(SIGKILL\)|its process on home died while it moved"
-        with pytest.raises(LeaseLostError, match=told):
+        reported = r"was killed by signal 9 \(SIGKILL\)|its process on home died while it moved"
+        with pytest.raises(LeaseLostError, match=reported):
             gpu.migrate("away", progress=kill)
         with pytest.raises(LeaseLostError):
             x.sum().item()

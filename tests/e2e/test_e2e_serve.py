@@ -194,7 +194,7 @@ def test_an_engine_that_is_killed_is_started_again(server, poet):
     assert ask(poet, temperature=0).choices[0].finish_reason == "stop"
 
 
-def test_it_ends_when_it_is_told_to(server):
+def test_it_ends_when_it_is_reported_to(server):
     os.kill(server.pid, signal.SIGTERM)
     assert server.wait(90) == 0
     log = "".join(server.said)

@@ -24,7 +24,7 @@ _CONTEXTS = (1024, 4096, 16384)
 _BATCHES = (1, 8, 32)
 _SCALE_BYTES = 4
 
-# What a cache is kept in: the activations' own dtype, or 8 or 4 bits an element and a float32 scale for each vector.
+# The dtypes of the cache: that of the activations, or 8 or 4 bits per element with a float32 scale per vector.
 _CACHES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": INT4}
 
 

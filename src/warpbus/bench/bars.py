@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from warpbus.bench.cases import WHOLE
-from warpbus.bench.naming import axis_label, case_label, limit_label, told
+from warpbus.bench.naming import axis_label, case_label, described, limit_label
 from warpbus.bench.records import Record
 from warpbus.bench.report import number, shared_and_varying
 from warpbus.figures.theme import LIMIT, QUIET, SERIES, color_of, said, time_text
@@ -114,7 +114,7 @@ def stacked(axis: Axes, records: Sequence[Record], of: str, ignored: set[str]) -
     others: dict[str, float] = {}
     first = records[0].peer.name  # the peer of all others is a bar itself
     for record in records:
-        name = ", ".join(filter(None, (told(each, record.case.get(each)) for each in names)))
+        name = ", ".join(filter(None, (described(each, record.case.get(each)) for each in names)))
         cases.setdefault(name, {})[str(record.case[of])] = record
         if record.peer.name != first:
             others[record.peer.name] = record.peer.value

@@ -1,4 +1,4 @@
-"""What a benchmark consists of, and the one loop that measures all of them."""
+"""The parts of a benchmark, and the one loop that measures all of them."""
 
 import importlib.metadata
 import itertools
@@ -56,7 +56,7 @@ class Case:
     """One piece of work.
 
     Attributes:
-        parameters: what names it in its records.
+        parameters: the parameters that identify it in its records.
         metric: "time", "throughput" or "bandwidth".
         work: FLOPs or bytes of one call, for the two rates; any positive number for a time.
         floor_seconds: the least time that the machine could need, or `None` where none is known.
@@ -80,10 +80,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one piece of work, all numbers in `unit`.
+    """The measurements of one piece of work, all numbers in `unit`.
 
     Attributes:
-        parameters: what names it in its records.
+        parameters: the parameters that identify it in its records.
         ours: our samples.
         peers: the name, version and samples of each peer.
         floor: the physical limit, or `None` where none is known.
@@ -158,7 +158,7 @@ class Plot:
 
     Attributes:
         x: the parameter of a logarithmic axis along which lines are drawn; `None` for one bar a case.
-        x_label: what that axis counts.
+        x_label: the label of that axis.
         panels: parameters of which each combination of values gets a picture of its own.
         stacked: the parameter whose values are the pieces of one bar, all but `WHOLE`.
         relative: bars are relative to ours: for differences of a few percent over a wide range.
@@ -181,9 +181,9 @@ class Benchmark:
 
     Attributes:
         name: the verb's argument.
-        title: what it compares.
+        title: a title that names the compared things.
         cases: the cases of a run, each made when its turn comes.
-        takes: what of a run it looks at besides sizes: "variants", "dtype", "shape", "profile".
+        takes: the options of a run that it uses besides sizes: "variants", "dtype", "shape", "profile".
         needs_gpu: there is nothing to measure on the CPU.
         means: parameters and values whose cases' ratios are summed up, by the name of the group.
     """
@@ -236,7 +236,7 @@ def _result(case: Case, settings: Run) -> Result:
         settings.note(
             "timed = events: a peer of that case waits for the GPU, so nothing of it was put into a CUDA graph."
         )
-    # What is alone is often shared by several cases, and comes from the first of them.
+    # A peer that is measured alone often belongs to several cases, and comes from the first of them.
     by_name = {rival.name: timing for rival, timing in zip(beside, timings, strict=True)}
     by_name |= {rival.name: rival.alone() for rival in case.rivals if rival.alone is not None}
 

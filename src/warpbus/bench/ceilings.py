@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: the floor that the benchmarks hold their times against."""
+"""The measured limits of this machine, with which the benchmarks compare their times."""
 
 from functools import cache
 

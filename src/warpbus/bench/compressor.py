@@ -15,7 +15,7 @@ from warpbus.errors import DeviceError, UsageError
 from warpbus.models import SHAPES
 
 _SCHEMES = {"w4a16-g128": "W4A16", "w8a16-g128": "W8A16"}
-"""What it calls schemes of ours."""
+"""Its names for our schemes."""
 
 
 def timed(shape: str, layers: int | None, scheme: str, samples: int, seqlen: int) -> float:
@@ -42,7 +42,7 @@ def timed(shape: str, layers: int | None, scheme: str, samples: int, seqlen: int
 
 
 def main() -> None:
-    """What that process does: prints the seconds."""
+    """The main function of that process: prints the seconds."""
     shape, layers, scheme, samples, seqlen = json.loads(sys.argv[1])
     library = importlib.import_module("llmcompressor")
     quantization = importlib.import_module("llmcompressor.modifiers.quantization")

@@ -1,4 +1,4 @@
-"""`decode`: tokens a second of a whole model with random weights, one sequence, beside other ways to run it."""
+"""`decode`: tokens per second of a whole model with random weights, one sequence, beside other ways to run it."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -59,7 +59,7 @@ def _speed(run: Run, name: str, scheme: Scheme, tokens: int, peers: Peers) -> li
     model = random_model(config, scheme, run.device, dtype)
     beside = peers(tokens)
     ours = decoders.ours(model, _PROMPT + tokens)
-    # What is captured at a first call; the peers have had theirs.
+    # Our first call captures graphs; the peers have had theirs.
     ours(_PROMPT, tokens)
     own: list[float] = []
     samples: dict[str, list[float]] = {name: [] for name, _, _ in beside}
@@ -118,14 +118,14 @@ def _peers(run: Run, config: ModelConfig, tokens: int) -> list[tuple[str, str, G
 
 
 def _ready(make: Callable[[], Generate], tokens: int) -> Generate:
-    """What it compiles is compiled now, for just these lengths."""
+    """Compiles for just these lengths."""
     generate = make()
     generate(_PROMPT, tokens)
     return generate
 
 
 def _tried(run: Run, name: str, attempt: Callable[[], _Made]) -> _Made | None:
-    """What a peer makes of an attempt, or a note on why it has none."""
+    """The peer that an attempt returns; None, with a note of the reason, if the attempt fails."""
     try:
         return attempt()
     except Exception as error:  # not installed, out of memory, or whatever the compilers below torch raise
@@ -185,7 +185,7 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
 
 
 def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, context: int) -> dict[str, int]:
-    """What has to be read for a token of one sequence, by part of the model, all layers together."""
+    """The bytes that one token of one sequence reads, by part of the model, over all layers."""
 
     def bits(k: int) -> float:
         return 8 * dtype.itemsize if scheme is None else scheme.bits_per_weight(k)

@@ -151,7 +151,7 @@ def transformers(config: ModelConfig, device: torch.device) -> Generate:
 
 
 class _TokenTimes:
-    """What transformers hands the prompt to, and then every token as it is chosen."""
+    """The model that transformers calls with the prompt, and then with every chosen token."""
 
     def __init__(self) -> None:
         self._times: list[float] = []

@@ -1,4 +1,4 @@
-"""What the records of a benchmark show, as the sentences above its picture; each line is a sentence."""
+"""The findings in the records of a benchmark, as the sentences above its picture; each line is a sentence."""
 
 import math
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ def measure_memory(
 
 
 def main() -> None:
-    """What that process does: prints the bytes that were free when least were."""
+    """The main function of that process: prints the least number of free bytes."""
     shape, scheme, dtype, where, encode, generate, limit = sys.argv[1:]
     device = torch.device(where)
     torch.cuda.set_device(device)
@@ -62,7 +62,7 @@ def main() -> None:
     model, plan = _made(SHAPES[shape], Scheme.parse(scheme), getattr(torch, dtype), device, int(limit), longest)
     left = {}
     for name, (prompt, tokens) in tasks.items():
-        # What torch keeps for itself is never given back on its own: what is free at the end was so at the peak.
+        # torch returns no cached memory by itself: the free memory at the end is that at the peak.
         gc.collect()
         torch.cuda.empty_cache()
         if plan is None:

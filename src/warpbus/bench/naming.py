@@ -1,4 +1,4 @@
-"""What the parameters of a case are called in pictures: words, not the keys of records."""
+"""Names of the parameters of a case in pictures: words, not the keys of records."""
 
 from collections.abc import Mapping, Sequence
 
@@ -43,7 +43,7 @@ _METRICS = {
 }
 
 
-def told(name: str, value: Parameter | None) -> str:
+def described(name: str, value: Parameter | None) -> str:
     """A parameter and its value in words; empty where there is nothing to say."""
     if value is None:
         return ""
@@ -61,17 +61,17 @@ def told(name: str, value: Parameter | None) -> str:
 
 def panel_title(names: Sequence[str], values: Sequence[Parameter | None]) -> str:
     """The title of a panel."""
-    return ", ".join(filter(None, (told(name, value) for name, value in zip(names, values, strict=True))))
+    return ", ".join(filter(None, (described(name, value) for name, value in zip(names, values, strict=True))))
 
 
 def case_label(case: Mapping[str, Parameter], names: Sequence[str]) -> str:
-    """What tells a case from others, short: words, then numbers as "4,096 x 1,024"."""
+    """The label that distinguishes a case from others, short: words, then numbers as "4,096 x 1,024"."""
     words, numbers = [], []
     rows_alone = [name for name in names if isinstance(case.get(name), int)] == ["m"]
     for name in names:
         value = case.get(name)
         if isinstance(value, str | bool) or name in _COUNTED:
-            words.append(told(name, value))
+            words.append(described(name, value))
         elif rows_alone and name == "m":
             words.append("1 row" if value == 1 else f"{value:,} rows")
         elif value is not None:
@@ -80,14 +80,14 @@ def case_label(case: Mapping[str, Parameter], names: Sequence[str]) -> str:
 
 
 def axis_label(record: Record) -> str:
-    """What an axis shows, its unit, and which end is better."""
+    """The label of an axis: quantity, unit, and which end is better."""
     better = "less" if LESS_IS_BETTER[record.metric] else "more"
     metric, unit = _METRICS[record.metric], record.unit
     return f"{metric} ({unit}), {better} is better" if metric != unit else f"{metric}, {better} is better"
 
 
 def limit_label(records: Sequence[Record]) -> str:
-    """What the limit of records is called: one that a contender has exceeded is no physical limit."""
+    """The name for the limit of records: one that a contender has exceeded is no physical limit."""
     shares = (
         ratio(record.metric, value, record.floor)
         for record in records

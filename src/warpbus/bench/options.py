@@ -28,7 +28,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class QuantizeBenchOptions:
-    """What `warpbus bench quantize` measures; `counts` are numbers of GPUs, ascending."""
+    """The measurements of `warpbus bench quantize`; `counts` are numbers of GPUs, ascending."""
 
     shape: str = "chatglm2-6b"
     layers: int | None = None
@@ -42,7 +42,7 @@ class QuantizeBenchOptions:
 
 @dataclass(frozen=True)
 class ServingBenchOptions:
-    """What `warpbus bench serving` measures; see `ServingEffort` for the defaults of empty fields."""
+    """The measurements of `warpbus bench serving`; see `ServingEffort` for the defaults of empty fields."""
 
     shape: str | None = None
     scheme: str = SCHEME
@@ -58,7 +58,7 @@ class ServingBenchOptions:
 
 @dataclass(frozen=True)
 class ParallelBenchOptions:
-    """What `warpbus bench parallel` measures; `counts` are numbers of GPUs, ascending."""
+    """The measurements of `warpbus bench parallel`; `counts` are numbers of GPUs, ascending."""
 
     shape: str | None = None
     layers: int | None = None
@@ -70,7 +70,7 @@ class ParallelBenchOptions:
 
 @dataclass(frozen=True)
 class TrainBenchOptions:
-    """What `warpbus bench train` measures; `counts` are numbers of GPUs, ascending."""
+    """The measurements of `warpbus bench train`; `counts` are numbers of GPUs, ascending."""
 
     shape: str | None = None
     layers: int | None = None
@@ -86,7 +86,7 @@ class TrainBenchOptions:
 
 @dataclass(frozen=True)
 class PoolBenchOptions:
-    """What `warpbus bench pool` measures; empty `parts` are all."""
+    """The measurements of `warpbus bench pool`; empty `parts` are all."""
 
     parts: tuple[str, ...] = ()
     gigabits: tuple[float, ...] = (1.0, 10.0)

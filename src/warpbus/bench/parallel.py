@@ -26,7 +26,7 @@ _ROUNDS, _QUICK_ROUNDS = 5, 2
 
 
 def parallel_benchmark(work: ParallelBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each number of GPUs."""
+    """The benchmark of some work; `progress` is called for each number of GPUs."""
     return Benchmark(
         "parallel",
         "One sequence with a model of random weights that several GPUs share",
@@ -86,7 +86,7 @@ def _measure(
         said: list[tuple[str, list[float]]] = []
         launch(job, (config, scheme, dtype, tokens, rounds, expert_parallel), devices=devices, receive=said.append)
         how, taken[count] = said[0]
-        run.note(f"{how}: {1e3 * statistics.median(taken[count]):.2f} ms a token")
+        run.note(f"{how}: {1e3 * statistics.median(taken[count]):.2f} ms per token")
     progress(what, len(counts), len(counts))
     base = taken[counts[0]]
     parameters: Mapping[str, str | int] = {
@@ -123,7 +123,7 @@ def job(
     rounds: int,
     expert_parallel: bool = False,
 ) -> None:
-    """What each process does; the first one sends how they exchange tensors, and the seconds a token of each round."""
+    """The job of each process; the first one sends the way of exchange, and the seconds per token of each round."""
     model = random_model(config, scheme, group.device, dtype, group=group, expert_parallel=expert_parallel)
     engine = Engine(model, max_model_len=_PROMPT + tokens, max_num_seqs=1)
     engine.warm()

@@ -69,7 +69,7 @@ class Humming:
     Attributes:
         parts: its tensors.
         layer: a `humming.layer.HummingLayer`.
-        tuning: what its own heuristics choose, by rows of x.
+        tuning: the choices of its own heuristics, by rows of x.
     """
 
     parts: tuple[Tensor, ...]

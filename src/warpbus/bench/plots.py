@@ -47,7 +47,7 @@ def _panels(records: Sequence[Record], plot: Plot) -> Figure:
         records = [record for record in records if plot.stacked in record.case]
     panels: dict[tuple[Parameter | None, ...], list[Record]] = {}
     for record in records:
-        # What has another unit cannot share an axis.
+        # Values of different units cannot share an axis.
         key = record.unit if plot.x is None and not plot.stacked else None
         panels.setdefault((key, *(record.case.get(name) for name in plot.panels)), []).append(record)
     ignored = {*plot.panels, "timed"}

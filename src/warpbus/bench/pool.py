@@ -31,7 +31,7 @@ from warpbus.errors import DeviceError, PoolError, UsageError
 from warpbus.models import SHAPES
 
 PARTS = ("operators", "transfers", "training", "decode", "links", "shares", "migration", "swapping")
-"""What is measured, by name."""
+"""The measurements, by name."""
 
 TARGET_US = 15.0
 """Microseconds of the client's CPU that an operator may cost."""
@@ -51,7 +51,7 @@ class PoolEffort:
     Attributes:
         rounds: of each case; more of it go first and are not counted.
         nbytes: of an upload or download.
-        gpts, steps: what is trained, the first over links too, and steps of a round.
+        gpts, steps: the trained models, the first over links too, and steps per round.
         shape, scheme, prompt, tokens: of the model that decodes.
         side, seconds: matrices that tenants multiply, and for how long each time.
         states: bytes that are moved.
@@ -109,7 +109,7 @@ LITTLE = PoolEffort(
 
 
 def pool_benchmark(work: PoolBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each case.
+    """The benchmark of some work; `progress` is called for each case.
 
     Raises:
         UsageError: a part or shape that there is not.
@@ -166,7 +166,7 @@ class _PoolMeasurements:
             yield ClientLocation(address)
 
     def operators(self) -> list[Result]:
-        """What an operator costs the client that it does not read, and a read."""
+        """The cost for the client of an operator whose result it does not read, and of a read."""
         with self.on_loopback() as place, echo() as port:
             found = do("operators", place, device=str(self.run.device), rounds=self.effort.rounds)
             plain = do("transfers", place, nbytes=1 << 20, rounds=self.effort.rounds, echo=port)["echo"]
@@ -299,7 +299,7 @@ class _PoolMeasurements:
         )
 
     def links(self) -> list[Result]:
-        """What the other parts measure, over links as slow as networks."""
+        """The measurements of the other parts, over links as slow as networks."""
         reason = why_no_links()
         if reason is not None:
             self.run.note(f"links were left out: {reason}")
@@ -322,7 +322,7 @@ class _PoolMeasurements:
         return rows
 
     def shares(self) -> list[Result]:
-        """What two tenants get that both want all of a GPU."""
+        """The shares of two tenants that both want a whole GPU."""
         if not self.run.on_gpu:
             self.run.note("shares were left out: on a CPU a share is a number of threads")
             return []
@@ -378,7 +378,7 @@ class _PoolMeasurements:
         return rows
 
     def swapping(self) -> list[Result]:
-        """What a lease's stay in host memory costs: its first operator after it, and turns of two that always work."""
+        """The cost of a lease's stay in host memory: its first operator after it, and turns of two that always work."""
         flags = ("--oversubscribe", "1.2", "--swap-time-slice", f"{_TURN:g}")
         rows: list[Result] = []
         for nbytes in self.effort.states:

@@ -119,7 +119,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def waiter(device: str) -> Callable[[], object]:
-    """What waits until a local device has done its work."""
+    """A function that waits until a local device has done its work."""
     return (lambda: torch.cuda.synchronize(device)) if device.startswith("cuda") else (lambda: None)
 
 

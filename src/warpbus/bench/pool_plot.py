@@ -13,7 +13,7 @@ _CLIENTS = {"writes 4 KB": SERIES[0], "writes all": SERIES[1]}
 
 _NEAR = "loopback"
 WAIT = "client's longest wait"
-"""What a row is of that has the longest time for which a moving lease let its client wait."""
+"""The `step` of the row with the longest time for which a moving lease stopped its client."""
 
 
 def pool_figure(records: Sequence[Record]) -> Figure:
@@ -80,7 +80,7 @@ def _slower(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _how(record: Record) -> Iterator[str]:
-    """What else there is to say of a step."""
+    """Further remarks on a step."""
     if "tokens" in record.case:
         yield f"{record.case['tokens']} tokens, {record.case['sent']}"
     if "graph" in record.peer.name:

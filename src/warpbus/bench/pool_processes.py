@@ -41,7 +41,7 @@ class ClientLocation:
 
 @contextmanager
 def daemon(*flags: str, prefix: Sequence[str] = ()) -> Iterator[str]:
-    """`warpbus pool serve` on a free port, with these flags; gives its address, and ends it at last.
+    """A context with `warpbus pool serve` on a free port, with these flags; yields its address, and ends it.
 
     Raises:
         DeviceError: it does not start; the message is its own.
@@ -60,7 +60,7 @@ def gpu_memory(place: ClientLocation) -> int:
 
 
 def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
-    """What a job of `pool_client` gives.
+    """The result of a job of `pool_client`.
 
     Raises:
         DeviceError: it failed; the message is the last line that it said.
@@ -70,13 +70,13 @@ def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
 
 
 class Tenants:
-    """Clients that are connected, and rest until they are told to begin."""
+    """Clients that are connected, and wait for the signal to begin."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._processes = processes
 
     def measure(self, *which: int) -> list[float]:
-        """Products a second of some of them, by index, that begin at the same moment.
+        """Products per second of some clients, by index, that begin at the same moment.
 
         Raises:
             DeviceError: one of them failed.
@@ -84,7 +84,7 @@ class Tenants:
         return [float(said["products"]) for said in self.ask(*which)]
 
     def ask(self, *which: int) -> list[dict[str, float]]:
-        """What some of them say, by index, that begin at the same moment.
+        """The answers of some clients, by index, that begin at the same moment.
 
         Raises:
             DeviceError: one of them failed.
@@ -110,7 +110,7 @@ def tenants(place: ClientLocation, shares: Sequence[float], **arguments: Any) ->
 
 @contextmanager
 def connected(job: str, place: ClientLocation, clients: Sequence[dict[str, Any]]) -> Iterator[Tenants]:
-    """Clients that do a job of `pool_client` whenever they are told to, each with its arguments.
+    """Clients that do a job of `pool_client` on request, each with its arguments.
 
     Raises:
         DeviceError: one of them failed.
@@ -151,7 +151,7 @@ def _client(job: str, place: ClientLocation, arguments: dict[str, Any]) -> subpr
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    """The next line that a tenant says. Raises DeviceError where it ends instead, or says nothing for too long."""
+    """The next line of a tenant. Raises DeviceError if it ends instead, or prints nothing for too long."""
     assert process.stdout is not None
     limit = threading.Timer(_SECONDS_OF_A_TENANT, process.kill)
     limit.start()
@@ -161,7 +161,7 @@ def _line(process: subprocess.Popen[str]) -> str:
         limit.cancel()
     if not line:
         _answer("tenant", process)
-        raise DeviceError("bench pool: tenant ended before it was told to")
+        raise DeviceError("bench pool: tenant ended too early")
     return line
 
 
@@ -184,7 +184,7 @@ _SERVER, _CLIENT = "10.199.77.1", "10.199.77.2"
 
 
 def why_no_links() -> str | None:
-    """Why no networks can be made here, or None where they can."""
+    """The reason for which no networks can be made here; None if they can."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     missing = [name for name in ("ip", "tc", "openssl") if shutil.which(name) is None]

@@ -1,4 +1,4 @@
-"""What tenants see of each other and of moves: their share of a GPU's time, and how long a move stops them."""
+"""How tenants affect each other, and how moves affect them: shares of a GPU's time, and how long a move stops them."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def holder(address: str, memory: int, share: float, priority: int, nbytes: int) 
 
 
 def _state(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Random bytes, as zeros might be told from other bytes."""
+    """Random bytes, as zeros might be treated differently."""
     sizes = [min(_PIECE, nbytes - at) for at in range(0, nbytes, _PIECE)]
     return [torch.zeros(size, dtype=torch.uint8, device=device).random_() for size in sizes]
 
@@ -131,7 +131,7 @@ def migration(address: str, targets: list[str], nbytes: int, rounds: int, writin
                     counter.item()
                     waits.append(time.perf_counter() - started)
                     turn += 1
-            except BaseException as error:  # told by the thread that waits for this one
+            except BaseException as error:  # raised by the thread that waits for this one
                 failures.append(error)
 
         for number in range(rounds):

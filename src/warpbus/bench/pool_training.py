@@ -1,4 +1,4 @@
-"""What programs do on a remote GPU, beside the same on this machine's own: a training step, and decoding."""
+"""Programs on a remote GPU, beside the same programs on this machine's own: a training step, and decoding."""
 
 import copy
 import gc
@@ -231,7 +231,7 @@ def decode(
     config = {**SHAPES, SMALL: SMALL_SHAPE}[shape]
     dtype = torch.bfloat16 if half else torch.float32
     read = sum(step_bytes(config, Scheme.parse(scheme), dtype, prompt + tokens).values())
-    # What a token reads is all but the embedding; the rest is for what is there while weights are made.
+    # A token reads everything except the embedding; the rest is for temporary tensors while weights are made.
     memory = 2 * read + 4 * config.vocab_size * config.hidden_size + (2 * 10**9 if shape != SMALL else 10**8)
     with connect(address, memory=memory) as gpu:
         devices = {"remote": gpu.device} | ({} if device is None else {"local": torch.device(device)})

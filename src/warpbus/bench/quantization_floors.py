@@ -15,7 +15,7 @@ from warpbus.quantization.estimate import device_rates, estimate
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.methods import METHODS
 from warpbus.quantization.preflight import Plan
-from warpbus.quantization.survey import Place
+from warpbus.quantization.survey import RankDevice
 
 _WRITTEN_BYTES = 2**28  # of a file that is written to see how fast that is
 _READS = 3
@@ -56,7 +56,7 @@ class Floors:
                 needed=METHODS[algorithm].needed,
                 tokens=tokens,
                 batch_tokens=BATCH_TOKENS[device.type],
-                places=[Place("", str(device), None, None)] * count,
+                ranks=[RankDevice("", str(device), None, None)] * count,
                 rates=rates,
             ).seconds
 

@@ -37,7 +37,7 @@ class Timed:
 
     Attributes:
         seconds: from the start of its process to that process's end.
-        stages: what they went into: `START` (Python, imports, the look at the model, the other processes), the stages
+        stages: the parts of a run: `START` (Python, imports, the look at the model, the other processes), the stages
             of the report, `END` (giving the model its name, and the ends of all processes). They add up to `seconds`.
         report: of `quantize`.
     """
@@ -108,7 +108,7 @@ def timed_run(
 
 
 def main(asked: Mapping[str, Any]) -> None:
-    """What that process does: prints how far it is, `[done, total]`, and at last what it found."""
+    """The main function of that process: prints its progress, `[done, total]`, and at last the result."""
     vocabulary = read_config(Checkpoint(asked["model"], weights=False)).vocab_size
     data = random_calibration(vocabulary, asked["samples"], asked["seqlen"])
     began = time.time()

@@ -33,7 +33,7 @@ _SHORTEST = 1e-6  # seconds: a record holds no zero
 
 
 def quantize_benchmark(work: QuantizeBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each run's matrices."""
+    """The benchmark of some work; `progress` is called for the matrices of each run."""
     return Benchmark(
         "quantize",
         f"Quantizing {work.shape} with random weights",

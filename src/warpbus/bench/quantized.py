@@ -1,7 +1,7 @@
 """`wna16`, `wna8` and `w8a8`: quantized linear operators on the layers of ChatGLM2-6B, beside their peers."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
 from warpbus.bench.dense import LAYERS
 from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
 from warpbus.bench.records import Parameter
+from warpbus.bench.timing import Call, Inputs
 from warpbus.errors import UsageError
 from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.packed import PackedWeight, pack
@@ -117,14 +118,40 @@ def _layer(run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], s
     if first.humming is not None:
         version = distribution("humming-kernels") or "unknown"
         rivals.append(PeerContender("humming", version, lambda x, _, each: each.humming(x)))
-    moved = int(scheme.bits_per_weight(k) * n * k / 8) + m * (n + k) * dtype.itemsize
+    return layer_case(run, name, m, dtype, scheme, make, lambda x, _, each: wna16_linear(x, each.packed), rivals)
+
+
+def layer_case(
+    run: Run,
+    name: str,
+    m: int,
+    dtype: torch.dtype,
+    variant: Scheme | str,
+    make: Callable[[], Inputs],
+    ours: Call,
+    rivals: Sequence[PeerContender],
+    *,
+    rate: float = 1,
+) -> Case:
+    """The case of one of `LAYERS`, whose floor is the larger of two times: of the weight, x `[m, in]` and the result at
+    the copy bandwidth, and of the product at the rate of the tensor cores.
+
+    Args:
+        variant: the weight's scheme, or a name of 8-bit weights.
+        make, ours, rivals: see `Case`.
+        rate: of the tensor cores, relative to that for `dtype`.
+    """
+    n, k, _ = LAYERS[name]
+    bits = variant.bits_per_weight(k) if isinstance(variant, Scheme) else 8
+    moved = int(bits * n * k / 8) + m * (n + k) * dtype.itemsize
+    flops = 2 * m * n * k
     return Case(
-        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(scheme)},
+        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(variant)},
         metric="time",
-        work=moved,
-        floor_seconds=max(moved / copy_bandwidth(run.device), 2 * m * n * k / matrix_rate(run.device, dtype)),
+        work=flops,
+        floor_seconds=max(moved / copy_bandwidth(run.device), flops / (rate * matrix_rate(run.device, dtype))),
         make=make,
-        ours=lambda x, _, each: wna16_linear(x, each.packed),
+        ours=ours,
         rivals=rivals,
         touched=moved,
     )
@@ -155,21 +182,14 @@ def _prompt_layer(run: Run, scheme: Scheme, name: str, m: int, shelf: Shelf) -> 
     def make() -> tuple[Tensor, tuple[PackedWeight, Tensor]]:
         return normal(m, k, run.device, dtype), supply()
 
-    moved = int(scheme.bits_per_weight(k) * n * k / 8) + m * (n + k) * dtype.itemsize
-    flops = 2 * m * n * k
-    return Case(
-        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(scheme)},
-        metric="time",
-        work=flops,
-        floor_seconds=max(moved / copy_bandwidth(run.device), flops / (_8_BIT_RATE * matrix_rate(run.device, dtype))),
-        make=make,
-        ours=lambda x, weight: wna16_linear(x, weight[0], fp8=True),
-        rivals=[
-            cublas_rival(lambda x, weight: F.linear(x, weight[1])),
-            PeerContender("wna16", warpbus.__version__, lambda x, weight: wna16_linear(x, weight[0])),
-        ],
-        touched=moved,
-    )
+    def ours(x: Tensor, weight: tuple[PackedWeight, Tensor]) -> Tensor:
+        return wna16_linear(x, weight[0], fp8=True)
+
+    rivals = [
+        cublas_rival(lambda x, weight: F.linear(x, weight[1])),
+        PeerContender("wna16", warpbus.__version__, lambda x, weight: wna16_linear(x, weight[0])),
+    ]
+    return layer_case(run, name, m, dtype, scheme, make, ours, rivals, rate=_8_BIT_RATE)
 
 
 def random_weight(scheme: Scheme, n: int, k: int, device: torch.device) -> QTensor:
@@ -217,25 +237,18 @@ def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: Shelf) -> Cas
         return x, quantize_tokens(x, codes), supply()
 
     rivals = [cublas_rival(lambda x, _, weight: F.linear(x, weight[0]))]
-    # What torch offers takes activations that are quantized already.
+    # torch's operators take activations that are quantized already.
     if codes == torch.float8_e4m3fn and dtype == torch.bfloat16:
         rivals.append(PeerContender("torch._scaled_mm", torch.__version__, partial(_scaled_mm, dtype)))
     elif codes == torch.int8 and m >= _INT_MM_ROWS:
         rivals.append(
             PeerContender("torch._int_mm", torch.__version__, lambda _, x, weight: torch._int_mm(x[0], weight[1].T))
         )
-    moved = n * k + m * (n + k) * dtype.itemsize
-    flops = 2 * m * n * k
-    return Case(
-        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": variant},
-        metric="time",
-        work=flops,
-        floor_seconds=max(moved / copy_bandwidth(run.device), flops / (_8_BIT_RATE * matrix_rate(run.device, dtype))),
-        make=make,
-        ours=lambda x, _, weight: w8a8_linear(x, weight[1], weight[2]),
-        rivals=rivals,
-        touched=moved,
-    )
+
+    def ours(x: Tensor, _: object, weight: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return w8a8_linear(x, weight[1], weight[2])
+
+    return layer_case(run, name, m, dtype, variant, make, ours, rivals, rate=_8_BIT_RATE)
 
 
 def _scaled_mm(

@@ -14,7 +14,7 @@ from warpbus.formats.files import replace_file
 
 RESULTS = Path("benchmarks/results")
 
-# What can be measured, and whether less of it is better.
+# The metrics, and whether less is better.
 LESS_IS_BETTER = {
     "time": True,
     "latency": True,
@@ -34,7 +34,7 @@ Parameter = str | int | float | bool
 
 @dataclass(frozen=True)
 class Peer:
-    """What ours is held against: `value` is in the unit of the record, measured in the same run."""
+    """A contender that ours is compared with: `value` is in the unit of the record, measured in the same run."""
 
     name: str
     version: str
@@ -57,7 +57,7 @@ class Record:
         device: the name of the GPU, or "cpu".
         versions: of what took part: warpbus, python, torch, cuda, ...
         date: of the run, UTC, as 2026-01-31T12:00:00Z.
-        command: what to type to measure it again.
+        command: the command that measures it again.
     """
 
     bench: str

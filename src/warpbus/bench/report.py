@@ -1,4 +1,4 @@
-"""Records as a table for the terminal, and what is told before there are any."""
+"""Records as a table for the terminal, and the lines that come before there are any."""
 
 import sys
 from collections.abc import Sequence
@@ -38,19 +38,19 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
         records: of one benchmark, at least one.
         title: of the benchmark.
         means: the geometric mean of the ratios, by group.
-        notes: what else has to be said.
+        notes: further remarks.
     """
     shared, _ = shared_and_varying(records)
     heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")
-    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours, another
-    # kind of load or another part, lest the rows get too wide.
+    # Each unit gets a table of its own: numbers of different units cannot be compared. So does each of our variants,
+    # each kind of load and each part, lest the rows get too wide.
     tables: list[RenderableType] = []
     for kind in dict.fromkeys(_kind(record) for record in records):
         rows = [record for record in records if _kind(record) == kind]
         common, varying = shared_and_varying(rows)
-        told = _told_by_shape(rows, varying)
-        tables.append(_rows(rows, [name for name in varying if name not in {*told, *_FOR_THE_FILE}]))
-        tables += _shapes(rows, told)
+        given = _parameters_of_shape(rows, varying)
+        tables.append(_rows(rows, [name for name in varying if name not in {*given, *_FOR_THE_FILE}]))
+        tables += _shapes(rows, given)
         tables += _listed({name: value for name, value in common.items() if name not in shared})
     below = _listed(shared)
     below += [
@@ -72,7 +72,7 @@ def _listed(parameters: dict[str, Parameter]) -> list[Text]:
     return [Text(", ".join(lines), style="dim")] if lines else []
 
 
-def _told_by_shape(records: Sequence[Record], varying: Sequence[str]) -> list[str]:
+def _parameters_of_shape(records: Sequence[Record], varying: Sequence[str]) -> list[str]:
     """The parameters that follow from the shape, where shapes recur: said once, they need no column."""
     shapes = {record.case.get("shape") for record in records}
     if len({tuple(record.case.get(name) for name in varying) for record in records}) == len(shapes):
@@ -81,13 +81,13 @@ def _told_by_shape(records: Sequence[Record], varying: Sequence[str]) -> list[st
     return [name for name in varying if name != "shape" and len(pairs[name]) == len(shapes)]
 
 
-def _shapes(records: Sequence[Record], told: Sequence[str]) -> list[Text]:
+def _shapes(records: Sequence[Record], given: Sequence[str]) -> list[Text]:
     """A line of what each shape stands for."""
     shapes = {str(record.case.get("shape")): record.case for record in records}
     lines = [
-        f"{shape}: " + ", ".join(f"{name} {shown(case.get(name))}" for name in told) for shape, case in shapes.items()
+        f"{shape}: " + ", ".join(f"{name} {shown(case.get(name))}" for name in given) for shape, case in shapes.items()
     ]
-    return [Text("; ".join(lines), style="dim")] if told else []
+    return [Text("; ".join(lines), style="dim")] if given else []
 
 
 def _rows(records: Sequence[Record], varying: Sequence[str]) -> Table:
@@ -136,6 +136,6 @@ def shown(value: Parameter | None) -> str:
 
 
 def _style(ratio: float) -> str:
-    # What is printed as 1.00 is no loss.
+    # A ratio that is printed as 1.00 is no loss.
     rounded = round(ratio, 2)
     return "green" if rounded >= 1 else "yellow" if rounded >= 0.95 else "red"

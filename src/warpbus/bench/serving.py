@@ -74,7 +74,7 @@ LITTLE = ServingEffort((1, 4), (0.5,), 32, 8, 2.0, 10**6)
 
 
 def serving_benchmark(work: ServingBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each load."""
+    """The benchmark of some work; `progress` is called for each load."""
     over_http = work.url is not None or work.serve is not None
     return Benchmark(
         "serving-http" if over_http else "serving",
@@ -174,7 +174,7 @@ def _in_process(
     engine = Engine(model, max_num_seqs=most, offloadable=offloadable)
     engine.warm(rows=most)
     loads = _Loads(effort, config.vocab_size, prompt_end(config))
-    # What a first load still has to compile or capture.
+    # Compilations and captures that a first load would still cause.
     drive(engine, replace(loads.closed(most, 10**6), tokens=2))
     measured = _measured(loads, partial(drive, engine), _rounds(run), progress)
     progress("growing", 0, 1)
@@ -219,7 +219,7 @@ def _over_http(run: Run, work: ServingBenchOptions, effort: ServingEffort, progr
 
 @dataclass
 class _LoadResults:
-    """What each load got, a `Figures` for each round.
+    """The results of each load, a `Figures` for each round.
 
     Attributes:
         closed: by concurrency.
@@ -243,8 +243,8 @@ class _LoadResults:
         """All rates and latencies.
 
         Args:
-            base: what all of them have in common.
-            rivals: who else was measured, by concurrency.
+            base: their common settings.
+            rivals: the other measured servers, by concurrency.
             floors: limits, where they are known.
             cached: bytes that a token takes in the cache, where the engine is in this process.
         """
@@ -297,7 +297,7 @@ def _measured(loads: _Loads, send: Callable[[Load], Figures], rounds: int, progr
 
 
 def _say(run: Run, load: str, rounds: Sequence[Figures]) -> None:
-    """What no row has: shares, of the last round."""
+    """Figures that no row has: shares, of the last round."""
     last = rounds[-1]
     said = [f"{last.tokens_per_second:,.0f} tokens/s"]
     if last.between_tokens:

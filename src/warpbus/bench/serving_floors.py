@@ -20,7 +20,7 @@ class ServingFloors:
     layers' matrices with a row for each token; their attention is left out, so is every overlap of the two.
 
     Attributes:
-        bandwidth: bytes a second of a copy.
+        bandwidth: bytes per second of a copy.
         rate: floating-point operations a second of a matrix product in 16 bits.
     """
 

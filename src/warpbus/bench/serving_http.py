@@ -55,7 +55,7 @@ def first_model(url: str) -> Served:
 
     Raises:
         DeviceError: it does not answer.
-        DataError: what answers is no such server.
+        DataError: no such server answers.
     """
     with httpx.Client(base_url=url, headers=_headers(), timeout=30) as client:
         try:
@@ -148,7 +148,7 @@ async def _ask(
 
 
 async def _events(answer: "httpx.Response") -> AsyncIterator[dict[str, Any]]:
-    """What server-sent events hold."""
+    """The data of server-sent events."""
     async for line in answer.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))

@@ -35,7 +35,7 @@ class Load:
 
 
 def prompt_end(config: ModelConfig) -> tuple[int, ...]:
-    """What each prompt of a model has to end in: <sop> of ChatGLM-6B, and nothing for all others."""
+    """The token ids that must end each prompt of a model: <sop> for ChatGLM-6B, and none for all others."""
     return () if config.prompt_end is None else (config.prompt_end,)
 
 
@@ -111,7 +111,7 @@ class RequestSource:
 
 @dataclass(frozen=True)
 class HostTimes:
-    """What a load took of an engine's process.
+    """The resources of an engine's process that a load took.
 
     Attributes:
         steps: how many there were.
@@ -131,7 +131,7 @@ class HostTimes:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the requests of a load got.
+    """The results of the requests of a load.
 
     Attributes:
         tokens_per_second, requests_per_second: of all answers, from the first request to the last token.

@@ -79,7 +79,7 @@ def sleep_rows(
 
 
 def cycle_rows(run: Run) -> list[Result]:
-    """What many cycles of a small model leave of the GPU's memory, by the driver's account."""
+    """The GPU memory that stays in use after many cycles of a small model, as the driver counts it."""
     if not run.on_gpu:
         return []
     cycles = _SMALL_QUICK_CYCLES if run.quick else _SMALL_CYCLES

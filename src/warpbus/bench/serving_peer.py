@@ -18,7 +18,7 @@ _PATIENCE = 300.0  # seconds without any answer
 
 
 def transformers_figures(config: ModelConfig, device: torch.device, load: Load) -> tuple[Figures, str]:
-    """What a load gets of a model with random weights in bfloat16, and the attention that transformers has chosen.
+    """The results of a load with a model of random weights in bfloat16, and the attention that transformers has chosen.
 
     Everything else is left to transformers, too: CUDA graphs, asynchronous batching, and the size of the cache. It
     warms up by itself, and with a few requests, before the clock starts. The times of tokens are those that it records.

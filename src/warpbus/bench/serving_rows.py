@@ -1,4 +1,4 @@
-"""What was measured under loads, as results."""
+"""The measurements under loads, as results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from warpbus.bench.records import Parameter
 from warpbus.bench.serving_load import QUANTILES, Figures, HostTimes, quantile
 
 FIRST, BETWEEN, OUTPUT, REQUESTS = "first token", "between tokens", "output", "requests"
-"""What rows are of."""
+"""The subjects of rows."""
 
 _SHORTEST = 1e-6  # of what a record holds, which is no zero
 

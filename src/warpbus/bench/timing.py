@@ -35,7 +35,7 @@ class TimingEffort:
 
     Attributes:
         samples: of each contender, at most.
-        sample_seconds: what one sample takes at least, in calls that are repeated.
+        sample_seconds: the least duration of one sample, in calls that are repeated.
         seconds: of a contender's samples together; slow calls get fewer samples, at least 3.
     """
 
@@ -154,7 +154,7 @@ def _clocked(call: Call, buffers: Sequence[Inputs], repeats: int) -> float:
 def _on_gpu(
     contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: TimingEffort, touched: int | None
 ) -> list[Timing]:
-    # What is compiled or tuned at a first call happens here.
+    # The first calls compile and tune.
     outputs = [_bytes(call(*first)) for call in contenders]
     torch.cuda.synchronize()
     # Else what earlier cases have left in torch's own cache would count as taken.

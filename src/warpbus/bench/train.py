@@ -35,7 +35,7 @@ _ANSWERS, _ANSWER_TOKENS = 3, 64
 
 
 def train_benchmark(work: TrainBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
-    """The benchmark of some work; `progress` is told of each run."""
+    """The benchmark of some work; `progress` is called for each run."""
     return Benchmark(
         "train",
         "Training a model of random weights",
@@ -108,9 +108,9 @@ class _Measurements:
             others = None if variant.plain is None else plain.get((variant.plain, count)) or None
             measured = rows.all(found[variant, count], others, rates[variant.precision])
             afterwards = statistics.median(answers[variant.method == "qlora"])
-            told = [f"{number(statistics.median(row.ours))} {row.unit}" for row in measured]
-            told.append(f"{number(afterwards)} ms for a token of its answers")
-            self.run.note(f"{variant}, {rows.counted(count)}: {', '.join(told)}")
+            medians = [f"{number(statistics.median(row.ours))} {row.unit}" for row in measured]
+            medians.append(f"{number(afterwards)} ms for a token of its answers")
+            self.run.note(f"{variant}, {rows.counted(count)}: {', '.join(medians)}")
             results += measured
         results += self._answer_rows(planned, answers)
         self.progress("train", len(planned), len(planned))
@@ -133,7 +133,7 @@ class _Measurements:
         return said
 
     def _answers(self, planned: Sequence[tuple[Variant, int]]) -> dict[bool, list[float]]:
-        """Milliseconds a token of the models that are there afterwards: with weights as they were, or rounded."""
+        """Milliseconds per token of the trained models: with plain weights, or rounded ones."""
         found: dict[bool, list[float]] = {}
         for rounded, name in sorted(self._schemes(planned).items()):
             said: list[list[float]] = []
@@ -187,7 +187,7 @@ class _VariantResults:
         """Speed, memory, energy, cost and what was learnt, as far as they are known.
 
         Args:
-            plain: what PyTorch's own parts did in the same place.
+            plain: the results of PyTorch's own parts in the same place.
             rate: operations a second of a large product in this precision, on one GPU.
         """
         settings = self.of.settings(self.variant, self.count)

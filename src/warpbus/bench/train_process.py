@@ -35,7 +35,7 @@ _PROMPT = 128
 
 @dataclass(frozen=True)
 class TrainBenchTask:
-    """What a run does.
+    """The settings of a run.
 
     Attributes:
         config: the model's shape.
@@ -55,7 +55,7 @@ class TrainBenchTask:
 
 @dataclass(frozen=True)
 class ProcessMeasurement:
-    """What one process found.
+    """The measurements of one process.
 
     Attributes:
         seconds: of each timed step.
@@ -71,7 +71,7 @@ class ProcessMeasurement:
 
 
 def job(group: Group, send: Send, task: TrainBenchTask) -> None:
-    """What each process does; each sends what it measured as a `ProcessMeasurement`."""
+    """The job of each process; each sends its measurements as a `ProcessMeasurement`."""
     torch.set_float32_matmul_precision("high" if task.tf32 else "highest")
     device, settings = group.device, task.settings
     cuda = device.type == "cuda"
@@ -111,7 +111,7 @@ def job(group: Group, send: Send, task: TrainBenchTask) -> None:
 
 
 def answer(group: Group, send: Send, config: ModelConfig, scheme: Scheme | None, tokens: int, rounds: int) -> None:
-    """Sends the seconds a token of each round in which our engine generates with a model as it is after training."""
+    """Sends the seconds per token of each round in which our engine generates with the trained model."""
     dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
     engine = Engine(random_model(config, scheme, group.device, dtype), max_model_len=_PROMPT + tokens, max_num_seqs=1)
     engine.warm()

@@ -1,4 +1,4 @@
-"""What `train` can measure: methods, precisions and modes, the shapes, and the settings of each."""
+"""The variants of `train`: methods, precisions and modes, the shapes, and the settings of each."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def plain(self) -> "Variant | None":
-        """What plain PyTorch offers in its place: no weights of few bits and no fp8; None for a prefix."""
+        """The nearest equivalent in plain PyTorch, which has no weights of few bits and no fp8; None for a prefix."""
         if self.method == "ptuning":
             return None
         method = "lora" if self.method == "qlora" else self.method

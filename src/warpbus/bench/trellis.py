@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import warpbus
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cublas_rival, dtype_name, normal
-from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cublas_rival, normal
 from warpbus.bench.dense import LAYERS
-from warpbus.bench.quantized import Shelf, random_weight
+from warpbus.bench.quantized import Shelf, layer_case, random_weight
 from warpbus.kernels.ops.packed import PackedWeight, pack
 from warpbus.kernels.ops.trellis_linear import trellis_linear
 from warpbus.kernels.ops.trellis_packed import PackedTrellis, pack_trellis
@@ -57,20 +56,11 @@ def _layer(run: Run, scheme: Scheme, name: str, m: int, shelf: Shelf) -> Case:
     def make() -> tuple[Tensor, tuple[PackedTrellis, PackedWeight, Tensor]]:
         return normal(m, k, run.device, dtype), supply()
 
-    moved = int(scheme.bits_per_weight(k) * n * k / 8) + m * (n + k) * dtype.itemsize
-    return Case(
-        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(scheme)},
-        metric="time",
-        work=moved,
-        floor_seconds=max(moved / copy_bandwidth(run.device), 2 * m * n * k / matrix_rate(run.device, dtype)),
-        make=make,
-        ours=lambda x, each: trellis_linear(x, each[0]),
-        rivals=[
-            PeerContender(str(_BESIDE), warpbus.__version__, lambda x, each: wna16_linear(x, each[1])),
-            cublas_rival(lambda x, each: F.linear(x, each[2])),
-        ],
-        touched=moved,
-    )
+    rivals = [
+        PeerContender(str(_BESIDE), warpbus.__version__, lambda x, each: wna16_linear(x, each[1])),
+        cublas_rival(lambda x, each: F.linear(x, each[2])),
+    ]
+    return layer_case(run, name, m, dtype, scheme, make, lambda x, each: trellis_linear(x, each[0]), rivals)
 
 
 TRELLIS = Benchmark(

@@ -9,7 +9,9 @@ import gc
 import os
 import signal
 import sys
-from typing import Annotated
+import warnings
+from pathlib import Path
+from typing import Annotated, TextIO
 
 import typer
 from rich.markup import escape
@@ -38,7 +40,7 @@ from warpbus.cli.help import PlainGroup
 from warpbus.cli.language import Console
 from warpbus.cuda.findings import language_of_locale
 from warpbus.errors import WarpbusError
-from warpbus.language import translated, use_language
+from warpbus.language import in_language, translated, use_language
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -90,6 +92,27 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
+def _show_warnings(language: str) -> None:
+    """Print Warpbus's own warnings as one line on stderr, in the user's language; others as Python prints them."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is not UserWarning or not Path(filename).is_relative_to(Path(warpbus.__file__).parent):
+            usual(message, category, filename, lineno, file, line)
+            return
+        with in_language(language):  # also while the picture of a page is drawn in the other one
+            Console(stderr=True, soft_wrap=True).print(f"warning: {message}", highlight=False, markup=False)
+
+    warnings.showwarning = show
+
+
 def main() -> None:
     """Run the command; a `WarpbusError` becomes one line on stderr and its exit code."""
     # torch's CPU threads spin while they wait for each other. Where anything else runs on the cores, or they are
@@ -99,6 +122,7 @@ def main() -> None:
     atexit.register(_leave_garbage)
     language = language_of_locale()
     use_language(language)
+    _show_warnings(language)
     try:
         if language == "zh":
             run(app, "warpbus")

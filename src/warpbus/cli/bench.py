@@ -218,7 +218,7 @@ for _name, _help in {
     Variants are dtypes of the KV cache: auto (that of the activations), int8, fp8 or int4. With --size, only these
     contexts.
     """,
-    "mla": """Multi-head latent attention of GLM-4.7-Flash, compared with torch's fused attention. Needs a GPU.
+    "mla": """Multi-head latent attention of GLM-4.7-Flash, compared with torch's matrix products. Needs a GPU.
 
     Variants are dtypes of the KV cache: auto (that of the activations) and fp8. With --size, only these contexts.
     """,
@@ -291,7 +291,7 @@ MODEL_BENCHMARKS = {
             expert_parallel="mixtures of experts: each GPU has whole experts instead of a part of every expert",
             quick=_QUICK,
         ),
-        """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds a token.
+        """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds per token.
 
         In bfloat16, after a prompt of 128 tokens. Without a GPU: a small shape and processes on the CPU.
         """,
@@ -314,7 +314,7 @@ MODEL_BENCHMARKS = {
             ),
             quick=_QUICK,
         ),
-        """A model of random weights is trained: tokens a second, share of what products allow, memory, energy, cost.
+        """A model of random weights is trained: tokens per second, share of what products allow, memory, energy, cost.
 
         By every method (full, lora, qlora, ptuning), in fp32, tf32, bf16 and fp8, eager and compiled, by 1, 2, ...
         GPUs, beside the same in PyTorch's own parts; and what a token takes of the models afterwards. Each run has
@@ -346,7 +346,7 @@ for _name, (_measure_it, _help) in MODEL_BENCHMARKS.items():
 
 
 def _command(context: typer.Context) -> str:
-    """What was typed, as a command that measures the same again."""
+    """The command line as typed, which measures the same again."""
     words = ["warpbus", "bench", str(context.info_name)]
     for parameter in context.command.params:
         name = parameter.name or ""

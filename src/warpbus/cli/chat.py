@@ -22,7 +22,7 @@ from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.tables import memory_table
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import DataError, UsageError, WarpbusError
@@ -104,13 +104,13 @@ def chat(
         raise UsageError("--prompt is empty: give the text to answer")
     directory = model_directory(model)
     named = None if adapter is None else one_adapter(adapter)
-    load("warpbus.models.generation_defaults")
-    from warpbus.models.generation_defaults import read_generation_defaults
+    with permanent_objects():
+        from warpbus.models.generation_defaults import read_generation_defaults
 
     recommended = {} if engine.pop("generation_config") == "none" else read_generation_defaults(directory)
     with _loading(model) as progress:
-        load("warpbus.engine.llm")
-        from warpbus.engine import LLM
+        with permanent_objects():
+            from warpbus.engine import LLM
 
         params = SamplingParams(**{**_DEFAULTS, **recommended, **sampling})
         llm = LLM(
@@ -280,12 +280,12 @@ class Terminal:
 
     def _answer(self, text: str) -> None:
         conversation = self._conversation
-        told = False
+        warned = False
         try:
             with closing(conversation.ask(text)) as chunks:
                 for chunk in chunks:
-                    if conversation.dropped and not told:
-                        told = True
+                    if conversation.dropped and not warned:
+                        warned = True
                         self._note(_dropped(conversation.dropped))
                     _write(chunk.text)
         except KeyboardInterrupt:

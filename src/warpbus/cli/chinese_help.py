@@ -14,7 +14,7 @@ _GAP = 2  # columns between an option and its text
 _LEAST_WIDTH = 20  # of the text of an option
 _NOT_FIRST = "，。；：、？！）」』”’…%])"  # characters that do not begin a line
 _NOT_LAST = "（「『“‘[("  # and those that do not end one
-# What click adds to the help of an option.
+# The remark that click adds to the help of an option.
 _REMARK = re.compile(r"^(?P<help>.*?) {0,2}\[(?P<remark>[^\[\]]*)\]$", re.DOTALL)
 
 # The errors of a command line. Newer versions of typer contain the module that defines them, older ones import it.
@@ -134,7 +134,7 @@ def _cut(piece: str, room: int) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """What a line break may not divide: words, and single Chinese characters with the punctuation that belongs to them.
+    """The units that no line break divides: words, and single Chinese characters with their punctuation.
 
     A piece that follows a space begins with one.
     """

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -114,9 +113,8 @@ class QuantizeRequest:
                 running=running,
                 scheme=None if self.scheme is None else Scheme.parse(self.scheme),
                 algorithm=self.algorithm,
-                damping=self.options.damping,
+                options=self.options,
                 progress=lambda done, total: show("trying", done, total),
-                **self._data(),
             )
 
     def choice(self) -> "Choice":
@@ -140,16 +138,10 @@ class QuantizeRequest:
                 directory,
                 self.bits,
                 calibration=self.calibration,
+                options=self.options,
                 progress=lambda done, total: show("measuring", done, total),
-                **self._data(),
             )
         return Choice(schemes, self.algorithm, {"bits": self.bits})
-
-    def _data(self) -> dict[str, Any]:
-        """The arguments of trials that select calibration data, format and device."""
-        return {
-            name: getattr(self.options, name) for name in ("format", "samples", "tokens", "seqlen", "seed", "device")
-        }
 
     def show(self, found: Recommendation, *, as_json: bool) -> None:
         """Print the recommendation and the command that applies it."""

@@ -31,7 +31,7 @@ def compile_all(archs: Sequence[str], as_json: bool) -> None:
         DeviceError: no compiler is installed, or no unit is meant for an architecture.
     """
     from warpbus.cuda.jit import compiler_version
-    from warpbus.kernels.units import all_units
+    from warpbus.kernels.compilation import all_units
 
     targets = _targets(archs)
     compiler = compiler_version()
@@ -68,7 +68,7 @@ def _targets(archs: Sequence[str]) -> list[str]:
 
 
 def _compile(work: Sequence[tuple["Unit", str]]) -> list[dict[str, Any]]:
-    """What came of each unit, in the order given. NVRTC works outside Python's lock, so threads are enough."""
+    """The outcome of each unit, in the order given. NVRTC works outside Python's lock, so threads are enough."""
     found: dict[int, dict[str, Any]] = {}
     with progress_bar() as show, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         show("compiling", 0, len(work))

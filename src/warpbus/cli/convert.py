@@ -10,7 +10,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 
 
 def convert(
@@ -40,8 +40,8 @@ def convert(
 
     It reads compressed-tensors, GPTQ, AWQ, THUDM's int4 and int8, and GGUF.
     """
-    load("warpbus.models.convert")
-    from warpbus.models.convert import convert as run
+    with permanent_objects():
+        from warpbus.models.convert import convert as run
 
     directory = model_directory(model)
     with progress_bar() as show:

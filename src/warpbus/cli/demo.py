@@ -58,7 +58,7 @@ def demo(
 
 
 def _next_steps(console: Console, poet: Path) -> None:
-    """What to do after the demo. Commands stand on lines of their own, whole, so that they can be copied."""
+    """The next steps after the demo. Commands stand on lines of their own, whole, so that they can be copied."""
     console.print("[bold]What next?[/]")
     for purpose, command in (
         ("Talk to the 4-bit poet:", f"warpbus chat {shlex.quote(str(poet))}"),

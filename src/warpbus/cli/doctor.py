@@ -26,7 +26,7 @@ from warpbus.pool.tenant import sandbox
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 IN_CHECKOUT = Path(warpbus.__file__).parents[2].joinpath("tests", "cpu").is_dir()
 
-# What each extra that this version uses is for, and what it installs.
+# The purpose of each extra that this version uses, and the packages that it installs.
 EXTRAS = {
     "cuda": (
         "kernels on a GPU",

@@ -16,7 +16,7 @@ from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory, model_name
 from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.errors import UsageError
 
 
@@ -60,11 +60,11 @@ def evaluate(
         return
     if task_path is not None or fewshot is not None:
         raise UsageError("--task-path and --fewshot have no part without --tasks: name the tasks")
-    load("warpbus.evaluation")
-    from warpbus.cuda.devices import resolve_device, resolve_dtype
-    from warpbus.demo import data_path
-    from warpbus.evaluation import evaluate as measure
-    from warpbus.evaluation import report
+    with permanent_objects():
+        from warpbus.cuda.devices import resolve_device, resolve_dtype
+        from warpbus.demo import data_path
+        from warpbus.evaluation import evaluate as measure
+        from warpbus.evaluation import report
 
     if data is None:
         if models[0] != DEMO:
@@ -108,18 +108,22 @@ def _evaluate_tasks(
     *,
     as_json: bool,
 ) -> None:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when tqdm is imported
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from warpbus.engine import LLM
-    from warpbus.evaluation.tasks import TaskScore, check_tasks, evaluate_tasks
-
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise UsageError(f"--tasks {tasks!a:.60}: expected names separated by commas, such as hellaswag,gsm8k")
+    from warpbus.evaluation.task_names import check_task_names
+
+    check_task_names(names, directory)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars; read when tqdm is imported
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with permanent_objects():
+        from warpbus.engine import LLM
+        from warpbus.evaluation.tasks import TaskScore, check_tasks, evaluate_tasks
+
+    paths = [model_directory(model) for model in models]
     manager = check_tasks(names, directory)
     scores: dict[str, list[TaskScore]] = {}
-    for model in models:
-        path = model_directory(model)
+    for model, path in zip(models, paths, strict=True):
         label = model_name(model)
         label = str(path) if label in scores else label
         with progress_bar() as show:

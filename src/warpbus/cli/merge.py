@@ -10,7 +10,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 
 
 def merge(
@@ -31,8 +31,8 @@ def merge(
 
     To quantize the result, run warpbus quantize on OUTPUT: a quantized MODEL is refused.
     """
-    load("warpbus.models.adapters")
-    from warpbus.models.adapters import merge_lora
+    with permanent_objects():
+        from warpbus.models.adapters import merge_lora
 
     directory = model_directory(model)
     with progress_bar() as show:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from warpbus.cli.progress import download_bar
 from warpbus.demo import model_path
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.errors import CheckpointError
 
 DEMO = "demo"
@@ -22,16 +22,15 @@ def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bo
 
     Raises:
         CheckpointError: there is no such directory, but one of a similar name. Otherwise the path is returned.
-        WarpbusError: what keeps a model from being downloaded, see `formats.hub.find_model`, or from being loaded, as
-            far as its `config.json` tells.
+        WarpbusError: the model cannot be downloaded, see `formats.hub.find_model`; or its config.json is not supported.
     """
     if name == DEMO:
         return model_path()
     if Path(name).is_dir():
         return Path(name)
-    load("warpbus.models")
-    from warpbus.formats.hub import find_model
-    from warpbus.models import check_loadable
+    with permanent_objects():
+        from warpbus.formats.hub import find_model
+        from warpbus.models import check_loadable
 
     check = partial(check_loadable, processes=processes, expert_parallel=expert_parallel)
     with download_bar(str(name)) as show:
@@ -49,7 +48,7 @@ def is_here(name: str) -> bool:
 
 
 def model_name(name: str) -> str:
-    """What to call the model of an argument: the directory's name, or the name on its hub without its owner."""
+    """The name for the model of an argument: the directory's name, or the name on its hub without its owner."""
     if name == DEMO:
         return model_path().name
     if not is_here(name):

@@ -9,12 +9,11 @@ import typer
 
 from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
-from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cuda.cards import CARDS, Card, card_named
 from warpbus.cuda.memory_size import parse_memory, short_size
 from warpbus.engine.options import ServiceOptions
-from warpbus.errors import UsageError
+from warpbus.errors import DownloadError, UsageError
 
 if TYPE_CHECKING:  # both load torch
     from warpbus.engine.plan import Stored
@@ -38,7 +37,7 @@ def plan(
         typer.Argument(
             metavar="MODEL",
             autocompletion=complete_model,
-            help="a model directory, of which config.json is enough, or a known shape",
+            help="a model directory (config.json is enough), the name of a downloaded model, or a known shape",
         ),
     ],
     service: dict[str, Any],
@@ -80,25 +79,29 @@ def plan(
 
 
 def _stored(model: str, scheme: str | None) -> "Stored":
-    """What the weights are: as the checkpoint stores them, or all of one scheme."""
+    """The kind of the weights: as the checkpoint stores them, or all of one scheme."""
     import torch
 
     from warpbus.engine.plan import Stored
     from warpbus.formats import Checkpoint
+    from warpbus.formats.hub import find_model
     from warpbus.kernels.ops.arguments import HALVES
     from warpbus.models import SHAPES, quantized_parameters, read_config
     from warpbus.models.stored_schemes import dtype_of_weights
     from warpbus.qtensor import Scheme
 
     parsed = None if scheme is None else Scheme.parse(scheme)
-    if model != DEMO and not Path(model).exists():
-        if model not in SHAPES:
-            raise UsageError(
-                f"{model}: no such directory: give one with a config.json, download it with `warpbus pull`, or give a "
-                f"known shape: {', '.join(SHAPES)}"
-            )
+    if model in SHAPES and not Path(model).exists():
         return Stored.uniform(SHAPES[model], torch.bfloat16, parsed)
-    directory = model_directory(model)
+    try:
+        directory = find_model(model, download=False)
+    except DownloadError:
+        directory = None
+    if directory is None or not directory.exists():
+        raise UsageError(
+            f"{model}: is not on this machine: download it with `warpbus pull`, or give a directory with a config.json "
+            f"or a known shape: {', '.join(SHAPES)}"
+        )
     if parsed is None:
         checkpoint = Checkpoint(directory)
         config = read_config(checkpoint)

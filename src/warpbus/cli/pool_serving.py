@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from warpbus.cli.language import Console
 from warpbus.cli.options import FieldOption, options_of
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.pool.daemon.options import PoolOptions
 
 
@@ -66,8 +66,8 @@ def serve(
 
 
 async def _serve(options: PoolOptions) -> None:
-    load("warpbus.pool.daemon.daemon")
-    from warpbus.pool.daemon.daemon import Daemon
+    with permanent_objects():
+        from warpbus.pool.daemon.daemon import Daemon
 
     daemon = Daemon(options)
     ending = asyncio.Event()

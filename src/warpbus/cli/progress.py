@@ -63,7 +63,7 @@ def download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
         def show(done: int, total: int) -> None:
             if not bar.tasks[task].started:
-                # What was there before is not part of the speed.
+                # Bytes that were there before do not count in the speed.
                 bar.update(task, completed=done, total=total)
                 bar.start_task(task)
                 stack.enter_context(bar)

@@ -20,7 +20,7 @@ from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar
-from warpbus.dist.interpreters import end_early, load
+from warpbus.dist.interpreters import end_early, permanent_objects
 from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.engine.early import start_processes
 from warpbus.engine.options import ReplicaOptions, ServiceOptions
@@ -133,8 +133,6 @@ def serve(
     try:
         if replicas.most == 1:
             start_processes(engine)
-        with serve_extra("serving"):
-            load("warpbus.server.listening")
         _serve(models, names, options, engine, replicas, adapter or [])
     finally:
         end_early()
@@ -149,10 +147,11 @@ def _serve(
     adapter: list[str],
 ) -> None:
     """Serve models under these names; see `serve`."""
-    from warpbus.engine.placement import check_replicas, replica_devices
-    from warpbus.server.listening import ModelToServe
-    from warpbus.server.listening import serve as run
-    from warpbus.server.logs import formatter
+    with serve_extra("serving"), permanent_objects():
+        from warpbus.engine.placement import check_replicas, replica_devices
+        from warpbus.server.listening import ModelToServe
+        from warpbus.server.listening import serve as run
+        from warpbus.server.logs import formatter
 
     check_replicas(engine, replicas)
     replica_devices(engine, replicas.count)  # raises for missing GPUs, before anything is downloaded

@@ -25,7 +25,7 @@ PAGE, PICTURE = "story.html", "story.png"
     calibration=...,
     device=...,
     gpus=FieldOption("numbers of GPUs, such as 1,2,4; default: 1 and all", field="counts"),
-    samples=FieldOption("calibration sequences; default: 128 on a GPU, 32 on the CPU", default=None),
+    samples=FieldOption("calibration sequences; default: 128; on a CPU, 32 for large models", default=None),
     documents="documents that the perplexity is measured on, at most",
     tokens="tokens that are generated in each run",
     price="dollars per GPU-hour, to compute the cost",
@@ -73,28 +73,28 @@ def story(
     work = Work(name, directory, place, data, calibration, resolve_device(device), options, _typed(context))
     try:
         with progress_bar() as show:
-            told = tell(work, show)
+            results = tell(work, show)
     except KeyboardInterrupt:
         count = partially_kept(place)
         parts = "1 finished part" if count == 1 else f"{count} finished parts"
         text = f"Interrupted. {parts} kept in {place}: run the same command to resume."
         Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
         raise typer.Exit(128 + signal.SIGINT) from None
-    found = report.records(told)
+    found = report.records(results)
     path = write(found, place)
-    report.draw(told, place / PICTURE)
-    report.write_page(told, place / PAGE)
+    report.draw(results, place / PICTURE)
+    report.write_page(results, place / PAGE)
     if as_json:
         print(json.dumps(to_json(found), ensure_ascii=False))
         return
     console = Console()
-    console.print(report.table(told))
+    console.print(report.table(results))
     for label, file in (("Page", place / PAGE), ("Picture", place / PICTURE), ("Records", path)):
         console.print(f"{label}: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _typed(context: typer.Context) -> str:
-    """What was typed, as a command that measures the same again."""
+    """The command line as typed, which measures the same again."""
     words = ["warpbus", "bench", "story"]
     for parameter in context.command.params:
         name = parameter.name or ""

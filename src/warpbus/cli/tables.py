@@ -55,7 +55,7 @@ def forecast_table(found: Forecast, model: str) -> RenderableType:
 
 
 def estimate_table(estimate: QuantizationEstimate) -> Table:
-    """What a quantization needs, at most 100 columns wide; GPUs that need the same share a row."""
+    """The needs of a quantization, at most 100 columns wide; GPUs that need the same share a row."""
     table = Table(title="what this run needs", title_justify="left", title_style="bold", header_style="bold")
     table.add_column("", max_width=36, overflow="fold")
     for name in ("needs", "free"):

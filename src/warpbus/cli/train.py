@@ -11,7 +11,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import model_directory
 from warpbus.cli.options import Device, FieldOption, options_of
-from warpbus.dist.interpreters import load
+from warpbus.dist.interpreters import permanent_objects
 from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.train.options import TrainingOptions
 
@@ -90,14 +90,14 @@ def train(
 
     OUTPUT.training holds checkpoints: the same command resumes an interrupted run, on any number of GPUs.
     """
-    load("warpbus.train.job")
-    from warpbus.cli.tables import training_table
-    from warpbus.cli.training import is_silent, shown
-    from warpbus.cuda.devices import resolve_device
-    from warpbus.train import TrainingSettings
-    from warpbus.train import train as run
-    from warpbus.train.job import check_arguments
-    from warpbus.train.plan import plan_training
+    with permanent_objects():
+        from warpbus.cli.tables import training_table
+        from warpbus.cli.training import is_silent, shown
+        from warpbus.cuda.devices import resolve_device
+        from warpbus.train import TrainingSettings
+        from warpbus.train import train as run
+        from warpbus.train.job import check_arguments
+        from warpbus.train.plan import plan_training
 
     resolved = resolve_device(device)
     on_gpus = device != "cpu" if cluster else resolved.type == "cuda"

@@ -1,4 +1,4 @@
-"""What `warpbus quantize` says after the work: the report, and with --evaluate the verdict."""
+"""The output of `warpbus quantize` after the work: the report, and with --evaluate the verdict."""
 
 import json
 import math
@@ -22,10 +22,10 @@ DEMO_DOCUMENTS = 100
 
 @dataclass(frozen=True)
 class Output:
-    """What is asked for, checked.
+    """The options of the verdict, checked.
 
     Attributes:
-        data, questions: what the models are compared on; without data they are not.
+        data, questions: the data of the comparison; without data there is none.
         limit: documents and questions at most.
         allowed: the increase of the perplexity that is allowed, as a share.
         plot, html: files to write.

@@ -1,4 +1,4 @@
-"""What each GPU architecture can do that kernels are chosen by: one row per architecture.
+"""The capabilities of each GPU architecture by which kernels are chosen: one row per architecture.
 
 A kernel for a new GPU adds a row, or a column if the kernel needs an instruction that no other kernel needs. Shared
 memory and multiprocessors differ within an architecture: `devices.shared_memory` and `green.multiprocessors` ask the
@@ -46,7 +46,7 @@ _ROWS = (
 def capabilities(arch: str) -> Capabilities:
     """The row of an architecture such as "sm_86": its own, or that of the newest one before it.
 
-    One that is older than all rows can do nothing of what they list.
+    An architecture older than all rows gets a row without capabilities.
     """
     rows = [row for row in _ROWS if _number(row.arch) <= _number(arch)]
     return rows[-1] if rows else Capabilities(arch)

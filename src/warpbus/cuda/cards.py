@@ -8,10 +8,10 @@ _LANES = {4: 31.5e9, 5: 63e9}
 """Bytes per second and direction of 16 lanes of PCI Express, by its generation."""
 
 _LINK_SHARE = 0.8
-"""What reading pinned memory of the host is expected to reach of that."""
+"""The share of the link's bandwidth that reading the host's pinned memory is expected to reach."""
 
 _COPY_SHARE = 0.9
-"""What a copy reached of the bandwidth of the data sheet: 3.01 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
+"""The share of the data sheet's bandwidth that a copy reached: 3.01 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The driver's checkpoint of another process: its GPU memory goes to main memory, its GPUs are free, and back.
 
 A process goes from RUNNING by lock to LOCKED, by checkpoint to CHECKPOINTED, by restore to LOCKED and by unlock to
-RUNNING. While it is not RUNNING its calls of CUDA wait; the rest of it runs. What cannot be carried is told in
+RUNNING. While it is not RUNNING its calls of CUDA wait; the rest of it runs. What cannot be carried is listed in
 docs/pool.md.
 
 Source: the CUDA driver API reference, "CUDA checkpointing". GPUs can be changed with drivers of version 580 and later.

@@ -12,7 +12,7 @@ _ERROR = re.compile(
 )
 _GUESS = re.compile(r"; did you mean [^?]*\?")
 
-# What the messages of g++, clang++ and nvcc mean, by the names of sentences in `findings`.
+# The meaning of messages of g++, clang++ and nvcc, by the names of sentences in `findings`.
 _HINTS = (
     ("hint_print", r"'(?:cout|cerr|endl)'"),
     ("hint_header", r"is not a member of 'std'|no (?:member|template) named '[^']*' in namespace 'std'"),

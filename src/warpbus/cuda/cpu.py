@@ -39,7 +39,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def _fact(name: str) -> str:
-    """What the system tells about the first core under a name, or nothing."""
+    """The system's entry for the first core under a name; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the flags `--device` and `--dtype` mean, and the context and the stream in which a thread launches."""
+"""The meaning of the flags `--device` and `--dtype`, and the context and the stream in which a thread launches."""
 
 import functools
 import threading
@@ -70,7 +70,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def default_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """What a checkpoint stored as `stored` is computed in: float32 on the CPU, its own 16 bits on a GPU.
+    """The dtype in which a checkpoint stored as `stored` is computed: float32 on the CPU, its own 16 bits on a GPU.
 
     On a remote device it is what is behind that counts.
     """
@@ -97,7 +97,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _left_in_cgroups(root: Path, membership: Path) -> list[int]:
-    """What is left in each group (cgroup v2) that has a limit, from that of this process up to the root."""
+    """The bytes left in each group (cgroup v2) that has a limit, from that of this process up to the root."""
     try:
         names = [line.removeprefix("0::/") for line in membership.read_text().splitlines() if line.startswith("0::/")]
     except OSError:

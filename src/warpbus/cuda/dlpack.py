@@ -42,7 +42,7 @@ class _Managed(ctypes.Structure):
     _fields_ = (("tensor", _Description), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
 
-# What tensors refer to, by the address of their description.
+# The owners of exported tensors, by the address of their description.
 _owners: dict[int, tuple[_Managed, object]] = {}
 
 

@@ -19,7 +19,7 @@ _INTERVAL = 0.05  # seconds between two samples of the power; NVML averages it o
 
 
 class Sensors(Protocol):
-    """What a meter reads. GPUs go by their UUIDs, since CUDA_VISIBLE_DEVICES changes their numbers."""
+    """The readings of a meter. GPUs go by their UUIDs, since CUDA_VISIBLE_DEVICES changes their numbers."""
 
     def energy(self, uuid: str) -> float | None:
         """Joules since the driver was loaded; `None` where the GPU does not count them."""
@@ -37,8 +37,8 @@ class EnergyMeter:
     """Measures what GPUs take while a `with` block runs; afterwards `joules` and `total` hold it.
 
     Args:
-        devices: what is measured; those that are no GPU are left out.
-        sensors: what is read; by default this machine's NVML, where there is one.
+        devices: the devices to measure; those that are no GPU are left out.
+        sensors: the source of readings; by default this machine's NVML, where there is one.
         uuid: the name that the sensors have for a device.
     """
 

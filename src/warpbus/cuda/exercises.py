@@ -66,7 +66,7 @@ def _say(name: str, language: str, **fields: object) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the accesses to one array moved, in the test's last case.
+    """The traffic of the accesses to one array, in the test's last case.
 
     Attributes:
         shared: whether the array is in shared memory.
@@ -95,7 +95,7 @@ class KernelSpeed:
 
 @dataclass(frozen=True)
 class ExerciseCheck:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         problem: a sentence; None if the solution passes.
@@ -117,8 +117,8 @@ class Exercise:
     Attributes:
         name: chapter and number: "04.1".
         file: the name of the file: "04_1_tiled_product.cu".
-        tasks: what the kernel computes, in each of `LANGUAGES`.
-        words: what a solution has to contain, so that it practises the chapter's idea.
+        tasks: the kernel's task, in each of `LANGUAGES`.
+        words: words that a solution has to contain, so that it practises the chapter's idea.
         coalesced: arrays of device memory whose accesses have to coalesce.
         untouched: arrays of device memory that a solution does without.
         conflict_free: whether accesses to shared memory must have no bank conflicts.
@@ -447,7 +447,7 @@ def exercises_of(name: str) -> tuple[Exercise, ...]:
     found = tuple(each for each in EXERCISES if wanted in (each.chapter, each.name))
     if not found:
         chapters = ", ".join(dict.fromkeys(each.chapter for each in EXERCISES))
-        raise UsageError(
-            f"{name}: there is no such exercise: `warpbus learn` lists them; chapters {chapters} have some"
-        )
+        if not dot and wanted.isdigit():
+            raise UsageError(f"chapter {wanted}: has no exercise that is checked: chapters {chapters} have some")
+        raise UsageError(f"{name}: there is no such exercise: `warpbus learn` lists them")
     return found

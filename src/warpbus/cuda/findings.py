@@ -7,6 +7,8 @@ The program writes a finding as a line of JSON, its kind and the fields of that 
 import os
 from typing import Any, TypeAlias
 
+_FIRST_PAGE = 4096  # bytes at address 0 that are never allocated: elements of an array at a null pointer are there
+
 Finding: TypeAlias = dict[str, Any]
 """`kind`, and the fields of that kind: places such as `block` are [x, y, z], `line` is a line of the source."""
 
@@ -76,6 +78,14 @@ _WORDS: dict[str, tuple[str, str]] = {
     "wild_host": (
         "host code: access to address {address}{line}, which is not allocated",
         "主机代码：访问了未分配的地址 {address}{line}",
+    ),
+    "null": (
+        "{at}: access through a null pointer{line}: let it point to memory of cudaMalloc, or to a __shared__ array",
+        "{at}：访问了空指针{line}：请让它指向 cudaMalloc 分配的内存，或 __shared__ 数组",
+    ),
+    "null_host": (
+        "host code: access through a null pointer{line}",
+        "主机代码：访问了空指针{line}",
     ),
     "race": (
         "kernel {kernel}, block {block}: a race on {memory} memory: thread {its_thread} {its_verb} "
@@ -287,7 +297,9 @@ def _kind(finding: Finding) -> str:
         return "before" if kind == "outside" else "padding_before"
     if kind == "race" and not finding["same_block"]:
         return "race_blocks"
-    if kind in ("wild", "endless") and "thread" not in finding:
+    if kind == "wild" and (finding["address"] == "(nil)" or int(finding["address"], 16) < _FIRST_PAGE):
+        kind = "null"
+    if kind in ("wild", "null", "endless") and "thread" not in finding:
         return f"{kind}_host"
     if kind == "status" and finding["status"] == "invalid configuration argument":
         return "configuration"

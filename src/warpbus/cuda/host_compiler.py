@@ -29,7 +29,7 @@ _LONGEST = 600  # seconds of a compilation
 
 @dataclass(frozen=True)
 class CpuVariant:
-    """What a library can be compiled for.
+    """The targets that a library can be compiled for.
 
     Attributes:
         needs: instruction sets, by the names of Linux.

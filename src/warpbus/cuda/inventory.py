@@ -115,8 +115,8 @@ class Inventory:
         """Whether two GPUs reach each other's memory over NVLink."""
         status = ctypes.c_int()
         devices = self._device(first.index), self._device(second.index)
-        not_told = self._library.nvmlDeviceGetP2PStatus(*devices, ctypes.c_int(_NVLINK), ctypes.byref(status))
-        return not not_told and status.value == 0
+        error = self._library.nvmlDeviceGetP2PStatus(*devices, ctypes.c_int(_NVLINK), ctypes.byref(status))
+        return not error and status.value == 0
 
     def energy(self, uuid: str) -> float | None:
         """Joules that a GPU took since the driver was loaded; None where it does not count them."""
@@ -152,7 +152,7 @@ class Inventory:
         mode, pending = ctypes.c_uint(), ctypes.c_uint()
         no_mig = self._library.nvmlDeviceGetMigMode(device, ctypes.byref(mode), ctypes.byref(pending))
         busy = _Utilization()
-        not_told = self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(busy))
+        error = self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(busy))
         return InstalledGpu(
             index=index,
             uuid=self._text("nvmlDeviceGetUUID", device),
@@ -161,7 +161,7 @@ class Inventory:
             memory=memory.total,
             free=memory.free,
             mig=not no_mig and bool(mode.value),
-            utilization=None if not_told else busy.gpu / 100,
+            utilization=None if error else busy.gpu / 100,
         )
 
     def _device(self, index: int) -> ctypes.c_void_p:

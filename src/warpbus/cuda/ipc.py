@@ -49,21 +49,21 @@ class IpcExport:
         """Wait for all that this thread has launched: only then others may read."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def places(self, tensors: list[Tensor]) -> list[IpcLocation]:
+    def locations(self, tensors: list[Tensor]) -> list[IpcLocation]:
         """Where contiguous tensors lie. The handles of an allocation are the same as long as it lives.
 
         Raises:
             DeviceError: the driver cannot share the memory of one of them.
         """
         handles: dict[int, bytes] = {}
-        places = []
+        locations = []
         with torch.cuda.device(self._device):
             for tensor in tensors:
                 base, size = self._allocation(tensor.data_ptr())
                 if base not in handles:
                     handles[base] = self._handle(base)
-                places.append(IpcLocation(handles[base], size, tensor.data_ptr() - base))
-        return places
+                locations.append(IpcLocation(handles[base], size, tensor.data_ptr() - base))
+        return locations
 
     def _allocation(self, address: int) -> tuple[int, int]:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
@@ -87,22 +87,22 @@ class IpcMapping:
         self._bases: dict[bytes, int] = {}
 
     def copy(self, parts: list[tuple[Tensor, IpcLocation]]) -> None:
-        """Fill contiguous tensors with what lies at places, as many bytes as each has, and wait until that is done.
+        """Fill contiguous tensors with what lies at locations, as many bytes as each has, and wait until that is done.
 
         Raises:
-            DeviceError: memory cannot be opened or copied; or a place reaches beyond its allocation.
+            DeviceError: memory cannot be opened or copied; or a location reaches beyond its allocation.
         """
         stream = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
-            for tensor, place in parts:
-                if len(place.handle) != HANDLE_BYTES or place.offset + tensor.nbytes > place.size:
+            for tensor, location in parts:
+                if len(location.handle) != HANDLE_BYTES or location.offset + tensor.nbytes > location.size:
                     raise DeviceError(
-                        f"{tensor.nbytes:,} bytes from {place.offset:,} on of shared memory of {place.size:,}: they "
-                        "have to lie inside"
+                        f"{tensor.nbytes:,} bytes from {location.offset:,} on of shared memory of {location.size:,}: "
+                        "they have to lie inside"
                     )
                 status = self._driver.cuMemcpyAsync(
                     ctypes.c_uint64(tensor.data_ptr()),
-                    ctypes.c_uint64(self._base(place.handle) + place.offset),
+                    ctypes.c_uint64(self._base(location.handle) + location.offset),
                     ctypes.c_size_t(tensor.nbytes),
                     ctypes.c_void_p(stream.cuda_stream),
                 )

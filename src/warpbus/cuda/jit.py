@@ -37,7 +37,7 @@ _FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-# What decides about machine code beside the architecture and the macros.
+# The options that decide about machine code, besides the architecture and the macros.
 _OPTIONS: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
 # Of CUDA's headers, those that kernels include: where no wheel tells the version, their content does.
 _INCLUDED = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp", "mma.h")
@@ -46,8 +46,8 @@ _INSTALL = "install it with: pip install 'warpbus[cuda]'"
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread; bytes of static shared memory a block; bytes of stack, and of spilled
-    registers stored and loaded, a thread."""
+    """The resources of one kernel: registers per thread; bytes of static shared memory per block; bytes of stack, and
+    of spilled registers stored and loaded, per thread."""
 
     registers: int
     shared: int
@@ -62,7 +62,7 @@ class Cubin:
 
     Attributes:
         resources: of each kernel by its name.
-        remarks: what the assembler warned of, such as wgmma instructions that it had to serialize.
+        remarks: warnings of the assembler, such as wgmma instructions that it had to serialize.
     """
 
     code: bytes

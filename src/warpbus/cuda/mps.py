@@ -2,7 +2,7 @@
 
 A control daemon of this user and of one GPU starts a server when the first client comes. A client's share of the
 multiprocessors and the most memory that it gets are in its environment when it makes its first context; no program has
-to be changed. What MPS contains, and what not, is told in docs/pool.md. Source: NVIDIA's "Multi-Process Service" guide.
+to be changed. docs/pool.md says what MPS isolates and what not. Source: NVIDIA's "Multi-Process Service" guide.
 """
 
 import fcntl
@@ -70,7 +70,7 @@ class ControlDaemon:
 
     @classmethod
     def of_gpu(cls, gpu: InstalledGpu) -> "ControlDaemon":
-        """That which Warpbus starts for a GPU.
+        """The MPS daemon that Warpbus starts for a GPU.
 
         Raises:
             StorageError: its directory cannot be made.
@@ -78,12 +78,12 @@ class ControlDaemon:
         return cls(runtime_directory("mps", gpu.uuid, "pipes"), runtime_directory("mps", gpu.uuid, "logs"), gpu.uuid)
 
     def environment(self) -> dict[str, str]:
-        """What makes a program a client, beside `limits`."""
+        """The environment that makes a program a client, besides `limits`."""
         # By its UUID a GPU has the same name for the daemon, which renumbers GPUs, and for the client.
         return {PIPES: str(self.pipes)} | ({"CUDA_VISIBLE_DEVICES": self.uuid} if self.uuid else {})
 
     def ask(self, question: str) -> str:
-        """What the daemon answers to one of its commands, such as get_server_list.
+        """The daemon's answer to one of its commands, such as get_server_list.
 
         Raises:
             DeviceError: it does not run or does not answer.

@@ -107,7 +107,7 @@ class Parameters:
         return packed, first
 
     def _mistake(self, arguments: Mapping[str, Any]) -> str:
-        """What is wrong with arguments that cannot be packed."""
+        """The error of arguments that cannot be packed."""
         missing = [name for name in self._names if name not in arguments]
         unknown = [name for name in arguments if name not in self._names]
         if missing or unknown:

@@ -40,12 +40,12 @@ _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """What a program printed and how it ended.
+    """The output of a program and how it ended.
 
     Attributes:
-        errors: what it printed to stderr.
+        errors: its output on stderr.
         code: the exit status, negative for a signal.
-        findings: what the runtime and the test of an exercise found: mistakes, and the memory traffic.
+        findings: the findings of the runtime and of the test of an exercise: mistakes, and the memory traffic.
     """
 
     output: str
@@ -55,7 +55,7 @@ class ProgramRun:
 
     @property
     def mistake(self) -> Finding | None:
-        """What the program did wrong, if it was found; it ended there."""
+        """The error of the program that ended it, if one was found."""
         return next((each for each in self.findings if each["kind"] not in ("traffic", "timing")), None)
 
 

@@ -19,7 +19,7 @@ _USED_INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "a
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """What a program may ask of a GPU.
+    """The properties of a GPU that a program may query.
 
     Attributes:
         capability: compute capability, such as "9.0".

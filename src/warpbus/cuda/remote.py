@@ -25,7 +25,7 @@ class Recorded(Protocol):
 
 
 class RemoteBackend(Protocol):
-    """What is known of a remote device."""
+    """The properties of a remote device."""
 
     def check(self) -> None:
         """Raises a WarpbusError, which says what to do, if nothing is behind it."""

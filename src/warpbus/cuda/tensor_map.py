@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of Hopper and later (TMA) is told where a matrix lies and which box to copy.
+"""Tensor maps: how the copy engine of Hopper and later (TMA) learns where a matrix lies and which box to copy.
 
 Source: the CUDA driver API reference, "tensor map object management".
 """

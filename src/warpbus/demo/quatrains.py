@@ -13,7 +13,7 @@ def quatrain_share(llm: LLM, titles: Sequence[str], form: str, params: SamplingP
 
     Args:
         llm: a model that was trained on poems.
-        titles: what to write about.
+        titles: titles of the poems.
         form: a key of `QUATRAINS`.
         params: how to sample; `max_tokens` should leave room for a poem that is too long.
     """

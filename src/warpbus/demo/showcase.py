@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Poet:
-    """What a model wrote for a request, and how fast."""
+    """The answer of a model to a request, and its speed."""
 
     name: str
     text: str

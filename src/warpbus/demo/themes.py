@@ -1,4 +1,4 @@
-"""What the demo's adapters learn, and how their data is made: one poet's quatrains, and quatrains on one season.
+"""The data of the demo's adapters, and how it is made: one poet's quatrains, and quatrains on one season.
 
 python -m warpbus.demo.themes --train poems-train.jsonl.xz --output src/warpbus/demo/data
 """
@@ -22,12 +22,12 @@ _SPRING = "春花柳莺燕"
 
 @dataclass(frozen=True)
 class Theme:
-    """What an adapter learns.
+    """The data of an adapter.
 
     Attributes:
-        name: what an answer shows of it.
+        name: the property that `shown` finds, in words.
         chosen: whether a poem is one of those that it learns.
-        asked: what is asked for each, `{}` standing for the title; neither form nor subject: they are the adapter's.
+        asked: the prompt of each, `{}` standing for the title; neither form nor subject: they are the adapter's.
         shown: whether an answer shows that it was learnt.
     """
 

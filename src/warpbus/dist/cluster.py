@@ -25,25 +25,15 @@ _SECONDS_FOR_THE_CAUSE = 30.0
 _SECONDS_OF_SILENCE = 5.0
 
 
-def launch_on_cluster(
-    function: Job,
-    arguments: Sequence[object],
-    *,
-    processes: int,
-    address: str,
-    gpus: bool,
-    receive: Receive,
-    patience: Patience | None = None,
-) -> None:
-    """Run `function(group, send, *arguments)` in processes of a Ray cluster, and return when all have returned.
+class ClusterProcesses:
+    """The processes of a job on a Ray cluster, with the interface of `Processes`.
 
-    Like `launch`, but on any machines of the cluster, as few as possible (placement strategy PACK). Each machine needs
-    Warpbus installed, and paths among the arguments have to refer to the same files everywhere. The processes end with
-    the job and with this process.
+    They run on any machines of the cluster, as few as possible (placement strategy PACK). Each machine needs Warpbus
+    installed, and paths among the arguments have to refer to the same files everywhere. The processes end with the job
+    and with this process.
 
     Args:
-        function: see `Processes`.
-        arguments: see `Processes`; they are copied.
+        function: see `Processes`; the arguments of `run` are copied.
         processes: number of processes.
         address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
         gpus: each process gets one GPU, its `cuda:0`; otherwise one CPU core.
@@ -55,17 +45,6 @@ def launch_on_cluster(
         WarpbusError: raised by one of the processes, with its class and message.
         DeviceError: the cluster has too few free GPUs or cores, a process or its machine died or made no progress for
             too long, or a process raised another exception.
-    """
-    with ClusterProcesses(
-        function, processes=processes, address=address, gpus=gpus, receive=receive, patience=patience
-    ) as started:
-        started.run(*arguments)
-
-
-class ClusterProcesses:
-    """The processes of a job on a Ray cluster, with the interface of `Processes`.
-
-    Arguments and errors as `launch_on_cluster`.
     """
 
     def __init__(

@@ -181,25 +181,26 @@ def open_device(device: str) -> None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module that imports torch, see `permanent_objects`."""
-    if module in sys.modules:
-        return sys.modules[module]
+    """Import a module that is known by its name, within `permanent_objects`."""
     with permanent_objects():
         return importlib.import_module(module)
 
 
 @contextmanager
 def permanent_objects() -> Iterator[None]:
-    """Import modules inside it: garbage collection is off meanwhile, and skips the objects of this process later.
+    """For the imports of modules that load torch: garbage collection is off meanwhile, and later skips all objects that
+    exist after the imports.
 
-    It would find nothing among what torch creates, and take a tenth of the import time, and longer than everything
-    else at the end of the process.
+    Collecting would find nothing among the objects of torch. It would take a tenth of the import time, and at the end
+    of the process longer than everything else. If nothing was imported, later collections skip nothing.
     """
+    before = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > before:
+            gc.freeze()
         gc.enable()
 
 

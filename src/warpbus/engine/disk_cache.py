@@ -70,7 +70,8 @@ class DiskCache:
         space: the directory, which is created if it is missing, and the limit.
         block_bytes: bytes per block.
         memory: the bytes of a slot of main memory, which threads read and write.
-        settled: waits until all copies to and from main memory that were begun are made. The threads call it.
+        copies_waiter: returns a function that waits for the copies to and from main memory begun so far. The threads
+            of the disk call that function.
 
     Attributes:
         directory: of this process's files.
@@ -86,7 +87,7 @@ class DiskCache:
         space: DiskSpace,
         block_bytes: int,
         memory: Callable[[int], memoryview],
-        settled: Callable[[], Callable[[], None]],
+        copies_waiter: Callable[[], Callable[[], None]],
     ) -> None:
         self._file_bytes = _HEADER.size + block_bytes
         self._most = space.nbytes // self._file_bytes
@@ -94,7 +95,7 @@ class DiskCache:
             raise UsageError(
                 f"kv_disk_size is {space.nbytes:,} bytes, a block of the cache needs {self._file_bytes:,}: give more"
             )
-        self._block_bytes, self._memory, self._settled = block_bytes, memory, settled
+        self._block_bytes, self._memory, self._copies_waiter = block_bytes, memory, copies_waiter
         self._lock: FileLock | None
         self.directory, self._lock = _own_directory(space.directory / space.fingerprint)
         self.written = self.read = 0
@@ -141,13 +142,13 @@ class DiskCache:
             return False
         self._make_room(1)
         self._files[key] = None
-        self._submit(self._writer, self._write, key, slot, self._settled())
+        self._submit(self._writer, self._write, key, slot, self._copies_waiter())
         return True
 
     def load(self, key: bytes, slot: int) -> None:
         """Begin to read a block to a slot, which must not be used until this is `finished`."""
         self.use(key)
-        self._submit(self._readers, self._read, key, slot, self._settled())
+        self._submit(self._readers, self._read, key, slot, self._copies_waiter())
 
     def drop(self, key: bytes) -> None:
         """Forget a block, and delete its file."""
@@ -196,12 +197,12 @@ class DiskCache:
         name = key.hex()
         return self.directory / name[:2] / name
 
-    def _write(self, key: bytes, slot: int, settled: Callable[[], None]) -> None:
+    def _write(self, key: bytes, slot: int, wait_for_copies: Callable[[], None]) -> None:
         path = self._path(key)
         temporary = path.with_suffix(".partial")
         good = False
         try:
-            settled()
+            wait_for_copies()
             content = self._memory(slot)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with temporary.open("wb", buffering=0) as file:
@@ -223,10 +224,10 @@ class DiskCache:
         finally:
             self._finished.put(DiskTransfer(key, slot, read=False, good=good))
 
-    def _read(self, key: bytes, slot: int, settled: Callable[[], None]) -> None:
+    def _read(self, key: bytes, slot: int, wait_for_copies: Callable[[], None]) -> None:
         good = False
         try:
-            settled()
+            wait_for_copies()
             good = self._read_file(self._path(key), key, self._memory(slot))
         finally:
             self._finished.put(DiskTransfer(key, slot, read=True, good=good))

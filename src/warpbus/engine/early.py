@@ -4,7 +4,7 @@ Their devices are a guess from the options, which are only checked later (`place
 unused.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 from warpbus.dist.interpreters import count_gpus, start_early
 from warpbus.engine.options import ServiceOptions
@@ -17,7 +17,7 @@ def start_processes(options: ServiceOptions) -> None:
         start_early(devices, "warpbus.engine.serving_process", apart=True)
 
 
-def _devices(device: str, count: int) -> Sequence[str]:
+def _devices(device: str, count: int) -> abc.Sequence[str]:
     """The device of each process as `placement` is going to name it; none where the options make no sense."""
     if device == "cpu":
         return ["cpu"] * count

@@ -6,7 +6,7 @@ exchanged with it, a few per step, by copies in the order of the steps. The loca
 results.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ Exchange = tuple[int, int, int]
 """A layer with offloaded experts, the offloaded expert and the one on the GPU that change places."""
 
 
-def choose_exchanges(tokens: Sequence[Sequence[float]], resident: Sequence[set[int]]) -> list[Exchange]:
+def choose_exchanges(tokens: abc.Sequence[abc.Sequence[float]], resident: abc.Sequence[set[int]]) -> list[Exchange]:
     """The exchanges that bring the experts with the most tokens to the GPU, those that gain most first.
 
     Args:

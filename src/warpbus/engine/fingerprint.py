@@ -1,4 +1,4 @@
-"""What the content of a block of the KV cache depends on besides its key, in one name.
+"""A fingerprint of everything, besides its key, that the content of a KV cache block depends on.
 
 Blocks on a disk are used by another process only if it has the same fingerprint.
 """

@@ -24,7 +24,7 @@ LAYER_SECONDS = {"dense": 17e-6, "experts": 39e-6}
 4 and 16 bits on an H100), 39.5 and 38.6 us with experts (GLM-4.5-Air and Qwen3-30B-A3B in 4 bits on an H200)."""
 
 LATENT_SECONDS = 4e-6
-"""What multi-head latent attention adds to that: 42.5 us per layer were measured with GLM-4.7-Flash in 4 bits on an
+"""The time that multi-head latent attention adds: 42.5 us per layer were measured with GLM-4.7-Flash in 4 bits on an
 H200."""
 
 _OFFLOADED = "offloaded experts"

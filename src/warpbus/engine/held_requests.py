@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled: they come to the engine when that is done, and no step waits for it."""
+"""Requests whose grammars are being compiled: they reach the engine afterwards, so no step waits for a compilation."""
 
 from collections import abc
 from concurrent.futures import Future
@@ -44,6 +44,6 @@ class HeldRequests:
         return admitted
 
     def _begun(self, command: Add) -> Future[Any] | None:
-        """The compilation for which a request has to wait, if it has to."""
+        """The compilation that a request has to wait for; None if there is none."""
         grammar = command.params.grammar
         return None if grammar is None or self._compiler is None else self._compiler.begin(grammar)

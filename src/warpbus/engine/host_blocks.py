@@ -133,7 +133,7 @@ class HostBlocks:
         fetch = Fetch()
         if self._disk is None:
             return fetch
-        # What a prompt needs that is here must not make room for the rest of it; nor slots that are still to be stored.
+        # Blocks that a prompt needs must not be evicted for the rest of it; nor slots that are still to be stored.
         needed = {slot for key in keys if (slot := self._slots.get(key)) is not None}
         needed.update(slot for _, slot in self._stores)
         for key in keys:

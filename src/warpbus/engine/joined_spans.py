@@ -83,7 +83,7 @@ class JoinedSpans:
         return bool(self._spans)
 
     def keys(self, new: Tensor, stored: Tensor, scales: Tensor | None) -> Tensor:
-        """What the chunks attend to, one chunk behind the other: `[keys, kv_heads, features]`.
+        """The keys or values that the chunks attend to, one chunk behind the other: `[keys, kv_heads, features]`.
 
         Args:
             new: of the tokens of the step, `[tokens, kv_heads, features]`.

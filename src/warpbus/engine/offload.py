@@ -177,7 +177,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _spans(model: nn.Module, device: torch.device) -> list[_OffloadedRange]:
-    """What to move and where to, in the order of the model, which is about the order of allocation."""
+    """The tensors to move and their destinations, in the order of the model, which is about the order of allocation."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in _tensors(model):
         if tensor.device == device:

@@ -1,4 +1,4 @@
-"""What a service has asked its engine, and what the engine has not answered yet. For one event loop."""
+"""The requests of a service that its engine has not finished yet. For one event loop."""
 
 import asyncio
 import time

@@ -16,7 +16,7 @@ from warpbus.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class PooledPrompt:
-    """What a chunk adds to the vector of a prompt, on its way to the host.
+    """The contribution of a chunk to the vector of a prompt, on its way to the host.
 
     Attributes:
         sequence: whose prompt it is.

@@ -56,7 +56,7 @@ class RowPositions:
 
 
 class PositionState:
-    """What the device knows of sequences to compute `RowPositions`.
+    """The device's data of sequences, from which it computes `RowPositions`.
 
     Args:
         model: provides the rotary positions.

@@ -184,7 +184,7 @@ def request_fault(error: Exception, number: int) -> WarpbusError:
 
 @dataclass(eq=False)
 class SchedulerState:
-    """What the scheduler knows of a sequence: token ids, lengths and its block table.
+    """The scheduler's state of a sequence: token ids, lengths and its block table.
 
     The tokens of a P-Tuning v2 prefix have no ids and are not counted as tokens of the sequence: token p of the
     sequence has position p, and its keys and values are at cache position `prefix_length + p`.
@@ -291,7 +291,7 @@ def unsplit_tokens(prompt: abc.Sequence[int], end: int | None) -> int:
 
 @dataclass(eq=False)
 class RunnerState:
-    """What the runner knows of a sequence, from its first step to its end; it survives preemption.
+    """The runner's state of a sequence, from its first step to its end; it survives preemption.
 
     Attributes:
         slot: the row of the sequence in the tensors of `StepExecutor`; -1 before the first step.
@@ -332,7 +332,7 @@ class Sequence:
         cached_tokens: tokens of the prompt found in the prefix cache.
         queue_seconds: how long it waited before its first step.
         random: the random numbers of this request; read by `uniforms`.
-        scheduler_state, runner_state: what the scheduler and the runner attach to the request.
+        scheduler_state, runner_state: the states that the scheduler and the runner attach to the request.
     """
 
     def __init__(

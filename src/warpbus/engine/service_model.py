@@ -97,7 +97,7 @@ class ServiceModel:
 
 
 class ModelService:
-    """What a `Service` and a `ReplicaSet` tell of their model.
+    """The properties of the model of a `Service` or a `ReplicaSet`.
 
     Attributes:
         model: the model directory.

@@ -58,7 +58,7 @@ from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 def use_adapters(
     engine: ServedEngine, model: Path, named: abc.Sequence[tuple[str, str]], group: Group
 ) -> list[tuple[Sequence, TextPiece]]:
-    """Have an engine use some adapters, of which it keeps those that it has; the results of its launched steps.
+    """Have an engine use these adapters, keeping those that it has already; returns the results of its launched steps.
 
     Args:
         model: the directory of the engine's model.

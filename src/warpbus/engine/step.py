@@ -122,7 +122,7 @@ class StepExecutor:
         blocks: int32 `[slots + 1, n]`, the block table of each sequence.
         adapters: int64 `[slots + 1]`, the LoRA of each sequence, from 1 on; 0: none.
         table: the rotary table (`Rotary.table`).
-        positioning: further state of positions; None for a model whose token positions determine everything.
+        positioning: further state of positions; None for a model that needs only the token positions.
         host_embedding: the embedding is on the CPU, and the host has to provide all token ids.
     """
 
@@ -166,7 +166,7 @@ class StepExecutor:
         self._advanced: list[int] = []
         self._advanced_index = self._slots[:0]
         self._ones = torch.ones(sampled, dtype=torch.int32, device=device)
-        # What the host says of rows: token ids, positions, slot mapping, indices of the sampled rows.
+        # The host's values of the rows: token ids, positions, slot mapping, indices of the sampled rows.
         self._host_rows = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(sampled, model.config.vocab_size, dtype=dtype, device=device)

@@ -65,7 +65,7 @@ class StepPipeline:
         instance: computes the steps.
         memory: of the cache.
         scheduler: plans the steps.
-        budget: of the scheduler; it is told how long the steps took.
+        budget: of the scheduler; it receives the durations of steps.
         drafting: proposes draft tokens; None: without speculation. With drafts, a step is launched only after the
             tokens of the last one were read.
         max_num_seqs: the slots on the device.

@@ -7,7 +7,8 @@ The JSON of a structural tag has the form of XGrammar, which vLLM and SGLang tak
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from warpbus.errors import UsageError
@@ -17,7 +18,7 @@ _MOST_REPEATS = 1000
 _FEW_BLANKS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}  # as for all JSON of answers
 
 Json = Mapping[str, Any]
-Ends = Sequence[str]
+Ends = abc.Sequence[str]
 
 
 def structural_grammar(tag: Any, lark_of: Callable[[str], str]) -> str:
@@ -239,7 +240,7 @@ class _Rules:
             return expression
         return self._rule(f"{expression} ({' | '.join(map(_quoted, ends))})")
 
-    def _free_text(self, ends: Ends, excluded: Sequence[str]) -> str:
+    def _free_text(self, ends: Ends, excluded: abc.Sequence[str]) -> str:
         """Text up to and with the first of the ends, or to the end of the answer."""
         without = "".join(f" & ~/(?s:.*){_spelled(text)}(?s:.*)/" for text in excluded)
         if not ends:
@@ -278,7 +279,7 @@ def _object(value: Any, path: str) -> Json:
     return value
 
 
-def _only(form: Json, known: Sequence[str], path: str) -> None:
+def _only(form: Json, known: abc.Sequence[str], path: str) -> None:
     unknown = next((name for name, value in form.items() if name not in known and value is not None), None)
     if unknown is not None:
         raise UsageError(f"structural_tag: {path}.{unknown[:40]} is not supported; leave it out")

@@ -233,7 +233,7 @@ class EngineSupervisor:
             return _as_warpbus_error(self._fault or error)
         finally:
             self._processes = None
-        return EngineDiedError("the engine ended without being told to")
+        return EngineDiedError("the engine ended unexpectedly")
 
     def _start_processes(self) -> Processes | ClusterProcesses:
         devices, receive, patience = self._devices, self._on_engine_events, self._patience

@@ -14,7 +14,7 @@ from warpbus.engine.sequence import Matcher
 def matcher_of(
     params: SamplingParams, stop_ids: Collection[int], compile_grammar: Callable[[Grammar], Matcher]
 ) -> Matcher | None:
-    """What constrains the tokens of an answer: its grammar, its thinking, or both; None if there is neither.
+    """The constraints on the tokens of an answer: its grammar, its thinking, or both; None if there is neither.
 
     Args:
         params: of the answer.

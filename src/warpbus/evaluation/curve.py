@@ -43,7 +43,7 @@ def draw_curve(
             `expert_load`.
         path: the PNG to write.
         name: of the trained model.
-        summary: what `training.json` has: method, tokens, seconds, device, torch.
+        summary: the content of `training.json`: method, tokens, seconds, device, torch.
 
     Raises:
         StorageError: if it cannot be written.
@@ -71,11 +71,11 @@ def draw_curve(
         last.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axis in drawn.axes:
             axis.grid()
-        told = summary or {}
-        device = cpu_model() if told.get("device") == "cpu" else str(told.get("device", ""))
+        known = summary or {}
+        device = cpu_model() if known.get("device") == "cpu" else str(known.get("device", ""))
         date = datetime.now(UTC).strftime("%Y-%m-%d")
-        versions = [f"torch {told['torch']}"] if "torch" in told else []
-        caption(drawn, _finding(log), _what(name, told), footer(device, date, versions))
+        versions = [f"torch {known['torch']}"] if "torch" in known else []
+        caption(drawn, _finding(log), _what(name, known), footer(device, date, versions))
         save(drawn, path)
 
 

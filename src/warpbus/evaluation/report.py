@@ -91,7 +91,7 @@ def draw(evaluations: Sequence[Evaluation], path: Path) -> None:
 
 
 def figure(evaluations: Sequence[Evaluation]) -> Figure:
-    """What was lost in quality, and what was gained in size and speed: a row per model, a panel per measure."""
+    """The loss in quality, and the gain in size and speed: a row per model, a panel per measure."""
     drawn = paper(*size(evaluations))
     fill(drawn, evaluations)
     return caption(drawn, finding(evaluations), described(evaluations[0]), machine(evaluations[0]))
@@ -117,7 +117,7 @@ def gains(before: Evaluation, after: Evaluation) -> list[str]:
 
 
 def described(first: Evaluation) -> str:
-    """What the models were measured on."""
+    """The data of the measurements."""
     return f"measured on {first.tokens:,} predicted tokens"
 
 

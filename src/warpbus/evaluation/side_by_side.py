@@ -43,7 +43,7 @@ class Evaluation:
         peak_bytes: peak memory while decoding.
         device: the name of the GPU or CPU.
         date: of the measurement, UTC, as 2026-01-31T12:00:00Z.
-        kv_cache: what the checkpoint has scales of the KV cache for, with which it was measured; None: it has none.
+        kv_cache: the KV cache for which the checkpoint has scales, and that was used; None: it has no scales.
         by_position: see `Score`.
         change_interval: 95 % interval of the relative change of the perplexity from the first model's, by the bootstrap
             of `confidence`; None for the first model, and if fewer than two documents have predicted tokens.
@@ -219,7 +219,7 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _weights_of(checkpoint: Checkpoint, model: Decoder) -> str:
-    """What the weights of a checkpoint are, and whether the model has them so, as `Evaluation.scheme`."""
+    """The kind of the weights of a checkpoint, and whether the model has them so, as `Evaluation.scheme`."""
     schemes = read_schemes(checkpoint.config)
     if schemes.distinct():
         return str(schemes)

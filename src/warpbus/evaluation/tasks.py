@@ -4,7 +4,6 @@ The harness reads the tasks and their data, writes the prompts, and computes the
 texts and for generated texts, which `Answers` computes. Prompts are plain text, without a chat template.
 """
 
-import difflib
 import importlib
 import math
 from collections import abc
@@ -15,6 +14,7 @@ from typing import Any
 
 from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import DataError, UsageError, WarpbusError
+from warpbus.evaluation.task_names import check_task_names, no_such_task
 from warpbus.models import ModelConfig
 
 TOGETHER = 256
@@ -55,16 +55,11 @@ def check_tasks(names: abc.Sequence[str], directory: Path | None = None) -> Any:
         UsageError: the harness is not installed, or there is no such task.
         DataError: the directory does not exist.
     """
-    if directory is not None and not directory.is_dir():
-        raise DataError(f"--task-path {directory}: no such directory: name one with .yaml files of tasks")
-    try:
-        manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=directory and str(directory))
-    except ModuleNotFoundError as error:
-        raise UsageError("--tasks needs lm-evaluation-harness: pip install 'warpbus[tasks]'") from error
+    check_task_names(names, directory)
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=directory and str(directory))
     for name in names:
         if not manager.match_tasks([name]):
-            near = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "see `lm_eval ls tasks`"
-            raise UsageError(f"--tasks {name!a:.60}: no such task; near to it: {near}")
+            raise no_such_task(name, manager.all_tasks)
     return manager
 
 
@@ -115,7 +110,7 @@ def evaluate_tasks(
 
 
 class Answers:
-    """What the harness asks for, computed by an engine.
+    """The model interface of the harness, computed by an engine.
 
     Args:
         llm: the model.
@@ -133,7 +128,7 @@ class Answers:
 
     @property
     def prefix_token(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         return _first_stop(self._llm.config)
 
     def encode(self, text: str) -> list[int]:

@@ -47,7 +47,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gate:
-    """What was demanded, as a sentence, and whether it is met."""
+    """A demand, as a sentence, and whether it is met."""
 
     demand: str
     met: bool
@@ -73,10 +73,10 @@ def write_page(
         tables: the first stands above the pictures, the others below.
         pictures: see `Picture`.
         terms: words and what they mean.
-        command: what made it.
+        command: the command that made it.
         lead: sentences below the heading.
         notes: sentences below the first table: what was not measured, and why.
-        gate: what was demanded of the result, if anything was.
+        gate: the demand on the result, if there was one.
 
     Raises:
         StorageError: if it cannot be written.

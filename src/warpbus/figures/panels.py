@@ -15,7 +15,7 @@ class Measure:
     """A panel.
 
     Attributes:
-        title: what is measured, with its unit.
+        title: the measured quantity, with its unit.
         values: one per row; None where it was not measured.
         form: how a value is written: "{:.2f}", or a function that writes it.
         dots: draw dots, on an axis that does not begin at zero and shows small differences from the first row.

@@ -114,9 +114,11 @@ def _listed_chinese_font() -> str | None:
 
 @cache
 def _warn_of_english() -> None:
-    wanted = ", ".join(_CHINESE_FONTS)
-    text = f"pictures are drawn in English, since no font for Chinese is installed: install one of {wanted}"
-    warnings.warn(translated(text), stacklevel=2)
+    warnings.warn(
+        f"Chinese pictures have English words, since no font for Chinese is installed: install {_CHINESE_FONTS[0]} "
+        "(Debian and Ubuntu: fonts-noto-cjk)",
+        stacklevel=2,
+    )
 
 
 def said(text: str) -> str:
@@ -173,7 +175,7 @@ def caption(drawn: Figure, finding: str, what: str = "", footer: str = "") -> Fi
     Args:
         drawn: the picture; it grows by the height of what is written.
         finding: a sentence.
-        what: what was measured.
+        what: the measured quantity.
         footer: the machine, the date, the versions.
     """
     width, height = drawn.get_size_inches()

@@ -149,7 +149,8 @@ class Checkpoint:
         Raises:
             CheckpointError: if it cannot be read or does not hold a JSON object.
         """
-        return read_object(self.directory / filename)
+        file = self.directory / filename
+        return read_object(file) if file.is_file() else None
 
     def stored(self, name: str) -> StoredTensor:
         """A tensor on disk, which is not read. Raises TensorError if there is no such tensor."""
@@ -297,14 +298,14 @@ def _is_plain(tensor: Tensor) -> bool:
     return not odd and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-def read_object(file: Path) -> dict[str, Any] | None:
-    """Parse a JSON file of a model directory, or return `None` if there is none.
+def read_object(file: Path) -> dict[str, Any]:
+    """Parse a JSON file of a model directory; an empty object if there is no such file.
 
     Raises:
         CheckpointError: if it cannot be read or does not hold a JSON object.
     """
     if not file.is_file():
-        return None
+        return {}
     try:
         parsed = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -3,7 +3,7 @@
 `pack-quantized`: a linear layer `prefix` of `out` rows and `in` columns is stored as
 
     prefix.weight_packed      int32 [out, ceil(in * bits / 32)]      codes, a dense stream of bits along `in`
-    prefix.weight_scale       float [out, groups]                    groups = 1: one scale a row, strategy "channel"
+    prefix.weight_scale       float [out, groups]                    groups = 1: one scale per row, strategy "channel"
     prefix.weight_zero_point  int32 [ceil(out * bits / 32), groups]  asymmetric schemes only, packed along `out`
     prefix.weight_shape       int64 [2]                              out, in
 
@@ -62,12 +62,12 @@ _EMBEDDINGS = ("embed_tokens", "word_embeddings")  # its last names
 _HEADS = ("lm_head", "output_layer")  # for engines, the head is no "Linear": it has to be named
 
 _KNOWN = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
-# What says how weights were chosen, or repeats what the tensors themselves tell: it does not change how they are read.
+# Keys that say how weights were chosen, or repeat what the tensors say: they do not change how weights are read.
 _IRRELEVANT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 
 
 def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-    """What `config.json` holds under `quantization_config`.
+    """The `quantization_config` of `config.json`.
 
     Args:
         schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`; and

@@ -57,7 +57,7 @@ _GROUPS = {".g_idx": (".scales", 1), ".weight_g_idx": (".weight_scale", 0)}
 
 
 def dequantized_schemes(config: Mapping[str, Any]) -> str | None:
-    """What a file holds whose matrices `dequantized` dequantizes, such as "w4a16-nvfp4" or "fp8"; None for other files.
+    """The format of a file that `dequantized` dequantizes, such as "w4a16-nvfp4" or "fp8"; None for other files.
 
     Args:
         config: its `config.json`.

@@ -183,7 +183,7 @@ def _matrix(checkpoint: Checkpoint, prefix: str, storage: Fp4, dtype: torch.dtyp
 
 
 def _factor(checkpoint: Checkpoint, prefix: str, storage: Fp4) -> float:
-    """What the scales of a matrix are multiplied by."""
+    """The factor of the scales of a matrix."""
     name = f"{prefix}{storage.factor}"
     if checkpoint.dtype(name) != torch.float32 or math.prod(checkpoint.shape(name)) != 1:
         raise TensorError(
@@ -268,7 +268,7 @@ def describe_fp4(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def modelopt_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-    """What `config.json` holds under `quantization_config` in ModelOpt's format."""
+    """The `quantization_config` of `config.json` in ModelOpt's format."""
     distinct = {schemes} if isinstance(schemes, Scheme) else set(schemes.values())
     for scheme in distinct:
         check_modelopt(scheme, (1, ELEMENTS["nvfp4"]), str(scheme))

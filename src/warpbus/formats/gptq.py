@@ -86,7 +86,7 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
 def quantization_config(
     schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str], *, version: int
 ) -> dict[str, Any]:
-    """What `config.json` holds under `quantization_config`.
+    """The `quantization_config` of `config.json`.
 
     Args:
         schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`.

@@ -14,7 +14,7 @@ from warpbus.errors import CheckpointError
 MAX_LENGTH = 1000
 MAX_REPETITIONS = 5
 
-# What repeats nothing: an escaped character, and a set of characters, which may begin with its closing bracket.
+# Atoms without repetition: an escaped character, and a set of characters, which may begin with its closing bracket.
 _ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _GROUP = re.compile(r"\(\?:?")
 _REPETITION = re.compile(r"[*+?}]+")
@@ -27,7 +27,7 @@ class ModulePattern:
     """A regular expression for the names of modules.
 
     Args:
-        expression: what Python's `re` takes.
+        expression: a regular expression of Python's `re`.
         where: the file and the setting, for messages.
         most: how many repetitions it may have.
 

@@ -52,7 +52,7 @@ _INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What `adapter_config.json` says of the arithmetic, and of the modules that have matrices.
+    """The settings of `adapter_config.json` for the arithmetic, and for the modules that have matrices.
 
     Attributes:
         base: the model that it was trained on, as the file names it; "" where it does not.
@@ -79,7 +79,7 @@ class LoraSettings:
         return next((rank for pattern, rank in self.ranks if pattern.is_end(module)), self.rank)
 
     def scaling(self, module: str) -> float:
-        """What the product of a module's two matrices is multiplied by."""
+        """The factor of the product of a module's two matrices."""
         alpha = next((alpha for pattern, alpha in self.alphas if pattern.is_end(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank

@@ -82,7 +82,7 @@ def write_prefix(directory: Path, rows: Tensor, config: Mapping[str, Any], *, ov
     Args:
         directory: a new one.
         rows: `[P, columns]`, see `read_prefix`.
-        config: what config.json says besides `pre_seq_len` and `prefix_projection`.
+        config: the entries of config.json besides `pre_seq_len` and `prefix_projection`.
         overwrite: replace one that is there.
 
     Raises:

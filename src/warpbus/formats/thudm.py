@@ -8,7 +8,7 @@
 and read as `weight[o, i] = number[o, i] * scale[o]`. In a byte the number of the even column is the high nibble. Only
 the four linear layers of a decoder layer are quantized; what is not has the same names without a scale.
 
-A number `n` is the code `n + 2**(bits - 1)` of the symmetric scheme with one scale a row.
+A number `n` is the code `n + 2**(bits - 1)` of the symmetric scheme with one scale per row.
 """
 
 from typing import Any

@@ -47,7 +47,7 @@ def check(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
 
 
 def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-    """What config.json holds under `quantization_config`."""
+    """The `quantization_config` of `config.json`."""
     found = Schemes(schemes, dict.fromkeys(ignore)) if isinstance(schemes, Scheme) else Schemes(None, schemes)
     for each in found.distinct():
         if not each.is_trellis:

@@ -24,7 +24,7 @@ def operator(
 
     Args:
         schema: in PyTorch's language: `"add(Tensor a, Tensor b) -> Tensor"`.
-        cuda, reference: what runs on a GPU and on the CPU, with the parameters of the schema.
+        cuda, reference: the implementations for a GPU and for the CPU, with the parameters of the schema.
         fake: the result's shape and dtype without data.
     """
     name = schema.partition("(")[0]

@@ -1,7 +1,5 @@
-"""Every compilation of CUDA C++ in the package, known by name before anything is compiled."""
+"""Compilations of CUDA C++: operators declare them when they are imported, before anything is compiled."""
 
-import importlib
-import pkgutil
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,19 +17,16 @@ def unit(source: str, *, needs: str = "sm_80", **macros: object) -> Unit:
 
     Args:
         source: a file, relative to `CSRC`.
-        needs: the oldest architecture that it compiles for, or the only one, where it ends with "a".
-        macros: what `-D` defines.
+        needs: the oldest architecture that it compiles for; the only one if it ends with "a".
+        macros: names and values for `-D`.
     """
     defined = tuple((name, str(value)) for name, value in macros.items())
     declared = Unit(CSRC / source, CSRC, defined, needs)
     return _UNITS.setdefault(declared.label, declared)
 
 
-def all_units() -> list[Unit]:
-    """Everything that any operator declared."""
-    operators = importlib.import_module("warpbus.kernels.ops")
-    for module in pkgutil.iter_modules(operators.__path__):
-        importlib.import_module(f"{operators.__name__}.{module.name}")
+def declared_units() -> list[Unit]:
+    """The units of the operators that were imported; see `compilation` for those of all operators."""
     return list(_UNITS.values())
 
 
@@ -40,12 +35,12 @@ def compile_ahead(folders: Sequence[str], arch: str, element: str) -> None:
 
     Args:
         folders: the beginnings of their labels, such as "gptq/" or "step/norm".
-        arch: of the GPU that is going to need them.
-        element: of the units that are compiled for an element type, those for this type and for float.
+        arch: of the GPU that needs them.
+        element: an element type; of units that have one, those for this type and for float are compiled.
     """
     wanted = [
         unit
-        for unit in _UNITS.values()
+        for unit in declared_units()
         if unit.label.startswith(tuple(folders))
         and unit.runs_on(arch)
         and dict(unit.macros).get("ELEMENT", element) in (element, "float")

@@ -1,4 +1,4 @@
-"""What a model costs, from the tables of its layers: bytes of weights, KV cache and activations, FLOP and time.
+"""The cost of a model, from the tables of its layers: bytes of weights, KV cache and activations, FLOP and time.
 
 The plans for running, quantizing and training a model are sums of these. Nothing is loaded or allocated here.
 """
@@ -55,7 +55,7 @@ class MemoryNeed:
         return ", ".join(f"{name} {short_size(size)}" for name, size in self.parts.items())
 
     def shortage(self) -> str:
-        """What is needed and what is there, as an error says it."""
+        """The needed and the available bytes, in the words of an error."""
         free = short_size(self.available or 0)
         return f"{self.place}: needs about {short_size(self.total)} ({self.details()}), {free} free"
 

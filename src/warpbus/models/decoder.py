@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         Args:
             tokens_bt: token ids `[batch, tokens]`.
             positions_bt: integer positions of the same shape; 0, 1, 2, ... by default.
-            context: what to attend to; by default each row attends causally to itself. If the model has a
+            context: the context to attend to; by default each row attends causally to itself. If the model has a
                 `prompt_end` and a `CausalAttention` has no prompt lengths, they are computed from the tokens.
             prompts_bt: as `transform`, for other contexts; by default computed from the tokens, which then have to be
                 whole sequences.
@@ -270,7 +270,7 @@ class Decoder(nn.Module):
         Args:
             x_btd: from `embed`.
             positions_bt: as `hidden`; may be omitted for a `FusedAttention`.
-            context: what to attend to.
+            context: the context to attend to.
             prompts_bt: for two-dimensional positions, the prompt length of each sequence (see `prompt_lengths`); by
                 default that of the context, if it is a `CausalAttention`.
         """
@@ -298,7 +298,7 @@ class Decoder(nn.Module):
             hidden_btd: for each of them, the hidden state of the token before it: the output of `hidden`, or of this
                 method, `[batch, tokens, hidden]`.
             positions_bt: of the tokens before them, as `hidden`.
-            context: what to attend to, as `hidden`.
+            context: the context to attend to, as for `hidden`.
 
         Returns:
             `[batch, tokens, hidden]`.

@@ -123,7 +123,7 @@ def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template 
                 raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
             return Document(*template.spans(messages))
     except (UsageError, CheckpointError) as error:
-        # What is wrong with a text or a conversation in general is here what is wrong with this line.
+        # General errors of a text or a conversation get the number of its line.
         raise DataError(f"{where}: {error}") from None
     raise DataError(f"{where}: expected an object with 'messages' (a conversation) or 'text'")
 

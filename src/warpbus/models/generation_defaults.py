@@ -28,7 +28,7 @@ def read_generation_defaults(directory: Path) -> dict[str, float]:
     """
     path = Path(directory) / "generation_config.json"
     advice = "correct it, or give --generation-config none"
-    found = read_object(path) or {}
+    found = read_object(path)
     defaults: dict[str, float] = {}
     for name, (wanted, is_valid) in _VALID.items():
         value = found.get(name)

@@ -1,4 +1,4 @@
-"""What multi-head latent attention consists of: its rows of the table of a layer (`warpbus.models.layer_spec`)."""
+"""The parts of multi-head latent attention: its rows of the table of a layer (`warpbus.models.layer_spec`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ class LatentAttentionSpec:
 
     @property
     def cache_entry(self) -> CacheEntry:
-        """What the KV cache stores of a token in one layer."""
+        """The entries of one token in one layer's KV cache."""
         own = self.indexer is not None and not self.indexer.shared
         return CacheEntry(1, 1, self.head_dim, self.kv_rank, self.indexer.head_dim if self.indexer and own else 0)
 

@@ -1,4 +1,4 @@
-"""What a decoder layer consists of: a table of its matrices, and everything that follows from the table.
+"""The parts of a decoder layer: a table of its matrices, and everything that follows from the table.
 
 Loading, tensor parallelism, calibration, folding, memory estimates, LoRA and conversion are loops over this table.
 No other module of the package knows what the matrices of a layer are called or how they hang together.
@@ -46,7 +46,7 @@ class Axis:
     """Consecutive rows or columns of a matrix that stand for the same thing.
 
     Attributes:
-        name: what is counted, which also says how tensor parallelism shards it (`warpbus.models.parallel`):
+        name: the counted thing, which also decides how tensor parallelism shards it (`warpbus.models.parallel`):
             "hidden": replicated; "latent": features of a latent of MLA, replicated; "heads": query heads, sharded with
             the KV heads they attend to; "kv_heads": sharded, or replicated where there are fewer than processes;
             "ffn": sharded evenly in whole quantization groups; "expert_ffn": inner features of a routed expert, sharded
@@ -67,7 +67,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class FoldTarget:
-    """What precedes a matrix and can absorb the inverse of factors on its input channels.
+    """The operation before a matrix that can absorb the inverse of factors on its input channels.
 
     Attributes:
         name: a norm of the layer ("mlp_norm") or one of its matrices ("mlp.gate_up").
@@ -150,7 +150,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What the KV cache stores of a token in one layer.
+    """The entries of one token in one layer's KV cache.
 
     Attributes:
         vectors: 2: keys and values; 1: keys, whose first `value_dim` features are also the values (MLA).
@@ -211,7 +211,7 @@ class AttentionSpec:
 
     @property
     def cache_entry(self) -> CacheEntry:
-        """What the KV cache stores of a token in one layer."""
+        """The entries of one token in one layer's KV cache."""
         return CacheEntry(2, self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
@@ -451,7 +451,7 @@ class LayerSpec:
     def matrices(self) -> tuple[MatrixSpec, ...]:
         """All matrices, in the order in which activations meet them."""
         hidden = Axis("hidden", self.hidden_size)
-        # What a norm gives is also carried on where the residual is normed: dividing it would change the residual.
+        # A norm's output is also the residual where the residual is normed: dividing it would change the residual.
         foldable = not self.normed_residual
         return (*self.attention.matrices(hidden, foldable=foldable), *self.mlp.matrices(hidden, foldable=foldable))
 

@@ -19,12 +19,12 @@ _CODES_AT_ONCE = 2**22  # while they are packed, each takes some ten bytes
 
 
 def padded_size(size: int, asked: int | str, group_size: int | None) -> int:
-    """How wide an FFN is to become.
+    """The width to which an FFN is padded.
 
     Args:
-        size: what it is.
+        size: its width.
         asked: "none"; "auto": to where 2 and 4 GPUs can share it in whole groups; or the new size.
-        group_size: of the down projection; `None` for one scale a row, or no quantization.
+        group_size: of the down projection; `None` for one scale per row, or no quantization.
 
     Raises:
         UsageError: if what is asked for is none of these, or smaller than the FFN is.

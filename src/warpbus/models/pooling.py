@@ -1,4 +1,4 @@
-"""What a checkpoint says of embeddings and of reranking: the files that sentence-transformers writes beside a model."""
+"""A checkpoint's settings for embeddings and reranking: the files that sentence-transformers writes beside a model."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class LogitScoreHead:
 
 @dataclass(frozen=True)
 class TextHeads:
-    """What a model can be used for besides generation.
+    """The uses of a model besides generation.
 
     Attributes:
         embedding: None if the checkpoint defines no embeddings, or `missing` says why they cannot be computed.
         ranking: None if the checkpoint is no reranker.
-        missing: what the checkpoint would have to say.
+        missing: the files or entries that the checkpoint lacks.
         before, after: the special tokens that its tokenizer puts around a text.
-        instruction: what the reranker is asked about each document, where the checkpoint says it.
+        instruction: the question of the reranker about each document, if the checkpoint has one.
     """
 
     embedding: EmbeddingHead | None = None
@@ -68,14 +68,14 @@ def read_text_heads(directory: Path, tokenizer: Tokenizer) -> TextHeads:
     """
     modules = _modules(directory)
     embedding: EmbeddingHead | None = None
-    ranking = _classifier(read_object(directory / "config.json") or {}, tokenizer)
+    ranking = _classifier(read_object(directory / "config.json"), tokenizer)
     missing = "modules.json and 1_Pooling/config.json, as sentence-transformers writes them"
     normalized = False
     for kind, path in modules:
         if kind in ("Transformer", "Normalize"):
             normalized |= kind == "Normalize"
         elif kind == "Pooling":
-            values = read_object(directory / path / "config.json") or {}
+            values = read_object(directory / path / "config.json")
             mode = _pooling_mode(values)
             if mode is None:
                 missing = f"mean or last-token pooling in {path}/config.json"
@@ -90,7 +90,7 @@ def read_text_heads(directory: Path, tokenizer: Tokenizer) -> TextHeads:
     if embedding is not None:
         embedding = EmbeddingHead(embedding.mode, normalized)
     before, after = _special_tokens(directory / "tokenizer.json")
-    prompts = (read_object(directory / "config_sentence_transformers.json") or {}).get("prompts")
+    prompts = read_object(directory / "config_sentence_transformers.json").get("prompts")
     query = prompts.get("query") if isinstance(prompts, dict) else None
     instruction = query if ranking is not None and isinstance(query, str) and query else None
     return TextHeads(embedding, ranking, missing, before, after, instruction)
@@ -124,7 +124,7 @@ def _pooling_mode(values: Mapping[str, Any]) -> Literal["mean", "last"] | None:
 
 
 def _logit_score(file: Path) -> LogitScoreHead:
-    values = read_object(file) or {}
+    values = read_object(file)
     true, false = values.get("true_token_id"), values.get("false_token_id")
     if not _is_id(true) or not (false is None or _is_id(false)):
         raise CheckpointError(f"{file}: expected true_token_id and false_token_id, token ids; download it again")
@@ -145,7 +145,7 @@ def _classifier(config: Mapping[str, Any], tokenizer: Tokenizer) -> LogitScoreHe
 
 def _special_tokens(file: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor of a tokenizer.json puts before and behind a text."""
-    post = (read_object(file) or {}).get("post_processor")
+    post = read_object(file).get("post_processor")
     steps = post.get("processors", [post]) if isinstance(post, dict) else []
     before: list[int] = []
     after: list[int] = []

@@ -27,7 +27,7 @@ from warpbus.errors import SchemeError
 WEIGHT_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""What activations may be rounded to, and the dtype that they and the weights then have."""
+"""The types to which activations may be rounded, and the dtype that they and the weights then have."""
 
 ELEMENTS = {"nvfp4": 16, "mxfp4": 32}
 """The formats of 4-bit floating-point numbers, and their group sizes."""
@@ -71,7 +71,7 @@ class Scheme:
             if self.bits not in TRELLIS_BITS:
                 raise SchemeError(f"a trellis of {self.bits} bits is not supported: use w3a16-trellis or w2a16-trellis")
             if (self.group_size, self.symmetric, self.activations) != (None, True, None):
-                raise SchemeError("a trellis has one scale a row and no zero points: use w3a16-trellis")
+                raise SchemeError("a trellis has one scale per row and no zero points: use w3a16-trellis")
             return
         if self.element is not None:
             expected = (4, ELEMENTS.get(self.element), True, None)
@@ -83,7 +83,7 @@ class Scheme:
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise SchemeError(
                 f"groups of {self.group_size} are not supported: choose from {_listed(GROUP_SIZES)}, "
-                "or leave -g out for one scale a row"
+                "or leave -g out for one scale per row"
             )
         if self.activations is None:
             return
@@ -91,7 +91,7 @@ class Scheme:
             raise SchemeError(f"activations in {self.activations} are not supported: choose from int8, fp8")
         if (self.bits, self.group_size, self.symmetric) != (8, None, True):
             raise SchemeError(
-                f"activations in {self.activations} go with symmetric weights of 8 bits and one scale a row: "
+                f"activations in {self.activations} go with symmetric weights of 8 bits and one scale per row: "
                 f"use w8a8-{self.activations}"
             )
 
@@ -165,7 +165,7 @@ class Scheme:
                     "use w4a16"
                 )
             fitting = [size for size in GROUP_SIZES if in_features % size == 0]
-            instead = f"use groups of {_listed(fitting)}" if fitting else "leave -g out for one scale a row"
+            instead = f"use groups of {_listed(fitting)}" if fitting else "leave -g out for one scale per row"
             raise SchemeError(
                 f"{name}: {in_features} columns cannot be cut into groups of {self.group_size} "
                 f"(scheme {self}): {instead}"

@@ -14,7 +14,7 @@ import torch
 import warpbus
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Patience, Processes
-from warpbus.dist.cluster import launch_on_cluster
+from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import FinishedParts, discard_parts
@@ -28,7 +28,7 @@ from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.early import ENVIRONMENT
 from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
-from warpbus.quantization.methods import METHODS, suits
+from warpbus.quantization.methods import METHODS, fitting_algorithms, suits
 from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Plan, check_end, check_kv_cache, prepare
 from warpbus.quantization.report import LayerResult, Report
@@ -164,6 +164,7 @@ def quantize(
         samples=samples,
         tokens=tokens,
         seqlen=seqlen,
+        seed=seed,
         device=str(device),
         gpus=gpus,
         processes=processes,
@@ -173,15 +174,15 @@ def quantize(
     schemes, devices = check_arguments(scheme, algorithm, options)
     calibration = GENERAL_TEXTS if calibration is None else calibration
     model = find_model(model, check=check_loadable)
-    state = _Told(progress)
-    crew: AbstractContextManager[Callable[[Job], None]]
+    state = _JobState(progress)
+    workers: AbstractContextManager[Callable[[Job], None]]
     if cluster is None:
-        crew = _here(devices, state, patience)
+        workers = _here(devices, state, patience)
     else:
         model, output = Path(model).absolute(), Path(output).absolute()
-        crew = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
+        workers = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
     # The other processes start while this one looks at the model.
-    with crew as run:
+    with workers as run:
         cached = None if kv_cache is None else KVCacheScheme.parse(kv_cache)
         plan = prepare(Path(model), Path(output), schemes, format, head=head, embedding=embedding, kv_cache=cached)
         if not suits(algorithm, plan.config):
@@ -191,9 +192,9 @@ def quantize(
             )
         data = held = None
         if algorithm in METHODS:
-            data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
+            data = read_data(plan, calibration, options)
         identity = _identity(plan, algorithm, data, devices[0].type, damping)
-        settings = _settings(plan, data, calibration, seqlen, seed, damping)
+        settings = _settings(plan, data, calibration, options)
         if data is not None and effort == "high":
             check_tunable(plan)
             data, held = split(data)
@@ -230,7 +231,7 @@ def check_arguments(
     algorithm: str,
     options: QuantizationOptions,
 ) -> tuple[Schemes, Sequence[torch.device]]:
-    """What can be said against the arguments of `quantize` before there is a model.
+    """The checks of the arguments of `quantize` that need no model.
 
     Returns:
         the schemes, and the device of each process.
@@ -242,8 +243,7 @@ def check_arguments(
     if algorithm not in ALGORITHMS:
         raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
     for each in schemes.distinct():
-        fitting = [name for name, method in METHODS.items() if method.fits(each)]
-        fitting += [] if each.is_trellis else ["rtn"]
+        fitting = fitting_algorithms(each)
         if algorithm not in fitting:
             raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join(fitting)}")
     for what, asked in (("head", options.head), ("embedding", options.embedding)):
@@ -273,8 +273,8 @@ def check_arguments(
 
 
 @dataclass
-class _Told:
-    """What the processes have said so far."""
+class _JobState:
+    """Counts the messages of the processes and passes them on to `progress`."""
 
     progress: Progress
     matrices: int = 0
@@ -318,7 +318,7 @@ def _devices(device: str, gpus: str | int, processes: int, algorithm: str) -> Se
     if first.type == "cpu":
         return [first] * (processes if algorithm in METHODS else 1)
     if processes > 1:
-        raise UsageError(f"processes is {processes}: that is for the CPU; on GPUs there is one a GPU: use --gpus")
+        raise UsageError(f"processes is {processes}: that is for the CPU; on GPUs there is one per GPU: use --gpus")
     numbers = [first.index or 0] if ":" in device else _gpu_numbers(gpus)
     return [resolve_device(f"cuda:{number}") for number in numbers[: SHARES if algorithm in METHODS else 1]]
 
@@ -352,7 +352,7 @@ def _leaving_nothing_useless(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _here(devices: Sequence[torch.device], state: _Told, patience: Patience) -> Iterator[Callable[[Job], None]]:
+def _here(devices: Sequence[torch.device], state: _JobState, patience: Patience) -> Iterator[Callable[[Job], None]]:
     """Runs a job on this machine, in processes that start at once."""
     with Processes(
         run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, exit_early=True, patience=patience
@@ -360,17 +360,17 @@ def _here(devices: Sequence[torch.device], state: _Told, patience: Patience) -> 
         yield processes.run
 
 
-def _on_cluster(address: str, devices: Sequence[torch.device], state: _Told, patience: Patience, job: Job) -> None:
+def _on_cluster(address: str, devices: Sequence[torch.device], state: _JobState, patience: Patience, job: Job) -> None:
     """Run a job on a cluster; what it writes has to arrive here."""
-    launch_on_cluster(
+    with ClusterProcesses(
         run_job,
-        (job,),
         processes=len(devices),
         address=address,
         gpus=devices[0].type == "cuda",
         receive=state.receive,
         patience=patience,
-    )
+    ) as processes:
+        processes.run(job)
     if not job.output.is_dir():
         raise StorageError(
             f"{job.output}: written on a machine of the cluster, but not seen here: name a directory that all share"
@@ -401,10 +401,13 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
     return numbers
 
 
-def read_data(
-    plan: Plan, source: str | Path | Calibration, seqlen: int, seed: int, samples: int | None, tokens: int | None
-) -> Calibration:
-    """What a model is calibrated on, arguments as of `quantize`.
+def read_data(plan: Plan, source: str | Path | Calibration, options: QuantizationOptions) -> Calibration:
+    """The calibration data of a model: sequences that are already tokenized, or drawn from a file.
+
+    Args:
+        plan: of the model, for its tokenizer, vocabulary and context.
+        source: as `calibration` of `quantize`.
+        options: `samples`, `tokens`, `seqlen` and `seed` of the draw.
 
     Raises:
         DataError: if it cannot be used.
@@ -420,7 +423,15 @@ def read_data(
         return source
     tokenizer = load_tokenizer(directory)
     template = find_template(directory, plan.checkpoint.config, tokenizer)
-    data = read_calibration(Path(source), tokenizer, template, seqlen=seqlen, seed=seed, samples=samples, tokens=tokens)
+    data = read_calibration(
+        Path(source),
+        tokenizer,
+        template,
+        seqlen=min(options.seqlen, plan.config.max_context),
+        seed=options.seed,
+        samples=options.samples,
+        tokens=options.tokens,
+    )
     largest = max(map(max, data.sequences))
     if largest >= size:
         raise CheckpointError(
@@ -450,18 +461,19 @@ def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, d
 
 
 def _settings(
-    plan: Plan,
-    data: Calibration | None,
-    calibration: str | Path | Calibration,
-    seqlen: int,
-    seed: int,
-    damping: float,
+    plan: Plan, data: Calibration | None, calibration: str | Path | Calibration, options: QuantizationOptions
 ) -> dict[str, Any]:
-    """What the report says of the calibration; `samples` of it draws the same sequences again."""
+    """The report's entry on the calibration; `samples` of it draws the same sequences again."""
     if data is None:
         return {}
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
     if calibration == GENERAL_TEXTS:
         given = "packaged general texts"
-    found = {"calibration": given, "samples": len(data.sequences), "seqlen": seqlen, "seed": seed, "damping": damping}
+    found = {
+        "calibration": given,
+        "samples": len(data.sequences),
+        "seqlen": options.seqlen,
+        "seed": options.seed,
+        "damping": options.damping,
+    }
     return found if plan.kv_cache is None else found | {"kv_cache": str(plan.kv_cache)}

@@ -33,7 +33,7 @@ from warpbus.quantization.preflight import Matrix, Plan
 from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS
 from warpbus.quantization.states import COMPARED_TOKENS, ROUTED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
-from warpbus.quantization.survey import Place
+from warpbus.quantization.survey import RankDevice
 from warpbus.quantization.tuning import BATCH_TOKENS as TUNING_BATCH
 from warpbus.quantization.tuning import EPOCHS, LOGIT_TOKENS
 from warpbus.quantization.tuning_parts import STATE_BYTES as TUNING_STATE_BYTES
@@ -114,7 +114,7 @@ class QuantizationEstimate:
         return asdict(self)
 
     def figures(self) -> dict[str, float]:
-        """What the report keeps of it: of a calibrated run the `seconds` at least and `most_seconds`; bytes of main
+        """The estimate in the report: of a calibrated run the `seconds` at least and `most_seconds`; bytes of main
         `memory`, of the `disk` and, where there are GPUs, the `gpu_memory` of the fullest one.
         """
         found: dict[str, float] = {"memory": self.memory.total, "disk": self.disk.total}
@@ -139,7 +139,7 @@ def estimate(
     needed: frozenset[str],
     tokens: int,
     batch_tokens: int,
-    places: Sequence[Place],
+    ranks: Sequence[RankDevice],
     rates: Mapping[torch.dtype, float],
     tuned: Calibration | None = None,
     kept_bytes: int = 0,
@@ -154,20 +154,20 @@ def estimate(
         needed: the statistics of the algorithm, see `Collector`.
         tokens: number of calibration tokens; 0 for an algorithm without calibration.
         batch_tokens: tokens per batch.
-        places: the place of each rank.
+        ranks: the devices of all ranks, in their order.
         rates: the rates of the first rank's device, see `device_rates`.
-        tuned: what scales are tuned on and checked with; None without tuning.
+        tuned: the data that scales are tuned on and checked with; None without tuning.
         kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
 
     Raises:
         UsageError: if there are more ranks than shares of the work.
     """
-    if not 1 <= len(places) <= SHARES:
-        raise UsageError(f"{len(places)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
-    device, world = torch.device(places[0].device), len(places)
-    kind, machines = device.type, Counter(place.machine for place in places)
-    distinct = len({place.device for place in places}) == world
+    if not 1 <= len(ranks) <= SHARES:
+        raise UsageError(f"{len(ranks)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
+    device, world = torch.device(ranks[0].device), len(ranks)
+    kind, machines = device.type, Counter(rank.machine for rank in ranks)
+    distinct = len({rank.device for rank in ranks}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.dtype)
     matrices = plan.layer(0).values()
@@ -187,26 +187,26 @@ def estimate(
         working = _working_memory(plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep)
         waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
-        for rank, place in enumerate(places if kind == "cuda" else ()):
+        for number, rank in enumerate(ranks if kind == "cuda" else ()):
             # On a cluster each process has a cuda:0 of its own.
-            name = place.device if distinct else f"process {rank} on {place.machine}"
-            parts = {**working, **(waiting if rank == 0 else {})}
-            if tuned and rank == 0:
+            name = rank.device if distinct else f"process {number} on {rank.machine}"
+            parts = {**working, **(waiting if number == 0 else {})}
+            if tuned and number == 0:
                 parts = _larger(parts, _tuning_memory(plan, tuned, kind))
             parts["libraries"] = _ALLOWANCE[kind]
-            gpus.append(MemoryNeed(name, parts, place.free))
+            gpus.append(MemoryNeed(name, parts, rank.free))
         memories = []
-        for place in {place.machine: place for place in places}.values():
-            count, host = machines[place.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
+        for rank in {rank.machine: rank for rank in ranks}.values():
+            count, host = machines[rank.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
             if kind == "cpu":
                 host |= {name: size * count for name, size in working.items()}
-            if place.machine == places[0].machine:
+            if rank.machine == ranks[0].machine:
                 host |= waiting if kind == "cpu" else {"finished layers": part}
-            if tuned and kind == "cpu" and place.machine == places[0].machine:
+            if tuned and kind == "cpu" and rank.machine == ranks[0].machine:
                 host = _larger(host, _tuning_memory(plan, tuned, kind))
             host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
-            name = "main memory" if len(machines) == 1 else f"main memory of {place.machine}"
-            memories.append(MemoryNeed(name, host, place.memory))
+            name = "main memory" if len(machines) == 1 else f"main memory of {rank.machine}"
+            memories.append(MemoryNeed(name, host, rank.memory))
         return QuantizationEstimate(
             gpus=tuple(gpus),
             memory=min(memories, key=lambda need: math.inf if need.available is None else need.available - need.total),
@@ -311,7 +311,7 @@ def device_rates(device: torch.device, stored: torch.dtype, *, tuned: bool = Fal
 
 
 def _solve_dtype(device: torch.device) -> torch.dtype:
-    """What factors and solves are computed in, see `algorithms.linear_algebra`."""
+    """The dtype in which factors and solves are computed, see `algorithms.linear_algebra`."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -361,7 +361,7 @@ def _seconds(
         flop["moments"] += (squares + 2 * compared) * calibrated * columns**2 * most
         if algorithm == "gptq":
             flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
-            # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
+            # Products: corrected target two, propagated errors half of one, descent one and two per sweep, losses two.
             flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
             flop["search"] += matrix.scheme.is_trellis * _SEARCH_FLOP * rows * columns * most
         elif algorithm == "awq":

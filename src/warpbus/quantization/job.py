@@ -44,7 +44,7 @@ from warpbus.quantization.sources import Reading, Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
-from warpbus.quantization.survey import Place, check_model
+from warpbus.quantization.survey import RankDevice, check_model
 from warpbus.quantization.tuning_parts import STATE_PART, tune_parts, tuned_part
 from warpbus.quantization.written import (
     end_parts,
@@ -81,7 +81,7 @@ class Job:
         format: the name of the format to write.
         algorithm: one of `METHODS`, or "rtn".
         data: the calibration data; `None` without calibration.
-        held: what is held back of the calibration data to tune with; `None` without tuning.
+        held: the calibration data that is held back to tune with; `None` without tuning.
         head: the scheme of the head; None does not quantize it.
         embedding: the same for the embedding.
         kv_cache: the scheme of the KV cache whose scales are calibrated; None for none.
@@ -203,13 +203,13 @@ class _QuantizationRun:
                 check_gpu(group.device)
             element = ELEMENTS[default_dtype(group.device, plan.dtype)]
             compile_ahead(_KERNELS, architecture(group.device), element)
-        place = Place.of(group.device)  # before anything is taken of what is free
+        rank_device = RankDevice.of(group.device)  # before anything is taken of what is free
         reading, method = None, None
         rates = _rates(group, plan, tuned=job.held is not None)  # of a device that does nothing else
         if job.data is not None:
             # It begins while the method gets ready, and while the processes still find each other.
             reading, method = Reading(plan, group.device), _ready(job.algorithm, group, plan)
-        needs, keep = _agreed(group, send, job, plan, place, rates)
+        needs, keep = _agreed(group, send, job, plan, rank_device, rates)
         done = torch.zeros(len(plan.config.all_layers), dtype=torch.int64, device=group.device)
         writer, sources = None, None
         parts = FinishedParts(job.output)
@@ -368,7 +368,7 @@ class _QuantizationRun:
             self._commit_layer(index, tensors, results)
 
     def _commit_ends(self) -> None:
-        """What is outside of the layers, as it is."""
+        """The tensors outside of the layers, unchanged."""
         if self.writer is None or self.sources is None:
             return
         for part, end in self.plan.quantized_ends.items():
@@ -430,7 +430,7 @@ class _QuantizationRun:
         return peaks, energies
 
     def _report(self, peaks: list[float], energies: list[float], parts: Sequence[str]) -> Report:
-        """What was done by all processes; `parts` are those of the model."""
+        """The work of all processes; `parts` are those of the model."""
         group, job, device = self.group, self.job, self.group.device
         on_gpu = device.type == "cuda"
         seconds = time.time() - job.started
@@ -502,12 +502,12 @@ def _rates(group: Group, plan: Plan, *, tuned: bool) -> Mapping[torch.dtype, flo
 
 
 def _agreed(
-    group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Mapping[torch.dtype, float] | None
+    group: Group, send: Send, job: Job, plan: Plan, rank_device: RankDevice, rates: Mapping[torch.dtype, float] | None
 ) -> tuple[QuantizationEstimate | None, bool]:
-    """What the run needs, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
+    """The needs of the run, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
     needs = None
-    places = place.gathered(group)
+    ranks = rank_device.gathered(group)
     if group.is_first:
         assert rates is not None, "the first process always measures"
         earlier = FinishedParts(job.output)
@@ -521,7 +521,7 @@ def _agreed(
             tokens=job.data.tokens if job.data else 0,
             tuned=Calibration(job.data.sequences + job.held.sequences) if job.data and job.held else None,
             batch_tokens=BATCH_TOKENS[group.device.type],
-            places=places,
+            ranks=ranks,
             rates=rates,
             kept_bytes=sum(earlier.tensors_file(part).stat().st_size for part in parts),
             finished=[index for index in layers if layer_part(index) in parts],

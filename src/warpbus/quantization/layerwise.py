@@ -45,7 +45,7 @@ SolveAlike = Callable[[Sequence[str], Sequence[Statistics]], Sequence[Tensor | N
 """As `Solve`, for matrices of several experts that have one shape and scheme."""
 
 _Inputs = tuple[int, Tensor, Tensor | None]
-"""What enters a stage: the share of all tokens, `[tokens, features]`, and the same of the first of these tokens in the
+"""The inputs of a stage: the share of all tokens, `[tokens, features]`, and those of the first of these tokens in the
 unquantized layer."""
 
 FoldNorm = Callable[[str], None]
@@ -71,7 +71,7 @@ class LayerQuantization:
         watch_kv: find `largest_kv`.
 
     Attributes:
-        matrices: what is to be quantized, by their names in the layer.
+        matrices: the matrices to quantize, by their names in the layer.
         quantized: the matrices that are done, by their names in the layer.
         changed: the parameters of the layer that were folded into and are not quantized, by their names.
         results: of the matrices that are done.
@@ -406,7 +406,7 @@ class LayerQuantization:
         return kinds[0] == kinds[1]
 
     def _every_token(self, stage: str, needed: frozenset[str]) -> Iterator[_Inputs]:
-        """What enters a stage, of all tokens."""
+        """The inputs of a stage, of all tokens."""
         for state in self._states:
             original = None
             if DRIFT in needed and self._unquantized is not None and state.original is not None:
@@ -414,7 +414,7 @@ class LayerQuantization:
             yield state.share, state.tokens(self._entering(self.layer, stage, state.x, state)), original
 
     def _of_expert(self, stage: str, needed: frozenset[str]) -> Iterator[_Inputs]:
-        """What enters the stage of an expert; see `inputs`."""
+        """The inputs of the stage of an expert; see `inputs`."""
         expert = self.layer.spec.reading(stage)[0].expert
         assert expert is not None
         sparse = self._routed[expert] < LEAST_TOKENS

@@ -14,7 +14,7 @@ from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.trellis import TILE
 from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
-from warpbus.quantization.algorithms.factored import FactoredStack, aim, factored, stacked
+from warpbus.quantization.algorithms.factored import FactoredStack, corrected_target, factored, stacked
 from warpbus.quantization.algorithms.gptq import SPAN, call_for, gptq_matrices, gptq_rows
 from warpbus.quantization.algorithms.gptq_trellis import rotated_moments
 from warpbus.quantization.algorithms.weights import check_weight, squared_loss
@@ -241,7 +241,7 @@ class FoldingMethod(Method):
 
 
 class Awq(FoldingMethod):
-    """Scales up channels with large inputs before rounding: see `algorithms.awq`, and `aim` for the target."""
+    """Scales up channels with large inputs before rounding: see `algorithms.awq` and `corrected_target`."""
 
     needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
 
@@ -301,6 +301,12 @@ METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": 
 """The algorithms that are calibrated, by their names. A run makes its own method, which is for its process alone."""
 
 
+def fitting_algorithms(scheme: Scheme) -> list[str]:
+    """The algorithms that can quantize to a scheme, "rtn" included."""
+    calibrated = [name for name, method in METHODS.items() if method.fits(scheme)]
+    return calibrated if scheme.is_trellis else [*calibrated, "rtn"]
+
+
 def suits(algorithm: str, config: ModelConfig) -> bool:
     """Whether an algorithm, "rtn" included, can quantize a model of this shape."""
     return algorithm not in METHODS or not METHODS[algorithm].folds or can_fold(config)
@@ -311,7 +317,7 @@ def _rounded(
 ) -> tuple[QTensor, float]:
     """Round a matrix, scaled as its inputs are; ranges are clipped where activations stay in 16 bits.
 
-    With the drift of the inputs what is rounded is what `aim` gives.
+    With the drift of the inputs, `corrected_target` is rounded.
     """
     hessian = None
     if drift is not None:
@@ -324,7 +330,7 @@ def _rounded(
         if hessian is not None and drift is not None:
             # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
             wide = parts.float()
-            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in wide])
+            parts = torch.stack([corrected_target(part.T.contiguous(), hessian, drift).T for part in wide])
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
         rounded = rtn(
             parts.flatten(0, 1),
@@ -343,7 +349,7 @@ def _rounded(
 
 
 def _tied(layer: LayerQuantization, matrix: Matrix, channels: Tensor) -> Tensor:
-    """What belongs to the inputs of a matrix, alike where they are made by the same rows."""
+    """The tensors of the inputs of a matrix, equal where the same rows make them."""
     spec = layer.layer.spec
     return tie(spec, spec.matrix(matrix.linear), channels)
 

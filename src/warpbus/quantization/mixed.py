@@ -28,6 +28,7 @@ from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerQuantization
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Matrix, Plan, prepare
 from warpbus.quantization.states import States
 from warpbus.quantization.statistics import MOMENTS, Statistics
@@ -40,7 +41,7 @@ KEPT = 2**14
 
 @dataclass(frozen=True)
 class Cost:
-    """What a matrix loses and takes in a scheme.
+    """The loss and the size of a matrix in a scheme.
 
     Attributes:
         loss: its share of what is to be kept small; shares are added up, so they have to be in one unit.
@@ -127,12 +128,7 @@ def mixed_schemes(
     bits: float,
     *,
     calibration: str | Path | Calibration,
-    format: str = "compressed-tensors",
-    samples: int | None = None,
-    tokens: int | None = None,
-    seqlen: int = 2048,
-    seed: int = 0,
-    device: str | torch.device = "auto",
+    options: QuantizationOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Schemes:
     """Choose the scheme of each matrix.
@@ -140,9 +136,9 @@ def mixed_schemes(
     Args:
         model: a model directory, not quantized.
         bits: average bits per weight, including scales; embedding and head are not quantized and not counted.
-        calibration, samples, tokens, seqlen, seed: as for `quantize`; this pass uses fewer sequences.
-        format: the format to write.
-        device: a single device.
+        calibration: as for `quantize`; this pass uses fewer sequences.
+        options: as for `quantize`, of which `format`, `samples`, `tokens`, `seqlen` and `seed` apply, and `device`, a
+            single one.
         progress: called with the number of finished layers and their total.
 
     Returns:
@@ -153,10 +149,10 @@ def mixed_schemes(
         SchemeError: if the format holds fewer than two of the schemes.
         WarpbusError: as `quantize`.
     """
-    place = resolve_device(device)
-    plans = _plans(Path(model), format)
+    device = resolve_device(options.device)
+    plans = _plans(Path(model), options.format)
     plan = plans[0]
-    dtype = default_dtype(place, plan.dtype)
+    dtype = default_dtype(device, plan.dtype)
     weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
     sizes = [8 * each.bytes_quantized / weights for each in plans]
     if not min(sizes) <= bits <= max(sizes):  # NaN is not between them either
@@ -164,12 +160,12 @@ def mixed_schemes(
             f"bits is {bits}: expected from {min(sizes):.3f} to {max(sizes):.3f} bits per weight, scales included, "
             f"as {plans[0].schemes} and {plans[-1].schemes} take"
         )
-    data = read_data(plan, calibration, min(seqlen, plan.config.max_context), seed, samples, tokens)
+    data = read_data(plan, calibration, options)
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}
     last = len(plan.config.all_layers) - 1
-    for index, layer, (states,) in unquantized.layers(plan, data, device=place, dtype=dtype, last=last):
-        moments = _importance(layer, index, states, Group(0, 1, place))
+    for index, layer, (states,) in unquantized.layers(plan, data, device=device, dtype=dtype, last=last):
+        moments = _importance(layer, index, states, Group(0, 1, device))
         expected = [unquantized.output(layer, index, state) for state in states]
         for each in plans:
             for linear, matrix in each.layer(index).items():
@@ -224,7 +220,7 @@ def _loss(
     expected: list[Tensor],
     scale_dtype: torch.dtype,
 ) -> float:
-    """What rounding one matrix does to the layer's outputs."""
+    """The effect of rounding one matrix on the layer's outputs."""
     module = layer.get_submodule(matrix.linear)
     assert isinstance(module, nn.Linear)
     weight = module.weight.data

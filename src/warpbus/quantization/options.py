@@ -12,8 +12,8 @@ class QuantizationOptions:
     Attributes:
         least: the lower limits of numbers.
         efforts: the values of `effort`.
-        default_tokens, most_sequences: what is drawn where neither `samples` nor `tokens` is given: sequences until
-            they have so many tokens, and no more than so many.
+        default_tokens, most_sequences: limits of the calibration data, in tokens and sequences, if neither `samples`
+            nor `tokens` is given.
     """
 
     format: str = "compressed-tensors"

@@ -1,4 +1,4 @@
-"""What is going to be quantized, and every reason not to begin, found before the first weight is read."""
+"""The plan of a quantization, and every reason to refuse it, found before the first weight is read."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Matrix:
         rows: the rows of each of them.
         columns: its input features.
         dtype: of its tensors in the checkpoint.
-        scheme: what it is quantized to. Where the group size does not divide the columns, it is a smaller one.
+        scheme: its scheme. Where the group size does not divide the columns, it is a smaller one.
         experts: the routed experts of its layer if it belongs to one, which all have such a matrix; otherwise 1.
     """
 
@@ -62,7 +62,7 @@ class EndMatrix:
         name: of its tensor in the new checkpoint, unquantized: `lm_head.weight`.
         source: the checkpoint's tensor that it is made of: the embedding where the model has no head of its own.
         shape: rows and columns.
-        scheme: what it is rounded to. Where the group size does not divide the columns, it is a smaller one.
+        scheme: its scheme. Where the group size does not divide the columns, it is a smaller one.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Plan:
         checkpoint: the source; if it is stored in FP8, dequantized.
         config: of its decoder.
         tensors: of each parameter of the decoder, the names of the tensors that make it.
-        schemes: what its matrices are quantized to.
+        schemes: the schemes of its matrices.
         format: the format in which they are written.
         matrices: what is quantized of the layers, in the order of the computation.
         head: the head if it is quantized as a matrix of its own, else None.
@@ -286,7 +286,7 @@ def _head_name(config: ModelConfig) -> str:
 
 
 def _end(what: str, checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, format: WritableFormat) -> EndMatrix:
-    """What the head or the embedding is quantized to."""
+    """The head or the embedding with its scheme, checked."""
     check_end(what, scheme, format.name)
     (embedding,) = tensor_map(config)["embedding.weight"]
     name = embedding if what == "embedding" else _head_name(config)

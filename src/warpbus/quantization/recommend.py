@@ -12,6 +12,7 @@ from typing import Any, Self
 from warpbus.cuda.memory_size import short_size
 from warpbus.errors import NumericError, SchemeError, UsageError
 from warpbus.qtensor import Scheme
+from warpbus.quantization.methods import fitting_algorithms
 
 GOALS = ("quality", "speed", "size")
 
@@ -26,8 +27,6 @@ _SAME_ERROR = 0.01
 _CLEAR_SPREAD = 0.1
 
 _SCHEMES = ("w8a16", "w8a8-int8", "w8a8-fp8", "w4a16-g32", "w4a16-g128", "w3a16-g128")
-_WEIGHTS_ONLY = ("gptq", "awq", "rtn")
-_WITH_ACTIVATIONS = ("smoothquant", "rtn")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate was found to cost.
+    """The measured cost of a candidate.
 
     Attributes:
         scheme, algorithm: the candidate.
@@ -83,7 +82,7 @@ class Recommendation:
 
     Attributes:
         model: its directory.
-        device: what was measured on.
+        device: the measured device.
         goal: one of `GOALS`.
         memory: bytes that running the model may take; `None`: any.
         layers: the sample layers.
@@ -122,7 +121,7 @@ class Recommendation:
 
 
 def candidates(columns: Sequence[int], *, fp8: bool, scheme: Scheme | None = None) -> list[Candidate]:
-    """What is worth trying, the most bits first.
+    """The candidates worth trying, the most bits first.
 
     Args:
         columns: input features of the model's matrices; schemes whose groups do not fit them are left out.
@@ -133,7 +132,7 @@ def candidates(columns: Sequence[int], *, fp8: bool, scheme: Scheme | None = Non
     return [
         Candidate(each, algorithm)
         for each in (fitting if scheme is None else [scheme])
-        for algorithm in (_WEIGHTS_ONLY if each.activations is None else _WITH_ACTIVATIONS)
+        for algorithm in fitting_algorithms(each)
     ]
 
 
@@ -193,7 +192,7 @@ def choose(trials: Sequence[Trial], *, goal: str, memory: int | None = None) -> 
 
 
 def _doubt(chosen: Trial, usable: Sequence[Trial], ties: Sequence[Trial]) -> str:
-    """What to say of trials whose times overlap with those of the fastest one; nothing if there are none."""
+    """The remark on trials whose times overlap with those of the fastest one; empty if there are none."""
     slowest = chosen.token_seconds * (1 + chosen.token_spread)
     schemes = {trial.scheme: trial for trial in usable if trial.token_seconds < slowest}
     others = [trial for scheme, trial in schemes.items() if scheme not in {tie.scheme for tie in ties}]

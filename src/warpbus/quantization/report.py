@@ -36,8 +36,8 @@ class LayerResult:
         linear: its name in the layer, for instance "mlp.down".
         scheme: the scheme it was quantized to.
         error: with calibration, sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error of its outputs on the calibration
-            data, where W is the matrix after the target correction (see `aim`); without calibration, the relative
-            error of its weights in the Frobenius norm.
+            data, where W is the `corrected_target` of the matrix; without calibration, the relative error of its
+            weights in the Frobenius norm.
         seconds: duration of its quantization, including calibration.
         algorithm: its algorithm; `None` if it is the report's.
         routed_tokens: calibration tokens that were routed to its expert; `None` if it belongs to no expert.
@@ -83,7 +83,7 @@ class EndResult:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What tuning changed.
+    """The effect of tuning.
 
     Attributes:
         before, after: the divergence on the sequences that were held back, nats per token, with the scales of the

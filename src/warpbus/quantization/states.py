@@ -35,7 +35,7 @@ class States:
             so causal attention keeps it from what is real; it only has to be left out of the statistics.
         positions: int64 `[batch, tokens]`.
         angles: the rotary cosines and sines of these positions.
-        context: what each token attends to.
+        context: the context that each token attends to.
         original_context: the same in the unquantized model, whose indexers may select other tokens.
     """
 
@@ -60,9 +60,9 @@ class RoutedTokens:
 
     Attributes:
         states: the batches; `x` and `original` of each are views of those here.
-        x: what enters the sublayer, `[n, hidden]`.
-        original: what enters it in the unquantized model, `[m, hidden]`, for the first m tokens; None if it is computed
-            for none of them.
+        x: the input of the sublayer, `[n, hidden]`.
+        original: its input in the unquantized model, `[m, hidden]`, for the first m tokens; None if it is not
+            computed.
         real: bool `[n]`, false where there is padding; None where there is none.
         routing: the experts of the tokens.
         order: the tokens of the first expert, of the second, ..., without padding, int64, each expert's in their order.
@@ -187,10 +187,10 @@ def embed(
     for share in group.shares():
         own = batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]
         compared = 0 if not drift else len(own) if data.tokens <= COMPARED_TOKENS else -(-len(own) // 2)
-        for place, batch in enumerate(own):
+        for number, batch in enumerate(own):
             positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
             x = embedding[batch.ids.to(group.device)].to(dtype)
-            original = x if place < compared else None
+            original = x if number < compared else None
             real = None if batch.real.all() else batch.real.to(group.device)
             prompts = None
             if config.prompt_end is not None:

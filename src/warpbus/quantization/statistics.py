@@ -77,7 +77,7 @@ class Collector:
         Args:
             x: floating `[tokens, columns]`, what enters the layer.
             original: the same in the unquantized model, of the first tokens. The drift is the mean over these.
-            share: what the tokens belong to; shares come in rising order.
+            share: the share that the tokens belong to; shares come in rising order.
         """
         if len(x) == 0:
             return

@@ -16,8 +16,8 @@ from warpbus.formats import Checkpoint
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process works.
+class RankDevice:
+    """The device of a rank, and its machine.
 
     Attributes:
         machine: its name in the network.

@@ -30,6 +30,7 @@ from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, Solved, suits
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Matrix, Plan, prepare
 from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
 from warpbus.quantization.speed import token_times
@@ -45,7 +46,7 @@ Running = Callable[[ModelConfig, torch.dtype, Scheme], int]
 _SEEN, _UNSEEN = 32768, 8192
 _FP8_CAPABILITY = (8, 9)
 
-# What takes longer with more tokens; all else of a layer depends on its shapes alone.
+# The stages that take longer with more tokens; all others of a layer depend on its shapes alone.
 _WITH_TOKENS = ("forward", "statistics", "communication")
 
 
@@ -58,28 +59,21 @@ def try_candidates(
     running: Running | None = None,
     scheme: Scheme | None = None,
     algorithm: str | None = None,
-    format: str = "compressed-tensors",
-    samples: int | None = None,
-    tokens: int | None = None,
-    seqlen: int = 2048,
-    seed: int = 0,
-    device: str | torch.device = "auto",
-    damping: float = 0.01,
+    options: QuantizationOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Recommendation:
     """Try candidates on the first, a middle and the last layer of a model, and choose one.
 
     Args:
         model: a model directory, not quantized.
-        calibration, samples, tokens, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on
-            some of the sequences, see `split`.
+        calibration: as `quantize` is going to be called; layers are tried on some of the sequences, see `split`.
         goal: one of `recommend.GOALS`.
         memory: bytes that running the model may take; `None`: any.
         running: says what that takes; without it, what the model takes on the disk.
         scheme: the only one to try; `None`: all of `recommend.candidates`.
         algorithm: the only one to try; `None`: all that fit.
-        format: schemes that this format cannot hold are left out.
-        device: where to try and to measure: a single one.
+        options: as `quantize` is going to be called, of which `format`, `samples`, `tokens`, `seqlen`, `seed` and
+            `damping` apply. Schemes that the format cannot hold are left out. `device` is a single one.
         progress: called with the trials that are done, and all.
 
     Raises:
@@ -93,14 +87,14 @@ def try_candidates(
         raise UsageError(
             f"{scheme}: gptq is the only algorithm for it, so there is nothing to compare: use --algorithm gptq"
         )
-    place = resolve_device(device)
-    tried = _plans(Path(model), scheme, algorithm, format, place)
+    device = resolve_device(options.device)
+    tried = _plans(Path(model), scheme, algorithm, options.format, device)
     first = next(iter(tried.values()))
-    data = read_data(first, calibration, min(seqlen, first.config.max_context), seed, samples, tokens)
-    trying = _Trying(data, place, default_dtype(place, first.dtype), damping)
+    data = read_data(first, calibration, options)
+    trying = _Trying(data, device, default_dtype(device, first.dtype), options.damping)
     sampled = sample_layers(first.config.num_layers)
     found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}
-    walk = unquantized.layers(first, trying.seen, trying.unseen, device=place, dtype=trying.dtype, last=sampled[-1])
+    walk = unquantized.layers(first, trying.seen, trying.unseen, device=device, dtype=trying.dtype, last=sampled[-1])
     for index, layer, (seen, unseen) in walk:
         if index not in sampled:
             continue
@@ -109,7 +103,9 @@ def try_candidates(
             found[candidate].append(trying.one(index, layer, seen, unseen, outputs, candidate, plan))
             progress(sum(map(len, found.values())), len(tried) * len(sampled))
     schemes = list(dict.fromkeys(candidate.scheme for candidate in tried))
-    measured = token_times(first.config, schemes, device=place, dtype=trying.dtype)
+    # Matrices in FP4 are dequantized when a model is loaded.
+    timed = [None if each.element is not None else each for each in schemes]
+    measured = token_times(first.config, timed, device=device, dtype=trying.dtype)
     speeds = dict(zip(schemes, measured, strict=True))
     trials = [
         Trial(
@@ -126,7 +122,7 @@ def try_candidates(
         for candidate, plan in tried.items()
     ]
     here = f"{cpu_model()}, threads: {torch.get_num_threads()}"
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else here
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else here
     return Recommendation.of(trials, model=str(model), device=name, goal=goal, memory=memory, layers=sampled)
 
 
@@ -180,8 +176,8 @@ def _plans(
 
 @dataclass(frozen=True)
 class _Tried:
-    """What came of a candidate on a layer: the mean over the tokens of |error|^2 / |output|^2, and the seconds that the
-    layer would take with all of the calibration data."""
+    """The result of a candidate on a layer: the mean over the tokens of |error|^2 / |output|^2, and the seconds that
+    the layer would take with all of the calibration data."""
 
     squared_error: float
     seconds: float

@@ -139,7 +139,7 @@ class _Product(torch.autograd.Function):
 
 
 def split(data: Calibration) -> tuple[Calibration, Calibration]:
-    """What is calibrated and trained on, and what is held back.
+    """The sequences for calibration and training, and those held back.
 
     Raises:
         DataError: there is only one sequence.
@@ -192,7 +192,7 @@ class Tuning:
     Args:
         plan: of the quantization.
         data: the calibration data; see `split`.
-        held: what is held back of it.
+        held: the part of it that is held back.
         parts: the finished layers.
         device: where to compute.
     """
@@ -239,7 +239,7 @@ class Tuning:
         """Train, from the beginning or from the state after an epoch, to the end of the last epoch.
 
         Args:
-            state: what an interrupted run saved last.
+            state: the last state that an interrupted run saved.
             save: called after each epoch.
             tell: called after each step.
         """
@@ -263,12 +263,12 @@ class Tuning:
             self._restore(optimizer, state)
         while not state.is_complete:
             order = torch.randperm(len(self._trained), generator=torch.Generator().manual_seed(state.epochs))
-            for number, place in enumerate(order.tolist(), state.epochs * len(order)):
+            for number, chosen in enumerate(order.tolist(), state.epochs * len(order)):
                 factor = 0.5 + 0.5 * math.cos(math.pi * number / self.steps)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * factor * min(1.0, (number + 1) / _WARM_STEPS)
                 optimizer.zero_grad()
-                self._backward(self._trained[place])
+                self._backward(self._trained[chosen])
                 optimizer.step()
                 tell(TuningStep(number + 1, self.steps))
             losses = (*state.losses, self.held_loss())

@@ -71,7 +71,7 @@ def tune_parts(
 
 
 def _stored_state(writer: GrowingCheckpoint) -> TuningState | None:
-    """What an interrupted run saved last; None if it saved nothing, or that is damaged."""
+    """The last state that an interrupted run saved; None if it saved nothing, or that is damaged."""
     facts = writer.facts(STATE_PART)
     if facts is None:
         return None

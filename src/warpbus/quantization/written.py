@@ -59,7 +59,7 @@ def kept_parameters(plan: Plan, index: int) -> Iterator[tuple[str, tuple[str, ..
 
 
 def kept_tensors(plan: Plan, index: int, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is not quantized in a layer: as the checkpoint has it, or its parameters that were changed."""
+    """The tensors of a layer that are not quantized: as the checkpoint has them, or parameters that were changed."""
     checkpoint = plan.checkpoint
     tensors: dict[str, Tensor] = {}
     for parameter, names in kept_parameters(plan, index):
@@ -119,7 +119,7 @@ def restore_kept(plan: Plan, part: Checkpoint, index: int, layer: DecoderLayer) 
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """What config.json holds under `quantization_config`."""
+    """The `quantization_config` of `config.json`."""
     schemes = {source.removesuffix(".weight"): matrix.scheme for matrix in plan.matrices for source in matrix.sources}
     for end in plan.quantized_ends.values():
         schemes[end.name.removesuffix(".weight")] = end.scheme

@@ -101,7 +101,7 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
 
     @app.get("/tokenizer_info", **documented(TokenizerAnswer))
     async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
-        """What the files of a model say of its tokenizer; by default of the first model."""
+        """The tokenizer's settings in the files of a model; by default of the first model."""
         found = models.find(model)
         service = found.service
         return await found.in_thread(

@@ -210,7 +210,7 @@ class Tokenized(BaseModel):
 
 
 class TokenizerAnswer(BaseModel):
-    """What the checkpoint's tokenizer_config.json says, and more fields of it."""
+    """The checkpoint's tokenizer_config.json, and more fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -278,7 +278,7 @@ class MoveAnswer(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong; `param` is the field of the request."""
+    """An error; `param` is the field of the request."""
 
     message: str
     type: str
@@ -293,7 +293,7 @@ class ErrorAnswer(BaseModel):
 
 
 class AnthropicErrorDetail(BaseModel):
-    """What is wrong."""
+    """An error."""
 
     type: str
     message: str
@@ -448,7 +448,7 @@ MOVES = dict[str, MoveAnswer]
 """By the name of the model."""
 
 STREAMED: tuple[type[BaseModel], ...] = (ChatCompletionChunk,)
-"""What is only the data of events."""
+"""Data of events only."""
 
 
 def documented(
@@ -463,7 +463,7 @@ def documented(
     Args:
         model: of the body, for status 200.
         events: if the answer may be a stream, what the data of its events is.
-        also: what other statuses are declared.
+        also: further statuses that are declared.
         links: OpenAPI's links to operations that take a value of the answer.
     """
     event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}

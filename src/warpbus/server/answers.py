@@ -14,7 +14,7 @@ from warpbus.models.tokenizers import StreamDecoder, Tokenizer
 
 @dataclass(frozen=True)
 class AnswerDelta:
-    """What a piece adds to an answer; `calls` are complete, but for the last one if `max_tokens` cuts it off."""
+    """The addition of a piece to an answer; `calls` are complete, but for the last one if `max_tokens` cuts it off."""
 
     reasoning: str = ""
     text: str = ""
@@ -72,7 +72,7 @@ class AnswerReader:
         self.reasoning_tokens = 0
 
     def read(self, piece: TextPiece) -> AnswerDelta:
-        """What the piece adds; a call is added at its end, or at that of an answer that `max_tokens` cuts off."""
+        """The addition of the piece; a call is added at its end, or at that of an answer that `max_tokens` cuts off."""
         self.finish_reason = piece.finish_reason
         if self._stream is None and self._thoughts is None:
             return AnswerDelta("", piece.text)

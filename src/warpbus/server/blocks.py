@@ -22,7 +22,7 @@ class Block:
     """A part of an answer.
 
     Attributes:
-        kind: what it is.
+        kind: its kind.
         number: its index in the answer.
         id: of its own.
         text: the thinking or the text so far; the arguments of a call.

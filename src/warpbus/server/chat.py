@@ -30,7 +30,7 @@ class ChatForm(ChunkForm):
         self._logprobs = bool(body.logprobs)
         self._most = body.top_logprobs or 0
         self._prompt_logprobs = body.prompt_logprobs
-        self._untold: list[list[int]] = [[] for _ in chat.readers]  # token ids that no chunk has told
+        self._unsent: list[list[int]] = [[] for _ in chat.readers]  # token ids that no chunk has sent
         self._readers = chat.readers
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._stop_tokens = body.stop_token_ids
@@ -56,7 +56,7 @@ class ChatForm(ChunkForm):
     def choices(self, index: int, piece: TextPiece) -> list[Json | str]:
         """See `ChunkForm.choices`."""
         reader = self._readers[index]
-        self._untold[index] += piece.token_ids if self._prompt is not None else ()
+        self._unsent[index] += piece.token_ids if self._prompt is not None else ()
         delta = reader.read(piece)
         calls = delta.calls
         logprobs = self._content([piece])
@@ -123,7 +123,7 @@ class ChatForm(ChunkForm):
     def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if self._prompt is not None:
-            choice["token_ids"], self._untold[index] = self._untold[index], []
+            choice["token_ids"], self._unsent[index] = self._unsent[index], []
         return choice
 
     def _content(self, pieces: abc.Sequence[TextPiece]) -> Json | None:

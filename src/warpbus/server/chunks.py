@@ -1,4 +1,4 @@
-"""What the answers of chat completions and of completions have in common: choices, in chunks if they are streamed."""
+"""Common parts of chat completions and completions: choices, in chunks if they are streamed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ChunkForm(ABC):
         return {**self._head, "object": self._object, "choices": choices, "usage": self._counted(usage)}
 
     def _stop_reason(self, piece: TextPiece, tokens: abc.Sequence[int] | None) -> str | int | None:
-        """What ended an answer, as vLLM names it: a stop string, or one of these tokens; None for the model's own.
+        """The reason that ended an answer, as in vLLM: a stop string, or one of these tokens; None for the model's own.
 
         Args:
             piece: the last one.

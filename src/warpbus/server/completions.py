@@ -61,7 +61,7 @@ class TextForm(ChunkForm):
         self._body = body
         self._prompts = prompts
         self._echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
-        self._told: set[int] = set()  # the answers whose stream has told the prompt's token ids
+        self._sent_prompts: set[int] = set()  # the answers whose stream has sent the prompt's token ids
         most = body.logprobs
         self._scores = (
             None
@@ -95,9 +95,9 @@ class TextForm(ChunkForm):
             if self._body.return_token_ids:
                 choice |= {
                     "token_ids": list(piece.token_ids),
-                    "prompt_token_ids": None if index in self._told else self._prompts[index],
+                    "prompt_token_ids": None if index in self._sent_prompts else self._prompts[index],
                 }
-                self._told.add(index)
+                self._sent_prompts.add(index)
             found.append(choice)
         return found
 

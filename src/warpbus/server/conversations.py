@@ -79,12 +79,12 @@ class PreparedChat:
 
 
 def named_model(models: Models, body: NamesModel, request: Request, options: ServerOptions) -> Model:
-    """The model that a body names, with the access log told of it and of unknown fields.
+    """The model that a body names, which the access log records, with unknown fields.
 
     Raises:
         RequestError: there is no such model; or an unknown field, if the server is strict.
     """
-    record: RequestRecord = request.scope["state"]["record"]
+    record = RequestRecord.of(request.scope)
     record.ignored = unknown_fields(body)
     if record.ignored and options.strict:
         name = record.ignored[0]
@@ -119,7 +119,7 @@ def leave_out_tools(
         hosted: the type of a tool that a vendor's server runs; None for others.
         strict: refuse them instead, with RequestError.
     """
-    record: RequestRecord = request.scope["state"]["record"]
+    record = RequestRecord.of(request.scope)
     left_out = [(at, kind) for at, tool in enumerate(tools) if (kind := hosted(tool)) is not None]
     if left_out and strict:
         at, kind = left_out[0]
@@ -301,7 +301,7 @@ def tools_of(body: ChatRequest, model: Model, options: ServerOptions) -> ToolUse
 
 
 def offered_tools(tools: abc.Sequence[FunctionTool]) -> list[dict[str, Any]]:
-    """Tools as the model is told of them."""
+    """Tools as the model sees them."""
     return [tool.function.model_dump(exclude_none=True, include=_TOLD) for tool in tools]
 
 

@@ -26,7 +26,7 @@ from warpbus.server.embeddings_schema import (
     ScoreList,
     ScoreRequest,
 )
-from warpbus.server.generation import GenerationRequest, unless_gone
+from warpbus.server.generation import GenerationRequest, RequestRecord, unless_gone
 from warpbus.server.guard import cache_salt
 from warpbus.server.params import room
 from warpbus.server.registry import Model, Models
@@ -185,7 +185,7 @@ class _TextWork:
             found += [_vector(pieces) for pieces in answers]
             prompt_tokens, cached_tokens = prompt_tokens + usage.prompt_tokens, cached_tokens + usage.cached_tokens
         self.tokens = prompt_tokens, cached_tokens
-        self.request.scope["state"]["record"].prompt_tokens = prompt_tokens
+        RequestRecord.of(self.request.scope).prompt_tokens = prompt_tokens
         return found
 
     def heads(self) -> TextHeads:

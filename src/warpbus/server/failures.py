@@ -29,7 +29,7 @@ from warpbus.server.request_error import RequestError
 _log = logging.getLogger("warpbus.server")
 
 _INVALID = "invalid_request_error"
-# What pydantic inserts into the location of an error for the member of a union that it tried.
+# The text that pydantic inserts into the location of an error for the member of a union that it tried.
 _UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)[-\[].*)$")
 # The field that holds what is too long for the context.
 _PROMPTS = {
@@ -38,7 +38,7 @@ _PROMPTS = {
     "/v1/messages": "messages",
     "/v1/responses": "input",
 }
-# What Anthropic's API calls them.
+# Anthropic's names of them.
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",

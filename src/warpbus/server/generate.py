@@ -114,15 +114,15 @@ async def _probe(models: abc.Collection[Model]) -> None:
 
 @dataclass
 class Asked:
-    """What is asked of one answer, and the pieces of it so far.
+    """The request for one answer, and the pieces of it so far.
 
     Attributes:
         id: of the answer.
         prompt: its token ids.
-        scored: log probabilities are told.
+        scored: log probabilities are returned.
         start: the position of the prompt from which on they are.
-        top: how many of the likeliest tokens are told with each.
-        named: the log probabilities of named tokens are told, too.
+        top: how many of the likeliest tokens are returned with each.
+        named: the log probabilities of named tokens are returned, too.
         texts: with the texts of tokens.
     """
 
@@ -141,7 +141,7 @@ class NativeForm:
 
     Args:
         tokenizer: of the model.
-        asked: what is asked of each answer.
+        asked: the requests, one for each answer.
         alone: the only answer is not put into a list.
     """
 
@@ -188,28 +188,28 @@ class NativeForm:
         # In every event of a stream they would be as many as the square of the answer's length.
         if asked.scored and pieces[-1].finish_reason is not None:
             before = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
-            told = [] if before is None else list(zip(asked.prompt, before, strict=True))[asked.start :]
-            meta |= self._scores("input", asked, told)
+            entries = [] if before is None else list(zip(asked.prompt, before, strict=True))[asked.start :]
+            meta |= self._scores("input", asked, entries)
             meta |= self._scores(
                 "output", asked, [(one.token, one) for piece in pieces for one in piece.logprobs or ()]
             )
         return {"text": "".join(piece.text for piece in pieces), "output_ids": tokens, "meta_info": meta}
 
-    def _scores(self, side: str, asked: Asked, told: abc.Sequence[tuple[int, TokenLogprob | None]]) -> Json:
+    def _scores(self, side: str, asked: Asked, entries: abc.Sequence[tuple[int, TokenLogprob | None]]) -> Json:
         def entry(token: int, logprob: float | None) -> list[Any]:
             text = token_text(self._tokenizer, token)[0] if asked.texts else None
             return [None if logprob is None else max(logprob, LOWEST), token, text]
 
         found: Json = {
-            f"{side}_token_logprobs": [entry(token, None if one is None else one.logprob) for token, one in told]
+            f"{side}_token_logprobs": [entry(token, None if one is None else one.logprob) for token, one in entries]
         }
         if asked.top:
             found[f"{side}_top_logprobs"] = [
-                None if one is None else [entry(*each) for each in one.top[: asked.top]] for _, one in told
+                None if one is None else [entry(*each) for each in one.top[: asked.top]] for _, one in entries
             ]
         if asked.named:
             found[f"{side}_token_ids_logprobs"] = [
-                None if one is None else [entry(*each) for each in one.asked] for _, one in told
+                None if one is None else [entry(*each) for each in one.asked] for _, one in entries
             ]
         return found
 

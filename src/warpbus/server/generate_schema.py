@@ -79,11 +79,12 @@ class GenerateRequest(NamesModel, _Refusing):
     sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(max_length=MOST_PROMPTS)] | None = None
     return_logprob: bool | Annotated[list[bool], Field(max_length=MOST_PROMPTS)] | None = None
     logprob_start_len: Start | Annotated[list[Start], Field(max_length=MOST_PROMPTS)] | None = Field(
-        None, description="the position from which on the prompt's log probabilities are told; -1: none of them"
+        None, description="the position from which on the prompt's log probabilities are returned; -1: none of them"
     )
     top_logprobs_num: Likeliest | Annotated[list[Likeliest], Field(max_length=MOST_PROMPTS)] | None = None
     token_ids_logprob: Ids | None = Field(
-        None, description="token ids whose log probabilities are told at every position; for several prompts also lists"
+        None,
+        description="token ids whose log probabilities every position returns; for several prompts also lists",
     )
     return_text_in_logprobs: bool | None = Field(None, description="log probabilities come with the text of tokens")
     stream: bool | None = Field(None, description="events, each with all of the answer so far")
@@ -110,7 +111,7 @@ class NativeFinish(BaseModel):
 
 
 class NativeMeta(BaseModel):
-    """What is known of an answer. Log probabilities are [log probability, token id, text or null]."""
+    """Facts about an answer. Log probabilities are [log probability, token id, text or null]."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from warpbus.engine import SamplingParams, TextPiece
 from warpbus.server.failures import ClientGoneError
@@ -30,13 +30,15 @@ Idle = Callable[[], Awaitable[None]]
 ENDING = "server_ends"
 """The code of the error that a request gets from a server that ends."""
 
+_RECORD = "record"  # of a scope's state
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """A request for one answer.
 
     Attributes:
-        silent: the prompt is computed, and its log probabilities are told, but nothing is answered.
+        silent: the prompt is computed, and its log probabilities are returned, but no token is generated.
     """
 
     prompt: list[int]
@@ -47,7 +49,7 @@ class GenerationRequest:
 
 @dataclass
 class RequestRecord:
-    """What the access log records of a request, besides its HTTP line.
+    """The fields of the access log for a request, besides its HTTP line.
 
     Attributes:
         ignored: unknown fields of its body.
@@ -62,6 +64,18 @@ class RequestRecord:
     ignored: list[str] = field(default_factory=list)
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def begin(cls, scope: Scope) -> RequestRecord:
+        """A new record for a request."""
+        record = scope.setdefault("state", {})[_RECORD] = cls()
+        return record
+
+    @staticmethod
+    def of(scope: Scope) -> RequestRecord:
+        """The record that `begin` has made for the request."""
+        record: RequestRecord = scope["state"][_RECORD]
+        return record
 
 
 class RunningGenerations:

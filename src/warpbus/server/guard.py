@@ -47,7 +47,7 @@ class AccessLog:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
-        record = scope.setdefault("state", {})["record"] = RequestRecord()
+        record = RequestRecord.begin(scope)
         status = 0
 
         async def send_labelled(message: Message) -> None:
@@ -65,7 +65,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_labelled)
         except asyncio.CancelledError:
-            # Only the end of the server cancels a request, and only one that is not told of it by its answer.
+            # Only the end of the server cancels a request, and only one that its answer does not inform.
             record.error = record.error or ENDING
             if not status:
                 await response_of(server_ends(), scope["path"])(scope, receive, send_labelled)
@@ -79,7 +79,7 @@ class AccessLog:
 
 
 def _fields(scope: Scope, name: str, status: int, record: RequestRecord) -> dict[str, Any]:
-    """What is logged of a request; times in seconds."""
+    """The logged fields of a request; times in seconds."""
     found: dict[str, Any] = {
         "client": scope["client"][0] if scope.get("client") else "-",
         "method": scope["method"],
@@ -232,10 +232,9 @@ class Guard:
         """Read the body; refuse it as soon as it is too long or too slow."""
         limit = self._options.max_body_bytes
         declared = Headers(scope=scope).get("content-length", "0")
-        too_long = RequestError(413, f"the body has more than {limit:,} bytes, the limit", code="body_too_large")
         # The length of the text first: converting thousands of digits would take long.
         if len(declared) > 18 or (declared.isdecimal() and int(declared) > limit):
-            raise too_long
+            raise _too_long(limit)
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.body_timeout):
@@ -245,7 +244,7 @@ class Guard:
                         raise RequestError(400, "the client left before its request was complete", code="incomplete")
                     body += message.get("body", b"")
                     if len(body) > limit:
-                        raise too_long
+                        raise _too_long(limit)
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
@@ -253,6 +252,10 @@ class Guard:
             raise RequestError(
                 408, f"the body did not arrive in {seconds:g} s", code="body_timeout", closes=True
             ) from None
+
+
+def _too_long(limit: int) -> RequestError:
+    return RequestError(413, f"the body has more than {limit:,} bytes, the limit", code="body_too_large")
 
 
 def cache_salt(scope: Scope, given: str | None = None) -> bytes:

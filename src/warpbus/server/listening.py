@@ -181,7 +181,7 @@ class _Server(uvicorn.Server):
         self._running_generations = running
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Uvicorn cancels what runs for too long, and its clients would not be told.
+        # Uvicorn cancels what runs for too long, and its clients would get no answer.
         timer = None
         if self._running_generations is not None:
             timer = asyncio.get_running_loop().call_later(self._seconds, self._running_generations.end)

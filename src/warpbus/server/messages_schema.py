@@ -31,7 +31,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the model thought in an earlier answer; the signature is not used."""
+    """The thinking of an earlier answer; the signature is not used."""
 
     type: Literal["thinking"]
     thinking: str
@@ -56,7 +56,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a tool gave back."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str

@@ -18,7 +18,7 @@ MEDIA_TYPES = {
     ".woff2": "font/woff2",
 }
 
-# What a model writes is never parsed as HTML. Should it be after all, this policy keeps it from running or sending
+# A model's text is never parsed as HTML. Should it be after all, this policy keeps it from running or sending
 # anything (Content Security Policy Level 3).
 HEADERS = {
     "Content-Security-Policy": (

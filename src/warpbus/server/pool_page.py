@@ -28,7 +28,7 @@ from warpbus.server.pool_metrics import pool_metrics
 from warpbus.server.request_error import RequestError
 
 Status = Callable[[], Awaitable[dict[str, Any]]]
-"""What gives a pool's status: the dictionary of its broker."""
+"""A function that returns a pool's status: the dictionary of its broker."""
 
 SHARED = ("base.css", "dom.js", "first.js", "language.js", "mark.svg", "request.js")
 

@@ -159,7 +159,7 @@ class Model:
 
     @property
     def heads(self) -> TextHeads:
-        """What it can be used for besides generation; nothing while it loads."""
+        """Its uses besides generation; none while it loads."""
         return self._shared.heads
 
     @property

@@ -39,7 +39,7 @@ class Form(Protocol):
 
     @property
     def last(self) -> bytes:
-        """What ends a stream that has not failed."""
+        """The end of a stream that has not failed."""
 
     def opening(self, usage: Usage) -> list[Json]:
         """The first events of a stream."""
@@ -92,7 +92,7 @@ class Responder:
         metrics: updated with the answers.
 
     Attributes:
-        running: what it generates now.
+        running: the running generations.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -111,7 +111,7 @@ class Responder:
         self, request: Request, model: Model, requests: abc.Sequence[GenerationRequest], per_prompt: int
     ) -> tuple[Generations, Usage]:
         usage = Usage(sum(len(each.prompt) for each in requests[::per_prompt]), per_prompt)
-        record = _record_of(request.scope)
+        record = RequestRecord.of(request.scope)
         record.prompt_tokens = usage.prompt_tokens
         generations = Generations(
             model,
@@ -159,7 +159,7 @@ class Responder:
 async def _collect(request: Request, generations: Generations, usage: Usage, count: int) -> list[list[TextPiece]]:
     """All pieces of each answer. ClientGoneError if the client disconnects first."""
     answers: list[list[TextPiece]] = [[] for _ in range(count)]
-    record = _record_of(request.scope)
+    record = RequestRecord.of(request.scope)
 
     async def take(index: int, piece: TextPiece) -> None:
         usage.add(index, piece)
@@ -212,7 +212,7 @@ class EventStream(Response):
             await self._generations.aclose()
 
     async def _write(self, send: Send, scope: Scope) -> None:
-        form, usage, record = self._form, self._usage, _record_of(scope)
+        form, usage, record = self._form, self._usage, RequestRecord.of(scope)
         one_at_a_time = asyncio.Lock()
 
         async def send_piece(index: int, piece: TextPiece) -> None:
@@ -244,12 +244,6 @@ class EventStream(Response):
 async def _send_part(send: Send, data: bytes) -> None:
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-def _record_of(scope: Scope) -> RequestRecord:
-    """What the access log records of a request."""
-    record: RequestRecord = scope["state"]["record"]
-    return record
 
 
 def new_id(kind: str, separator: str = "-") -> str:

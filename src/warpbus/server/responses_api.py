@@ -329,7 +329,7 @@ class ResponseForm(BlockForm):
         }
 
 
-# What the events of the text of a block are called, by its kind.
+# The names of the events of the text of a block, by its kind.
 _TEXTS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 

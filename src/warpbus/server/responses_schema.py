@@ -55,7 +55,7 @@ class CallItem(Body):
 
 
 class CallOutputItem(Body):
-    """What a tool gave back."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -65,7 +65,7 @@ class CallOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """What the model thought in an earlier answer. Encrypted thinking is another server's, and not read."""
+    """The thinking of an earlier answer. Encrypted thinking is another server's, and not read."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -129,7 +129,7 @@ class Reasoning(Body):
 
 
 class TextFormat(Body):
-    """What the answer has to be."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -126,12 +126,12 @@ def _with_integers(value: Any, depth: int = 2) -> Any:
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """The common fields of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What the schema says of several fields together."""
+    """The schema's rules for several fields together."""
 
     _integers: ClassVar[frozenset[str]] = frozenset()
     """The fields that are integers or lists of them, by the names that requests have for them."""
@@ -284,7 +284,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer has to be. A structural tag has a `format`, or `structures` and `triggers`."""
+    """The format of an answer. A structural tag has a `format`, or `structures` and `triggers`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None

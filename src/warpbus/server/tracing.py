@@ -83,7 +83,7 @@ class Traces:
             span.end()
 
     def _describe(self, span: Any, scope: Scope) -> None:
-        record: RequestRecord = scope["state"]["record"]
+        record = RequestRecord.of(scope)
         route = getattr(scope.get("route"), "path", None)
         if route is not None:
             span.update_name(f"{scope['method']} {route}")

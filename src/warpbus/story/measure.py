@@ -28,13 +28,27 @@ from warpbus.models import ModelConfig, read_config
 from warpbus.quantization import LayerResult, quantize
 from warpbus.quantization import Progress as Quantizing
 from warpbus.story.options import StoryOptions
-from warpbus.story.rows import CPU, GENERATE, GPU, ORIGINAL, QUANTIZE, TRAIN, Quality, Story, StoryRow
+from warpbus.story.rows import (
+    CPU,
+    GENERATE,
+    GPTQ4,
+    GPU,
+    ORIGINAL,
+    QUANTIZE,
+    RTN4,
+    RTN8,
+    TRAIN,
+    Quality,
+    Story,
+    StoryRow,
+)
 from warpbus.train.memory import num_trained
 
 KEPT = "parts.json"
-FORMS = {"8 bits": ("w8a16", "rtn"), "4 bits": ("w4a16-g128", "gptq")}
+FORMS = {RTN8: ("w8a16", "rtn"), RTN4: ("w4a16-g128", "rtn"), GPTQ4: ("w4a16-g128", "gptq")}
+_GENERATED = (ORIGINAL, RTN8, GPTQ4)  # RTN's 4 bits are as fast as GPTQ's
 _METHODS = ("full", "lora")
-_SAMPLES = {CPU: 32, GPU: 128}
+_SAMPLES, _FEW_SAMPLES = 128, 32  # with 32, GPTQ is hardly better than RTN
 _WARM, _STEPS = 2, 5
 _TRAIN_ROWS = {CPU: (2, 64), GPU: (2, 1024)}  # rows per device, tokens per row
 _BUSY = 0.7  # load per core
@@ -169,6 +183,7 @@ class _Teller:
             *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files),
             *(str(self.work.data.resolve()), str(self.work.calibration), self.machine, warpbus.__version__),
             *(self.options.samples, self.options.documents, self.options.tokens),
+            *FORMS.items(),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -176,13 +191,11 @@ class _Teller:
         """The parts, each with a name of its own."""
         planned: list[tuple[str, Callable[[], Any]]] = []
         for count in self.counts:
-            forms = FORMS if count == 1 else {"4 bits": FORMS["4 bits"]}
+            forms = FORMS if count == 1 else (GPTQ4,)
             planned += [(f"quantize {form} {count}", partial(self._quantize, form, count)) for form in forms]
         places = (CPU, GPU) if self.home == GPU else (CPU,)
         for place in places:
-            planned += [
-                (f"generate {form} {place}", partial(self._generate, form, place)) for form in (ORIGINAL, *FORMS)
-            ]
+            planned += [(f"generate {form} {place}", partial(self._generate, form, place)) for form in _GENERATED]
         for place in places:
             for count in self.counts if place == GPU else (1,):
                 planned += [
@@ -211,7 +224,7 @@ class _Teller:
         """Where a form of the model is."""
         if form == ORIGINAL:
             return self.work.model
-        return self.work.directory / "-".join([FORMS[form][0], *([f"{count}-gpus"] if count > 1 else [])])
+        return self.work.directory / "-".join([*FORMS[form], *([f"{count}-gpus"] if count > 1 else [])])
 
     def _quantize(self, form: str, count: int) -> dict[str, Any] | None:
         scheme, algorithm = FORMS[form]
@@ -220,16 +233,17 @@ class _Teller:
 
         def show(done: int, total: int, result: LayerResult) -> None:
             del result
-            self.progress(f"quantizing: {scheme}", done, total)
+            self.progress(f"quantizing: {scheme}, {algorithm}", done, total)
 
         output = self._directory(form, count)
+        slow = self.home == CPU and self.config.num_parameters > _TRAINED_ON_CPU
         done = quantize(
             self.work.model,
             output,
             scheme=scheme,
             algorithm=algorithm,
             calibration=None if algorithm == "rtn" else self.work.calibration,
-            samples=self.options.samples or _SAMPLES[self.home],
+            samples=self.options.samples or (_FEW_SAMPLES if slow else _SAMPLES),
             device=self.work.device.type,
             gpus=str(count) if self.home == GPU else "all",
             overwrite=True,
@@ -238,8 +252,8 @@ class _Teller:
         if count > 1:
             shutil.rmtree(output)  # it equals that of one GPU
         memory = done.peak_memory if done.peak_gpu_memory is None else done.peak_gpu_memory
-        detail = f"{done.mean_error:.2%} ({algorithm})"
-        row = StoryRow(QUANTIZE, self.home, count, form, 1 / done.seconds, done.energy_joules, memory, detail)
+        error = f"{done.mean_error:.2%}"
+        row = StoryRow(QUANTIZE, self.home, count, form, 1 / done.seconds, done.energy_joules, memory, error)
         return asdict(row)
 
     def _quality(self) -> dict[str, Any]:
@@ -268,10 +282,10 @@ class _Teller:
             if needed > _LARGE:
                 tokens = min(tokens, _QUICK_TOKENS)
         what = f"generating on the {place}"
-        done = [ORIGINAL, *FORMS].index(form)
-        self.progress(what, done, 1 + len(FORMS))
+        done = _GENERATED.index(form)
+        self.progress(what, done, len(_GENERATED))
         speed = measure_speed(path, device=str(device), tokens=tokens)
-        self.progress(what, done + 1, 1 + len(FORMS))
+        self.progress(what, done + 1, len(_GENERATED))
         row = StoryRow(GENERATE, place, 1, form, speed.tokens_per_second, speed.joules_per_token, speed.peak_bytes)
         return asdict(row)
 
@@ -293,7 +307,8 @@ class _Teller:
         tokens = rows * count * length
         known = [each.joules for each in said if each.joules is not None]
         joules = sum(known) / (tokens * _STEPS) if len(known) == count else None
-        detail = f"{num_trained(self.config, settings):,}"
+        trained = num_trained(self.config, settings) / 1e6
+        detail = f"{trained:,.0f} M" if trained >= 100 else f"{trained:.3g} M"
         rate = tokens / statistics.median(said[0].seconds)
         return asdict(StoryRow(TRAIN, place, count, method, rate, joules, said[0].memory, detail))
 

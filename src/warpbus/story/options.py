@@ -9,7 +9,7 @@ class StoryOptions:
 
     Attributes:
         counts: numbers of GPUs; by default 1 and all.
-        samples: calibration sequences; by default 128 on a GPU and 32 on the CPU.
+        samples: calibration sequences; by default 128, and 32 for models above 300 million parameters on a CPU.
         documents: that the perplexity is measured on, at most.
         tokens: generated in each run.
         price: dollars per hour of a GPU, with the machine around it.

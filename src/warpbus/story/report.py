@@ -17,12 +17,32 @@ from warpbus.evaluation.report import terms
 from warpbus.figures import page
 from warpbus.figures.panels import Measure, draw_measures, panels_size
 from warpbus.figures.theme import UNQUANTIZED, WARPBUS, caption, footer, paper, save, shade, style
-from warpbus.story.rows import GENERATE, GPU, ORIGINAL, QUANTIZE, TRAIN, Story, StoryRow, joined
+from warpbus.language import translated
+from warpbus.story.rows import (
+    GENERATE,
+    GPTQ4,
+    GPU,
+    ORIGINAL,
+    QUANTIZE,
+    RTN4,
+    RTN8,
+    TRAIN,
+    Story,
+    StoryRow,
+    joined,
+)
 
 _TITLES = {GENERATE: "generation", TRAIN: "training", QUANTIZE: "quantization"}
 _FORM = {GENERATE: "weights", TRAIN: "method", QUANTIZE: "weights"}
 _DETAIL = {TRAIN: "trained parameters", QUANTIZE: "mean error"}
-_COLORS = {ORIGINAL: UNQUANTIZED, "8 bits": shade(3), "4 bits": WARPBUS, "full": UNQUANTIZED, "lora": WARPBUS}
+_COLORS = {
+    ORIGINAL: UNQUANTIZED,
+    RTN8: shade(3),
+    RTN4: shade(2),
+    GPTQ4: WARPBUS,
+    "full": UNQUANTIZED,
+    "lora": WARPBUS,
+}
 _SENTENCES = 4  # above the picture
 
 Column = tuple[str, Callable[[StoryRow], str]]
@@ -30,7 +50,6 @@ Column = tuple[str, Callable[[StoryRow], str]]
 
 def _columns(story: Story, task: str) -> list[Column]:
     """Headings and cells of the table of a task."""
-    base = story.of(task)[0]
 
     def rate(row: StoryRow) -> str:
         return number(row.seconds if task == QUANTIZE else row.rate)
@@ -39,8 +58,9 @@ def _columns(story: Story, task: str) -> list[Column]:
         ("device", lambda row: row.where),
         (_FORM[task], lambda row: story.label(row.form)),
         ("seconds" if task == QUANTIZE else "tokens/s", rate),
-        ("ratio", lambda row: f"{number(row.rate / base.rate)}x"),
     ]
+    if task != QUANTIZE or any(row.count > 1 for row in story.of(task)):
+        columns.append(("ratio", lambda row: f"{number(row.rate / story.base(row).rate)}x"))
     if any(row.joules is not None for row in story.of(task)):
         scale = 1 if task == QUANTIZE else 1000
         columns.append(
@@ -104,7 +124,11 @@ def notes(story: Story) -> list[str]:
         "Generation: one sequence, greedy, without the prompt. Training: random weights of the model's shape, random "
         "tokens. On a CPU, weights of 16 bits are computed in float32."
     )
-    return [*story.missing, prices, method]
+    algorithms = (
+        "Quantization: RTN rounds each weight to the nearest value; GPTQ also corrects weights that are not yet "
+        "rounded, with calibration data. The algorithm does not change the speed of generation."
+    )
+    return [*story.missing, prices, method, *([algorithms] if story.of(QUANTIZE) else [])]
 
 
 def table(story: Story) -> RenderableType:
@@ -114,7 +138,9 @@ def table(story: Story) -> RenderableType:
     for each in _tables(story):
         drawn = Table(title=each.caption, title_justify="left", title_style="bold")
         for index, heading in enumerate(each.headings):
-            drawn.add_column(heading, justify="left" if index < 2 else "right", overflow="fold")
+            # A word per line: columns as narrow as their numbers, so that no word is broken on 80 columns.
+            lines = translated(heading).replace(" ", "\n")
+            drawn.add_column(lines, justify="left" if index < 2 else "right", overflow="fold")
         for row in each.sections[0]:
             drawn.add_row(*map(Text, row))
         parts.append(drawn)
@@ -192,7 +218,7 @@ def write_page(story: Story, path: Path) -> None:
 
 
 def records(story: Story) -> list[Record]:
-    """Every figure in the schema of all benchmarks; the first row of a task is the peer of the others."""
+    """Every figure in the schema of all benchmarks; the peer of a row is its `Story.base`."""
     found = []
     on_gpu = story.best_place == GPU
     device = story.machine.partition(",")[0].rpartition(" x ")[2] if on_gpu else "cpu"
@@ -218,9 +244,8 @@ def records(story: Story) -> list[Record]:
         )
 
     for task in (GENERATE, TRAIN, QUANTIZE):
-        rows = story.of(task)
-        for row in rows:
-            base = rows[0]
+        for row in story.of(task):
+            base = story.base(row)
             case: dict[str, Parameter] = {"task": task, "place": row.place, "count": row.count, "form": row.form}
             peer = f"warpbus, {base.where}, {base.form}"
             if task == QUANTIZE:

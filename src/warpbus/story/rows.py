@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 GENERATE, TRAIN, QUANTIZE = "generate", "train", "quantize"
-ORIGINAL = "16 bits"
+ORIGINAL, RTN8, RTN4, GPTQ4 = "16 bits", "8 bits (RTN)", "4 bits (RTN)", "4 bits (GPTQ)"
 CPU, GPU = "CPU", "GPU"
 
 
@@ -35,7 +35,7 @@ class StoryRow:
         task: `GENERATE`, `TRAIN` or `QUANTIZE`.
         place: `CPU` or `GPU`.
         count: of processes or GPUs.
-        form: of the weights, or the training method.
+        form: of the weights, with the algorithm that quantizes them; or the training method.
         rate: tokens per second; of a quantization, models per second.
         joules: per token, or per quantized model; None where it was not measured.
         memory: bytes at most, of a GPU, or of the process on the CPU; None where it was not measured.
@@ -97,6 +97,11 @@ class Story:
         """The rows of a task."""
         return [row for row in self.rows if row.task == task]
 
+    def base(self, row: StoryRow) -> StoryRow:
+        """The row that a row is compared with: the first one of its task; a quantization with the same one on fewer
+        GPUs, since other schemes and algorithms are other work."""
+        return next(each for each in self.of(row.task) if row.task != QUANTIZE or each.form == row.form)
+
     def find(self, task: str, place: str, form: str, count: int = 1) -> StoryRow | None:
         """The row of a task in a place."""
         wanted = task, place, form, count
@@ -114,7 +119,7 @@ class Story:
 
     def findings(self) -> list[str]:
         """The comparisons as sentences."""
-        return [*self._gpu(), *self._bits(), *self._several(), *self._methods()]
+        return [*self._gpu(), *self._bits(), *self._algorithms(), *self._several(), *self._methods()]
 
     def _gpu(self) -> list[str]:
         sentences = []
@@ -144,6 +149,16 @@ class Story:
                 f"{smaller:.2f} times smaller, perplexity {change:+.2%}"
             )
         return sentences
+
+    def _algorithms(self) -> list[str]:
+        simple, gptq = (self.find(QUANTIZE, self.best_place, form) for form in (RTN4, GPTQ4))
+        if simple is None or gptq is None or not {ORIGINAL, RTN4, GPTQ4} <= self.quality.keys():
+            return []
+        before, rounded, after = (self.quality[form].perplexity for form in (ORIGINAL, RTN4, GPTQ4))
+        return [
+            f"To quantize to 4 bits, GPTQ takes {times(gptq.seconds / simple.seconds)} as long as RTN: "
+            f"perplexity {after / before - 1:+.2%} instead of {rounded / before - 1:+.2%}"
+        ]
 
     def _several(self) -> list[str]:
         sentences = []

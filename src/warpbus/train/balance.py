@@ -24,7 +24,7 @@ class ExpertBalance:
 
     Args:
         model: a mixture of experts in training; padding and validation are not counted.
-        speed: what a bias changes by per step.
+        speed: the change of a bias per step.
         group: the processes, each with its own tokens and the same biases.
     """
 

@@ -45,7 +45,7 @@ class FrozenFp8Linear(nn.Module):
     """A linear layer that is not trained: its weight is rounded once, and held as rows and as columns of 8 bits each.
 
     Args:
-        linear: what it computes, but for the rounding.
+        linear: the layer whose product it computes, but for the rounding.
     """
 
     codes: Tensor

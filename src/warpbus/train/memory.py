@@ -1,4 +1,4 @@
-"""What a training step needs of each GPU's memory, computed before anything is allocated."""
+"""The memory of each GPU for a training step, computed before anything is allocated."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def training_memory(
     scheme: Scheme | None = None,
     available: int | None = None,
 ) -> MemoryNeed:
-    """What each of `world` GPUs needs for a step of packed rows, without `torch.compile`, which needs less.
+    """The memory of each of `world` GPUs for a step of packed rows, without `torch.compile`, which needs less.
 
     Each part is given at its most, and not all parts are there at once (see `peak`). All experts of a layer are assumed
     to get the same number of tokens.
@@ -110,7 +110,7 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Held:
-    """What a process holds of the model.
+    """The parts of the model that a process holds.
 
     Attributes:
         trained: shapes of float32 parameters.
@@ -173,18 +173,18 @@ def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: in
 
 
 def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: int, stream: int) -> int:
-    """What the last norm and `summed_cross_entropy` need, but for the head's gradient."""
+    """The memory of the last norm and `summed_cross_entropy`, but for the head's gradient."""
     piece = min(tokens, piece_rows(config.vocab_size, half)) * config.vocab_size * half
     # The head in the dtype of the products, and the part of its gradient that a piece gives.
     trained = 2 * half * config.vocab_size * config.hidden_size if settings.method == "full" else 0
-    # What the norm keeps of its input, and its output where the products take another dtype; hidden states as these
+    # The norm keeps its input, and its output where the products take another dtype; hidden states as these
     # take them, and their gradients.
     norm = (_FLOAT if config.norm.kind == "layer" else stream) + (stream if stream != half else 0)
     return piece + trained + tokens * config.hidden_size * (norm + 2 * half)
 
 
 def _work(settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_LayerActivations") -> int:
-    """What the backward pass makes of a layer's MLP, less what it has freed: at the activation, or the product before.
+    """Memory of the backward pass of a layer's MLP, less what it has freed: at the activation, or the product before.
 
     With the latter there are columns of a dequantized matrix, or a gradient of the matrix in both dtypes.
     """
@@ -208,12 +208,12 @@ class _LayerActivations:
     Attributes:
         stream: of a number of the residual stream, which is in float32 where the embedding is; FSDP2 gathers that in 16
             bits.
-        norm: what the first norm keeps of its input.
+        norm: the bytes of its input that the first norm keeps.
         kept: from the forward to the backward pass.
-        inputs: what recomputation keeps of it: the layer's input, and what is small.
+        inputs: the bytes that recomputation keeps: the layer's input, and small tensors.
         widening: the product before the MLP's activation; of several branches the largest.
-        activation_work, widening_work: what the backward pass has made, less what it has freed, at the MLP's activation
-            and at the product before it.
+        activation_work, widening_work: bytes that the backward pass has made, less those that it has freed, at the
+            MLP's activation and at the product before it.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class _LayerActivations:
         # Each expert's gradient of the tokens is added to that of all experts.
         summed = 2 * self.stream * hidden if len(branches) > 1 else 0
         self.activation_work = self.stream * hidden + half * ffn * (3 if gated else 2) - freed + summed
-        # What comes out is free too; the gradient of the product's input, and its part by LoRA.
+        # The output is free too; the gradient of the product's input, and its part by LoRA.
         self.widening_work = hidden * (self.stream + 2 * half) - freed + summed
 
 

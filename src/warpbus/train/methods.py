@@ -46,7 +46,7 @@ class TrainingMethod(nn.Module):
         return self.model.hidden(tokens, positions, self.context(documents))
 
     def context(self, documents: Tensor | None) -> CausalAttention:
-        """What the tokens of packed rows attend to."""
+        """The context that the tokens of packed rows attend to."""
         return CausalAttention(documents)
 
     def take_predicted(self) -> Tensor | None:

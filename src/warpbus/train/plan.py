@@ -1,4 +1,4 @@
-"""What a training run needs, by the number of GPUs: memory and time, computed without loading a weight."""
+"""The needs of a training run, by the number of GPUs: memory and time, computed without loading a weight."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ _FP8_SPEEDUP = 2.0  # of tensor cores, over 16 bits
 
 @dataclass(frozen=True)
 class TrainingNeed:
-    """What training on `gpus` GPUs needs: memory of each GPU, and time; None where there is no GPU to measure."""
+    """The needs of training on `gpus` GPUs: memory of each GPU, and time; None where there is no GPU to measure."""
 
     gpus: int
     memory: MemoryNeed
@@ -34,7 +34,7 @@ class TrainingNeed:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a run needs.
+    """The needs of a run.
 
     Attributes:
         steps, tokens: of the whole run.

@@ -44,7 +44,7 @@ class TrainedPrefix(nn.Module):
         return cls(torch.cat(kept.keys).float(), torch.cat(kept.values).float())
 
     def context(self, documents_bt: Tensor | None) -> PrefixedAttention:
-        """What the tokens of packed rows attend to."""
+        """The context that the tokens of packed rows attend to."""
         return PrefixedAttention(self.keys, self.values, documents_bt)
 
 

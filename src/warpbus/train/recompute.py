@@ -14,7 +14,7 @@ from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.train.lora import LoraLinear
 
 SMALL = 64
-"""What takes at most this fraction of a layer's input is kept as it is."""
+"""Tensors of at most this fraction of a layer's input are kept unchanged."""
 
 
 def recompute_layers(model: Decoder, every: int = 1) -> None:
@@ -88,7 +88,7 @@ class _RecomputedForward:
         self._again: dict[int, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        """What autograd keeps in place of a tensor: a small one itself, of others the number."""
+        """Autograd's replacement of a tensor: a small one itself, of others the number."""
         if self._is_small(tensor):
             return tensor.detach()  # of a result of its own, autograd would keep itself alive
         self._packed += 1

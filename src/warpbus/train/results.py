@@ -1,4 +1,4 @@
-"""What a run leaves: a model or an adapter with its log, written whole or not at all."""
+"""The results of a run: a model or an adapter with its log, written whole or not at all."""
 
 import os
 import shutil

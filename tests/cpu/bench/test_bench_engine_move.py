@@ -15,7 +15,7 @@ SMALL = with_traits(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_l
 SMALL = with_traits(SMALL, num_kv_heads=2, ffn_size=128, max_context=20_000, rope=replace(SMALL.rope, rotary_dim=8))
 
 
-def test_an_engine_moves_and_its_pause_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_engine_moves_and_its_pause_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     spec = importlib.util.spec_from_file_location("engine_move", BENCHMARK)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)

@@ -187,7 +187,7 @@ def test_links_have_their_rate_as_limit(asked):
     assert any("TLS" in note for note in notes)
 
 
-def test_links_that_cannot_be_made_are_told(asked, monkeypatch):
+def test_links_that_cannot_be_made_are_reported(asked, monkeypatch):
     monkeypatch.setattr(pool, "why_no_links", lambda: "making network namespaces needs root")
     _, notes = records_of("links", "transfers")
     assert "links were left out: making network namespaces needs root" in notes
@@ -243,7 +243,7 @@ def test_bytes_go_over_the_plain_socket_and_come_back_as_one():
             _echoed(plain, memoryview(bytes(size)))
 
 
-def test_a_client_that_fails_is_told_in_a_line():
+def test_a_client_that_fails_is_reported_in_a_line():
     with pytest.raises(DeviceError, match=r"bench pool: operators failed: .*127\.0\.0\.1:1") as caught:
         do("operators", ClientLocation("warpbus://127.0.0.1:1"), device="cpu", rounds=1)
     assert "\n" not in str(caught.value)

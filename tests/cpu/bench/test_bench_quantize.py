@@ -103,13 +103,13 @@ def test_the_share_of_equal_integers(tiny, tmp_path):
 
 def test_a_run_that_fails_says_why_and_leaves_nothing(tiny, tmp_path, monkeypatch):
     work = replace(WORK, directory=tmp_path)
-    told = []
+    reported = []
     monkeypatch.setattr(
         quantization_process, "json", types.SimpleNamespace(dumps=lambda asked: LITTLE, loads=json.loads)
     )
     with pytest.raises(DeviceError, match="bench quantize: 1 at work: KeyError: 'model'"):
-        run(quantize_benchmark(work, lambda *said: told.append(said)), settings())
-    assert told == [("writing the model", 0, 1), ("writing the model", 1, 1)]
+        run(quantize_benchmark(work, lambda *said: reported.append(said)), settings())
+    assert reported == [("writing the model", 0, 1), ("writing the model", 1, 1)]
     assert list(tmp_path.iterdir()) == []
 
 

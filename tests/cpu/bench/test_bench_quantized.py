@@ -80,21 +80,21 @@ def test_products_are_about_normal():
 
 def test_weights_are_kept_from_case_to_case():
     shelf = quantized.Shelf()
-    told = []
+    reported = []
 
     def make(first):
-        told.append(first)
+        reported.append(first)
         return object()
 
     first = shelf.supplier("qkv", make)
     made = [first(), first()]
-    assert told == [None, made[0]]
+    assert reported == [None, made[0]]
     again = shelf.supplier("qkv", make)
     assert [again(), again()] == made
     assert again() not in made
     other = shelf.supplier("down", make)
     assert other() not in made
-    assert told[-1] is None
+    assert reported[-1] is None
 
 
 def test_means_of_what_was_promised(small, monkeypatch):

@@ -146,7 +146,7 @@ def test_an_engine_under_both_loads():
         assert not engine.has_work
 
 
-def test_steps_with_growth_are_told_from_others():
+def test_steps_with_growth_are_reported_from_others():
     """A cache that grows in every third step, which takes longer."""
 
     class Fake:
@@ -254,7 +254,7 @@ def test_what_cannot_be_asked_for():
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with as many chunks as tokens are asked for, unless it is told to do worse."""
+    """Answers with as many chunks as tokens are asked for, unless it is to do worse."""
 
     daemon_threads = True
     request_queue_size = 64

@@ -19,21 +19,36 @@ from warpbus.figures.theme import style
 from warpbus.story import measure, report
 from warpbus.story.measure import Work, tell
 from warpbus.story.options import StoryOptions
-from warpbus.story.rows import CPU, GENERATE, GPU, ORIGINAL, QUANTIZE, TRAIN, Quality, Story, StoryRow
+from warpbus.story.rows import (
+    CPU,
+    GENERATE,
+    GPTQ4,
+    GPU,
+    ORIGINAL,
+    QUANTIZE,
+    RTN4,
+    RTN8,
+    TRAIN,
+    Quality,
+    Story,
+    StoryRow,
+)
 
 QUALITY = {
     ORIGINAL: Quality(20.0, 0.0, 1.0, 1234, 12_000_000_000, "bfloat16"),
-    "4 bits": Quality(20.4, 0.02, 0.93, 1234, 4_000_000_000, "w4a16-g128"),
+    RTN4: Quality(21.0, 0.05, 0.9, 1234, 4_000_000_000, "w4a16-g128"),
+    GPTQ4: Quality(20.4, 0.02, 0.93, 1234, 4_000_000_000, "w4a16-g128"),
 }
 ROWS = (
-    StoryRow(QUANTIZE, GPU, 1, "4 bits", 1 / 26, 13_000.0, 8_000_000_000, "3.10% (gptq)"),
-    StoryRow(QUANTIZE, GPU, 2, "4 bits", 1 / 16, 15_000.0, 8_000_000_000, "3.10% (gptq)"),
+    StoryRow(QUANTIZE, GPU, 1, RTN4, 1 / 2, 900.0, 6_000_000_000, "4.20%"),
+    StoryRow(QUANTIZE, GPU, 1, GPTQ4, 1 / 26, 13_000.0, 8_000_000_000, "3.10%"),
+    StoryRow(QUANTIZE, GPU, 2, GPTQ4, 1 / 16, 15_000.0, 8_000_000_000, "3.10%"),
     StoryRow(GENERATE, CPU, 1, ORIGINAL, 2.0, None, 26_000_000_000),
     StoryRow(GENERATE, GPU, 1, ORIGINAL, 200.0, 2.0, 14_000_000_000),
-    StoryRow(GENERATE, GPU, 1, "4 bits", 600.0, 0.7, 5_000_000_000),
-    StoryRow(TRAIN, GPU, 1, "full", 8_000.0, 0.05, 70_000_000_000, "6,000,000,000"),
-    StoryRow(TRAIN, GPU, 1, "lora", 16_000.0, 0.03, 20_000_000_000, "4,000,000"),
-    StoryRow(TRAIN, GPU, 2, "lora", 30_000.0, 0.03, 20_000_000_000, "4,000,000"),
+    StoryRow(GENERATE, GPU, 1, GPTQ4, 600.0, 0.7, 5_000_000_000),
+    StoryRow(TRAIN, GPU, 1, "full", 8_000.0, 0.05, 70_000_000_000, "6,000 M"),
+    StoryRow(TRAIN, GPU, 1, "lora", 16_000.0, 0.03, 20_000_000_000, "4 M"),
+    StoryRow(TRAIN, GPU, 2, "lora", 30_000.0, 0.03, 20_000_000_000, "4 M"),
 )
 STORY = Story(
     model="glm",
@@ -57,20 +72,21 @@ def shown(story: Story, width: int = 80) -> str:
 def test_the_sentences_compare_devices_bits_numbers_of_gpus_and_methods() -> None:
     assert STORY.findings() == [
         "The GPU generates 100 times as fast as the CPU (16 bits)",
-        "4 bits on the GPU: 3.00 times as fast as 16 bits, 3.00 times smaller, perplexity +2.00%",
+        "4 bits (GPTQ) on the GPU: 3.00 times as fast as 16 bits, 3.00 times smaller, perplexity +2.00%",
+        "To quantize to 4 bits, GPTQ takes 13.0 times as long as RTN: perplexity +2.00% instead of +5.00%",
         "2 GPUs quantize 1.62 times as fast as 1",
         "2 GPUs train 1.88 times as fast as 1",
         "LoRA trains 2.00 times as fast as full fine-tuning on the GPU",
     ]
-    unknown = replace(STORY, rows=ROWS[2:3], quality={})
+    unknown = replace(STORY, rows=ROWS[3:4], quality={})
     assert unknown.findings() == []
 
 
 def test_costs_follow_from_time_price_and_number_of_gpus() -> None:
-    assert ROWS[0].cost(STORY.prices) == pytest.approx(26 / 1000)
-    assert ROWS[1].cost(STORY.prices) == pytest.approx(2 * 16 / 1000)
-    assert ROWS[2].cost(STORY.prices) == pytest.approx(0.36 / 3600 * 1e6 / 2)
-    assert ROWS[7].cost(STORY.prices) == pytest.approx(2 * 3.6 / 3600 * 1e6 / 30_000)
+    assert ROWS[1].cost(STORY.prices) == pytest.approx(26 / 1000)
+    assert ROWS[2].cost(STORY.prices) == pytest.approx(2 * 16 / 1000)
+    assert ROWS[3].cost(STORY.prices) == pytest.approx(0.36 / 3600 * 1e6 / 2)
+    assert ROWS[8].cost(STORY.prices) == pytest.approx(2 * 3.6 / 3600 * 1e6 / 30_000)
 
 
 def test_the_terminal_shows_every_figure_and_what_is_missing() -> None:
@@ -80,7 +96,8 @@ def test_the_terminal_shows_every_figure_and_what_is_missing() -> None:
         assert expected in text
     assert "3.6 dollars per GPU-hour and 0.36 per hour of this machine" in " ".join(text.split())
     assert "too large" in text
-    on_cpu = replace(STORY, rows=ROWS[2:3], missing=("This run used no GPU",))
+    assert "parameters" in text  # not broken within the word
+    on_cpu = replace(STORY, rows=ROWS[3:4], missing=("This run used no GPU",))
     assert "J/1,000" not in shown(on_cpu)
     stored = {**QUALITY, ORIGINAL: replace(QUALITY[ORIGINAL], scheme="float32")}
     assert "32 bits" in shown(replace(on_cpu, quality=stored))
@@ -97,7 +114,7 @@ def test_the_picture_has_a_block_per_task() -> None:
         *("quantization (s)", "energy (J)", "cost ($)", "memory (MB)"),
     ]
     assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == [
-        *("CPU, 16 bits", "GPU, 16 bits", "GPU, 4 bits")
+        *("CPU, 16 bits", "GPU, 16 bits", "GPU, 4 bits (GPTQ)")
     ]
     assert "not measured" in {text.get_text() for text in drawn.axes[1].texts}
 
@@ -107,19 +124,30 @@ def test_the_page_has_both_languages(tmp_path: Path) -> None:
     english, chinese = (tmp_path / "a.html").read_text(encoding="utf-8").split("<article")[1:]
     assert "The GPU generates 100 times as fast as the CPU (16 bits)" in english
     assert "GPU 的生成速度是 CPU 的 100 倍（16 比特）" in chinese
-    assert "GPU 上的 4 比特：速度是 16 比特的 3.00 倍" in chinese
+    assert "GPU 上的 4 比特（GPTQ）：速度是 16 比特的 3.00 倍" in chinese
     assert "1,234" in english
-    report.write_page(replace(STORY, quality={}, rows=ROWS[2:3]), tmp_path / "b.html")
+    report.write_page(replace(STORY, quality={}, rows=ROWS[3:4]), tmp_path / "b.html")
 
 
 def test_records_are_those_of_a_benchmark(tmp_path: Path) -> None:
     found = report.records(STORY)
     assert {record.device for record in found} == {"NVIDIA H100"}
     values = {(each.metric, each.case["task"], each.case["form"], each.case.get("place")): each for each in found}
-    assert values["speed", GENERATE, "4 bits", GPU].ratio == pytest.approx(300)
+    assert values["speed", GENERATE, GPTQ4, GPU].ratio == pytest.approx(300)
     assert values["energy", TRAIN, "lora", GPU].unit == "J/1000 tokens"
-    assert values["perplexity", "perplexity", "4 bits", None].case["kl"] == 0.02
+    assert values["perplexity", "perplexity", GPTQ4, None].case["kl"] == 0.02
     assert ("energy", GENERATE, ORIGINAL, CPU) not in values
+
+
+def test_quantizations_are_compared_only_with_the_same_scheme_and_algorithm() -> None:
+    times = [each for each in report.records(STORY) if each.case["task"] == QUANTIZE and each.metric == "time"]
+    assert [each.ratio for each in times] == pytest.approx([1, 1, 26 / 16])
+    assert [each.peer.name for each in times] == [f"warpbus, GPU, {form}" for form in (RTN4, GPTQ4, GPTQ4)]
+    lines = [line for line in shown(STORY, width=110).splitlines() if "RTN" in line or "GPTQ" in line]
+    assert any("4 bits (RTN)" in line and "4.20%" in line for line in lines)
+    assert sum("4 bits (GPTQ)" in line and "3.10%" in line for line in lines) == 2
+    one = replace(STORY, rows=ROWS[:2])
+    assert "1.00x" not in shown(one)
 
 
 MakeModel = WriteLines = Callable[..., Path]
@@ -151,14 +179,14 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_measures_nothing(
         patched.setattr(measure, "measure_speed", interrupted)
         code, _, said = run(work)
         assert code == 130
-        assert "2 finished parts kept in" in " ".join(said.split())
+        assert "3 finished parts kept in" in " ".join(said.split())
 
     with monkeypatch.context() as patched:
         patched.setattr(measure, "quantize", lambda *_, **__: pytest.fail("was quantized already"))
         patched.setattr(measure, "measure_speed", lambda path, **_: Speed(9.0, 10**8, "cpu"))
         code, shown_text, _ = run(work)
         assert code == 0
-    for expected in ("generation", "quality", "training", "quantization", "32 bits", "4 bits", "lora", "no GPU"):
+    for expected in ("generation", "quality", "training", "quantization", "32 bits", "(GPTQ)", "lora", "no GPU"):
         assert expected in shown_text
     for name in ("story.html", "story.png", "story-cpu.json"):
         assert (work.directory / name).stat().st_size > 3000
@@ -180,12 +208,12 @@ def test_what_cannot_be_measured_is_noted_and_the_rest_goes_on(work: Work, monke
 
     monkeypatch.setattr(measure, "measure_speed", full)
     monkeypatch.setattr(measure, "_TRAINED_ON_CPU", 1)
-    told = tell(work)
-    assert {row.task for row in told.rows} == {QUANTIZE}
-    assert "not measured: generate 4 bits CPU: no room" in told.missing
-    assert any("a CPU takes minutes for a step" in each for each in told.missing)
-    assert set(told.quality) == {ORIGINAL, "8 bits", "4 bits"}
-    assert told.quality["4 bits"].divergence > 0
+    reported = tell(work)
+    assert {row.task for row in reported.rows} == {QUANTIZE}
+    assert "not measured: generate 4 bits (GPTQ) CPU: no room" in reported.missing
+    assert any("a CPU takes minutes for a step" in each for each in reported.missing)
+    assert set(reported.quality) == {ORIGINAL, RTN8, RTN4, GPTQ4}
+    assert reported.quality[GPTQ4].divergence > 0
 
 
 def test_mistakes(work: Work) -> None:

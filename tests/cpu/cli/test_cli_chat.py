@@ -223,7 +223,7 @@ def test_the_oldest_turns_give_way_when_the_context_is_full(tiny_glm, capsys):
     assert len(short.render(conversation.messages)) < 64 + 12
 
 
-def test_a_message_that_cannot_fit_is_told_and_leaves_the_conversation_as_it_was(tiny_glm, capsys):
+def test_a_message_that_cannot_fit_is_reported_and_leaves_the_conversation_as_it_was(tiny_glm, capsys):
     short = LLM(tiny_glm, device="cpu", max_model_len=64)
     out, conversation = converse(short, capsys, "明月", "明" * 100)
     assert "shorten it" in out

@@ -11,7 +11,7 @@ from warpbus.cli import compile as verb
 from warpbus.cuda import compiled_cache, jit
 from warpbus.cuda.kernel import Unit
 from warpbus.errors import DeviceError, UsageError
-from warpbus.kernels import units
+from warpbus.kernels import compilation
 
 GOOD = 'extern "C" __global__ void twice(float *x) { x[threadIdx.x] *= FACTOR; }\n'
 SHARED = """extern "C" __global__ void reverse(float *x) {
@@ -34,7 +34,7 @@ def declared(tmp_path, monkeypatch):
             path = tmp_path / f"{name}.cu"
             path.write_text(text, encoding="utf-8")
             made.append(Unit(path, tmp_path, (("FACTOR", "2.0f"),), needs))
-        monkeypatch.setattr(units, "all_units", lambda: made)
+        monkeypatch.setattr(compilation, "all_units", lambda: made)
 
     return declare
 
@@ -70,7 +70,7 @@ def test_json_for_several_architectures(declared):
         assert set(each["kernels"]["twice"]) == {"registers", "shared", "stack", "spill_stores", "spill_loads"}
 
 
-def test_what_does_not_compile_is_told_and_the_others_are_compiled(declared):
+def test_what_does_not_compile_is_reported_and_the_others_are_compiled(declared):
     declared(bad="nonsense\n", good=GOOD)
     code, text = invoke("--compile", "--arch", "sm_80")
     assert code == 1

@@ -53,7 +53,7 @@ def test_json_is_all_of_stdout(tiny_model, make_model, tmp_path, data):
     assert first["peak_bytes"] > first["weight_bytes"]
 
 
-def test_models_of_one_name_are_told_by_their_paths(tiny_model, tmp_path, data, monkeypatch):
+def test_models_of_one_name_are_reported_by_their_paths(tiny_model, tmp_path, data, monkeypatch):
     for name in ("a", "b"):
         shutil.copytree(tiny_model, tmp_path / name / "tiny")
     monkeypatch.chdir(tmp_path / "b" / "tiny")

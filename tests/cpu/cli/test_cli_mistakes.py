@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from warpbus import cli
 from warpbus.cli import app, pool_serving
 from warpbus.cli.models import model_directory
 from warpbus.errors import CheckpointError, SchemeError, UsageError, WarpbusError
+from warpbus.language import in_language
 from warpbus.qtensor import Scheme
 
 
@@ -44,7 +46,7 @@ def test_a_missing_model_is_the_first_thing_to_say(words, capsys):
 
 def test_a_missing_model_is_said_before_a_missing_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert mistake("plan", "nowhere").startswith("nowhere: no such directory")
+    assert mistake("plan", "nowhere").startswith("nowhere: is not on this machine")
 
 
 def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path, monkeypatch, capsys):
@@ -130,3 +132,20 @@ def test_triton_finds_its_objects_collected_at_the_end(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     cli._leave_garbage()
     assert frozen == [True]
+
+
+def test_own_warnings_are_one_line_in_the_language_of_the_user(monkeypatch, capsys):
+    others = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *given: others.append(given[2]))
+    own = str(Path(cli.__file__).parents[1] / "cuda" / "jit.py")
+    warning = UserWarning("no kernels for this CPU: quantized models decode slower (no compiler)")
+    cli._show_warnings("zh")
+    with in_language("en"):  # as while the English half of a page is drawn
+        warnings.showwarning(warning, UserWarning, own, 1)
+    assert capsys.readouterr().err == "警告：没有适合此 CPU 的核函数：量化模型的解码会较慢（no compiler）\n"
+    cli._show_warnings("en")
+    with in_language("zh"):
+        warnings.showwarning(warning, UserWarning, own, 1)
+    assert capsys.readouterr().err == f"warning: {warning}\n"
+    warnings.showwarning(warning, UserWarning, "/other/program.py", 7)
+    assert (others, capsys.readouterr().err) == (["/other/program.py"], "")

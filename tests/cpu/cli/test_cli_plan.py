@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from warpbus.cli.plan import plan
 from warpbus.demo import model_path
 from warpbus.errors import SchemeError, UsageError
+from warpbus.formats.hub import pull
 
 app = typer.Typer()
 app.command()(plan)
@@ -110,6 +111,16 @@ def test_a_quantized_directory_has_its_scheme(tmp_path):
         invoke(tmp_path, "--gpu", "h100", "--scheme", "w4a16-g128")
 
 
+def test_a_downloaded_model_is_planned_by_its_name(hub, tiny_model):
+    hub.add("someone/tiny", {file.name: file.read_bytes() for file in tiny_model.iterdir()}, "main")
+    with pytest.raises(UsageError, match=r"^someone/tiny: is not on this machine: download it with `warpbus pull`"):
+        invoke("someone/tiny", "--gpu", "h100")
+    assert hub.asked == []
+    pull("someone/tiny")
+    named, directory = planned("someone/tiny", "--gpu", "h100"), planned(tiny_model, "--gpu", "h100")
+    assert named == directory | {"model": "someone/tiny"}
+
+
 def test_what_cannot_be_planned_is_said_in_one_line():
     with pytest.raises(
         UsageError, match=r"^glm-4\.5-air does not fit 4\.00 GB of h100: memory is 4\.00 GB, but .*5\.5GB"
@@ -117,7 +128,7 @@ def test_what_cannot_be_planned_is_said_in_one_line():
         invoke("glm-4.5-air", "--gpu", "h100", "--scheme", "w4a16-g128", "--memory", "4GB")
     with pytest.raises(UsageError, match=r"the card has 24\.00 GB: give that or less"):
         invoke("glm-4.5-air", "--gpu", "rtx-4090", "--memory", "40GB")
-    with pytest.raises(UsageError, match=r"^nowhere: no such directory: .*warpbus pull.*glm-4\.7-flash"):
+    with pytest.raises(UsageError, match=r"^nowhere: is not on this machine: .*warpbus pull.*glm-4\.7-flash"):
         invoke("nowhere", "--gpu", "h100")
     with pytest.raises(UsageError, match="GPU 'gtx' is not known: choose the nearest of h100"):
         invoke("demo", "--gpu", "gtx")

@@ -44,9 +44,9 @@ def invoke(*arguments, **environment):
 
 
 def test_status_as_json_and_as_a_table(address):
-    told = json.loads(invoke("status", "--json", "--address", address).stdout)
-    assert [gpu["name"] for gpu in told["gpus"]] == ["mill/0"]
-    assert told["gpus"][0]["memory"] == GB
+    reported = json.loads(invoke("status", "--json", "--address", address).stdout)
+    assert [gpu["name"] for gpu in reported["gpus"]] == ["mill/0"]
+    assert reported["gpus"][0]["memory"] == GB
     shown = invoke("status", WARPBUS_POOL=address).stdout
     assert "mill/0" in shown
     assert "mill joined" in shown

@@ -85,9 +85,9 @@ def test_verbs_take_names(listed: StandIn, tmp_path: Path) -> None:
 
 
 def test_the_python_api_takes_names(listed: StandIn, tiny_model: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    llm = warpbus.LLM(NAME, device="cpu", progress=lambda done, total: told.append((done, total)))
-    assert told
+    reported: list[tuple[int, int]] = []
+    llm = warpbus.LLM(NAME, device="cpu", progress=lambda done, total: reported.append((done, total)))
+    assert reported
     greedy = SamplingParams(temperature=0, max_tokens=8)
     expected = warpbus.LLM(tiny_model, device="cpu").generate(["床前"], greedy)[0].token_ids
     assert llm.generate(["床前"], greedy)[0].token_ids == expected

@@ -93,7 +93,7 @@ def test_names_can_be_given(calls):
     assert [one.name for one in calls[0][0]] == ["a", "b"]
 
 
-def test_a_port_in_use_is_told_before_a_model_is_loaded():
+def test_a_port_in_use_is_reported_before_a_model_is_loaded():
     with bind(ServerOptions(port=0)) as taken:
         result = invoke("demo", "--port", taken.getsockname()[1])
     assert isinstance(result.exception, UsageError)
@@ -114,10 +114,10 @@ def test_a_model_that_is_not_there_ends_the_server(tmp_path):
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
-    def without(module):
+    def without():
         raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
 
-    monkeypatch.setattr("warpbus.cli.serve.load", without)
+    monkeypatch.setattr("warpbus.cli.serve.permanent_objects", without)
     result = invoke("demo")
     assert isinstance(result.exception, UsageError)
     assert "pip install 'warpbus[serve]'" in str(result.exception)

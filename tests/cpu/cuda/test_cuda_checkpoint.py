@@ -1,4 +1,4 @@
-"""What the driver is asked when processes are checkpointed, and how its answers are told."""
+"""What the driver is asked when processes are checkpointed, and how its answers are reported."""
 
 import ctypes
 import signal

@@ -74,6 +74,12 @@ def test_an_exercise_belongs_to_a_chapter_in_both_languages(exercise):
         ("01.1", "a[i] +", "a[j] +", "(line 3): 'j' was not declared in this scope. The compiler does not know"),
         ("01.1", "void add", "void sum", "the test cannot call the functions of this file: 'add' was not declared"),
         ("01.1", "int n)", "int n, int m)", "too few arguments to function"),
+        (
+            "01.1",
+            "    if (i < n) c[i]",
+            "    c = nullptr; c[i]",
+            "thread (0, 0, 0): access through a null pointer (line 3):",
+        ),
         ("01.1", "__global__ ", "", "add is launched with <<<...>>>, but is not a kernel (line 1)"),
         ("01.1", "c[i] =", "c[0] =", "give each element to one thread (does the index use threadIdx?)"),
         (
@@ -163,7 +169,7 @@ def test_a_template_does_not_pass_in_chinese(name, checked):
     assert re.search(r"没有被写过|没有合并", found.problem)
 
 
-def test_bytes_that_need_not_move_are_told(checked):
+def test_bytes_that_need_not_move_are_reported(checked):
     found = checked("17.1", exercises_of("17.1")[0].template)
     assert found.problem == (
         "the result is right, but t is read: 250 sectors of 32 bytes that the exercise does without (line 21): "
@@ -171,7 +177,7 @@ def test_bytes_that_need_not_move_are_told(checked):
     )
 
 
-def test_a_right_result_by_other_means_is_told(checked):
+def test_a_right_result_by_other_means_is_reported(checked):
     text = (
         "// __shared__ and __syncthreads are not used\n"
         "__global__ void product(const float *a, const float *b, float *c, int n) {\n"
@@ -216,7 +222,9 @@ def test_the_command(tmp_path, monkeypatch):
     assert (wrong.exit_code, "1 │ __global__ void add" in wrong.stdout) == (1, True)
     assert "线程 (0, 0, 0)：写了 c[1]（第 1 行），但 c 只有 1 个元素" in wrong.stdout
     assert re.search(r"01\.1 .* 未通过 *\n", invoke("--lang", "zh").stdout)
-    with pytest.raises(UsageError, match=r"08: there is no such exercise: `warpbus learn` lists them; chapters 01, 02"):
-        invoke("08")
+    with pytest.raises(UsageError, match="chapter 08: has no exercise that is checked: chapters 01, 02"):
+        invoke("8")
+    with pytest.raises(UsageError, match=r"01\.9: there is no such exercise: `warpbus learn` lists them"):
+        invoke("01.9")
     with pytest.raises(UsageError, match="--lang is 'fr': choose from en, zh"):
         invoke("--lang", "fr")

@@ -75,7 +75,7 @@ def test_what_killed_processes_left_is_removed(unit):
     assert elsewhere.exists()  # of another lock: somebody may be writing it
 
 
-def test_a_toolkit_of_the_system_is_told_by_its_files(monkeypatch, tmp_path):
+def test_a_toolkit_of_the_system_is_reported_by_its_files(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "_distribution", lambda name: None)
     monkeypatch.setattr(jit, "_headers", lambda: (str(tmp_path),))
     (tmp_path / "cuda_fp16.h").write_text("one")

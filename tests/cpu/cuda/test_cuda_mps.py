@@ -67,7 +67,7 @@ def test_it_is_started_asked_and_stopped(daemon, tmp_path):
     assert (tmp_path / "calls").read_text().splitlines()[0] == f"-d GPU-1 {tmp_path / 'logs'}"
 
 
-def test_what_the_daemon_says_is_told(daemon):
+def test_what_the_daemon_says_is_reported(daemon):
     with pytest.raises(DeviceError, match=r"Cannot find MPS control daemon process: see .*logs"):
         daemon.ask("get_server_list")
     daemon.start()

@@ -166,7 +166,8 @@ def test_every_example_is_tested_and_documented() -> None:
         ),
         (changed(ADD, "wrong += c[i]", "wrong += d_c[i]"), "device memory (d_c, 4000000 bytes) (line 41): copy"),
         (changed(ADD, "c[i] = a[i]", "c[i ? i : -1] = a[i]"), "kernel add wrote d_c[-1], which is before the begin"),
-        (changed(ADD, "d_c, n);", "nullptr, n);"), "kernel add, block (0, 0, 0), thread (0, 0, 0): access to address"),
+        (changed(ADD, "d_c, n);", "nullptr, n);"), "thread (0, 0, 0): access through a null pointer (line 12): let it"),
+        (changed(ADD, "d_c, n);", "(float *)0x10000000000, n);"), "thread (0, 0, 0): access to address 0x10000000000"),
         (
             changed(MULTIPLY, "    float sum = 0;\n    for (int first", "    if (column >= n) return;\n"
                     "    float sum = 0;\n    for (int first"),

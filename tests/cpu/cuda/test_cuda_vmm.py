@@ -44,7 +44,7 @@ class Driver:
             self.failing[name] = left - 1
             if left == 0:
                 del self.failing[name]
-                raise DeviceError(f"{name}: told to fail")
+                raise DeviceError(f"{name}: failure on request")
 
     def reserve(self, size):
         self._called("reserve")
@@ -176,7 +176,7 @@ def test_an_export_that_fails_leaves_no_descriptor_open():
     for descriptor in descriptors:
         os.close(descriptor)
     driver.failing = {"export": 2}
-    with pytest.raises(DeviceError, match="export: told to fail"):
+    with pytest.raises(DeviceError, match="export: failure on request"):
         space.export()
     assert sorted(os.listdir("/proc/self/fd")) == before
 

@@ -171,7 +171,7 @@ def test_answers_are_what_is_trained_on(data: Path) -> None:
     assert template is not None
     for record in lines_of(data / "train.jsonl")[:30]:
         ids, answers = template.spans(record["messages"])
-        trained = [token for token, told in zip(ids, answers, strict=True) if told]
+        trained = [token for token, reported in zip(ids, answers, strict=True) if reported]
         said = "".join(message["content"] for message in record["messages"] if message["role"] == "assistant")
         assert tokenizer.decode(trained) == said
         # Each answer ends with the token that hands over to the user.

@@ -5,14 +5,21 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import ray
 import torch
 
 from warpbus.dist import Group, Send, TreeSum, cluster, ray_cluster
-from warpbus.dist.cluster import launch_on_cluster
+from warpbus.dist.cluster import ClusterProcesses
 from warpbus.errors import DeviceError, NumericError, UsageError
+
+
+def run_on_cluster(function: Callable[..., None], argument: object, **options: Any) -> None:
+    with ClusterProcesses(function, **options) as started:
+        started.run(argument)
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def all_is_free() -> bool:
 
 def test_both_nodes_work_and_messages_arrive(address: str) -> None:
     got: list[tuple[object, ...]] = []
-    launch_on_cluster(add_up, (torch.ones(3),), processes=2, address=address, gpus=False, receive=got.append)
+    run_on_cluster(add_up, torch.ones(3), processes=2, address=address, gpus=False, receive=got.append)
     assert not ray.is_initialized()  # as it was before
     for rank in range(2):
         said = [message[1:] for message in got if message[0] == rank]
@@ -75,7 +82,7 @@ def test_a_process_that_fails_ends_the_job(
         monkeypatch.setattr(cluster, "_SECONDS_FOR_THE_CAUSE", 0.5)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     with pytest.raises(error, match=f"^{message}"):
-        launch_on_cluster(end, (how,), processes=2, address=address, gpus=False, receive=print)
+        run_on_cluster(end, how, processes=2, address=address, gpus=False, receive=print)
     assert all_is_free()  # nothing of the job is left
 
 
@@ -83,9 +90,9 @@ def test_too_few_cores(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_SECONDS_FOR_RESOURCES", 1)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     with pytest.raises(DeviceError, match="the job needs 3 CPU cores, the cluster has 2, of which 2 are free"):
-        launch_on_cluster(end, ("",), processes=3, address=address, gpus=False, receive=print)
+        run_on_cluster(end, "", processes=3, address=address, gpus=False, receive=print)
     with pytest.raises(DeviceError, match="the job needs 1 GPUs, the cluster has 0"):
-        launch_on_cluster(end, ("",), processes=1, address=address, gpus=True, receive=print)
+        run_on_cluster(end, "", processes=1, address=address, gpus=True, receive=print)
     assert all_is_free()
 
 
@@ -96,13 +103,13 @@ def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", nobody)
     with pytest.raises(UsageError, match=r"^cluster auto: Could not find any running Ray instance\.: give auto on"):
-        launch_on_cluster(end, ("",), processes=2, address="auto", gpus=False, receive=print)
+        run_on_cluster(end, "", processes=2, address="auto", gpus=False, receive=print)
 
 
 def test_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"a cluster needs Ray: pip install 'warpbus\[cluster\]'"):
-        launch_on_cluster(end, ("",), processes=2, address="auto", gpus=False, receive=print)
+        run_on_cluster(end, "", processes=2, address="auto", gpus=False, receive=print)
 
 
 def test_a_connection_keeps_the_handler_of_sigterm(address: str, capfd: pytest.CaptureFixture[str]) -> None:

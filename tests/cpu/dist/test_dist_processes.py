@@ -128,7 +128,7 @@ def fail_alone(group: Group, send: Send) -> None:
         raise IndexError("no such row")
 
 
-def test_what_fails_after_others_have_left_is_told() -> None:
+def test_what_fails_after_others_have_left_is_reported() -> None:
     with (
         pytest.raises(DeviceError, match="process 0 on cpu stopped at IndexError: no such row"),
         Processes(fail_alone, devices=[CPU, CPU], receive=lambda message: None, exit_early=True) as processes,

@@ -83,51 +83,51 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_silent_process_is_reported_then_given_up(quick: None, caplog: pytest.LogCaptureFixture) -> None:
-    told = Told(limit=1.5, report=0.5)
-    with told.watchdog as watchdog:
-        while not told.killed.is_set():
-            watchdog.heard(0, Heartbeat(5.0 if told.said else 0.0))  # it waits for the other
+    reported = Told(limit=1.5, report=0.5)
+    with reported.watchdog as watchdog:
+        while not reported.killed.is_set():
+            watchdog.heard(0, Heartbeat(5.0 if reported.said else 0.0))  # it waits for the other
             time.sleep(0.01)
-    assert [line.partition(" for ")[0] for line in told.said] == ["process 1 has sent no heartbeat"]
+    assert [line.partition(" for ")[0] for line in reported.said] == ["process 1 has sent no heartbeat"]
     assert "process 1 has sent no heartbeat for 0 s: it is killed after 1.5 s" in caplog.text.replace(" for 1 s", " for 0 s")
     assert isinstance(watchdog.verdict, ProcessStalledError)
     assert watchdog.verdict.what == "process 1 has sent no heartbeat for 2 s, and was killed"
 
 
 def test_a_step_without_progress_is_reported_and_its_end_too(quick: None) -> None:
-    told = Told(limit=100.0, report=5.0)
-    with told.watchdog as watchdog:
+    reported = Told(limit=100.0, report=5.0)
+    with reported.watchdog as watchdog:
 
         def beat(in_step: float) -> bool:
             for rank in range(2):
                 watchdog.heard(rank, Heartbeat(in_step))
-            return bool(told.said)
+            return bool(reported.said)
 
         until(lambda: beat(7.0))
-        assert told.said == ["process 0 and process 1 have been in one step without progress for 7 s"]
-        until(lambda: beat(0.0) and len(told.said) == 2)
-    assert told.said[1] == ""
+        assert reported.said == ["process 0 and process 1 have been in one step without progress for 7 s"]
+        until(lambda: beat(0.0) and len(reported.said) == 2)
+    assert reported.said[1] == ""
     assert watchdog.verdict is None
 
 
 def test_a_starting_process_that_is_busy_blames_nobody(quick: None) -> None:
-    told = Told(limit=0.2, report=0.1)
-    with told.watchdog as watchdog:
+    reported = Told(limit=0.2, report=0.1)
+    with reported.watchdog as watchdog:
         with watchdog.busy():
-            assert not told.killed.wait(1.0)
+            assert not reported.killed.wait(1.0)
         watchdog.done(0)
-        assert told.killed.wait(60)
+        assert reported.killed.wait(60)
     assert "process 1 has" in str(watchdog.verdict)
 
 
 def test_who_hurries_waits_for_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS_BETWEEN_HEARTBEATS", 0.02)
     monkeypatch.setattr(module, "SHORTEST_LIMIT", 0.3)
-    told = Told(limit=float("inf"), report=float("inf"))
-    with told.watchdog as watchdog:
-        assert not told.killed.wait(0.6)
+    reported = Told(limit=float("inf"), report=float("inf"))
+    with reported.watchdog as watchdog:
+        assert not reported.killed.wait(0.6)
         watchdog.hurry()
-        assert told.killed.wait(60)
+        assert reported.killed.wait(60)
 
 
 @pytest.mark.parametrize("limit", [0.0, 9.9, float("nan"), -1.0])

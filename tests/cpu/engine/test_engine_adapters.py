@@ -76,7 +76,7 @@ def test_what_is_asked_of_adapters_is_checked(llm):
         ServiceOptions(adapters=(("a", "x"), ("a", "y")))
 
 
-def test_an_adapter_that_is_not_there_is_told_before_the_weights_are_read(tiny_glm, tmp_path, monkeypatch):
+def test_an_adapter_that_is_not_there_is_reported_before_the_weights_are_read(tiny_glm, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("it read the weights"))
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(tiny_glm, device="cpu", adapters={"a": tmp_path / "nowhere"})

@@ -165,8 +165,8 @@ def test_logprobs_of_tokens_that_are_named(model, options):
     for each, ids in zip(requests, named, strict=True):
         with torch.no_grad():
             scores = model(torch.tensor([[*each.prompt, *each.token_ids]]))[0].float().log_softmax(-1)
-        told = [*(each.prompt_logprobs or [None] * len(each.prompt)), *each.logprobs]
-        for at, found in enumerate(told):
+        reported = [*(each.prompt_logprobs or [None] * len(each.prompt)), *each.logprobs]
+        for at, found in enumerate(reported):
             if found is not None:
                 assert [token for token, _ in found.asked] == list(ids)
                 expected = scores[at - 1, list(ids)].tolist()
@@ -198,13 +198,13 @@ def test_logprobs_of_prompts_are_those_of_the_model_alone(model, options):
     pieces = finish(engine, [*requests, request(PROMPTS[2], tokens=9)])
     for each in requests:
         count = each.params.prompt_logprobs
-        [told] = [piece.prompt_logprobs for piece in pieces[each] if piece.prompt_logprobs is not None]
-        assert list(told) == each.prompt_logprobs
-        assert pieces[each][0].prompt_logprobs is told or not pieces[each][0].token_ids
-        assert told[0] is None
+        [reported] = [piece.prompt_logprobs for piece in pieces[each] if piece.prompt_logprobs is not None]
+        assert list(reported) == each.prompt_logprobs
+        assert pieces[each][0].prompt_logprobs is reported or not pieces[each][0].token_ids
+        assert reported[0] is None
         with torch.no_grad():
             expected = model(torch.tensor([each.prompt]))[0].float().log_softmax(-1)
-        for at, (token, found) in enumerate(zip(each.prompt[1:], told[1:], strict=True)):
+        for at, (token, found) in enumerate(zip(each.prompt[1:], reported[1:], strict=True)):
             assert found.token == token
             assert found.logprob == pytest.approx(expected[at, token].item(), abs=1e-4)
             assert [logprob for _, logprob in found.top] == pytest.approx(

@@ -114,7 +114,7 @@ def test_what_the_kernels_do_not_take_stays_on_the_gpu():
         plan_memory(w8a8, 24 * GB, max_num_seqs=1)
 
 
-def test_an_unquantized_mixture_is_told_to_be_quantized():
+def test_an_unquantized_mixture_is_reported_to_be_quantized():
     plain = Stored(FLASH.config, torch.bfloat16, {})
     with pytest.raises(UsageError, match="quantize it: it fits with w4a16-g128 and a context of 8,192"):
         plan_memory(plain, 8 * GB, max_num_seqs=1)

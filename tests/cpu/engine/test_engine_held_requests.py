@@ -123,8 +123,8 @@ def test_answers_go_on_while_a_grammar_is_compiled(monkeypatch):
         [[Abort(3)]],
     )
     serve(Group(0, 1, torch.device("cpu")), line, counting, POET, ServiceOptions(), 1000, frozenset([2]))
-    (told,) = (event.answer for event in line.said if isinstance(event, Reply))
-    assert (told.running, told.waiting, told.added) == (1, 3, 1)
+    (reported,) = (event.answer for event in line.said if isinstance(event, Reply))
+    assert (reported.running, reported.waiting, reported.added) == (1, 3, 1)
     (failed,) = (event for event in line.said if isinstance(event, RequestFailed))
     assert failed.number == 2
     order = [number for event in line.said if isinstance(event, StepResults) for number, _ in event.pieces]

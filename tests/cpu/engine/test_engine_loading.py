@@ -84,12 +84,12 @@ def test_an_engine_sleeps_if_it_can(tiny_glm):
         engine_of(tiny_glm).sleep()
 
 
-def test_progress_is_told_while_weights_are_read(tiny_glm):
-    told = []
+def test_progress_is_reported_while_weights_are_read(tiny_glm):
+    reported = []
     opened = open_model(tiny_glm, CPU, PLAIN)
-    assert told == []
-    build_engine(opened, PLAIN, progress=lambda *arguments: told.append(arguments))
-    assert len(told) > 2
+    assert reported == []
+    build_engine(opened, PLAIN, progress=lambda *arguments: reported.append(arguments))
+    assert len(reported) > 2
 
 
 def test_a_planned_memory_is_one_gpus(tiny_glm):

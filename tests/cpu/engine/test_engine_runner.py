@@ -106,7 +106,7 @@ def test_what_the_device_keeps_of_a_row(model):
         assert driven.step.blocks[slot, : len(state.blocks)].tolist() == state.blocks
 
 
-def test_a_row_whose_blocks_were_taken_is_told_its_new_ones(model):
+def test_a_row_whose_blocks_were_taken_is_reported_its_new_ones(model):
     driven = Driven(model, [PROMPTS[2], PROMPTS[4]], blocks=1 + 7)
     while not driven.scheduler.preemptions:
         driven.launch()

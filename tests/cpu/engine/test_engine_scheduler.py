@@ -125,9 +125,9 @@ class Machine:
             (alone,) = plan.chunks
             assert (alone.start, alone.end) == (0, alone.sequence.scheduler_state.unsplit)
         assert len(plan.draft_limits) == len(plan.decoding) <= len(self.scheduler.running) <= self.most
-        told = [*plan.decoding, *(piece.sequence for piece in plan.chunks)]
-        assert len(set(told)) == len(told)
-        assert set(told) <= set(self.scheduler.running)
+        reported = [*plan.decoding, *(piece.sequence for piece in plan.chunks)]
+        assert len(set(reported)) == len(reported)
+        assert set(reported) <= set(self.scheduler.running)
         given = []
         for request, most in zip(plan.decoding, plan.draft_limits, strict=True):
             given.append(self.decode(self.answers[request], most))

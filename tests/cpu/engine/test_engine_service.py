@@ -311,9 +311,9 @@ def test_an_engine_shrinks_where_nothing_is_heard_unless_it_sleeps() -> None:
     serve(Group(0, 1, torch.device("cpu")), line, counting, POET, ServiceOptions(), 1000, frozenset([2]))
     after_loading = line.said[line.said.index(Ready(CONTEXT, PLAN)) + 1 :]
     assert [type(event) for event in after_loading] == [StepResults, StepResults, Reply, Reply, Reply]
-    slept, woken, told = (event for event in after_loading if isinstance(event, Reply))
-    assert (slept.number, woken.number, told.number) == (1, 2, 3)
-    assert told.answer.shrunk == 1
+    slept, woken, reported = (event for event in after_loading if isinstance(event, Reply))
+    assert (slept.number, woken.number, reported.number) == (1, 2, 3)
+    assert reported.answer.shrunk == 1
     assert line.waits == [300.0, 0.0, 300.0, 300.0, 300.0, 300.0, 300.0]
 
 
@@ -506,13 +506,13 @@ def test_an_engine_that_dies_ends_its_requests_and_is_started_again() -> None:
     with_service(test, max_restarts=1)
 
 
-def test_loading_is_told_and_close_lets_requests_finish() -> None:
+def test_loading_is_reported_and_close_lets_requests_finish() -> None:
     async def run() -> None:
-        told: list[tuple[int, int]] = []
+        seen: list[tuple[int, int]] = []
         service = await Service.start(
-            POET, ServiceOptions(device="cpu"), load=counting, progress=lambda done, total: told.append((done, total))
+            POET, ServiceOptions(device="cpu"), load=counting, progress=lambda done, total: seen.append((done, total))
         )
-        assert (told[0], told[-1], len(told)) == ((0, 1000), (1000, 1000), 201)
+        assert (seen[0], seen[-1], len(seen)) == ((0, 1000), (1000, 1000), 201)
         running = asyncio.ensure_future(collect(service, [SLOW], 50))
         await asyncio.sleep(0)
         closing = asyncio.ensure_future(service.close(drain=30.0))

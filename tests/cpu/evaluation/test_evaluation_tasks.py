@@ -13,6 +13,7 @@ from warpbus.demo import data_path
 from warpbus.engine import LLM
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation import read_questions
+from warpbus.evaluation.task_names import check_task_names
 from warpbus.evaluation.tasks import Answers, check_tasks, sampling_params
 
 QUESTIONS = 8
@@ -97,7 +98,7 @@ def test_parameters_of_generation() -> None:
 
 
 def test_the_harness_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UsageError, match=r"pip install 'warpbus\[tasks\]'"):
         check_tasks(["hellaswag"])
 
@@ -192,4 +193,30 @@ def test_the_command(answers: Answers, tasks: Path, tmp_path: Path) -> None:
 def test_an_unknown_task(tasks: Path, tmp_path: Path) -> None:
     done = run(tasks, tmp_path, "--tasks", "verse_choise")
     assert done.returncode == 2
-    assert "--tasks 'verse_choise': no such task; near to it: verse_choice" in done.stderr.replace("\n", " ")
+    assert "--tasks 'verse_choise': no such task: did you mean verse_choice?" in done.stderr.replace("\n", " ")
+
+
+def test_names_are_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from warpbus.__main__ import main\n"
+        "sys.argv = ['warpbus', 'eval', 'missing-model', '--tasks', 'gsm8k,helaswag']\n"
+        "try: main()\n"
+        "finally: print({'torch', 'datasets', 'lm_eval'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "--tasks 'helaswag': no such task: did you mean hellaswag, " in " ".join(done.stderr.split())
+    assert (done.returncode, done.stdout.strip()) == (2, "set()")
+
+
+def test_no_name_of_the_harness_is_refused() -> None:
+    check_task_names(check_tasks(["hellaswag"]).all_tasks)
+    check_task_names(["mmlu_*"])
+
+
+def test_names_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text('{"tag": ["verses"], "task": "verse"}\n', encoding="utf-8")
+    (tmp_path / "b.yaml").write_text("tag:\n  - 'poems'\n  - songs\ngroup: all_verses\n", encoding="utf-8")
+    check_task_names(["verse", "verses", "poems", "songs", "all_*"], tmp_path)
+    with pytest.raises(UsageError, match=r"no such task: did you mean verse\?"):
+        check_task_names(["verrse"], tmp_path)

@@ -252,7 +252,7 @@ def test_any_damage_is_read_or_refused_in_one_line(intact, tmp_path_factory, dat
         assert sum(each.nbytes for each in found.tensors.values()) <= path.stat().st_size
 
 
-def test_a_file_that_is_no_gguf_is_told_apart(tmp_path):
+def test_a_file_that_is_no_gguf_is_reported_apart(tmp_path):
     write(tmp_path / "named-otherwise")
     (tmp_path / "other").write_bytes(b"text")
     assert is_gguf(tmp_path / "named-otherwise")

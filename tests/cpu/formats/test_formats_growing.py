@@ -325,7 +325,7 @@ except StorageError as error:
     assert FinishedParts(tmp_path / "out").parts() == ["small"]
 
 
-def test_wrong_calls_are_told(tmp_path: Path) -> None:
+def test_wrong_calls_are_reported(tmp_path: Path) -> None:
     with GrowingCheckpoint(tmp_path / "out", identity={}) as checkpoint:
         for name in ("", "a/b", "..", "run", ".hidden"):
             with pytest.raises(UsageError, match="expected letters, digits"):

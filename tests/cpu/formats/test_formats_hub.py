@@ -53,15 +53,15 @@ def blobs(home: Path) -> list[Path]:
 
 def test_what_is_needed_comes_and_then_the_hub_is_not_asked_again(hub: StandIn, home: Path) -> None:
     commit = hub.add(NAME, FILES)
-    told: list[tuple[int, int]] = []
-    directory = find_model(NAME, progress=lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    directory = find_model(NAME, progress=lambda done, total: reported.append((done, total)))
     assert sorted(content(directory)) == WANTED
     assert all(found == FILES[name] for name, found in content(directory).items())
     assert directory == home / "hf/hub/models--THUDM--small-glm/snapshots" / commit
     size = sum(len(FILES[name]) for name in WANTED)
-    assert told[-1] == (sum(len(FILES[name]) for name in set(WANTED) - {"tokenizer_config.json"}), told[0][1])
-    assert told[0][1] == size - len(FILES["tokenizer_config.json"])  # its content is that of another file
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert reported[-1] == (sum(len(FILES[name]) for name in set(WANTED) - {"tokenizer_config.json"}), reported[0][1])
+    assert reported[0][1] == size - len(FILES["tokenizer_config.json"])  # its content is that of another file
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     hub.asked.clear()
     assert find_model(NAME) == find_model(f"{NAME}@main") == find_model(f"{NAME}@{commit}") == directory
     assert hub.asked == []
@@ -149,10 +149,10 @@ def test_a_hub_that_brings_nothing_is_given_up_and_gone_on_with_later(hub: Stand
     partial = next(file for file in blobs(home) if file.name.endswith(".incomplete"))
     assert partial.read_bytes() == WEIGHTS[:1_000_000]
     hub.asked.clear()
-    told: list[int] = []
-    pulled = pull(NAME, progress=lambda done, total: told.append(done))
+    reported: list[int] = []
+    pulled = pull(NAME, progress=lambda done, total: reported.append(done))
     assert [asked.range for asked in hub.files_asked() if "safetensors" in asked.path] == ["bytes=1000000-"]
-    assert told[0] > 0
+    assert reported[0] > 0
     assert pulled.downloaded <= 2_001_000
     assert (pulled.directory / "model.safetensors").read_bytes() == WEIGHTS
     assert not any(file.name.endswith(".incomplete") for file in blobs(home))
@@ -188,10 +188,10 @@ def test_a_process_that_was_killed_is_followed_by_one_that_goes_on(hub: StandIn,
 def test_a_hub_without_parts_begins_anew(hub: StandIn) -> None:
     hub.add(NAME, FILES)
     hub.ranges, hub.cuts = False, [1_000_000]
-    told: list[tuple[int, int]] = []
-    directory = find_model(NAME, progress=lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    directory = find_model(NAME, progress=lambda done, total: reported.append((done, total)))
     assert content(directory)["model.safetensors"] == WEIGHTS
-    assert told[-1][0] == told[-1][1]
+    assert reported[-1][0] == reported[-1][1]
 
 
 def test_a_part_that_was_damaged_is_not_used(hub: StandIn, home: Path) -> None:
@@ -382,11 +382,11 @@ def test_modelscope(hub: StandIn, home: Path) -> None:
     hub.cuts = [1_000_000]
     with pytest.raises(DownloadError, match="is not on this disk"):
         find_model(f"modelscope:{NAME}", download=False)
-    told: list[tuple[int, int]] = []
-    directory = find_model(f"modelscope:{NAME}", progress=lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    directory = find_model(f"modelscope:{NAME}", progress=lambda done, total: reported.append((done, total)))
     assert sorted(content(directory)) == WANTED
     assert content(directory)["model.safetensors"] == WEIGHTS
-    assert told == [(sum(len(FILES[name]) for name in WANTED),) * 2]
+    assert reported == [(sum(len(FILES[name]) for name in WANTED),) * 2]
     assert home / "modelscope" in directory.parents
     ranges = [asked.range for asked in hub.files_asked() if "FilePath=model.safetensors" in asked.path]
     assert ranges == [None, "bytes=1000000-"]

@@ -158,7 +158,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_damage_is_told_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_damage_is_reported_in_one_line(kind: str, tmp_path: Path) -> None:
     content, message = DAMAGED[kind]
     file = tmp_path / "model-00002.safetensors"
     file.write_bytes(content)

@@ -228,7 +228,7 @@ except StorageError as error:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 @pytest.mark.parametrize("filename", ["shard-00000.safetensors", "config.json", "tokenizer.model"])
-def test_a_full_disk_is_told_and_leaves_nothing(filename: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(filename: str, tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.model"
     tokenizer.write_bytes(bytes(10_000))
     writer = CheckpointWriter(tmp_path / "model", shard_bytes=100)
@@ -247,7 +247,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(filename: str, tmp_path: Path) -
         writer.add("y", torch.zeros(1))
 
 
-def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"disk full: needs at least 1000000\.0 GB, .* free"):
         CheckpointWriter(tmp_path / "model", expected_bytes=10**15)
     assert list(tmp_path.iterdir()) == []
@@ -280,7 +280,7 @@ def test_a_directory_left_by_a_killed_run_is_named(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "model")
 
 
-def test_wrong_calls_are_told(tmp_path: Path) -> None:
+def test_wrong_calls_are_reported(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "model") as writer:
         with pytest.raises(UsageError, match="no tensor was added"):
             writer.finish()

@@ -112,7 +112,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_chinese_page_links_to_chinese_pages(name: str) -> None:
-    """Except for its own twin."""
+    """Except for its own counterpart."""
     linked = {link["target"] for link in LINK.finditer(text(CHINESE / name))}
     assert linked & {f"../{page}" for page in PAGES} <= {f"../{name}"}
 

@@ -27,7 +27,17 @@ SHELL = ("|", "||", ">", "&", "&&")
 
 # Of scripts in benchmarks/, of compute-sanitizer, of Ray's own command, and of what installs Warpbus.
 OTHERS = {"--kill", "--llama", "--minutes", "--small", "--tool", "--train", "--vllm", "--head"}
-OTHERS |= {"--queue", "--sequences", "--cache-tokens", "--patience", "--model", "--runs", "--schemes"}
+OTHERS |= {
+    "--queue",
+    "--sequences",
+    "--cache-tokens",
+    "--patience",
+    "--model",
+    "--runs",
+    "--schemes",
+    "--peers",
+    "--peer-python",
+}
 OTHERS |= {"--build-arg", "--extra-index-url", "--index-url", "--pip-args", "--torch-backend"}
 
 

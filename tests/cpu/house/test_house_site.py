@@ -82,6 +82,18 @@ def test_the_reference_names_what_is_public(site):
         assert hasattr(importlib.import_module(module), last)
 
 
+def test_languages_are_no_sites_of_their_own(site, tmp_path):
+    """A list of them in `alternate` would make the theme's script ask for zh/sitemap.xml."""
+    site.arrange(tmp_path, None)
+    assert site.settings(tmp_path, None)["extra"] == {"alternate": True}
+    assert (site.THEME / "partials" / "alternate.html").is_file()  # the menu, which that list would have filled
+    chinese = (tmp_path / "zh" / "reference.md").read_text(encoding="utf-8")
+    assert [line for line in chinese.splitlines() if line.startswith(":::")] == [
+        f"::: {name}" for names in site.API.values() for name in names
+    ]
+    assert "英文" in chinese
+
+
 def test_the_extra_has_what_the_script_needs():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     text = " ".join(project["optional-dependencies"]["docs"])

@@ -7,7 +7,8 @@ import pytest
 
 from warpbus.cuda.jit import ARCHITECTURES
 from warpbus.errors import DeviceError
-from warpbus.kernels.units import CSRC, all_units
+from warpbus.kernels.compilation import all_units
+from warpbus.kernels.units import CSRC
 
 pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
 

@@ -39,7 +39,7 @@ def test_what_is_below_the_diagonal_is_not_read():
     assert all(map(torch.equal, found, again))
 
 
-def test_a_matrix_that_is_not_positive_definite_is_told_and_stays_told():
+def test_a_matrix_that_is_not_positive_definite_is_reported_and_stays_reported():
     upper, inverse, failed = outputs(8)
     factor_corner(definite(8) - 10 * torch.eye(8), upper, inverse, failed)
     assert int(failed) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from warpbus.cuda import compiled_cache
 from warpbus.cuda.kernel import Unit
-from warpbus.kernels.units import all_units
+from warpbus.kernels.compilation import all_units
 
 pytest.importorskip("cuda.bindings", reason="the compiler comes with the extra cuda")
 

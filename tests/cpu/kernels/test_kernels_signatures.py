@@ -4,7 +4,8 @@ import pytest
 from cuda_signatures import count, fields, kernels
 
 from warpbus.cuda import compiled_cache
-from warpbus.kernels.units import CSRC, all_units
+from warpbus.kernels.compilation import all_units
+from warpbus.kernels.units import CSRC
 
 SOURCES = sorted(CSRC.rglob("*.cu"))
 EXAMPLE = """

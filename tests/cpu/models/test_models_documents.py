@@ -37,7 +37,7 @@ def test_texts_and_conversations(
     assert text == Document(tokenizer.encode("明月"), [True, True])
     assert (conversation.ids, conversation.answers) == template.spans(TURNS)
     # The answer and its stop token, nothing else.
-    answer = [token for token, told in zip(conversation.ids, conversation.answers, strict=True) if told]
+    answer = [token for token, reported in zip(conversation.ids, conversation.answers, strict=True) if reported]
     assert answer == [*tokenizer.encode("明月光"), tokenizer.special_ids["<|user|>"]]
 
 
@@ -74,9 +74,9 @@ def test_texts_of_chatglm6b_are_said_to_an_empty_prompt(
     assert text == Document([*begin, *ids], [False, False, *[True] * len(ids)])
     # One answer, behind the only <sop>.
     assert conversation.ids.count(begin[1]) == 1
-    told = [token for token, answer in zip(conversation.ids, conversation.answers, strict=True) if answer]
-    assert told == conversation.ids[conversation.ids.index(begin[1]) + 1 :]
-    assert told == [*tokenizer.encode("明月光"), tokenizer.special_ids["<eop>"]]
+    reported = [token for token, answer in zip(conversation.ids, conversation.answers, strict=True) if answer]
+    assert reported == conversation.ids[conversation.ids.index(begin[1]) + 1 :]
+    assert reported == [*tokenizer.encode("明月光"), tokenizer.special_ids["<eop>"]]
 
 
 def test_each_piece_of_a_text_of_chatglm6b_has_a_prompt(

@@ -31,7 +31,7 @@ def split(dialect, text, size, names=NAMES):
     return "".join(shown for shown, _ in pieces), [call for _, calls in pieces for call in calls]
 
 
-def test_glm4_is_told_of_tools_in_a_system_message():
+def test_glm4_is_reported_of_tools_in_a_system_message():
     [head, question] = GLM4.render_tools([Turn("user", "北京？")], [WEATHER, TIME])
     assert head["role"] == "system"
     assert head["content"].startswith('# 可用工具\n\n## get_weather\n\n{\n    "name": "get_weather"')
@@ -40,7 +40,7 @@ def test_glm4_is_told_of_tools_in_a_system_message():
     assert question == {"role": "user", "content": "北京？"}
 
 
-def test_chatglm3_is_told_of_tools_as_a_list():
+def test_chatglm3_is_reported_of_tools_as_a_list():
     [head, _] = GLM3.render_tools([Turn("user", "a")], [WEATHER])
     first, _, listed = head["content"].partition("\n")
     assert first == ("Answer the following questions as best as you can. You have access to the following tools:")
@@ -292,7 +292,7 @@ def test_a_forced_call_is_one_that_can_be_read(dialect, text, allowed):
         assert isinstance(json.loads(call.arguments), dict)
 
 
-def test_code_interpreters_are_told_apart_from_functions():
+def test_code_interpreters_are_reported_apart_from_functions():
     [head, _] = GLM4.render_tools([Turn("user", "u")], [TIME, PYTHON])
     assert head["content"].endswith("\n\n## python\n\nruns Python")
     assert head["content"].count("## ") == 2
@@ -368,12 +368,12 @@ def test_templates_that_glm4_brings_declare_the_tools_themselves(tmp_path, sourc
     ]
     messages = dialect.render_tools(turns, [TIME])
     if source is BROUGHT[0]:
-        told = json.dumps(TIME, ensure_ascii=False, indent=4)
+        reported = json.dumps(TIME, ensure_ascii=False, indent=4)
     else:
-        told = json.dumps([{"type": "function", "function": TIME}], ensure_ascii=False, indent=4)
+        reported = json.dumps([{"type": "function", "function": TIME}], ensure_ascii=False, indent=4)
     expected = [special["[gMASK]"], special["<sop>"]]
     for role, text in (
-        ("system", f"\n# 可用工具{told}"),
+        ("system", f"\n# 可用工具{reported}"),
         ("system", "\n简短"),
         ("user", "\n<|observation|>"),
         ("assistant", "get_time\n{}"),

@@ -1,4 +1,4 @@
-"""Thinking: found by the template, told from the prompt's end, and split from the text that follows it."""
+"""Thinking: found by the template, recognized at the prompt's end, and split from the text that follows it."""
 
 import pytest
 from hypothesis import given

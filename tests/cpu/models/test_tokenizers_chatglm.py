@@ -145,7 +145,7 @@ def test_the_published_numbers(tmp_path: Path, early: bool, images: int) -> None
     assert template.stop_ids == (images + 130005,)
 
 
-def test_the_revision_is_told_by_either_file_and_never_guessed(tmp_path: Path) -> None:
+def test_the_revision_is_reported_by_either_file_and_never_guessed(tmp_path: Path) -> None:
     write_chatglm6b(tmp_path, early=True)
     first = load_tokenizer(tmp_path).special_ids["[MASK]"]
     configure(tmp_path, "tokenizer_config.json", num_image_tokens=IMAGES)

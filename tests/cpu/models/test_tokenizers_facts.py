@@ -1,4 +1,4 @@
-"""What is told of a tokenizer's files."""
+"""The facts of a tokenizer's files."""
 
 import json
 
@@ -13,7 +13,7 @@ def facts(directory, config):
     return tokenizer_facts(directory, "Named", 512)
 
 
-def test_the_fields_of_the_file_are_told(tmp_path):
+def test_the_fields_of_the_file_are_reported(tmp_path):
     found = facts(
         tmp_path,
         {
@@ -33,7 +33,7 @@ def test_the_fields_of_the_file_are_told(tmp_path):
     }
 
 
-def test_a_template_of_its_own_file_is_told(tmp_path):
+def test_a_template_of_its_own_file_is_reported(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     assert tokenizer_facts(tmp_path, "Named", 512) == {
         "tokenizer_class": "Named",

@@ -55,7 +55,7 @@ def _chatglm(directory: Path, **changes: object) -> Path:
         ({"_name_or_path": "THUDM/chatglm2-6b", "seq_length": 32768}, False),
     ],
 )
-def test_chatglm3_is_told_by_its_configuration(tmp_path: Path, changes: dict[str, object], is_third: bool) -> None:
+def test_chatglm3_is_reported_by_its_configuration(tmp_path: Path, changes: dict[str, object], is_third: bool) -> None:
     assert ("<|user|>" in load_tokenizer(_chatglm(tmp_path, **changes)).special_ids) == is_third
 
 
@@ -79,7 +79,7 @@ def test_real_chatglm3_ids_follow_from_its_number_of_pieces() -> None:
     ]
 
 
-def test_ranks_are_told_from_sentencepiece_and_bring_glm4_specials(tmp_path: Path) -> None:
+def test_ranks_are_reported_from_sentencepiece_and_bring_glm4_specials(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_glm4(tmp_path))
     assert isinstance(tokenizer, RankTokenizer)
     assert tokenizer.special_ids["<|endoftext|>"] == 151329

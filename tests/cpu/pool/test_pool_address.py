@@ -82,7 +82,7 @@ def test_paths_come_back(path):
         ("warpbus+unix:///a%00b", "at most 107 bytes"),
     ],
 )
-def test_what_is_no_address_is_told(text, message):
+def test_what_is_no_address_is_reported(text, message):
     with pytest.raises(UsageError) as caught:
         address(text)
     assert message in str(caught.value)

@@ -48,7 +48,7 @@ class Brokers(RuleBasedStateMachine):
         for host in HOSTS:
             self.broker.join(host, gpus(host), self.now)
 
-    def told(self, *leases: Lease) -> None:
+    def reported(self, *leases: Lease) -> None:
         for lease in leases:
             assert lease.id not in self.ended
             self.known[lease.id] = lease
@@ -85,7 +85,7 @@ class Brokers(RuleBasedStateMachine):
         if lease is None:
             return multiple()
         assert lease.state in ("placed", "queued")
-        self.told(lease)
+        self.reported(lease)
         return lease.id
 
     @rule(target=ids, near=ids, quota=quotas)
@@ -93,7 +93,7 @@ class Brokers(RuleBasedStateMachine):
         lease = self.tried(self.broker.request, "ann", quota, near=near, now=self.now)
         if lease is None:
             return multiple()
-        self.told(lease)
+        self.reported(lease)
         other = self.known[near]
         if lease.gpu and other.gpu:
             assert lease.gpu.partition("/")[0] == other.gpu.partition("/")[0]
@@ -103,39 +103,39 @@ class Brokers(RuleBasedStateMachine):
     def release(self, id):
         lease = self.tried(self.broker.release, id, self.now)
         if lease is not None:
-            self.told(lease)
+            self.reported(lease)
 
     @rule(id=ids, used=st.none() | st.integers(0, 9))
     def seen(self, id, used):
         lease = self.tried(self.broker.seen, id, self.now, memory_used=used)
         assert (lease is None) == (id in self.ended)
         if lease is not None:
-            self.told(lease)
+            self.reported(lease)
 
     @rule(id=ids)
     def suspend(self, id):
         lease = self.tried(self.broker.suspend, id, self.now)
         if lease is not None:
-            self.told(lease)
+            self.reported(lease)
 
     @rule(id=consumes(ids))
     def lose(self, id):
         lease = self.tried(self.broker.lose, id, "its process died", self.now)
         if lease is not None:
-            self.told(lease)
+            self.reported(lease)
 
     @rule(id=ids, on=st.sampled_from(PLACES))
     def resume(self, id, on):
         lease = self.tried(self.broker.resume, id, self.now, on=on)
         if lease is not None:
-            self.told(lease)
+            self.reported(lease)
 
     @rule(id=ids, to=st.sampled_from(PLACES[1:]))
     def begin_move(self, id, to):
         lease = self.tried(self.broker.begin_move, id, to, self.now)
         if lease is not None:
             assert lease.gpu == self.known[id].gpu != lease.target
-            self.told(lease)
+            self.reported(lease)
 
     @rule(id=ids, moved=st.booleans())
     def end_move(self, id, moved):
@@ -143,16 +143,16 @@ class Brokers(RuleBasedStateMachine):
         if lease is not None:
             before = self.known[id]
             assert lease.gpu == (before.target if moved else before.gpu)
-            self.told(lease)
+            self.reported(lease)
 
     @rule()
     def place(self):
-        self.told(*self.broker.place(self.now))
+        self.reported(*self.broker.place(self.now))
         assert self.broker.place(self.now) == []
 
     @rule()
     def expire(self):
-        self.told(*self.broker.expire(self.now))
+        self.reported(*self.broker.expire(self.now))
 
     @rule(host=hosts)
     def leave(self, host):
@@ -160,7 +160,7 @@ class Brokers(RuleBasedStateMachine):
         assert {lease.id for lease in lost} == {
             lease.id for lease in self.known.values() if lease.gpu in {gpu.name for gpu in gpus(host)}
         }
-        self.told(*lost)
+        self.reported(*lost)
         self.refresh()
 
     @rule(host=hosts)
@@ -172,7 +172,7 @@ class Brokers(RuleBasedStateMachine):
         moves = self.tried(self.broker.drain, host, self.now)
         for move in moves or []:
             assert move.source.partition("/")[0] == host != move.target.partition("/")[0]
-            self.told(self.broker.begin_move(move.lease, move.target, self.now))
+            self.reported(self.broker.begin_move(move.lease, move.target, self.now))
         if moves is not None:
             assert not any(
                 lease.state == "placed" and lease.gpu.partition("/")[0] == host for lease in self.known.values()
@@ -189,16 +189,16 @@ class Brokers(RuleBasedStateMachine):
         assert self.broker.dump() == before
         if not moves:
             return
-        self.told(*self.broker.place(self.now))
+        self.reported(*self.broker.place(self.now))
         queue = [each["id"] for each in self.broker.status(self.now)["queue"]]
         for move in moves:
             assert self.known[move.lease].movable
-            self.told(self.broker.begin_move(move.lease, move.target, self.now))
+            self.reported(self.broker.begin_move(move.lease, move.target, self.now))
         for move in moves:
-            self.told(self.broker.end_move(move.lease, True, self.now))
+            self.reported(self.broker.end_move(move.lease, True, self.now))
         placed = self.broker.place(self.now)
         assert {lease.id for lease in placed} & set(queue)
-        self.told(*placed)
+        self.reported(*placed)
 
     @rule()
     def restart(self):
@@ -265,14 +265,14 @@ class Brokers(RuleBasedStateMachine):
             self.broker.undrain(host, self.now)
         for lease in list(self.known.values()):
             if lease.state == "moving":
-                self.told(self.broker.end_move(lease.id, False, self.now))
+                self.reported(self.broker.end_move(lease.id, False, self.now))
             if lease.state == "suspended":
-                self.told(self.broker.release(lease.id, self.now))
+                self.reported(self.broker.release(lease.id, self.now))
         for _ in range(len(self.known) + 1):
-            self.told(*self.broker.place(self.now))
+            self.reported(*self.broker.place(self.now))
             for lease in list(self.known.values()):
                 if lease.state == "placed":
-                    self.told(self.broker.release(lease.id, self.now))
+                    self.reported(self.broker.release(lease.id, self.now))
         assert self.known == {}
         assert self.broker.status(self.now)["leases"] == []
 

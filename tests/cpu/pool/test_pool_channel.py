@@ -284,11 +284,11 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_is_lost(monkeypatch):
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "unknown kind 47"),
     ],
 )
-def test_nonsense_is_told(data, message):
+def test_nonsense_is_reported(data, message):
     channel, peer = raw()
     peer.sendall(data)
     peer.shutdown(socket.SHUT_WR)
-    for _ in range(2):  # and told again
+    for _ in range(2):  # and reported again
         with pytest.raises(ConnectionLostError, match=message) as caught:
             channel.receive(90)
         assert "\n" not in str(caught.value)

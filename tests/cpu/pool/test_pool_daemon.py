@@ -73,7 +73,7 @@ def test_a_client_gets_a_lease_and_reaches_its_process(served, control):
     assert entry(control, granted) is None
 
 
-def test_what_became_of_a_lease_is_told_to_who_has_its_key(served, control):
+def test_what_became_of_a_lease_is_reported_to_who_has_its_key(served, control):
     granted = lease(control)
     control.ask("release", {"lease": granted["lease"]})
     _, kind, said = say_hello(served.address, granted)
@@ -127,19 +127,19 @@ def test_a_process_that_does_not_start_is_an_error_and_no_lease(control):
     assert control.ask("status")["leases"] == []
 
 
-def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, control):
+def test_who_waits_is_reported_and_gets_the_room_that_is_freed(served, control):
     large = control.ask("lease", {"memory": 900_000_000, "share": 0.5}, timeout=60)
-    told, granted = [], []
+    reported, granted = [], []
     with served.control() as other:
 
         def wait() -> None:
-            granted.append(other.ask("lease", {"memory": 900_000_000, "share": 0.5}, told.append, timeout=60))
+            granted.append(other.ask("lease", {"memory": 900_000_000, "share": 0.5}, reported.append, timeout=60))
 
         thread = threading.Thread(target=wait)
         thread.start()
-        until(lambda: told)
-        assert told[0]["queued"] == 1
-        assert "0.10 GB" in told[0]["why"]
+        until(lambda: reported)
+        assert reported[0]["queued"] == 1
+        assert "0.10 GB" in reported[0]["why"]
         with served.control() as third:  # hangs up, and so gives up its place
             impatient = threading.Thread(target=_ask_in_vain, args=(third,))
             impatient.start()
@@ -407,10 +407,10 @@ def test_a_unix_socket_that_only_this_user_opens(tmp_path):
 def test_a_lease_moves_to_another_machine(served, peers, control):
     granted = lease(control, on="mill")
     channel, _, before = say_hello(served.address, granted)
-    told = []
-    done = control.ask("migrate", {"lease": granted["lease"], "to": "dam/0"}, told.append, timeout=60)
+    reported = []
+    done = control.ask("migrate", {"lease": granted["lease"], "to": "dam/0"}, reported.append, timeout=60)
     assert (done["moved"], done["pause"], done["bytes"]) == ("dam/0", 0.01, 123)
-    assert {"phase": "copying", "done": 1, "total": 2} in told
+    assert {"phase": "copying", "done": 1, "total": 2} in reported
     assert entry(control, granted)["gpu"] == "dam/0"
     with pytest.raises(ConnectionLostError):
         channel.receive(90)

@@ -89,7 +89,7 @@ def test_a_forked_child_may_connect_for_itself(session: Session) -> None:
     assert x.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_child_of_a_process_without_a_gpu_is_told_to_connect() -> None:
+def test_a_child_of_a_process_without_a_gpu_is_reported_to_connect() -> None:
     with connected():
         pass
     assert "no remote GPU is connected" in in_child(lambda: torch.zeros(2, device=REMOTE))

@@ -9,7 +9,7 @@ from warpbus.pool.processes.processes import ProcessHost, resume_process, suspen
 from warpbus.pool.processes.suspensions import Suspensions
 
 
-def test_processes_are_told_apart(tmp_path):
+def test_processes_are_reported_apart(tmp_path):
     machine = FakeMachine()
     machine.living[PID] = cuda_process(
         environment={

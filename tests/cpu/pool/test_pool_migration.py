@@ -130,17 +130,17 @@ def move(
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination, breaks)
     source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05, little=0)
-    told, report, lost = False, None, ""
+    reported, report, lost = False, None, ""
     try:
         ask(source)
         for between in plan:
             source.copy_ahead(budget)
             for _ in range(between):
                 here.execute(here.executed + 1)
-        told = True
+        reported = True
         report = source.finish()
     except (DeviceError, PoolError):
-        told = False  # the source tells the client that this is off
+        reported = False  # the source tells the client that this is off
     except KilledError:
         wire.kill("s")
     wire.let_destination_work()
@@ -149,7 +149,7 @@ def move(
     source_executes = source.state not in (SourceState.STOPPED, SourceState.MOVED)
     if "s" not in wire.dead and source_executes:
         living = here
-    elif "d" not in wire.dead and told:
+    elif "d" not in wire.dead and reported:
         try:
             living = there if destination.claim() else None
         except LeaseLostError as error:
@@ -302,13 +302,13 @@ class FakeMemory:
 
     def synchronize(self) -> None: ...
 
-    def places(self, tensors: list[torch.Tensor]) -> list[IpcLocation]:
-        places = []
+    def locations(self, tensors: list[torch.Tensor]) -> list[IpcLocation]:
+        locations = []
         for tensor in tensors:
             name = tensor.data_ptr().to_bytes(64, "little")
             self._tensors[name] = tensor
-            places.append(IpcLocation(name, len(tensor), 0))
-        return places
+            locations.append(IpcLocation(name, len(tensor), 0))
+        return locations
 
     def copy(self, parts: list[tuple[torch.Tensor, IpcLocation]]) -> None:
         if not self.readable:

@@ -38,7 +38,7 @@ def used(hand):
     return hand.executor.storages.used
 
 
-def test_a_program_runs_when_it_is_told_to(hand):
+def test_a_program_runs_when_it_is_reported_to(hand):
     x, w, y, total = recorded(hand)
     assert hand.get(x).tolist() == list(range(8))  # nothing was executed
     assert used(hand) == 64

@@ -35,7 +35,7 @@ def carried_out(pool: Residency, plan: SwapPlan, now: float, seconds: float = 0.
         pool.swapped_in(each, seconds, now)
 
 
-def settled(pool: Residency, now: float, seconds: float = 0.0) -> list[Residence]:
+def swapped(pool: Residency, now: float, seconds: float = 0.0) -> list[Residence]:
     """Carry out plans until there is nothing more to do; the leases that went out."""
     out = []
     while (plan := pool.plan(now)).out or plan.back:
@@ -51,7 +51,7 @@ def test_what_has_no_room_begins_outside_and_takes_the_room_of_an_idle_lease() -
     assert not pool.pending
     pool.want(second, 1.0)
     assert pool.pending
-    assert settled(pool, 1.0) == []  # the first one may have work any moment
+    assert swapped(pool, 1.0) == []  # the first one may have work any moment
     assert "1 whose time slice is not over" in second.why
     plan = pool.plan(IDLE_SECONDS)
     assert [each for each, _ in plan.out] == [first]
@@ -72,14 +72,14 @@ def test_a_higher_priority_preempts_work_at_once_and_a_lower_one_waits_for_idlen
     added(pool, low, high)
     low.worked = 0.1
     pool.want(high, 0.1)
-    assert settled(pool, 0.1) == [low]
+    assert swapped(pool, 0.1) == [low]
     assert (high.resident, low.why) == (True, "a lease of priority 1 has work on mill/0")
     pool.want(low, 0.2)
     for second in range(1, 100):
         high.worked = float(second)
-        assert settled(pool, float(second)) == []
+        assert swapped(pool, float(second)) == []
     assert "1 with work and a higher priority" in low.why
-    assert settled(pool, high.worked + IDLE_SECONDS) == [high]
+    assert swapped(pool, high.worked + IDLE_SECONDS) == [high]
     assert low.resident
 
 
@@ -89,11 +89,11 @@ def test_of_equals_the_least_recently_used_goes_and_of_unequals_the_lowest() -> 
     added(pool, old, recent, low, new)
     old.worked, recent.worked, low.worked = 1.0, 2.0, 3.0
     pool.want(new, 10.0)
-    assert settled(pool, 10.0) == [low]
+    assert swapped(pool, 10.0) == [low]
     old.worked = recent.worked - 1
     pool.want(low, 11.0)
     new.worked = 11.0
-    assert settled(pool, 11.0) == [old]
+    assert swapped(pool, 11.0) == [old]
 
 
 def test_no_more_leases_go_than_have_to() -> None:
@@ -102,13 +102,13 @@ def test_no_more_leases_go_than_have_to() -> None:
     added(pool, small, large, wants)
     small.worked, large.worked = 1.0, 2.0
     pool.want(wants, 10.0)
-    assert settled(pool, 10.0) == [small, large]
+    assert swapped(pool, 10.0) == [small, large]
     pool = residency()
     small, large, wants = lease(2), lease(7), lease(8)
     added(pool, small, large, wants)
     small.worked, large.worked = 1.0, 2.0
     pool.want(wants, 10.0)
-    assert settled(pool, 10.0) == [large]  # the least recently used one is not enough, and then not needed
+    assert swapped(pool, 10.0) == [large]  # the least recently used one is not enough, and then not needed
 
 
 def test_busy_leases_of_one_priority_take_turns_of_a_slice() -> None:
@@ -121,7 +121,7 @@ def test_busy_leases_of_one_priority_take_turns_of_a_slice() -> None:
             pool.want(each, now)
             if each.resident:
                 each.worked = now
-        turns += [now for _ in settled(pool, now)]
+        turns += [now for _ in swapped(pool, now)]
         now += 0.25
     gaps = [after - before for before, after in itertools.pairwise(turns)]
     assert len(turns) >= 8
@@ -134,15 +134,15 @@ def test_a_slice_is_long_beside_what_the_exchange_takes() -> None:
     added(pool, *both)
     pool.want(both[1], 0.0)
     both[0].worked = SLICE
-    assert settled(pool, SLICE, seconds=3.0) == [both[0]]
+    assert swapped(pool, SLICE, seconds=3.0) == [both[0]]
     both[1].worked = 100.0
     pool.want(both[0], 100.0)
     exchange = 2 * 3.0
     since = both[1].since = 90.0
     both[1].worked = since + SLICE_OF_SWAPS * exchange - 0.1
-    assert settled(pool, both[1].worked) == []
+    assert swapped(pool, both[1].worked) == []
     both[1].worked += 0.2
-    assert settled(pool, both[1].worked) == [both[1]]
+    assert swapped(pool, both[1].worked) == [both[1]]
 
 
 def test_compute_is_promised_like_memory() -> None:
@@ -150,7 +150,7 @@ def test_compute_is_promised_like_memory() -> None:
     first, second, third = lease(1, share=0.7), lease(1, share=0.7), lease(1, share=0.3)
     assert added(pool, first, second, third) == ["resident", "swapped out", "resident"]
     pool.want(second, 10.0)
-    assert settled(pool, 10.0) == [first]
+    assert swapped(pool, 10.0) == [first]
 
 
 def test_what_is_held_or_cannot_move_stays() -> None:
@@ -159,10 +159,10 @@ def test_what_is_held_or_cannot_move_stays() -> None:
     added(pool, held, fixed, wants)
     held.held = 1
     pool.want(wants, 50.0)
-    assert settled(pool, 50.0) == []
+    assert swapped(pool, 50.0) == []
     assert "1 that cannot be swapped out" in wants.why
     held.held = 0
-    assert settled(pool, 51.0) == [held]
+    assert swapped(pool, 51.0) == [held]
 
 
 def test_host_memory_has_a_limit_which_is_looked_at_before_a_lease_goes() -> None:
@@ -170,13 +170,13 @@ def test_host_memory_has_a_limit_which_is_looked_at_before_a_lease_goes() -> Non
     first, second = lease(6), lease(6)
     added(pool, first, second)
     pool.want(second, 10.0)
-    assert settled(pool, 10.0) == [first]
+    assert swapped(pool, 10.0) == [first]
     pool.want(first, 20.0)
-    assert settled(pool, 20.0) == []  # both would be there for a moment
+    assert swapped(pool, 20.0) == []  # both would be there for a moment
     assert first.why.startswith(FULL)
     assert "0.0 MB of 0.0 MB is used" in first.why
     pool.remove(second)
-    assert settled(pool, 21.0) == []
+    assert swapped(pool, 21.0) == []
     assert first.resident
     pool = residency()
     first, second = lease(6), lease(6)
@@ -196,7 +196,7 @@ def test_a_failure_leaves_a_lease_where_it_was_and_is_not_repeated_at_once() -> 
     pool.failed(first, "it does not want to", 10.0)
     assert first.resident
     assert not pool.plan(11.0).out
-    assert settled(pool, 16.0) == [first]
+    assert swapped(pool, 16.0) == [first]
     pool.want(first, 30.0)
     carried_out(pool, pool.plan(30.0), 30.0)
     assert pool.plan(30.0).back == [first]
@@ -215,9 +215,9 @@ def test_a_small_lease_passes_a_large_one_that_has_to_wait() -> None:
     busy.worked = 10.0
     pool.want(large, 9.0)
     pool.want(small, 10.0)
-    assert settled(pool, 10.0) == []
+    assert swapped(pool, 10.0) == []
     assert (small.resident, large.resident) == (True, False)
-    assert set(settled(pool, 20.0)) == {busy, small}
+    assert set(swapped(pool, 20.0)) == {busy, small}
     assert large.resident
 
 
@@ -291,7 +291,7 @@ def test_whatever_happens_a_gpu_is_never_too_full_and_each_lease_gets_its_turn(
         for other in pool.leases:
             other.waiting = None
         pool.want(each, now)
-        settled(pool, now)
+        swapped(pool, now)
         assert each.resident
 
 

@@ -78,8 +78,8 @@ def test_status_is_json_and_has_its_schema():
         }
     ]
     assert [event["kind"] for event in status["events"]] == ["joined", "placed", "queued"]
-    told = {"time", "kind", "lease", "tenant", "source", "target", "seconds", "bytes", "text"}
-    assert told <= set(status["events"][0]) == {field.name for field in fields(Event)}
+    reported = {"time", "kind", "lease", "tenant", "source", "target", "seconds", "bytes", "text"}
+    assert reported <= set(status["events"][0]) == {field.name for field in fields(Event)}
     broker.release(placed.id, 11)
     broker.drain("a", 11)
     assert broker.status(11)["gpus"][0]["state"] == "draining"

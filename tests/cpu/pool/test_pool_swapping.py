@@ -1,4 +1,4 @@
-"""A lease goes to host memory and back in its own process: nothing of it changes, and its client is told."""
+"""A lease goes to host memory and back in its own process: nothing of it changes, and its client is informed."""
 
 import os
 import threading
@@ -137,7 +137,7 @@ def come_back(daemon, channel):
     return facts
 
 
-def test_work_waits_for_the_return_and_its_client_is_told(daemon, session):
+def test_work_waits_for_the_return_and_its_client_is_reported(daemon, session):
     channel, number = session
     event = swap_out(daemon, channel)
     assert event.arguments["bytes"] > 8192

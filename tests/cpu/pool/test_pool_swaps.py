@@ -222,7 +222,7 @@ def test_a_client_that_goes_frees_the_host_memory(pair, first, second, served, c
     pair[0] = Counter(served, control, on="mill/0")
 
 
-def test_host_memory_that_is_full_is_told_and_waited_for(first, second, served, control):
+def test_host_memory_that_is_full_is_reported_and_waited_for(first, second, served, control):
     residency = served.daemon.host.swaps._residency
     limit, residency.limit = residency.limit, residency.swapped  # as if others had the rest
     try:

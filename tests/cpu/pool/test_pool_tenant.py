@@ -99,7 +99,7 @@ def test_bytes_are_read_by_a_question_of_24_bytes(daemon):
     again.close()
 
 
-def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):
+def test_failures_are_reported_and_reported_again_to_who_has_not_heard(daemon):
     channel, welcome = daemon.client()
     start = decode(welcome.payload)["executed"]
 

@@ -31,12 +31,12 @@ def peers(served, tmp_path):
 
 def test_an_answer_that_does_not_come_is_waited_for_so_long(served, control):
     large = control.ask("lease", {"memory": 900_000_000, "share": 0.5}, timeout=60)
-    told, watched = [], []
+    reported, watched = [], []
     with served.control() as other, pytest.raises(ConnectionLostError, match="did not answer within 1 s"):
         other.ask(
-            "lease", {"memory": 900_000_000, "share": 0.5}, told.append, timeout=1, watch=lambda: watched.append(1)
+            "lease", {"memory": 900_000_000, "share": 0.5}, reported.append, timeout=1, watch=lambda: watched.append(1)
         )
-    assert told[0]["queued"] == 1
+    assert reported[0]["queued"] == 1
     assert len(watched) > 1
     control.ask("release", {"lease": large["lease"]})
 
@@ -44,11 +44,11 @@ def test_an_answer_that_does_not_come_is_waited_for_so_long(served, control):
 def test_many_who_wait_over_another_machine_do_not_keep_it_from_others(peers, control):
     """Each request that the broker's machine answers holds a thread of the other machine's daemon."""
     large = control.ask("lease", {"memory": 900_000_000, "share": 0.5, "on": "dam"}, timeout=60)
-    told = []
+    reported = []
 
     def wait(other: ControlChannel) -> None:
         with suppress(ConnectionLostError):  # it is closed at the end
-            other.ask("lease", {"memory": 900_000_000, "share": 0.5, "on": "dam"}, told.append)
+            other.ask("lease", {"memory": 900_000_000, "share": 0.5, "on": "dam"}, reported.append)
 
     waiting = [peers.control() for _ in range(40)]  # more than asyncio's own executor ever has threads
     threads = [threading.Thread(target=wait, args=(each,)) for each in waiting]

@@ -62,7 +62,7 @@ def test_groups() -> None:
     assert Scheme(4, None).groups(77) == 1
     with pytest.raises(SchemeError, match=r"down: 6848 columns .* groups of 128 .* use groups of 32, 64"):
         Scheme(4, 128).groups(6848, "down")
-    with pytest.raises(SchemeError, match="one scale a row"):
+    with pytest.raises(SchemeError, match="one scale per row"):
         Scheme(4, 128).groups(100)
 
 

@@ -36,7 +36,7 @@ def test_names():
         assert scheme.bits_per_weight(4096) == scheme.bits + 16 / 4096
     with pytest.raises(SchemeError, match="a trellis of 4 bits is not supported: use w3a16-trellis"):
         Scheme.parse("w4a16-trellis")
-    with pytest.raises(SchemeError, match="one scale a row"):
+    with pytest.raises(SchemeError, match="one scale per row"):
         Scheme(3, 128, element="trellis")
 
 

@@ -21,6 +21,7 @@ from warpbus.quantization import Calibration, Progress, quantize
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.mixed import mixed_schemes
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.states import embed
 from warpbus.quantization.statistics import ALONE, MOMENTS
 from warpbus.quantization.stopwatch import Stopwatch
@@ -42,6 +43,7 @@ SHAPE = with_traits(
     normed_residual=56**0.5,
     prompt_end=SOP,
 )
+ON_CPU = QuantizationOptions(device="cpu")
 SEQUENCES = Calibration(
     tuple(
         tuple(SOP if j == 3 + i % 4 and i % 5 else (7 * i + 3 * j) % SOP for j in range(8 + i % 9)) for i in range(30)
@@ -160,17 +162,17 @@ def test_what_folds_is_refused(tmp_path: Path, model: Path, algorithm: str, sche
         run(model, tmp_path / "out", algorithm, scheme=scheme)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match=f"no way to quantize to {scheme} by {algorithm}"):
-        try_candidates(model, calibration=SEQUENCES, scheme=Scheme.parse(scheme), algorithm=algorithm, device="cpu")
+        try_candidates(model, calibration=SEQUENCES, scheme=Scheme.parse(scheme), algorithm=algorithm, options=ON_CPU)
 
 
 def test_what_is_recommended_is_what_can_be_done(model: Path) -> None:
-    found = try_candidates(model, calibration=SEQUENCES, scheme=Scheme.parse("w4a16-g32"), device="cpu")
+    found = try_candidates(model, calibration=SEQUENCES, scheme=Scheme.parse("w4a16-g32"), options=ON_CPU)
     assert [trial.algorithm for trial in found.trials] == ["gptq", "rtn"]
     assert all(0 < trial.error < 0.5 for trial in found.trials)
 
 
 def test_mixed_schemes(tmp_path: Path, model: Path) -> None:
-    schemes = mixed_schemes(model, 5.8, calibration=SEQUENCES, device="cpu")
+    schemes = mixed_schemes(model, 5.8, calibration=SEQUENCES, options=ON_CPU)
     assert len(schemes.distinct()) > 1
     run(model, tmp_path / "out", "rtn", scheme=schemes)
     assert distance(hidden(tmp_path / "out"), hidden(model)) < 0.5

@@ -16,13 +16,19 @@ from warpbus.models.documents import read_documents
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.quantization import quantize
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.recommend import GOALS, Trial, choose
 from warpbus.quantization.trials import try_candidates
 
 
 @pytest.fixture(scope="module")
 def trials() -> list[Trial]:
-    found = try_candidates(model_path(), calibration=calibration_path(), samples=32, algorithm="rtn", device="cpu")
+    found = try_candidates(
+        model_path(),
+        calibration=calibration_path(),
+        algorithm="rtn",
+        options=QuantizationOptions(samples=32, device="cpu"),
+    )
     return [trial for trial in found.trials if trial.scheme != "w8a8-int8"]
 
 

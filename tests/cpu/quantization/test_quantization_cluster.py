@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -68,13 +70,13 @@ def test_a_lost_rank_and_the_same_command_again(
         run(model, texts, tmp_path / "out", two_nodes, Progress(matrix=kill_after_a_layer))
     assert killed
     assert not (tmp_path / "out").exists()
-    told: list[QuantizationEstimate] = []
-    report = run(model, texts, tmp_path / "out", two_nodes, Progress(estimated=told.append))
+    reported: list[QuantizationEstimate] = []
+    report = run(model, texts, tmp_path / "out", two_nodes, Progress(estimated=reported.append))
     assert 1 <= report.resumed_layers < LAYERS
     assert fingerprint(tmp_path / "out") == expected
     assert not FinishedParts(tmp_path / "out").directory.exists()
     assert len(report.devices) == 2
-    assert report.estimate == told[0].figures()
+    assert report.estimate == reported[0].figures()
 
 
 def _actors() -> set[psutil.Process]:
@@ -112,9 +114,11 @@ def test_what_a_cluster_cannot_do(model: Path, tmp_path: Path, options: dict[str
 
 
 def test_an_output_that_does_not_arrive_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(*arguments: object, **options: object) -> None:
+    @contextlib.contextmanager
+    def elsewhere(*_: object, **options: object) -> Iterator[SimpleNamespace]:
         """A cluster that writes to a disk of its own."""
+        yield SimpleNamespace(run=lambda job: None)
 
-    monkeypatch.setattr("warpbus.quantization.driver.launch_on_cluster", elsewhere)
+    monkeypatch.setattr("warpbus.quantization.driver.ClusterProcesses", elsewhere)
     with pytest.raises(StorageError, match=r"out: written on a machine of the cluster, but not seen here: name a dir"):
         quantize(model, tmp_path / "out", scheme="w8a16", algorithm="rtn", cluster="auto")

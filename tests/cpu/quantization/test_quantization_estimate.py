@@ -15,7 +15,7 @@ from warpbus.quantization import estimate as module
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.estimate import QuantizationEstimate, device_rates, estimate, time_range
 from warpbus.quantization.preflight import Plan, prepare
-from warpbus.quantization.survey import Place
+from warpbus.quantization.survey import RankDevice
 
 GB = 10**9
 BOTH = frozenset({"moments", "drift"})
@@ -45,8 +45,8 @@ def run(plan: Plan, tmp_path: Path, world: int = 1, **changes: Any) -> Quantizat
     }
     devices = changes.pop("devices", GPUS[:world])
     free = changes.pop("free", [80 * GB] * len(devices))
-    arguments["places"] = [
-        Place("here", str(device), size, size if device.type == "cpu" else None)
+    arguments["ranks"] = [
+        RankDevice("here", str(device), size, size if device.type == "cpu" else None)
         for device, size in zip(devices, free, strict=True)
     ]
     return estimate(plan, **arguments | changes)
@@ -213,20 +213,20 @@ def test_rates_are_measured(plan: Plan, tmp_path: Path) -> None:
     found = device_rates(torch.device("cpu"), torch.float16)
     assert found.keys() == {torch.float32}  # what the CPU computes in
     assert found[torch.float32] > 1e6
-    own = run(plan, tmp_path, places=[Place.of(torch.device("cpu"))], rates=found)
+    own = run(plan, tmp_path, ranks=[RankDevice.of(torch.device("cpu"))], rates=found)
     assert own.memory.available is not None
     assert own.seconds["forward"] > 0
 
 
 def test_several_machines(plan: Plan, tmp_path: Path) -> None:
-    cpus = [Place(name, "cpu", memory, memory) for name, memory in (("a", 9 * GB), ("b", 2 * GB), ("b", 2 * GB))]
-    found = run(plan, tmp_path, places=cpus)
+    cpus = [RankDevice(name, "cpu", memory, memory) for name, memory in (("a", 9 * GB), ("b", 2 * GB), ("b", 2 * GB))]
+    found = run(plan, tmp_path, ranks=cpus)
     assert found.memory.place == "main memory of b"  # it has less to spare
     assert found.memory.available == 2 * GB
-    assert found.memory.parts["processes"] == 2 * run(plan, tmp_path, places=cpus[:1]).memory.parts["processes"]
+    assert found.memory.parts["processes"] == 2 * run(plan, tmp_path, ranks=cpus[:1]).memory.parts["processes"]
     assert "finished layers" not in found.memory.parts  # these wait where they are written
-    gpus = [Place(name, "cuda:0", 80 * GB, 90 * GB) for name in ("a", "b")]
-    assert [need.place for need in run(plan, tmp_path, places=gpus).gpus] == ["process 0 on a", "process 1 on b"]
-    one = run(plan, tmp_path, places=gpus[:1] * 2)
+    gpus = [RankDevice(name, "cuda:0", 80 * GB, 90 * GB) for name in ("a", "b")]
+    assert [need.place for need in run(plan, tmp_path, ranks=gpus).gpus] == ["process 0 on a", "process 1 on b"]
+    one = run(plan, tmp_path, ranks=gpus[:1] * 2)
     assert [need.place for need in one.gpus] == ["process 0 on a", "process 1 on a"]
     assert one.memory.place == "main memory"

@@ -97,9 +97,9 @@ def test_damaged_checkpoints_are_refused_in_one_line(
     (damaged / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | changes))
     run = runs.start(*command(damaged, tmp_path / "out", texts))
     assert run.code == 1
-    told = "".join(run.said.split())  # the terminal wraps long lines
-    assert "".join(message.split()) in told
-    assert told.count("error:") == 1
+    reported = "".join(run.said.split())  # the terminal wraps long lines
+    assert "".join(message.split()) in reported
+    assert reported.count("error:") == 1
     assert "Traceback" not in run.said
     assert not (tmp_path / "out").exists()
 

@@ -46,7 +46,7 @@ def command(model: Path, output: Path, texts: Path, *more: object) -> tuple[obje
     return (*arguments, *more)
 
 
-def told(run: Outcome) -> str:
+def shown(run: Outcome) -> str:
     """The last line of stderr."""
     return " ".join(run.said.strip().splitlines()[-1].split())
 
@@ -103,7 +103,7 @@ def test_other_settings_need_a_restart_and_a_damaged_layer_is_done_again(
     before = FinishedParts(output).parts()
     run = runs.start(*command(model, output, texts))
     assert run.code == 2
-    assert "holds finished parts of a run that differs: calibration tokens differ: use the same to go on" in told(run)
+    assert "holds finished parts of a run that differs: calibration tokens differ: use the same to go on" in shown(run)
     assert FinishedParts(output).parts() == before
     run = runs.start(*command(model, output, texts, "--restart"), when=kept / "layer-00002.json")
     assert run.code == -signal.SIGKILL
@@ -148,9 +148,9 @@ def test_a_signal_keeps_what_is_finished_and_says_how_to_go_on(
     output, run = cut_off(runs, model, texts, tmp_path, "layer-00000", number)
     assert run.code == code, run.said
     assert "Traceback" not in run.said
-    assert said in told(run)
-    assert f"{output}.quantization" in told(run)
-    assert "run the same command to resume" in told(run)
+    assert said in shown(run)
+    assert f"{output}.quantization" in shown(run)
+    assert "run the same command to resume" in shown(run)
     assert not output.exists()
     assert "layer-00000" in FinishedParts(output).parts()
     assert [path.name for path in output.parent.iterdir()] == ["out.quantization"]  # nobody is kept out
@@ -166,8 +166,8 @@ def test_a_full_disk_keeps_what_was_finished(
     kept = FinishedParts(output).parts()
     run = runs.start(*command(model, output, texts), largest_file=8_000)
     assert run.code == 1
-    assert "cannot be written (File too large): free some space or choose another path" in told(run)
-    assert f"finished parts kept in {output}.quantization: {len(kept)}: run the same command to resume" in told(run)
+    assert "cannot be written (File too large): free some space or choose another path" in shown(run)
+    assert f"finished parts kept in {output}.quantization: {len(kept)}: run the same command to resume" in shown(run)
     assert FinishedParts(output).parts() == kept
     assert not output.exists()
     assert runs.start(*command(model, output, texts)).code == 0
@@ -219,7 +219,7 @@ def test_a_hessian_that_is_not_positive_definite(runs: Runs, model: Path, texts:
     few = command(model, output, texts, "--samples", 1, "--seqlen", 16)
     run = runs.start(*few, "--damping", 0)
     assert run.code == 1
-    assert "layers.0.attention.qkv: its Hessian is not positive definite: raise --damping" in told(run)
+    assert "layers.0.attention.qkv: its Hessian is not positive definite: raise --damping" in shown(run)
     assert list(tmp_path.iterdir()) == []  # no layer was finished, so nothing is kept
     assert runs.start(*few, "--damping", 0.1).code == 0
     assert all(torch.isfinite(tensor).all() for tensor in scales(output))

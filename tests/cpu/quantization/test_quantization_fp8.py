@@ -32,14 +32,14 @@ def pair(tmp_path: Path, quantization: dict[str, Any], dtype: torch.dtype, **mod
     """An FP8 model, and one with the dequantized matrices."""
     plain = write_model(tmp_path / "plain", dtype=dtype, **model)
     config = Checkpoint(plain).config
-    in_fp8, twin = tmp_path / "fp8", tmp_path / "twin"
+    in_fp8, wide = tmp_path / "fp8", tmp_path / "wide"
     write_fp8(in_fp8, config | {"quantization_config": quantization}, stored(tensors_of(plain), quantization))
     read = dequantized(Checkpoint(in_fp8))
     assert read.dtype("model.layers.0.mlp.down_proj.weight") == dtype
-    write_fp8(twin, config, {name: read.tensor(name) for name in read.names()})
-    for directory in (in_fp8, twin):
+    write_fp8(wide, config, {name: read.tensor(name) for name in read.names()})
+    for directory in (in_fp8, wide):
         copy_companions(plain, directory)
-    return in_fp8, twin
+    return in_fp8, wide
 
 
 def calibration() -> Calibration:
@@ -72,23 +72,23 @@ def run(model: Path, output: Path, algorithm: str, progress: Progress | None = N
 def test_the_bits_are_those_of_the_dequantized_model(
     tmp_path: Path, kind: str, algorithm: str, dtype: torch.dtype
 ) -> None:
-    in_fp8, twin = pair(tmp_path, KINDS[kind], dtype)
-    for model in (in_fp8, twin):
+    in_fp8, wide = pair(tmp_path, KINDS[kind], dtype)
+    for model in (in_fp8, wide):
         run(model, tmp_path / f"{model.name}-out", algorithm)
-    found, expected = tensors_of(tmp_path / "fp8-out"), tensors_of(tmp_path / "twin-out")
+    found, expected = tensors_of(tmp_path / "fp8-out"), tensors_of(tmp_path / "wide-out")
     assert found.keys() == expected.keys()
     assert "model.layers.1.mlp.down_proj.weight_packed" in found
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-    configs = [json.loads((tmp_path / f"{model.name}-out" / "config.json").read_text()) for model in (in_fp8, twin)]
+    configs = [json.loads((tmp_path / f"{model.name}-out" / "config.json").read_text()) for model in (in_fp8, wide)]
     assert configs[0] == configs[1]
 
 
 def test_experts_in_fp8(tmp_path: Path) -> None:
-    in_fp8, twin = pair(tmp_path, BLOCK, torch.bfloat16, **MOE)
-    for model in (in_fp8, twin):
+    in_fp8, wide = pair(tmp_path, BLOCK, torch.bfloat16, **MOE)
+    for model in (in_fp8, wide):
         run(model, tmp_path / f"{model.name}-out", "rtn")
-    found, expected = tensors_of(tmp_path / "fp8-out"), tensors_of(tmp_path / "twin-out")
+    found, expected = tensors_of(tmp_path / "fp8-out"), tensors_of(tmp_path / "wide-out")
     assert "model.layers.1.mlp.experts.3.down_proj.weight_packed" in found
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

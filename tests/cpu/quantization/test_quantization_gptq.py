@@ -120,7 +120,7 @@ def test_rows_do_not_depend_on_each_other():
 
 
 def test_the_order_of_the_columns_does_not_matter():
-    """With one scale a row; and with groups, as long as the groups stay together."""
+    """With one scale per row; and with groups, as long as the groups stay together."""
     weight, hessian = random(32, 128, seed=4), correlated(128, seed=4)
     order = torch.randperm(128, generator=torch.Generator().manual_seed(1))
     blocks = torch.randperm(4, generator=torch.Generator().manual_seed(2))

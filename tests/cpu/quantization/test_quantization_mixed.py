@@ -10,6 +10,7 @@ from warpbus.models import load_model
 from warpbus.qtensor import Scheme
 from warpbus.quantization import Calibration, quantize, unquantized
 from warpbus.quantization.mixed import mixed_schemes
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import prepare
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def lopsided(model, tmp_path_factory):
 
 
 def mixed(model, bits, **options):
-    return mixed_schemes(model, bits, calibration=DATA, device="cpu", **options)
+    return mixed_schemes(model, bits, calibration=DATA, options=QuantizationOptions(device="cpu", **options))
 
 
 def average(model, schemes):

@@ -18,6 +18,7 @@ from warpbus.models.layers import QuantizedLinear
 from warpbus.models.saving import named_tensors
 from warpbus.quantization import Calibration, Progress
 from warpbus.quantization.mixed import mixed_schemes
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.states import embed, enter_mtp
 
 EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -146,6 +147,6 @@ def test_another_format(model: Path, tmp_path: Path) -> None:
 
 
 def test_mixed_precision_covers_it(model: Path) -> None:
-    chosen = mixed_schemes(model, 4.5, calibration=calibration(), device="cpu")
+    chosen = mixed_schemes(model, 4.5, calibration=calibration(), options=QuantizationOptions(device="cpu"))
     names = {f"model.layers.2.mlp.experts.{expert}.down_proj" for expert in range(5)}
     assert all(chosen.of(name) is not None for name in names)

@@ -121,8 +121,8 @@ def test_any_number_of_members(
 @pytest.mark.parametrize(("algorithm", "processes"), [("gptq", 3), ("awq", 2), ("smoothquant", 2)])
 def test_processes(tmp_path: Path, model: Path, whole: Any, algorithm: str, processes: int) -> None:
     """As they are: each with its own Python. The small batches of this test do not reach them: shares do."""
-    told: list[Any] = []
-    progress = Progress(begun=told.append, matrix=lambda done, total, result: told.append((done, total)))
+    reported: list[Any] = []
+    progress = Progress(begun=reported.append, matrix=lambda done, total, result: reported.append((done, total)))
     report = run(model, tmp_path / "out", algorithm, processes=processes, progress=progress)
     alone = tmp_path / "alone"
     with pytest.MonkeyPatch.context() as patch:
@@ -132,8 +132,8 @@ def test_processes(tmp_path: Path, model: Path, whole: Any, algorithm: str, proc
     # Their sums over elements depend on the number of threads, which is another one there.
     assert errors(report) == pytest.approx(errors(expected), rel=1e-6)
     assert report.devices == ("cpu",) * processes
-    assert (told[0].found, told[0].layers) == ("nothing", 0)
-    assert told[1:] == [(done, 8) for done in range(1, 9)]
+    assert (reported[0].found, reported[0].layers) == ("nothing", 0)
+    assert reported[1:] == [(done, 8) for done in range(1, 9)]
 
 
 def interrupted(model: Path, output: Path, algorithm: str, *, finished: int = 1, **options: Any) -> None:
@@ -157,15 +157,15 @@ def interrupted(model: Path, output: Path, algorithm: str, *, finished: int = 1,
 @pytest.mark.parametrize("algorithm", SCHEMES)
 def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, model: Path, whole: Any, algorithm: str) -> None:
     interrupted(model, tmp_path / "out", algorithm)
-    told: list[Any] = []
-    progress = Progress(begun=told.append, matrix=lambda *arguments: told.append(arguments))
+    reported: list[Any] = []
+    progress = Progress(begun=reported.append, matrix=lambda *arguments: reported.append(arguments))
     report = run(model, tmp_path / "out", algorithm, progress=progress)
     expected, alone = whole[algorithm]
     assert files(tmp_path / "out") == expected
     assert errors(report) == errors(alone)
     assert report.resumed_layers == 1
-    assert (told[0].found, told[0].layers) == ("finished parts", report.resumed_layers)
-    assert [call[:2] for call in told[1:]] == [(done, 8) for done in range(1, 9)]
+    assert (reported[0].found, reported[0].layers) == ("finished parts", report.resumed_layers)
+    assert [call[:2] for call in reported[1:]] == [(done, 8) for done in range(1, 9)]
     left = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
     assert left == ["out"]
 
@@ -204,9 +204,9 @@ def test_what_another_run_left_is_removed_only_by_a_restart(
     with pytest.raises(UsageError, match="finished parts of a run that differs: "):
         run(model, tmp_path / "out", "gptq")
     assert FinishedParts(tmp_path / "out").parts() == kept
-    told: list[Any] = []
-    report = run(model, tmp_path / "out", "gptq", restart=True, progress=Progress(begun=told.append))
-    assert [(begun.found, begun.layers) for begun in told] == [("removed parts", 0)]
+    reported: list[Any] = []
+    report = run(model, tmp_path / "out", "gptq", restart=True, progress=Progress(begun=reported.append))
+    assert [(begun.found, begun.layers) for begun in reported] == [("removed parts", 0)]
     assert report.resumed_layers == 0
     assert files(tmp_path / "out") == whole["gptq"][0]
 

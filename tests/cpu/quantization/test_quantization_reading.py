@@ -47,7 +47,7 @@ def test_a_layer_is_gone_once_the_next_one_is_there(plan: Plan) -> None:
     layers.close()
 
 
-def test_what_cannot_be_read_is_told_when_its_turn_comes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_reported_when_its_turn_comes(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **options: object) -> None:
         raise OSError("the disk is gone")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from warpbus.errors import NumericError, UsageError
+from warpbus.qtensor import Scheme
 from warpbus.quantization.recommend import Recommendation, Trial, candidates, choose
 
 GB = 10**9
@@ -87,6 +88,11 @@ def test_candidates_fit_the_matrices_and_the_device():
     assert "w8a8-fp8" not in {str(each.scheme) for each in candidates([4096], fp8=False)}
     # 96 columns are three groups of 32, and no group of 128.
     assert {str(each.scheme) for each in candidates([128, 96], fp8=False)} == {"w8a16", "w8a8-int8", "w4a16-g32"}
+
+
+def test_only_algorithms_that_fit_a_scheme_are_candidates():
+    fp4 = candidates([4096], fp8=False, scheme=Scheme.parse("w4a16-nvfp4"))
+    assert [each.algorithm for each in fp4] == ["gptq", "rtn"]  # awq scales channels of uniform grids
 
 
 def test_json():

@@ -104,10 +104,10 @@ def test_other_times_of_the_files_change_nothing(tmp_path: Path, model: Path) ->
     interrupted(model, tmp_path / "out", "gptq")
     for file in model.iterdir():
         os.utime(file, (1, 1))
-    told: list[tuple[int, int]] = []
-    report = run(model, tmp_path / "out", "gptq", progress=Progress(checked=lambda *call: told.append(call)))
+    reported: list[tuple[int, int]] = []
+    report = run(model, tmp_path / "out", "gptq", progress=Progress(checked=lambda *call: reported.append(call)))
     assert report.resumed_layers == 2
-    done, total = zip(*told, strict=True)
+    done, total = zip(*reported, strict=True)
     assert list(done) == sorted(done)
     assert set(total) == {done[-1]}
     checkpoint = Checkpoint(model)

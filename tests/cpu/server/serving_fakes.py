@@ -84,7 +84,7 @@ def qwen_template(tokenizer):
 
 
 class FakeService:
-    """Says what it is told to, or by default what it was asked, a character at a time.
+    """Says the given text, or by default what it was asked, a character at a time.
 
     Attributes:
         script: the answer to give; None gives the last line of the prompt, and the seed if there is one.

@@ -59,9 +59,9 @@ def test_the_text_of_the_last_token_comes_with_the_reason(client):
     chunks = list(
         ask(client, stream=True, max_tokens=7, stream_options={"include_usage": True, "continuous_usage_stats": True})
     )
-    told = [(each.choices[0].delta.content, each.choices[0].finish_reason) for each in chunks[1:-1]]
+    reported = [(each.choices[0].delta.content, each.choices[0].finish_reason) for each in chunks[1:-1]]
     assert [chunk.usage.completion_tokens for chunk in chunks[1:-1]] == [3, 6, 7]
-    assert told == [("你", None), ("好", None), (",", "length")]
+    assert reported == [("你", None), ("好", None), (",", "length")]
 
 
 def test_a_stream_is_server_sent_events(served):
@@ -208,7 +208,7 @@ def test_an_unknown_model_is_not_found(client):
     assert "parrot" in caught.value.body["message"]
 
 
-def test_a_prompt_that_is_too_long_is_told_so(client):
+def test_a_prompt_that_is_too_long_is_reported_so(client):
     with pytest.raises(BadRequestError) as caught:
         ask(client, messages=[{"role": "user", "content": "x" * 3000}], stream=True)
     assert caught.value.body["code"] == "context_length_exceeded"

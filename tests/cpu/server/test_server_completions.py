@@ -147,7 +147,7 @@ def test_what_cannot_be_done_is_refused(client, fields, message):
 
 @pytest.mark.parametrize("prompt", ["x" * 3000, ["a", "x" * 3000], [65] * 3000])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_told_so(client, prompt, stream):
+def test_a_prompt_that_is_too_long_is_reported_so(client, prompt, stream):
     with pytest.raises(BadRequestError) as caught:
         ask(client, prompt, stream=stream)
     assert caught.value.body["code"] == "context_length_exceeded"

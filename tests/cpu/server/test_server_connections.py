@@ -311,7 +311,7 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path):
         ServerOptions(ssl_certfile=tmp_path / "none.pem", ssl_keyfile=tmp_path / "text.pem").check_tls()
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_reported():
     with bind(ServerOptions(port=0)) as taken, pytest.raises(UsageError, match=r"listens at 127.0.0.1:\d+ already"):
         bind(ServerOptions(port=taken.getsockname()[1]))
     with pytest.raises(UsageError, match="--host"):
@@ -339,7 +339,7 @@ def test_a_server_that_has_to_end_waits_only_so_long(caplog):
     assert sorted(" 200 " in line and " error=server_ends " in f"{line} " for line in logged) == [False, True]
 
 
-def test_a_request_that_is_not_generated_yet_is_told_too(monkeypatch, caplog):
+def test_a_request_that_is_not_generated_yet_is_reported_too(monkeypatch, caplog):
     monkeypatch.setattr("warpbus.server.listening._SECONDS_TO_TELL", 0)
     with serving(shutdown_timeout=1.0) as running, ThreadPoolExecutor() as threads:
         holding, begun = threading.Event(), threading.Event()

@@ -130,7 +130,7 @@ def test_thinking_is_a_block_of_its_own(client, served):
 
 
 @pytest.mark.parametrize("fields", [{}, {"thinking": {"type": "disabled"}}])
-def test_without_thinking_the_model_is_told_not_to_think(client, served, fields):
+def test_without_thinking_the_model_is_reported_not_to_think(client, served, fields):
     served.qwen.script = "晴"
     assert [block.type for block in ask(client, **fields).content] == ["text"]
     assert prompt_of(served.qwen)[0].endswith("<|assistant|><think>\n\n</think>\n\n")

@@ -108,8 +108,8 @@ def broker_reasons():
     for memory in (76, 5):  # the first waits, and a GPU is kept for it
         broker.request("ann", Quota(memory * gigabyte, 0.6), now=0)
     waiting = [each["why"] for each in broker.status(0)["queue"]]
-    told = [first.reason, *(lease.reason for lease in near), *waiting, *(f"waits: {why}" for why in waiting)]
-    return [*told, "stayed on a/0: moves from a/0 to a/1", "moved from a/0", FULL]
+    reported = [first.reason, *(lease.reason for lease in near), *waiting, *(f"waits: {why}" for why in waiting)]
+    return [*reported, "stayed on a/0: moves from a/0 to a/1", "moved from a/0", FULL]
 
 
 def test_reasons_of_the_pool_are_known_sentences():

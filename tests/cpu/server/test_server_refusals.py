@@ -194,7 +194,7 @@ def test_what_a_decoder_does_not_do_is_refused_in_so_many_words(http, path, what
         ("/score", {"text_1": "a", "text_2": ["b"]}, "scoring"),
     ],
 )
-def test_a_checkpoint_that_defines_no_vectors_is_told_what_it_lacks(http, path, body, what):
+def test_a_checkpoint_that_defines_no_vectors_is_reported_what_it_lacks(http, path, body, what):
     error = error_of(http.post(path, json={"model": "parrot", **body}), 404)
     assert "it needs modules.json and 1_Pooling/config.json" in error["message"]
     assert error["code"] == f"{what}_not_supported"

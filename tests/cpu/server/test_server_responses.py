@@ -313,7 +313,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(client, served):
     assert (answer.output_text, answer.output[0].status) == ("abc", "incomplete")
 
 
-def test_a_call_that_is_cut_off_is_incomplete_and_not_told_again(client, served):
+def test_a_call_that_is_cut_off_is_incomplete_and_not_reported_again(client, served):
     served.qwen.script = CALL
     with client.responses.stream(
         model="qwen3", input="北京？", tools=[WEATHER], max_output_tokens=CALL.index("北") - 1

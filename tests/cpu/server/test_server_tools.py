@@ -1,4 +1,4 @@
-"""Tools, by OpenAI's own client: told to the model, called in its answers, and rendered back."""
+"""Tools, by OpenAI's own client: shown to the model, called in its answers, and rendered back."""
 
 import json
 

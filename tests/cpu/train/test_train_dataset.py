@@ -27,7 +27,7 @@ def documents_of(*documents: list[tuple[int, bool]]) -> Documents:
     sizes = [len(document) for document in documents]
     return Documents(
         np.array([token for token, _ in flat], np.int32),
-        np.array([told for _, told in flat], np.bool_),
+        np.array([reported for _, reported in flat], np.bool_),
         np.array([0, *np.cumsum(sizes)], np.int64),
     )
 

@@ -208,9 +208,9 @@ def test_rows_that_cannot_be_shared_are_refused_before_anything_starts(
     for name in ("Processes", "ClusterProcesses", "work"):
         monkeypatch.setattr(job, name, start)
     settings = replace(LORA, rows_per_step=3)
-    told = "--rows 3: not divisible by the 2 processes: give a multiple of 2"
+    reported = "--rows 3: not divisible by the 2 processes: give a multiple of 2"
     for cluster in (None, "auto"):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             train(
                 tiny_model,
                 tmp_path / "out",
@@ -222,7 +222,7 @@ def test_rows_that_cannot_be_shared_are_refused_before_anything_starts(
             )
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(job, "joined_group", lambda device: nullcontext(Group(0, 2, torch.device("cpu"))))
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=reported):
         train(tiny_model, tmp_path / "out", data=data, settings=settings, device="cpu")
     assert not (tmp_path / "out.training").exists()
 

@@ -10,12 +10,12 @@ import pytest
 from warpbus.train.stopping import Signals, Stopped
 
 
-def test_the_first_is_noted_and_told_and_the_second_ends_at_once() -> None:
-    told: list[int] = []
+def test_the_first_is_noted_and_reported_and_the_second_ends_at_once() -> None:
+    reported: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
 
     def work() -> None:
-        with Signals(told.append) as found:
+        with Signals(reported.append) as found:
             assert found.caught == 0
             os.kill(os.getpid(), signal.SIGTERM)
             assert found.caught == signal.SIGTERM
@@ -24,7 +24,7 @@ def test_the_first_is_noted_and_told_and_the_second_ends_at_once() -> None:
     with pytest.raises(Stopped, match="stopped by SIGINT: no step was finished") as raised:
         work()
     assert raised.value.state is None
-    assert told == [signal.SIGTERM]
+    assert reported == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

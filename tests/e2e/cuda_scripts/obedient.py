@@ -1,4 +1,4 @@
-"""Prints its arguments and the device of a tensor, and waits for a signal if it is told to."""
+"""Prints its arguments and the device of a tensor, and waits for a signal on request."""
 
 import signal
 import sys

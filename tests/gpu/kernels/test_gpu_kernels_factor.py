@@ -54,7 +54,7 @@ def test_the_same_bits_each_time_and_from_what_is_above_the_diagonal():
 
 @pytest.mark.parametrize("place", [0, 40, 99])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_a_matrix_that_is_not_positive_definite_is_told(place, value):
+def test_a_matrix_that_is_not_positive_definite_is_reported(place, value):
     matrix = definite(100).clone()
     matrix[place, place] = value
     assert factored(matrix)[2] == 1

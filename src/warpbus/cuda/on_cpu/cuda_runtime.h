@@ -202,7 +202,7 @@ template <class T> struct Shared {
 
 template <class T> T *dynamic_array(const char *name) { return reinterpret_cast<T *>(dynamic_memory(sizeof(T), name)); }
 
-// What a lane of a warp gets from lane `source` of it; kWarp: the bits of all lanes, whether what they give is not 0.
+// The value that a lane gets from lane `source` of its warp; kWarp: one bit per lane, set if its value is not 0.
 template <class T> T exchange(unsigned mask, T value, unsigned source, const char *what, int line) {
     static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles take values of at most 8 bytes");
     current->given = 0;

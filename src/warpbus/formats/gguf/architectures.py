@@ -296,7 +296,7 @@ def _llama3(keys: Keys, factors: GGUFTensor, theta: float, rotating: int) -> dic
 
 
 def llama3_factors(theta: float, rotating: int, factor: float, low: float, high: float, original: int) -> Tensor:
-    """What Llama 3's scaling multiplies each wavelength by, float32 `[rotating / 2]`."""
+    """The factor by which Llama 3's scaling multiplies each wavelength, float32 `[rotating / 2]`."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, rotating, 2, dtype=torch.float64) / rotating)
     smooth = (original / wavelengths - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)

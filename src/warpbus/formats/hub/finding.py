@@ -86,7 +86,7 @@ def find_model(
             loaded.
 
     Raises:
-        WarpbusError: what `check` raises, preceded by the model's name.
+        WarpbusError: errors that `check` raises, preceded by the model's name.
         UsageError: the name cannot be one, or contradicts the other arguments.
         DownloadError: the model is not on the disk, and the hub does not deliver it.
         CheckpointError: the hub's files are not a model that Warpbus reads, or the packaged model is missing.

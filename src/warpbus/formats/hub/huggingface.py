@@ -221,7 +221,7 @@ class _Download:
 
 
 class _Bar:
-    """What the library needs of a progress bar; it is told only what arrives."""
+    """The methods of a progress bar that the library needs; it counts only what arrives."""
 
     def __init__(self, meter: _Download, **_: object) -> None:
         self._meter = meter

@@ -39,13 +39,13 @@ class ModelName:
 
 
 def parse_name(text: str, *, revision: str | None = None, source: str | None = None) -> ModelName | None:
-    """What a text names on a hub, or None where it is a path.
+    """The model on a hub that a text names, or None where it is a path.
 
     A directory or file that is there is a path, and so is all that has not the form of a name.
 
     Args:
-        text: `OWNER/MODEL`, with `modelscope:` or `huggingface:` before it where that is not told by `source`, and with
-            `@REVISION` behind it where that is not told by `revision`.
+        text: `OWNER/MODEL`, with `modelscope:` or `huggingface:` before it where `source` does not say that, and with
+            `@REVISION` behind it where `revision` does not say that.
         revision: see `ModelName`; with it, or with a source, the text cannot be a path.
         source: the hub.
 

@@ -66,7 +66,7 @@ def push(
     """Create the repository if there is none, and commit the files to its main branch. Other files there stay.
 
     Args:
-        files: what to upload, by name.
+        files: the files to upload, by name.
         private: whether a repository that is created is private.
         message: of the commit.
         licence: of a repository that is created on ModelScope, which asks for one.

@@ -1,4 +1,4 @@
-"""What the operators ask of their arguments, where kernels support them, and how these cover them with blocks."""
+"""Checks of operators' arguments, where kernels support them, and how these cover them with blocks."""
 
 import functools
 from math import prod

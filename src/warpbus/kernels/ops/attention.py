@@ -52,7 +52,7 @@ _STAGES = 4  # chunks under way in a block, at most
 # the next kernel starts late); for 8, whose parts are groups, 19.7 and 18.4 (int8: 15.9 and 14.6); for 32 and 64 alike.
 _COMBINERS_OF_UNITS = 16
 _COMBINERS = 4
-# What a block takes beside its chunks, in chunks of about 1.3 us: launch, first copies, the sum over the parts. Seen:
+# The time of a block beside its chunks, in chunks of about 1.3 us: launch, first copies, the sum over the parts. Seen:
 # 8.5 us with a chunk; 72.6 for 64 sequences in int8 where all blocks run at once, 85.9 in four waves.
 _AROUND = 2
 
@@ -98,7 +98,7 @@ def decode_attention(
             1, as `rope_and_cache` writes them. Written in place.
         heads: of the queries, a multiple of `kv_heads`.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
-        limit: what all positions are below, known to the host: it decides how a row is cut into pieces.
+        limit: an upper bound of all positions, known to the host: it decides how a row is cut into pieces.
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
             of `qkv` only the queries are used. `INT4` needs it. Rows may then be consecutive tokens of one sequence.
             Otherwise no block that is written may be another row's.
@@ -181,7 +181,7 @@ def _check(
 
 @dataclass(frozen=True)
 class AttentionDevice:
-    """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
+    """The properties that decide how a row is cut: multiprocessors, and bytes of shared memory of one."""
 
     multiprocessors: int
     shared: int
@@ -254,7 +254,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Atten
         if few:  # one on each multiprocessor, even if the kernel ahead has left only some of them yet
             shared = max(shared, device.shared // 2)
         of_units = units_per_part * parts_per_block == 1 and (few or in_group > 1)
-        # Who waits for others must know that they run.
+        # Blocks that wait for others must all be resident.
         combiners = _COMBINERS_OF_UNITS if of_units else _COMBINERS
         combiners = min(combiners, group, _TILE) if waves == 1 else 1
         return AttentionPlan(

@@ -36,7 +36,7 @@ _VECTOR = 16  # bytes
 
 
 def gather_cache(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """What is stored of the first `tokens` tokens of a sequence, one after another.
+    """The stored values of the first `tokens` tokens of a sequence, one after another.
 
     Args:
         cache: keys or values, `[blocks, kv_heads, B, d]` in `dtype`, int8 or float8_e4m3fn, or `[blocks, kv_heads, B,

@@ -28,12 +28,12 @@ def factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor
     """Factor a small matrix S = U U^T, U upper triangular, and invert U. Nothing waits for the GPU.
 
     Args:
-        matrix: S, float32 `[columns, columns]`, at most 128 columns, positive definite; what is below its diagonal is
-            not read. Any strides of rows, here and in the others, with the last axis contiguous.
+        matrix: S, float32 `[columns, columns]`, at most 128 columns, positive definite; values below its diagonal
+            are not read. Any strides of rows, here and in the others, with the last axis contiguous.
         upper: U, alike; filled, with zeros below its diagonal.
         inverse: U^-1, alike; filled, with zeros below its diagonal.
-        failed: int32 `[1]`: set to 1 if the matrix is not positive definite, and left alone otherwise. What the other
-            two hold then is undefined.
+        failed: int32 `[1]`: set to 1 if the matrix is not positive definite, and left unchanged otherwise. The other
+            two are undefined in that case.
 
     Raises:
         TensorError: other shapes, strides, dtypes or devices.

@@ -30,8 +30,8 @@ class GemmSm80Tiling:
     """How sm80_hgemm.cu divides a product.
 
     Attributes:
-        tile_m, tile_n, tile_k: what a block computes, and what of k is one stage in shared memory.
-        warp_m, warp_n: what a warp computes of it.
+        tile_m, tile_n, tile_k: the tile of a block, and the extent in k of one stage in shared memory.
+        warp_m, warp_n: the tile of a warp.
         stages: tiles in shared memory.
         swizzle: rows of tiles that blocks go down before they go on to the next column.
         align: 8 if all loads are of 16 bytes, 1 if they are of single elements.

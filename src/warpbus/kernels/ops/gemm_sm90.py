@@ -1,4 +1,4 @@
-"""Launching the products that Hopper's own instructions compute: which tiles, which tensor maps, how many blocks."""
+"""Launches products by wgmma on Hopper: chooses the tiling, the tensor maps and the number of blocks."""
 
 import functools
 import itertools
@@ -37,7 +37,7 @@ class GemmSm90Tiling:
         buffers: staging buffers of a consumer.
         cluster: blocks along m that share the tiles of b.
         efficiency: share of the fastest tiling's rate, measured on an H100 for some thirty shapes.
-        variety: what it is compiled for beyond operands that both have k as their contiguous axis: 0 nothing, 1 other
+        variety: the variants beyond operands that both have k as their contiguous axis: 0 none, 1 other
             layouts or an activation, 2 both at once.
     """
 
@@ -51,12 +51,12 @@ class GemmSm90Tiling:
 
     @property
     def threads(self) -> int:
-        """Of a block: the producer's warpgroup and one or two that multiply."""
+        """Threads per block: the producer's warpgroup and one or two that multiply."""
         return 256 if self.m == 64 else 384
 
     @property
     def shared(self) -> int:
-        """Bytes: the ring and its barriers, staging buffers and bias of each consumer, and room to align."""
+        """Shared memory per block in bytes: ring, barriers, staging buffers and bias of each consumer, alignment."""
         consumers = self.threads // 128 - 1
         ring = ((self.m + self.n) * _TILE_K * 2 + 16) * self.stages
         return ring + consumers * (self.buffers * _BOX * _BOX + self.n) * 2 + 1024
@@ -160,7 +160,7 @@ def addressable(matrix: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> GemmSm90Tiling:
-    """The tiling with the least estimated time: as many waves of tiles as it takes, a last one as long as a full one.
+    """The tiling with the least estimated time, by waves of tiles; the last wave counts as a full one.
 
     Where L2 does not hold the operands, small tiles would fetch them too often.
     """

@@ -237,7 +237,7 @@ def clip_search(
         importance: float32 `[columns]`, what a squared error in a column costs.
         group_size: columns of a group, a divisor of `columns`; all of them for one group a row.
         bits, symmetric: of the codes; see `qtensor.scheme.WEIGHT_BITS`.
-        scale_dtype: what the scales are rounded to: float32, float16 or bfloat16.
+        scale_dtype: the dtype to which the scales are rounded: float32, float16 or bfloat16.
 
     Returns:
         scales and zero points, float32 `[rows, groups]`. A GPU sums the errors in another order than the CPU, so that
@@ -287,7 +287,7 @@ def _check_block(
 
 
 def _check_matrices(name: str, parts: int, columns: int, because: str, corner: Tensor, **rows: Tensor) -> None:
-    """What belongs to matrices fits the columns, and they share the parts evenly."""
+    """Tensors that belong to matrices fit the columns, and the matrices share the parts evenly."""
     stacked = (len(corner),) if corner.dim() == 3 else ()
     check_shape(name, {"corner": (*stacked, columns, columns)}, because, corner=corner)
     check_shape(name, dict.fromkeys(rows, (*stacked, columns)), because, **rows)
@@ -296,7 +296,7 @@ def _check_matrices(name: str, parts: int, columns: int, because: str, corner: T
 
 
 def _check_carried(name: str, first: Tensor, **tensors: Tensor) -> None:
-    """What is carried over is written in one of the formats for that, in the shape of the first tensor."""
+    """The carried errors are in one of the formats for that, in the shape of the first tensor."""
     check_alike(name, _CARRIED, **tensors)
     check_shape(name, dict.fromkeys(tensors, tuple(first.shape)), "one number for each of the block's", **tensors)
     check_device(name, first, **tensors)
@@ -439,7 +439,7 @@ def _corner_bytes(columns: int) -> int:
 
 
 def _fit_bytes(size: int) -> int:
-    """Shared memory for a corner, the codes of a block's rows, and two sums a thread."""
+    """Shared memory for a corner, the codes of a block's rows, and two sums per thread."""
     width = blocks((size, _FIT_COLUMNS)) * _FIT_COLUMNS
     return 4 * (width * width + width * _BLOCK_ROWS + 2 * _FIT_THREADS)
 

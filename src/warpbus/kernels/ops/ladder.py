@@ -35,9 +35,9 @@ class Rung:
     """One step of a ladder.
 
     Attributes:
-        name: what the functions take.
+        name: the variant's name, as the functions take it.
         needs: the oldest architecture it runs on, or the only one, where it ends with "a".
-        dtypes: what it computes with.
+        dtypes: the dtypes in which it computes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What training a small network needs besides products and the sigmoid: bias, gradients, loss, update.
+"""The operators for training a small network besides products and the sigmoid: bias, gradients, loss, update.
 
 With `ladder.matmul`, `ladder.linear_sigmoid` and these, `examples/mlp_from_scratch.py` trains without autograd.
 """
@@ -76,7 +76,7 @@ def sigmoid_gradient(y: Tensor, gradient: Tensor) -> Tensor:
     """`gradient * y * (1 - y)`: the gradient before a sigmoid from the one behind it.
 
     Args:
-        y: what the sigmoid gave, of any shape; float32, float16 or bfloat16.
+        y: the output of the sigmoid, of any shape; float32, float16 or bfloat16.
         gradient: in the shape and dtype of `y`.
 
     Returns:

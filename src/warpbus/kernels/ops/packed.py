@@ -33,7 +33,7 @@ from warpbus.qtensor import QTensor, Scheme
 TILE_ROWS = 16
 TILE_COLUMNS = 64
 STORED_BITS = (2, 3, 4, 8)
-"""What a packed code can take; the kernels are compiled for each."""
+"""The widths of a packed code in bits; the kernels are compiled for each."""
 _ROWS_AT_ONCE = 1024  # packed at a time, so that the wide integers in between stay small
 
 
@@ -57,7 +57,7 @@ class PackedWeight:
 
     @property
     def bits(self) -> int:
-        """What a code takes: 2, 3, 4 or 8. Codes of 5 and 6 bits are stored in 8."""
+        """Bits of a packed code: 2, 3, 4 or 8. Codes of 5 and 6 bits are stored in 8."""
         return stored_bits(self.scheme)
 
     @property

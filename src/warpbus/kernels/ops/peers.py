@@ -35,7 +35,7 @@ _GATHER = per_dtype(
 
 
 def buffer_bytes(world: int) -> int:
-    """What each of `world` GPUs needs of memory that the others can write to, zero before the first sum."""
+    """The memory of each of `world` GPUs that the others can write to, zero before the first sum."""
     return world * _MOST_BLOCKS * 4 + 2 * world * MOST_BYTES
 
 

@@ -1,6 +1,6 @@
 """Rounding a matrix of weights to nearest: the one way in which this package does it.
 
-The grid is `kernels.reference.grid`'s, or for activations of 8 bits one scale a row. GPTQ decides the codes of its
+The grid is `kernels.reference.grid`'s, or for activations of 8 bits one scale per row. GPTQ decides the codes of its
 columns itself, on the same grid. Activations are rounded when they come by: `w8a8`, `cache`.
 """
 
@@ -62,7 +62,7 @@ def round_to_nearest(
 
 
 def _by_rows(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> QTensor:
-    """Values of int8 or e4m3, one scale a row."""
+    """Values of int8 or e4m3, one scale per row."""
     values = torch.empty(weight.shape, dtype=scheme.dtype, device=weight.device)
     scales = torch.empty(len(weight), 1, dtype=scale_dtype, device=weight.device)
     for part in slices(weight):

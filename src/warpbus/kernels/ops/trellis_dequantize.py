@@ -18,7 +18,7 @@ _PARAMETERS = Parameters(
     "int tiles, int first_block, int columns, int levels"
 )
 BUFFER_BYTES = 2**26
-"""What the dequantized weights take at a time; one tile of rows or block of columns, where that is more."""
+"""The limit in bytes of the weights dequantized at a time; at least one tile of rows or block of columns."""
 
 _THREADS = 256  # kThreads in trellis/dequantize.cu
 

@@ -1,6 +1,6 @@
 """`w8a8`: linear layers whose weights and activations both have 8 bits, on the tensor cores' 8-bit instructions.
 
-Codes are int8 or float8_e4m3fn with one float32 scale a row: a weight has them from its file, activations get them on
+Codes are int8 or float8_e4m3fn with one float32 scale per row: a weight has them from its file, activations get them on
 the way, token by token. The product is summed in int32 or float32 and scaled on its way out. Two kernels compute it:
 `w8a8/sm90_w8a8.cu` (wgmma, TMA) on Hopper and `w8a8/sm80_w8a8.cu` (mma.sync, cp.async) elsewhere; e4m3 needs sm_89.
 """
@@ -144,7 +144,7 @@ def scaled_gemm(
     check_shape(name, {"b_codes": (n, k)}, f"a_codes has {k} columns, and b_codes needs as many", b_codes=b_codes)
     check_alike(name, (torch.float32,), a_scales=a_scales, b_scales=b_scales)
     check_shape(
-        name, {"a_scales": (m,), "b_scales": (n,)}, "one a row of the codes", a_scales=a_scales, b_scales=b_scales
+        name, {"a_scales": (m,), "b_scales": (n,)}, "one per row of the codes", a_scales=a_scales, b_scales=b_scales
     )
     if out_dtype not in HALVES:
         raise TensorError(

@@ -78,7 +78,7 @@ def wna16_linear(
 
 
 class _Around(NamedTuple):
-    """What surrounds the product: arguments of `wna16_linear`."""
+    """The operations around the product: arguments of `wna16_linear`."""
 
     bias: Tensor | None
     norm: Tensor | None

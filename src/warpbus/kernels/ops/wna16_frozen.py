@@ -22,7 +22,7 @@ _PARAMETERS = Parameters(
     "int first, int tiles, int groups, int group_shift, int middle"
 )
 BUFFER_BYTES = 2**28
-"""What the dequantized columns take at a time; one tile of columns, where that is more."""
+"""The limit in bytes of the columns dequantized at a time; at least one tile of columns."""
 
 _BLOCK = 256  # kBlock in wna16/dequantize.cu
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row

@@ -43,7 +43,7 @@ class Wna16Sm80Tiling:
 
     Attributes:
         tile_m, tile_n: rows of x, and rows of the weight, that a block multiplies.
-        warp_m, warp_n: what a warp does of it.
+        warp_m, warp_n: the tile of a warp.
         resident: blocks that a multiprocessor holds at a time as far as registers go.
         efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
     """

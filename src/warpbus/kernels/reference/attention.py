@@ -66,7 +66,7 @@ def visible(positions: Tensor, blocks: Tensor, size: int, limit: int) -> tuple[T
     starts = torch.arange(0, named.shape[1] * size, size, device=positions.device)
     named = torch.where(starts <= last, named, named[:, :1])
     seen = torch.arange(named.shape[1] * size, device=positions.device) <= last
-    # What lies past a row's position is no number that may be computed with, not even times 0. Ahead of the shortest
+    # Cache contents past a row's position may not be computed with, not even times 0. Ahead of the shortest
     # row's last block there is nothing to clear; a GPU would have to be waited for to know where that is.
     begin = int(positions.min()) // size * size if positions.device.type == "cpu" else 0
     return named, seen, begin

@@ -61,7 +61,7 @@ def write(new: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None, fixe
 
 
 def gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the blocks `[b, n]` of `b` sequences hold: `[b, kv_heads, n * B, d]` in `dtype`, in memory of its own.
+    """The contents of the blocks `[b, n]` of `b` sequences: `[b, kv_heads, n * B, d]` in `dtype`, in memory of its own.
 
     Of `INT4`, the rotated vectors.
     """

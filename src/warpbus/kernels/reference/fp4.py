@@ -10,7 +10,7 @@ from warpbus.kernels.reference.grid import slices
 from warpbus.qtensor import QTensor, Scheme, pack, packed_words
 from warpbus.qtensor.fp4 import LARGEST, fp4_codes, fp4_values
 
-# What the largest weight of a group is divided by: 6 uses the whole range, smaller divisors clip nothing, larger ones
+# The divisors of the largest weight of a group: 6 uses the whole range, smaller divisors clip nothing, larger ones
 # clip the largest weight.
 _DIVISORS = (LARGEST, 5.5, 5.0, 4.5, 4.0, 6.5, 7.0, 7.5, 8.0)
 _E4M3_BITS = 16.0  # a mantissa from 0.5 to 1 is a multiple of 1/16

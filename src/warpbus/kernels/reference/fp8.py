@@ -1,4 +1,4 @@
-"""Rounding to 8-bit floating-point numbers with one scale a matrix, in plain PyTorch."""
+"""Rounding to 8-bit floating-point numbers with one scale per matrix, in plain PyTorch."""
 
 import math
 
@@ -13,7 +13,7 @@ _SMALLEST = 1e-12  # an amax below is taken for this: the scale of a tensor of z
 
 
 def round_to_fp8(x: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What `warpbus.kernels.ops.fp8.round_to_fp8` gives, for a matrix with any number of columns."""
+    """As `warpbus.kernels.ops.fp8.round_to_fp8`, for a matrix with any number of columns."""
     scale = torch.linalg.vector_norm(x.detach(), math.inf).float().clamp_min(_SMALLEST) / torch.finfo(dtype).max
     # A matrix of one number, with which the product is in float32; what it makes a little larger than the largest code
     # is rounded down to it.

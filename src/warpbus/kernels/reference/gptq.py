@@ -101,7 +101,7 @@ def clip_search(
 
 
 def _per_part(tensor: Tensor, stacked: int, parts: int) -> Tensor:
-    """What belongs to the matrix of each part, `[parts, ...]`; `stacked`: axes of a tensor with an entry per matrix."""
+    """The entry of the matrix of each part, `[parts, ...]`; `stacked`: axes of a tensor with an entry per matrix."""
     each = tensor if tensor.dim() == stacked else tensor[None]
     return each.repeat_interleave(parts // len(each), 0) if len(each) > 1 else each.expand(parts, *each.shape[1:])
 

@@ -68,8 +68,8 @@ def fit(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
     Args:
         groups: float32 `[rows, groups, columns of a group]`.
         scheme: symmetric: see this file's head; asymmetric: from the least to the greatest weight, zero included.
-        scale_dtype: what the scales are rounded to. A scale that becomes zero there, as that of an all-zero group
-            does, is taken as 1, so that the group's codes mean zero.
+        scale_dtype: the dtype to which the scales are rounded. A scale that becomes zero there, as that of an all-zero
+            group does, is taken as 1, so that the group's codes mean zero.
     """
     return _grid(_limits(groups, scheme), 1.0, scheme, scale_dtype)
 
@@ -120,7 +120,7 @@ def slices(weight: Tensor) -> Iterator[slice]:
 
 
 def _limits(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """What the code 0 means and what the span of all codes is, over the full range; each `[rows, groups]`."""
+    """The meaning of code 0 and the span of all codes, over the full range; each `[rows, groups]`."""
     if scheme.symmetric:
         extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
         return extreme, extreme * (-scheme.max_code / scheme.middle_code)

@@ -6,8 +6,7 @@ latents of 512 features and rotary keys of 64 in 16 bits these are 512 + 16 + 12
 
 A scale is the smallest power of two with which no code exceeds 448, from 2^-24 to 2^7. So a code times its scale is
 exact in bfloat16, and in float16 down to its smallest number; greater features become 57,344. The scale of a group with
-a NaN is NaN. Powers of two cost e4m3,
-which has an exponent itself, no precision.
+a NaN is NaN. Powers of two cost e4m3, which has an exponent itself, no precision.
 """
 
 import torch

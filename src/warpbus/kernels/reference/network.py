@@ -1,4 +1,4 @@
-"""What training a small network needs besides products and the sigmoid, in plain PyTorch and float32."""
+"""The operators for training a small network besides products and the sigmoid, in plain PyTorch and float32."""
 
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""`w8a8` in plain PyTorch: 8-bit codes with one scale a row, and the product of two matrices of them."""
+"""`w8a8` in plain PyTorch: 8-bit codes with one scale per row, and the product of two matrices of them."""
 
 from math import prod
 

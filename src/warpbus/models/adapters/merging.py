@@ -28,7 +28,7 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Merge:
-    """What was done.
+    """A summary of a merge.
 
     Attributes:
         matrices: how many were changed.
@@ -50,7 +50,7 @@ class Merge:
         return asdict(self)
 
     def summary(self) -> str:
-        """What was done, in one line."""
+        """A summary in one line."""
         return (
             f"{self.output}: {self.adapter} is in {self.matrices} matrices (rank {self.rank}, changed by at most "
             f"{self.largest_change:.2%}), {self.bytes / 1e6:,.1f} MB"

@@ -35,10 +35,10 @@ def save_lora(
 
     Args:
         directory: a new one.
-        lora: what to write; tensors are stored in their own dtype.
+        lora: the LoRA to write; tensors are stored in their own dtype.
         config: of the decoder.
         base: the name or directory of the model that it belongs to.
-        rank, alpha: what adapter_config.json says; B is stored without their scaling, `alpha / rank`.
+        rank, alpha: the values for adapter_config.json; B is stored without their scaling, `alpha / rank`.
         overwrite: replace an adapter that is there.
 
     Raises:
@@ -94,7 +94,7 @@ def save_prefix(
 
     Args:
         directory: a new one.
-        prefix: what to write; tensors are stored in their own dtype.
+        prefix: the prefix to write; tensors are stored in their own dtype.
         config: of the decoder.
         base: the name or directory of the model that it belongs to.
         overwrite: replace one that is there.
@@ -126,7 +126,7 @@ def save_prefix(
 
 
 def _targets(config: ModelConfig, modules: Collection[str]) -> list[str]:
-    """What PEFT's target_modules have to be: the last parts of the names where every layer has the same, else all."""
+    """The value of PEFT's target_modules: the last parts of the names where every layer has the same, else all."""
     chosen = {module.rpartition(".")[2] for module in modules}
     meant = {module for module in sites(config) if module.rpartition(".")[2] in chosen}
     return sorted(chosen if meant == set(modules) else modules)

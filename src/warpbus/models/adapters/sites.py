@@ -16,9 +16,9 @@ class Site:
 
     Attributes:
         module: its name there.
-        linear: the decoder's linear that it is, or is a part of: "layers.0.attention.qkv".
-        linear_rows: how many rows that has.
-        start: the first of its own.
+        linear: the decoder's linear of which it is a part, or all: "layers.0.attention.qkv".
+        linear_rows: number of rows of that linear.
+        start: its first row there.
         rows, columns: its shape.
     """
 
@@ -45,7 +45,7 @@ def sites(config: ModelConfig) -> dict[str, Site]:
 
 
 def placed(lora: PeftLora, config: ModelConfig) -> dict[str, Site]:
-    """Where each module of a file belongs, by its name in the file; no tensor is read.
+    """The site of each module of a file, by its name in the file; no tensor is read.
 
     Raises:
         CheckpointError: if the model has no linear layer of a name, or the settings do not name it.

@@ -88,7 +88,7 @@ def _rope(fields: Fields, head_dim: int, generation: int | None) -> RopeConfig:
 
 
 def _generation(values: Mapping[str, Any], vocabulary: int) -> int | None:
-    """2, 3 or 4; `None` where 2 and 3, whose configs have the same keys, cannot be told apart."""
+    """2, 3 or 4; `None` where 2 and 3, whose configs have the same keys, cannot be distinguished."""
     if vocabulary > 2 * _SENTENCEPIECE_ENTRIES:
         return 4
     # A model that was trained further names its base in one or the other: "THUDM/chatglm2-6b-32k--modeling_chatglm...".

@@ -1,4 +1,4 @@
-"""What a family declares: how its config.json reads (`Fields`), and where its tensors lie.
+"""The declaration of a family: how its config.json reads (`Fields`), and where its tensors lie.
 
 A damaged config.json is refused by the name of the value and not by a crash. Keys that change what a model computes and
 that no family here computes are refused, never ignored. They come from relatives of the families: the same `model_type`
@@ -25,7 +25,7 @@ class Family:
     """A family of models that share one config format and one naming of tensors.
 
     Attributes:
-        name: what `ModelConfig.family` says.
+        name: the value of `ModelConfig.family`.
         model_types: the values of `model_type` in config.json that mean this family.
         config: reads a parsed config.json; raises `CheckpointError` naming the key that is wrong.
         tensors: the tensors that a decoder of that config needs, and no others.
@@ -58,7 +58,7 @@ def expand(
         whole: parameters outside the layers, as in `TensorMap`.
         layer: parameters of a layer, without `layers.N.`, and their tensors without `prefix`; `{}` stands for the
             number of the expert.
-        prefix: what the tensors of a layer begin with, `{}` standing for the layer's number.
+        prefix: the beginning of the tensor names of a layer, `{}` standing for the layer's number.
 
     Returns:
         the tensors of this config. Of the tables only those parameters are taken that a layer's spec has.

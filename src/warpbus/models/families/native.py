@@ -1,4 +1,4 @@
-"""What the formats of Hugging Face's own models share: keys of config.json, names of tensors, rotary parameters."""
+"""Common parts of the formats of Hugging Face's models: keys of config.json, names of tensors, rotary parameters."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ def read(
     Args:
         values: the parsed file.
         family: the name of the family.
-        head_dim: what the family's heads measure where the file does not say; by default hidden_size / heads.
+        head_dim: the size of the family's heads if the file does not say; by default hidden_size / heads.
         rotary_part: the share of a head that rotates where the file does not say.
         interleaved: see `RopeConfig`.
         kv_heads_default: without num_key_value_heads there are as many as attention heads.

@@ -49,7 +49,7 @@ from warpbus.models.loading import quantized_parameters, read_config, tensor_map
 from warpbus.qtensor import QTensor, Scheme
 
 TARGETS = ("gguf", *(f"gguf-{name.lower()}" for name in TYPES))
-"""What `convert --to` accepts."""
+"""The values of `convert --to`."""
 
 ARCHITECTURES = {
     "glm": "chatglm",
@@ -100,7 +100,7 @@ class GGUFExport:
     """The result of writing a GGUF file.
 
     Attributes:
-        target: what was asked for.
+        target: the requested type.
         kinds: number of matrices by block type.
         exact: quantized matrices whose codes and scales did not change.
         minima_rounded: quantized matrices whose codes did not change, but whose minima were rounded to float16.
@@ -304,7 +304,7 @@ class _Export:
         return digests
 
     def data(self, source: _ExportedTensor) -> Tensor:
-        """What the file stores of a tensor, as any tensor of these bytes."""
+        """The stored form of a tensor in the file, as any tensor of these bytes."""
         if source.scheme is None:
             return _in_type(source, self.checkpoint.tensor(source.name, expected=source.shape))
         assert self.format is not None

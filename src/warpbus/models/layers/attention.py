@@ -26,7 +26,7 @@ Stored = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class AttentionContext(Protocol):
-    """What a layer attends to: the same sequence (`CausalAttention`), or a cache that the engine keeps."""
+    """The context that a layer attends to: the same sequence (`CausalAttention`), or a cache that the engine keeps."""
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         """Attend causally, after storing the new keys and values if there is a cache.

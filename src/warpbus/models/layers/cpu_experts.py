@@ -72,5 +72,5 @@ def _packed(expert: nn.Module) -> tuple[CpuCodes, CpuCodes] | None:
 
 
 def _kind(pair: tuple[CpuCodes, CpuCodes]) -> tuple[tuple[tuple[int, int], str, torch.dtype], ...]:
-    """What experts that are stacked have in common."""
+    """The common properties of stacked experts."""
     return tuple((each.shape, str(each.scheme), each.scales.dtype) for each in pair)

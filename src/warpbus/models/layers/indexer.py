@@ -18,7 +18,7 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class IndexFeatures:
-    """What an indexer computes of tokens; the first features of queries and keys are rotary.
+    """An indexer's features of tokens; the first features of queries and keys are rotary.
 
     Attributes:
         q: `[..., tokens, heads, head_dim]`.

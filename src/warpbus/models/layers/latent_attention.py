@@ -144,7 +144,7 @@ class LatentAttention(nn.Module):
         return self.kv_b.weight.unflatten(0, (self.spec.num_heads, -1))
 
     def _projected(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor, IndexFeatures | None]:
-        """What is projected from hidden states; latents are not normed, and nothing is rotated.
+        """The projections of hidden states; latents are not normed, and nothing is rotated.
 
         Returns:
             queries `[..., heads, nope_dim + rope_dim]`; latents and rotary keys `[..., kv_rank + rope_dim]`; and the

@@ -24,7 +24,7 @@ from warpbus.models.layers.parallel import Parallel
 from warpbus.models.layers.stacked_experts import StackedExperts
 
 ALIKE = "all of a layer in one scheme of w2a16 to w8a16, in 16 bits on a GPU"
-"""What the kernels need of experts, as messages say it."""
+"""The requirements of the kernels on experts, in the words of messages."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class MoE(nn.Module):
         experts: these experts by their numbers; where kernels compute them together, and all are quantized alike,
             `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU.
         shared: the shared expert, or None. Its matrices may be views of the stacked ones.
-        output: what the sum passes through: the identity, or with tensor or expert parallelism the all-reduce of the
-            processes' partial sums.
+        output: the module that the sum passes through: the identity, or with tensor or expert parallelism the
+            all-reduce of the processes' partial sums.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -252,7 +252,7 @@ def _packed(expert: nn.Module) -> _PackedPair | None:
 
 
 def _kind(pair: _PackedPair | None) -> Sequence[object]:
-    """What experts that are stacked have in common; nothing if the kernels do not take them."""
+    """The common properties of stacked experts; None if the kernels do not take them."""
     if pair is None or any(size % 8 for each in pair for size in each.shape):
         return ()
     return [(each.shape, each.scheme, each.dtype) for each in pair]

@@ -74,7 +74,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     Raises CheckpointError if a file is damaged or the template is not valid.
     """
     directory = Path(checkpoint_dir)
-    tokenizer_config = read_object(directory / "tokenizer_config.json") or {}
+    tokenizer_config = read_object(directory / "tokenizer_config.json")
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
@@ -107,11 +107,11 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     tokenizer's `eos_token`, and for a GLM with role tokens those that follow an answer."""
     directory = Path(checkpoint_dir)
     found: list[int] = []
-    for values in (read_object(directory / "generation_config.json") or {}, config):
+    for values in (read_object(directory / "generation_config.json"), config):
         eos = values.get("eos_token_id")
         found += [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     specials = tokenizer.special_ids
-    texts = [_special_texts(read_object(directory / "tokenizer_config.json") or {}).get("eos_token", "")]
+    texts = [_special_texts(read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
     if _is_glm(tokenizer):
         texts += _GLM_STOPS
     found += [specials[text] for text in texts if text in specials]
@@ -123,7 +123,7 @@ def _is_glm(tokenizer: Tokenizer) -> bool:
 
 
 def _end_id(tokenizer: Tokenizer, eos: str | None, stop_ids: tuple[int, ...]) -> int | None:
-    """What a last answer ends with if the template puts nothing there. GLM-4 learned to hand over to the user."""
+    """The end of a last answer if the template puts nothing there. GLM-4 learned to hand over to the user."""
     if _is_glm(tokenizer):
         return tokenizer.special_ids["<|user|>"]
     if eos in tokenizer.special_ids:

@@ -1,4 +1,4 @@
-"""What every prompt template offers, what a message is, and how a conversation becomes ids.
+"""The interface of prompt templates, the form of a message, and how a conversation becomes ids.
 
 Special tokens come from the structure of a conversation, never from the text of a message. A template therefore does
 not pass one string to the tokenizer. It makes a list of special token ids and ordinary texts. Each text goes through
@@ -68,7 +68,7 @@ class Text:
     """A stretch of ordinary text between two special tokens.
 
     Attributes:
-        text: what `Tokenizer.encode` gets.
+        text: the argument of `Tokenizer.encode`.
         answers: ranges of its characters, ascending and apart, that are answers.
     """
 

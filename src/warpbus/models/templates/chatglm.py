@@ -170,7 +170,7 @@ class QueryTemplate:
     ) -> list[int]:
         """See `Template.render`. UsageError unless user and assistant take turns.
 
-        Without a generation prompt it is the text alone, which the model cannot go on with.
+        Without a generation prompt it is the text alone, which the model cannot continue.
         """
         if continue_final_message:
             check_messages(messages)
@@ -203,7 +203,7 @@ class QueryTemplate:
         return prompt_spans(self._tokenizer, items)
 
     def _question(self, messages: Sequence[Message]) -> Text:
-        """What is asked, with the history before it."""
+        """The question, with the history before it."""
         text, with_history = _text(messages)
         _check_question(messages, _CHATGLM)
         return Text(text + _CHATGLM.answer if with_history else text)
@@ -218,13 +218,13 @@ def _text(messages: Sequence[Message]) -> tuple[str, bool]:
 
 
 def _answer(text: str) -> Text:
-    """A text that is an answer as a whole."""
+    """Mark a whole text as an answer."""
     return Text(text, ((0, len(text)),))
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundFormat:
-    """How rounds are written: for whom, what stands between two parts, and the number of the first."""
+    """The form of a model's rounds: its name in messages, the separator of two parts, and the first round's number."""
 
     name: str
     separator: str

@@ -132,7 +132,7 @@ class ChatGLM3Tools:
 
 
 def _fenced(text: str) -> str | None:
-    """What stands in the fence that a text consists of; None if it is anything else."""
+    """The content of the fence, if a text is one; None if it is anything else."""
     opening, line_feed, rest = text.strip().partition("\n")
     if opening.rstrip(" \t") not in (_FENCE, f"{_FENCE}python") or not line_feed or not rest.endswith(_FENCE):
         return None
@@ -165,7 +165,7 @@ def _check_names(where: str, names: Collection[str]) -> None:
 
 
 def _parameters(tool: Tool, name: str) -> tuple[str, list[str]]:
-    """What may stand between the parentheses of a call, and rules of it, whose names begin with `name`."""
+    """The text that may stand between the parentheses of a call, and rules of it, whose names begin with `name`."""
     schema = tool.get("parameters") or {}
     properties: Mapping[str, Any] = schema.get("properties") or {}
     _check_names(f"tools: {tool['name']}", properties)

@@ -1,4 +1,4 @@
-"""What a tool dialect is: how a family of models is told which tools there are, and how it calls them.
+"""Tool dialects: how the prompt of a model family lists the tools, and how the model calls them.
 
 Calls are parsed as data and never executed. Text that is not exactly a call of an offered tool remains text.
 """
@@ -45,7 +45,7 @@ class Turn:
         role: "system", "user", "assistant" or "tool".
         content: the text.
         calls: of an assistant.
-        reasoning: what an assistant thought before its text.
+        reasoning: the thinking of an assistant before its text.
     """
 
     role: str
@@ -102,7 +102,7 @@ class ToolDialect(Protocol):
     def free_grammar(self, tools: Sequence[Tool]) -> str | None:
         """The grammar of an answer of text and calls, in any order, whose calls match the tools' schemas.
 
-        None if the dialect has none: its calls cannot be told from text before they end.
+        None if the dialect has none: its calls cannot be distinguished from text before they end.
         """
 
 
@@ -184,7 +184,7 @@ def openai_messages(turns: Sequence[Turn]) -> list[Message]:
 
 
 def described(tool: Tool) -> dict[str, Any]:
-    """A function as the models were told of it."""
+    """A function as the models see it."""
     return {
         "name": tool["name"],
         "description": tool.get("description") or "",

@@ -29,7 +29,7 @@ from warpbus.models.templates.partial_calls import cut_call
 HEADING = "# 可用工具"
 
 Place = Literal["system", "message", "variable"]
-"""Where GLM-4 is told of its tools: in a system message that is written here, for checkpoints without a template; or by
+"""Where GLM-4 reads its tools: in a system message that is written here, for checkpoints without a template; or by
 the template, from the key `tools` of a system message (glm-4-9b-chat) or from its variable `tools` (GLM-4-0414)."""
 
 

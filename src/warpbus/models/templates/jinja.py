@@ -148,7 +148,7 @@ class JinjaTemplate:
                 )
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be told."""
+        """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be located."""
         check_messages(messages)
         views, _, breaker = self._broken(messages, {})
         return prompt_spans(self._tokenizer, self._items_with_answers(views, breaker))
@@ -220,7 +220,7 @@ class JinjaTemplate:
     def _rewritten(self, index: int) -> WarpbusError:
         return CheckpointError(
             f"{self._name}: the chat template writes messages[{index}] otherwise within a conversation than at its "
-            "end, so its tokens cannot be told from the rest; split the conversation there"
+            "end, so its tokens cannot be separated from the rest; split the conversation there"
         )
 
     def _text(self, views: _Views, add_generation_prompt: bool, variables: Variables) -> str:

@@ -87,7 +87,7 @@ class LineCallStream:
         return "", calls
 
     def _give_up(self) -> str:
-        """What was kept back. From now on all is text."""
+        """The text kept back. From now on all is text."""
         held = self._line if self._call is None else "".join(self._call)
         self._line, self._call, self._is_text = "", None, True
         return held

@@ -103,7 +103,7 @@ def _certain(text: str) -> str:
 
 
 class _TaggedTools(TemplateTools):
-    """What the two dialects share: tools are declared by the template, and calls are between tags."""
+    """The common part of two dialects: tools are declared by the template, and calls are between tags."""
 
     def stream(self, tools: Sequence[Tool]) -> TaggedCallStream:
         """See `ToolDialect.stream`."""

@@ -43,8 +43,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         return HuggingFaceTokenizer(path)
-    config = read_object(directory / "config.json") or {}
-    tokenizer_config = read_object(directory / "tokenizer_config.json") or {}
+    config = read_object(directory / "config.json")
+    tokenizer_config = read_object(directory / "tokenizer_config.json")
     path = directory / "tokenizer.model"
     if not path.exists():
         if (directory / CHATGLM_FILE).exists():
@@ -87,8 +87,8 @@ def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config:
         # Read, never run.
         found = "<|observation|>" in source.read_text(encoding="utf-8", errors="replace")
         return CHATGLM3_SPECIALS if found else CHATGLM2_SPECIALS
-    told = (config.get("_name_or_path"), tokenizer_config.get("name_or_path"), config.get("auto_map"))
-    names = " ".join(map(str, told)).lower()
+    sources = (config.get("_name_or_path"), tokenizer_config.get("name_or_path"), config.get("auto_map"))
+    names = " ".join(map(str, sources)).lower()
     if "chatglm3" in names or config.get("seq_length") == 8192:
         return CHATGLM3_SPECIALS
     return CHATGLM2_SPECIALS

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and the one way in which ids become text.
+"""The interface of tokenizers, and the one way in which ids become text.
 
 A tokenizer turns ordinary text into ids and ids into bytes. It never makes a special token (`<|user|>`, `[gMASK]`, ...)
 out of text: those come from the structure of a conversation alone, which `warpbus.models.templates` knows.
@@ -105,5 +105,5 @@ class StreamDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was begun and not finished, else nothing."""
+        """The rest at the end: U+FFFD for a character that was begun and not finished, else nothing."""
         return self._utf8.decode(b"", final=True)

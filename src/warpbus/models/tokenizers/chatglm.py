@@ -144,9 +144,9 @@ def load_chatglm(directory: Path, config: Mapping[str, Any], tokenizer_config: M
         )
     shift = next(iter(shifts.values()))
     if len(set(shifts.values())) > 1 or not 0 <= shift < 2**20:
-        told = ", ".join(f"{name} says {number}" for name, number in shifts.items())
+        stated = ", ".join(f"{name} says {number}" for name, number in shifts.items())
         raise CheckpointError(
-            f"{path}: how many tokens of images come first (0 or 20000): {told}; restore the files from one revision "
+            f"{path}: how many tokens of images come first (0 or 20000): {stated}; restore the files from one revision "
             "of the model"
         )
     if type(size) is int and shift + model.get_piece_size() > size:

@@ -1,4 +1,4 @@
-"""What the files of a model say of its tokenizer, for clients that ask a server for it."""
+"""The tokenizer's settings in the files of a model, for clients that ask a server for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[s
     Raises:
         CheckpointError: the file is damaged.
     """
-    found, jinja = read_object(directory / "tokenizer_config.json") or {}, directory / "chat_template.jinja"
+    found, jinja = read_object(directory / "tokenizer_config.json"), directory / "chat_template.jinja"
     try:
         template = jinja.read_text(encoding="utf-8") if jinja.is_file() else None
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ import sentencepiece
 
 from warpbus.errors import DataError, StorageError, UsageError
 
-# What SentencePiece gives a meaning of its own in training data: its space, its unknown mark, a column, an end.
+# The characters with a meaning of their own in SentencePiece's training data: space, unknown mark, column, end.
 _RESERVED = frozenset("\u2581\u2585\t\0")
 _BYTES = 256
 _SENTENCE = 500

@@ -22,11 +22,11 @@ from typing import Any
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.errors import QueueFullError, UsageError
 from warpbus.pool.broker import ledger_file, status
-from warpbus.pool.broker.admission import check_limits, check_possible, checked_gpus, no_place
 from warpbus.pool.broker.leases import HIGHEST_PRIORITY, Lease, LeaseMove, Limits, PoolGpu
 from warpbus.pool.broker.ledger import HostEntry, Ledger
 from warpbus.pool.broker.moves import evacuate, make_room
 from warpbus.pool.broker.placement import best_fit, outlook
+from warpbus.pool.broker.request_checks import check_limits, check_possible, checked_gpus, no_place
 from warpbus.pool.quota import Quota
 
 
@@ -399,7 +399,7 @@ class Broker:
         """The moves that would let the first lease of the queue in (`warpbus.pool.broker.moves.make_room`)."""
         return make_room(self._ledger, self._aging)
 
-    # What others see
+    # Information for others
 
     @property
     def changes(self) -> int:
@@ -418,7 +418,7 @@ class Broker:
         """Replace the state of this broker by one that `dump` returned.
 
         Args:
-            state: what `dump` returned.
+            state: the result of `dump`.
             now: the time; clients and hosts have the grace time from then on to give a sign of life.
 
         Raises:

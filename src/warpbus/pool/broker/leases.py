@@ -46,8 +46,8 @@ class Lease:
 
     Attributes:
         id: 32 hexadecimal digits. It only names the lease: its client shows a key, which the broker does not know.
-        tenant: who asked for it.
-        quota: what it is for.
+        tenant: the user that asked for it.
+        quota: its quota.
         priority: as requested; waiting adds to it.
         gpu: the GPU that it is on, or None. While it moves, the one it comes from.
         state: "queued" for room, "placed", "moving" to `target`, "suspended" on disk; the last two states are the end:

@@ -8,9 +8,9 @@ from types import NoneType
 from typing import Any
 
 from warpbus.errors import DataError, UsageError
-from warpbus.pool.broker.admission import checked_gpus
 from warpbus.pool.broker.leases import Event, Lease, PoolGpu
 from warpbus.pool.broker.ledger import EVENTS, TOLERANCE, HostEntry, Ledger
+from warpbus.pool.broker.request_checks import checked_gpus
 from warpbus.pool.quota import Quota
 
 VERSION = 1

@@ -7,7 +7,7 @@ has NVLink to the other's, then to the same GPU, then to another one of that hos
 The queue is served in order. The first lease in it that fits nowhere has one GPU kept for it: the one where the least
 memory, then the least share, has to be given back before it fits. Those behind it may pass, but not onto that GPU, so
 that it does not get later what it waits for. This is backfilling with one reservation, after EASY (Lifka, 1995). EASY
-is told how long jobs last; nobody knows that of a lease, so the whole GPU is kept. Another GPU takes its place only
+knows how long jobs last; nobody knows that of a lease, so the whole GPU is kept. Another GPU takes its place only
 where less has to be given back: what the lease waits for never grows.
 """
 
@@ -37,7 +37,7 @@ class Outlook:
         placed: those that have room, in order.
         first: the lease that has a GPU kept for it, and `kept`, that GPU's name; None where nobody waits for room.
         why: of each other lease, what it waits for.
-        rooms: what is free of the GPUs that may get leases, once `placed` are.
+        rooms: the free resources of the GPUs that may get leases, once `placed` are.
     """
 
     rooms: dict[str, Room]

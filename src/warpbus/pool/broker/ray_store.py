@@ -4,7 +4,7 @@ Each host has an agent, an actor of Ray on its node that lives as long as the pr
 one broker for all, a detached actor: it outlives the process that made it, and Ray starts it again on another node if
 its own one dies. It sends what it knows to all agents after each change; one that starts takes the newest copy.
 
-What has failed is told by Ray's table of nodes: a host whose node is dead leaves at once, and its leases are lost. An
+Ray's table of nodes shows what has failed: a host whose node is dead leaves at once, and its leases are lost. An
 agent that does not answer while its node lives has the grace time, so that a daemon can be started again. A host that
 comes back after it has left has no leases any more, and has to end what runs there before it is offered.
 
@@ -24,9 +24,9 @@ from typing import Any, Self, TypeVar
 from warpbus.dist.outcome import JobFailure
 from warpbus.dist.ray_cluster import connect, disconnect, load_ray
 from warpbus.errors import UnavailableError, UsageError, WarpbusError
-from warpbus.pool.broker.admission import checked_gpus
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
+from warpbus.pool.broker.request_checks import checked_gpus
 from warpbus.pool.broker.store import BrokerStore
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Member:
     Attributes:
         host: its name in the pool.
         address: where clients reach its daemon, "warpbus://HOST:PORT".
-        gpus: what it offers.
+        gpus: the GPUs that it offers.
         node: Ray's id of its node.
     """
 
@@ -121,7 +121,7 @@ class RayBrokerStore(BrokerStore):
 
         Args:
             host: its name in the pool.
-            gpus: what it offers.
+            gpus: the GPUs that it offers.
             address: where clients reach its daemon.
             node: Ray's id of its node; None is the one that this process is connected to.
 
@@ -257,7 +257,7 @@ class _BrokerActor:
         """A host left."""
         self._members.pop(host, None)
         lost: list[Lease] = []
-        with contextlib.suppress(UsageError):  # nobody has told this broker of it
+        with contextlib.suppress(UsageError):  # this broker does not know it
             lost = self._broker.leave(host, time.time())
         self._write()
         return lost
@@ -293,7 +293,7 @@ class _BrokerActor:
         return found
 
     def _answers(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What those say that answer soon."""
+        """The answers of those that answer soon."""
         if not asked:
             return {}
         self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SECONDS_FOR_AN_ANSWER)

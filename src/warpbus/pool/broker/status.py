@@ -39,8 +39,8 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
 A tenant gets this with its own leases alone (`seen_by`): of others it sees that so much memory and share is taken, as
 leases "other-1", "other-2"... of the tenant "(other)".
 
-Leases that have ended are in the events alone, of which the last 1,000 are kept, the oldest first; their kinds are told
-by `warpbus.pool.broker.leases.Event`.
+Leases that have ended are in the events alone, of which the last 1,000 are kept, the oldest first.
+`warpbus.pool.broker.leases.Event` lists their kinds.
 """
 
 import re

@@ -31,7 +31,7 @@ class BrokerStore(ABC):
         """Run an operation with the broker and its present time, and store what it has changed.
 
         Args:
-            operation: what to do; captures only values that can be sent to the broker's process.
+            operation: the function to run; captures only values that can be sent to the broker's process.
             repeatable: running it twice does no harm.
         """
 

@@ -302,7 +302,7 @@ class Connection:
                 "torch": str(torch.__version__),
                 "key": self._key,
                 "claim": claim,
-                # Failures of later batches are told again.
+                # Failures of later batches are reported again.
                 "acknowledged": self._kept[0][0] - 1 if self._kept else self._sent,
             }
             channel.send(Kind.HELLO, 0, encode(hello))

@@ -41,7 +41,7 @@ _SPECIAL = frozenset({"aten::copy_", "aten::_to_copy", "aten::empty.memory_forma
 
 
 class _WarpbusDeviceGuard(_acc.DeviceGuard):
-    """What autograd asks of each operator and gradient: several calls an operator, which have to be short."""
+    """Autograd calls its methods several times per operator and gradient, so they have to be short."""
 
     def type_(self, _type: Any = torch._C._autograd.DeviceType.PrivateUse1) -> Any:
         return _type

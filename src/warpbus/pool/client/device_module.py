@@ -32,7 +32,7 @@ class LeaseEvent:
         return self
 
     def wait(self, stream: Any = None) -> None:
-        """What is called later is executed later in any case."""
+        """Does nothing: later calls are executed later in any case."""
 
     def query(self) -> bool:
         self.synchronize()
@@ -51,10 +51,10 @@ class LeaseStream:
         self.priority = priority
 
     def wait_event(self, event: Any) -> None:
-        """What is called later is executed later in any case."""
+        """Does nothing: later calls are executed later in any case."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What is called later is executed later in any case."""
+        """Does nothing: later calls are executed later in any case."""
 
     def record_event(self, event: LeaseEvent | None = None) -> LeaseEvent:
         return (LeaseEvent() if event is None else event).record(self)

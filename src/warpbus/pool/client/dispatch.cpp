@@ -463,7 +463,8 @@ class View final : public c10::OperatorKernel {
   }
 };
 
-// What autograd asks several times for each operator. As PyTorch's own for Python backends: one device, no streams.
+// The device guard, which autograd calls several times per operator. As PyTorch's own for Python backends: one device,
+// no streams.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }

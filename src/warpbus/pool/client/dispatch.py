@@ -72,8 +72,8 @@ class _PreparedCall:
             self.single = True
 
     def plan(self) -> tuple[bytes, int, str, tuple[Any, ...]]:
-        """What `dispatch.cpp` needs to do such calls: the first bytes of the encoded call, the number of tensors, the
-        first letters of the kinds of numbers, and the outputs."""
+        """The data with which `dispatch.cpp` does such calls: the first bytes of the encoded call, the number of
+        tensors, the first letters of the kinds of numbers, and the outputs."""
         tensors, numbers = self.carried
         kinds = "".join(kind[0] for kind in numbers)
         return call_prefix(self.number), tensors, kinds, tuple(_planned(output) for output in self.outputs)
@@ -255,7 +255,7 @@ class Operator:
         try:
             outputs = infer(signature, session.kind)
         except NotImplementedError:
-            # What an operator without results gives is known without meta tensors: fused optimizers are such.
+            # The outputs of an operator without results are known without meta tensors: fused optimizers are such.
             outputs = None if self._returns else ()
         if outputs is None:
             return None

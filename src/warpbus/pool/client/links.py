@@ -57,7 +57,7 @@ def copy(source: Tensor, target: Tensor) -> None:
         giver.check_step(given)
         try:
             giver.do_step(given)
-        finally:  # it may have told of an earlier call that failed: the step was sent nevertheless
+        finally:  # it may have reported an earlier call that failed: the step was sent nevertheless
             taker.do_step(taken)
 
 

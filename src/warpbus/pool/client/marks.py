@@ -83,7 +83,7 @@ def _unmarked(operator: Operator) -> Kernel:
 
 
 def _clone(operator: Operator) -> Kernel:
-    """What is computed is a copy already."""
+    """The result is a copy already."""
 
     def call(source: Tensor, **options: Any) -> Any:
         if not is_marked(source):

@@ -302,7 +302,7 @@ _watchers: list[Callable[[Session | None], None]] = []
 
 
 class _ThreadSelection(threading.local):
-    """What a thread has chosen: the current device, and within a kernel the session that it is for."""
+    """The choices of a thread: the current device, and within a kernel the session that it is for."""
 
     index: int = 0
     session: Session | None = None

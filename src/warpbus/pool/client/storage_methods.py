@@ -73,12 +73,12 @@ def _resize(storage: Any, nbytes: int) -> torch.UntypedStorage:
 
 
 def _write_file(storage: torch.UntypedStorage, *args: Any) -> None:
-    """What `pickle` calls: it writes PyTorch's older format."""
+    """Called by `pickle`: writes PyTorch's older format."""
     _to_cpu(storage)._write_file(*args)
 
 
 def _set_from_file(storage: torch.UntypedStorage, *args: Any) -> torch.UntypedStorage:
-    """What reads the older format."""
+    """Reads the older format."""
     read = torch.UntypedStorage(storage.nbytes())
     read._set_from_file(*args)
     _tensor(storage).copy_(_tensor(read))
@@ -86,8 +86,8 @@ def _set_from_file(storage: torch.UntypedStorage, *args: Any) -> torch.UntypedSt
 
 
 def _reduce(storage: torch.UntypedStorage) -> Any:
-    """What goes to another process by `multiprocessing`. The error is raised where the storage arrives: the thread that
-    sends could only print it, and a `DataLoader` would wait for ever."""
+    """Called to send a storage to another process by `multiprocessing`. The error is raised where it arrives: the
+    thread that sends could only print it, and a `DataLoader` would wait for ever."""
     return (_refuse, (storage.nbytes(),)) if hasattr(storage, "remote") else reduce_storage(storage)
 
 

@@ -34,7 +34,7 @@ class SwapHistory:
         last_wait: the last of them, or None.
         last_copy: of these, the seconds in which the lease was copied to the GPU.
         nbytes: copied, out and back.
-        waits_for: what its return waits for now, or "".
+        waits_for: the reason for which its return waits now, or "".
     """
 
     def __init__(self, lease: str) -> None:

@@ -1,8 +1,8 @@
 """Tensors of the devices `warpbus:0`, `warpbus:1`, ...: true sizes and strides over storages that have no memory here.
 
 A storage of this device carries a `Remote`, the handle under which the pool's side keeps its bytes. Views share the
-storage and cost no message; when the last of them is gone, PyTorch drops the storage, and with it the `Remote`, which
-tells the session. That is the whole accounting of lifetimes, in Python and in C++ alike.
+storage and cost no message. When the last view is gone, PyTorch frees the storage, and with it the `Remote`, which
+informs the session. Lifetimes need no other accounting, in Python or in C++.
 """
 
 import functools

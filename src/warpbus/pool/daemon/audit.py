@@ -48,7 +48,7 @@ class AuditLog:
     def note(
         self, what: Happening, *, tenant: str | None = None, address: str | None = None, **details: Detail
     ) -> None:
-        """Write a line. A disk that takes no more is told to the program's own log, once a line."""
+        """Write a line. If the disk takes no more, the program's own log says so, once per line."""
         if self._file < 0:
             return
         assert not {"token", "key", "migration_token"} & set(details)

@@ -127,7 +127,7 @@ class ControlHandler:
         if operation == "release":
             return await self._release(lease, asker)
         if operation == "migrate":
-            # Whoever asked for it may go: a move that has begun is brought to its end.
+            # The client may go: a move that has begun is brought to its end.
             return await asyncio.shield(self._spawn(self._migrate(lease, arguments["to"], asker, tell)))
         if operation == "load_checkpoint":
             return await self._offer(lease, arguments["checkpoint"])
@@ -203,15 +203,15 @@ class ControlHandler:
         if lease.state == "queued" and waiting >= self._most:
             raise QueueFullError(f"tenant {lease.tenant} waits for {waiting} leases already: try again later")
         self._waiting[lease.tenant] = waiting + 1
-        told = None
+        reported = None
         try:
             while lease.state == "queued":
                 queue = (await self._store.status())["queue"]
                 place, why = next(
                     ((n, each["why"]) for n, each in enumerate(queue, 1) if each["id"] == lease.id), (0, "")
                 )
-                if place and (place, why) != told:
-                    told = place, why
+                if place and (place, why) != reported:
+                    reported = place, why
                     tell({"queued": place, "why": why})
                 self._placed.clear()
                 with suppress(TimeoutError):

@@ -189,7 +189,7 @@ class Daemon:
         with suppress(WarpbusError):  # the broker may be gone, too
             store.withdraw(self._options.name)
 
-    # What happened to leases here
+    # Events of leases here
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """See `Reports`."""
@@ -438,7 +438,7 @@ class Daemon:
         return RemoteHost(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
 
     async def _tick(self) -> None:
-        told = ""
+        logged = ""
         while True:
             await asyncio.sleep(_TICK)
             try:
@@ -446,11 +446,11 @@ class Daemon:
                     await self._membership.report(self.host, self._measured())
                 else:
                     await self._look_after()
-                told = ""
+                logged = ""
             except WarpbusError as error:
-                if str(error) != told:
-                    told = str(error)
-                    _log.warning("%s", told)
+                if str(error) != logged:
+                    logged = str(error)
+                    _log.warning("%s", logged)
 
     async def _look_after(self) -> None:
         assert self._handler is not None

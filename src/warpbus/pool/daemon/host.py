@@ -1,6 +1,6 @@
 """The part of a daemon that manages tenants' processes: starts them, hands them clients' sockets, and ends them.
 
-It decides nothing: the broker's daemon, which may be another one, says what is to be done (`Order`), and is told what
+It decides nothing: the broker's daemon, which may be another one, says what is to be done (`Order`), and learns what
 happened (`Reports`). A process that dies takes its own lease with it and no other.
 """
 
@@ -345,7 +345,7 @@ class LocalHost:
         return any(each.process.pid == pid for each in (*self.tenancies.values(), *self._arriving.values()))
 
     async def gone(self, lease: str) -> EndedLease | None:
-        """What became of a lease that was here; None if nothing is known of it. Where its process is just ending, this
+        """The end of a lease that was here; None if nothing is known of it. If its process is just ending, this
         waits until it is known how."""
         tenancy = self.tenancies.get(lease)
         if lease not in self._gone and tenancy is not None and not tenancy.process.alive:
@@ -370,7 +370,7 @@ class LocalHost:
         await tenancy.ended.wait()
 
     def _confinement(self, directory: Path) -> Confinement | None:
-        """What a process may use whose own directory that is."""
+        """The permissions of a process that has this directory for itself."""
         if not self._options.sandbox:
             return None
         program = importlib.util.find_spec(self._program)
@@ -486,7 +486,7 @@ class LocalHost:
         if tenancy.work is not None:
             raise UsageError(f"lease {lease} is being moved or suspended already: wait until that is done")
         tenancy.work = asyncio.Queue()
-        told: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         try:
             await tenancy.process.tell(operation, arguments, *descriptors)
             while True:
@@ -499,8 +499,8 @@ class LocalHost:
                     raise _of_others(sent_error(facts))
                 if event == end:
                     return facts
-                if event == "progress" and facts != told:
-                    told = facts
+                if event == "progress" and facts != reported:
+                    reported = facts
                     tell(facts)
         except TimeoutError:
             raise ConnectionLostError(
@@ -547,7 +547,7 @@ def _of_others(error: WarpbusError) -> WarpbusError:
 
 
 def arrival_id(migration_token: bytes) -> bytes:
-    """What a connection to the process that waits for a lease begins with in place of the lease's 16 bytes.
+    """The first bytes of a connection to the process that waits for a lease, in place of the lease's 16 bytes.
 
     The process that the lease moves from may be on the same machine, where the lease's own bytes mean that one.
     """

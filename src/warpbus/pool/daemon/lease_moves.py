@@ -31,8 +31,8 @@ class _Move:
     """The state of a running move: which of its processes died, and whether the lease runs at the target.
 
     Attributes:
-        stopping: the source has told that it copies the rest. Until then the target does not have all of the lease, and
-            no client was told of it.
+        stopping: the source has reported that it copies the rest. Until then the target does not have the
+            whole lease, and no client knows the target.
     """
 
     stopping: bool = False
@@ -106,11 +106,11 @@ class LeaseMover:
             here = replace(order, gpu=lease.target, migration_token=migration_token, saved=False)
             address = await (await self._machine(target)).receive(here)
 
-            def told(progress: dict[str, Any]) -> None:
+            def reported(progress: dict[str, Any]) -> None:
                 move.stopping |= progress["phase"] == COPYING_REST
                 tell(progress)
 
-            done |= await (await self._machine(source)).send(lease.id, address, migration_token, told)
+            done |= await (await self._machine(source)).send(lease.id, address, migration_token, reported)
             await self._store.end_move(lease.id, True, copied=done["bytes"], pause=done["pause"])
         except WarpbusError as error:
             await self._failed(lease, source, target, move, error)
@@ -123,7 +123,7 @@ class LeaseMover:
     async def _failed(self, lease: Lease, source: str, target: str, move: _Move, error: WarpbusError) -> None:
         """Find out where the lease lives; raises `error`, or that the lease is lost, unless it is the target."""
         died = move.source_died or isinstance(error, LeaseLostError)
-        # A source that died has told before that how far it was. Of one that cannot be reached nobody knows.
+        # A source that died has reported before how far it was. The state of an unreachable one is unknown.
         if (died and move.stopping) or isinstance(error, ConnectionLostError):
             end = time.monotonic() + self._claim
             while not (move.target_died or await self._has_arrived(lease, target, move)) and time.monotonic() < end:

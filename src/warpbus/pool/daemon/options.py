@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from warpbus.errors import UsageError
-from warpbus.pool.broker.admission import MOST_OVERSUBSCRIBED
+from warpbus.pool.broker.request_checks import MOST_OVERSUBSCRIBED
 from warpbus.pool.protocol.address import DEFAULT_PORT, Address, is_loopback
 from warpbus.pool.protocol.sockets import server_context
 
@@ -44,7 +44,7 @@ class PoolOptions:
         grace: seconds without its client after which a lease is reclaimed.
         sandbox: tenants' processes are confined, see `warpbus.pool.tenant.sandbox`.
         sharing: how a GPU is shared: "mps", "slices" of time, or "auto": MPS where there is one.
-        cpu_memory: what leases may have where there is no GPU, such as 8GB or 50%.
+        cpu_memory: the memory for leases if there is no GPU, such as 8GB or 50%.
         oversubscribe: how many times each GPU's memory and compute are promised to leases. Above 1, leases that have
             nothing to do, or a lower priority, are moved to host memory when others need the GPU.
         swap_memory: host memory for these leases, such as 64GB, or a part of what is free, such as 50%.

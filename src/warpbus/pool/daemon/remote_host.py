@@ -43,18 +43,18 @@ async def ask(
     closed. A thread of the event loop's executor waits for the answer.
 
     Raises:
-        WarpbusError: what it answers with.
+        WarpbusError: the error that it answers with.
         ConnectionLostError: it is gone.
     """
     loop = asyncio.get_running_loop()
     control = await asyncio.to_thread(ControlChannel, to, token)
 
-    def told(answer: dict[str, Any]) -> None:
+    def received(answer: dict[str, Any]) -> None:
         if tell is not None:
             loop.call_soon_threadsafe(tell, answer)
 
     try:
-        return await asyncio.to_thread(control.ask, operation, arguments, told, timeout=timeout)
+        return await asyncio.to_thread(control.ask, operation, arguments, received, timeout=timeout)
     finally:
         control.close()
 
@@ -159,11 +159,11 @@ class Membership:
         return await ask(self._to, self._token, "forward", {**request._asdict(), **who}, tell, timeout=timeout)
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
-        """To be told with the next report."""
+        """Is sent with the next report."""
         self._news.append(["lost", {"lease": lease, "why": why, "arriving": arriving}])
 
     def arrived(self, lease: str) -> None:
-        """To be told with the next report."""
+        """Is sent with the next report."""
         self._news.append(["arrived", {"lease": lease}])
 
     async def _join(self, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,8 +211,8 @@ class Membership:
 
 
 class HostReport(NamedTuple):
-    """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use; `residency`
-    is None where GPUs are not oversubscribed."""
+    """The arguments of `Membership.report`: leases are their ids, whether a client is connected, and bytes in use;
+    `residency` is None where GPUs are not oversubscribed."""
 
     measured: list[tuple[str, float | None, int]]
     gpus: list[PoolGpu]
@@ -258,7 +258,7 @@ def _read_residency(value: Mapping[str, Any]) -> HostResidency | None:
 async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:
     """The address of the broker of the peers' pool; waits until one of the peers responds.
 
-    Where all peers wait as well, because each was told of the others, the one whose name comes first has the broker.
+    Where all peers wait as well, because each was given the others, the one whose name comes first has the broker.
 
     Args:
         name: of this machine.
@@ -271,7 +271,7 @@ async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) 
     Raises:
         WarpbusError: a peer does not let this machine in.
     """
-    told = False
+    warned = False
     while True:
         waiting = []
         for to in peers:
@@ -285,7 +285,7 @@ async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) 
             waiting.append(str(answer["host"]))
         if len(waiting) == len(peers) and name < min(waiting):
             return None
-        if not told:
+        if not warned:
             _log.warning("%s waits for one of its peers: %s", name, ", ".join(map(str, peers)))
-            told = True
+            warned = True
         await asyncio.sleep(_PAUSE)

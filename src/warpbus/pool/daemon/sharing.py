@@ -1,4 +1,4 @@
-"""The GPUs that a machine offers to its pool, and the environment in which a tenant's process sees its part of one.
+"""The GPUs that a machine offers to its pool, and the environment that shows a tenant's process its part of one.
 
 A machine without a GPU offers its CPU as if it were one.
 """
@@ -21,7 +21,7 @@ from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.tenant.storages import allowance
 
-# What libraries and CUDA itself have on a GPU for a process, beside what PyTorch allocates. MPS has to let it.
+# The memory that libraries and CUDA itself take on a GPU per process, besides PyTorch's. MPS has to allow it.
 _CONTEXT = 1 << 30
 # The daemon has a descriptor of each 32 MiB.
 _MOST_LINK_MEMORY = 8 << 30
@@ -31,14 +31,14 @@ class SharedGpus:
     """This machine's GPUs. As a context manager it keeps the MPS daemons running by which they are shared.
 
     Attributes:
-        gpus: as the broker gets them.
-        device: what each of them is to the process that has it: "cuda" or "cpu".
-        mps: they are shared by MPS, not by slices of time.
+        gpus: in the form for the broker.
+        device: the device type that a process uses for its GPU: "cuda" or "cpu".
+        mps: whether MPS shares them; otherwise time slices do.
         swap_limit: bytes of host memory for leases that are swapped out.
         link_memory_limit: bytes of host memory that leases may share in groups, see `LinkMemories`.
 
     Raises:
-        UsageError: amounts of memory that cannot be meant, or MPS is wanted where it cannot be.
+        UsageError: amounts of memory are not possible, or MPS is requested where it cannot run.
         DeviceError: CUDA_VISIBLE_DEVICES names none of the GPUs; on entering, MPS does not start.
     """
 

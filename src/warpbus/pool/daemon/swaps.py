@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 # While leases wait, time slices end.
 _TICK = 0.05
-# A client is told what its lease waits for if it has waited for so long.
+# A client learns what its lease waits for after so many seconds.
 _SECONDS_BEFORE_TELLING = 0.5
 # A lease that moves to a GPU, or is resumed there, gets room within this time.
 _SECONDS_FOR_ROOM = 120.0
@@ -71,14 +71,14 @@ class Swapper:
         self._say = say
         self._residency = Residency({name: gpu.memory for name, gpu in known.items()}, limit, time_slice)
         self._tenants: dict[Residence, ResidentTenant] = {}
-        self._told: dict[Residence, str] = {}
+        self._reported: dict[Residence, str] = {}
         self._changed = asyncio.Event()
         self._swapped = asyncio.Event()  # set, and replaced, after each swap
         self._tasks: set[asyncio.Task[None]] = set()
         self._planner: asyncio.Task[None] | None = None
 
     async def admit(self, tenant: ResidentTenant, *, now_needed: bool) -> bool:
-        """A lease comes to a GPU. Call `started` when its process can be told something, and `leave` in any case when
+        """A lease comes to a GPU. Call `started` when its process can receive messages, and `leave` in any case when
         it has gone.
 
         Args:
@@ -104,7 +104,7 @@ class Swapper:
         return residence.resident
 
     def started(self, tenant: ResidentTenant) -> None:
-        """The process of a lease runs, and may be told to swap it out."""
+        """The process of a lease runs, and may be ordered to swap it out."""
         if self._on:
             self._tenants[tenant.residence] = tenant
             tenant.residence.held -= 1
@@ -114,7 +114,7 @@ class Swapper:
         """A lease has left its GPU."""
         self._residency.remove(tenant.residence)
         self._tenants.pop(tenant.residence, None)
-        self._told.pop(tenant.residence, None)
+        self._reported.pop(tenant.residence, None)
         self._wake()
 
     def wanted(self, tenant: ResidentTenant) -> None:
@@ -187,7 +187,7 @@ class Swapper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_resident(self, tenant: ResidentTenant, tell: Tell) -> None:
-        residence, told = tenant.residence, ""
+        residence, reported = tenant.residence, ""
         end = time.monotonic() + _SECONDS_FOR_ROOM
         while not residence.resident:
             if not any(each is residence for each in self._residency.leases):
@@ -197,9 +197,9 @@ class Swapper:
                     f"lease {residence.lease} needs {residence.why or f'room on {residence.gpu}'}: none within "
                     f"{_SECONDS_FOR_ROOM:g} s: try again later"
                 )
-            if residence.why != told:
-                told = residence.why
-                tell({"phase": f"waiting for {told}", "done": 0, "total": 1})
+            if residence.why != reported:
+                reported = residence.why
+                tell({"phase": f"waiting for {reported}", "done": 0, "total": 1})
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._swapped.wait(), _SECONDS_BEFORE_TELLING)
 
@@ -248,7 +248,7 @@ class Swapper:
             self._failed(residence, "swapped in", error)
         else:
             self._residency.swapped_in(residence, done["seconds"], time.monotonic())
-            self._told.pop(residence, None)
+            self._reported.pop(residence, None)
             if done["bytes"]:
                 self._note(residence, "swapped in", done, f"it waited for {residence.last_wait or 0.0:.2f} s")
         self._wake()
@@ -272,9 +272,9 @@ class Swapper:
             since, why = residence.waiting, residence.why
             if since is None or residence.state != "swapped out" or now - since < _SECONDS_BEFORE_TELLING:
                 continue
-            told = self._told.get(residence)
-            if told is None or (why != told and why.startswith(FULL)):
-                self._told[residence] = why
+            reported = self._reported.get(residence)
+            if reported is None or (why != reported and why.startswith(FULL)):
+                self._reported[residence] = why
                 with suppress(WarpbusError):
                     await self._say(tenant, "waits", {"why": why})
 

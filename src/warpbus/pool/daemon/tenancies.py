@@ -13,18 +13,18 @@ from warpbus.pool.protocol.operations import DAEMON
 
 @dataclass(frozen=True)
 class Order:
-    """A lease that a machine is to have.
+    """The order of the broker that a machine hosts a lease.
 
     Attributes:
         lease: its id.
-        key: the secret that its client shows.
-        tenant: whose it is.
+        key: the secret with which its client authenticates.
+        tenant: its owner.
         gpu: one of this machine's.
         memory, share: its quota.
-        migration_token: if it moves here, what the machine that it comes from shows.
-        saved: it was suspended here, and goes on.
-        priority: of its work over that of other leases, where the GPU is oversubscribed.
-        movable: it may be swapped out there.
+        migration_token: if it moves here, the secret with which the source machine authenticates.
+        saved: it was suspended here, and resumes.
+        priority: of its work over that of other leases on an oversubscribed GPU.
+        movable: it may be swapped out.
     """
 
     lease: str
@@ -58,11 +58,11 @@ class Tenancy:
     Attributes:
         ready: done when clients may come, or failed.
         clients: how many are connected.
-        memory: bytes that it uses, as it says.
-        work: what it says of a move or of saving, while there is one.
-        dealt: batches and questions that it has dealt with, as it says.
-        residence: where its memory is.
-        ending: why it is being ended; its process's end is no surprise then.
+        memory: bytes in use, as its process reports.
+        work: the messages of its process on a move or on saving; None if there is neither.
+        dealt: batches and questions that it has finished, as its process reports.
+        residence: the state of its memory: on the GPU or swapped out.
+        ending: the reason for which it is being ended; its process is then expected to end.
     """
 
     order: Order

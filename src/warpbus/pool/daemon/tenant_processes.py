@@ -41,11 +41,11 @@ class TenantProcess:
     Args:
         program: the module whose `main` it runs, with the descriptor of its end.
         directory: where its own directory is made.
-        confine: what it may use of the machine, given its own directory; None for all of it.
+        confine: its permissions on the machine, given its own directory; None for all of it.
 
     Attributes:
         directory: its own, for its uploads, its state when it is suspended, and temporary files.
-        said: what it says, in order, and None once it is gone.
+        said: its messages, in order, and None once it is gone.
     """
 
     def __init__(self, program: str, directory: Path, confine: Confine) -> None:

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _FORM = "give: token tenant [admin|viewer] [memory=16GB] [share=0.5] [leases=4] [priority=0]"
 
 Role = Literal["tenant", "admin", "viewer"]
-"""What a token allows: to use the tenant's own leases; everything, with every lease; or to see everything."""
+"""The rights of a token: to use the tenant's own leases; everything, with every lease; or to see everything."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Tenant:
 
 
 LOCAL = Tenant("local", "admin")
-"""Who asks without a token a pool that wants none, which only this machine reaches."""
+"""The user without a token of a pool that wants none, which only this machine reaches."""
 
 
 class Tokens:
@@ -71,7 +71,7 @@ class Tokens:
             mode = path.stat().st_mode
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--tokens {path}: cannot be read ({error}); {_FORM}, one a line") from None
+            raise UsageError(f"--tokens {path}: cannot be read ({error}); {_FORM}, one per line") from None
         if mode & 0o077:
             raise UsageError(f"--tokens {path}: others may read it (mode {mode & 0o777:o}): chmod 600 {path}")
         if len(lines) > _MOST_LINES:
@@ -90,7 +90,7 @@ class Tokens:
                 raise UsageError(f"{where}: {tenant.name} has other limits in an earlier line: give one pair of both")
             found[words[0]] = tenant
         if not found:
-            raise UsageError(f"--tokens {path}: it has no token; {_FORM}, one a line")
+            raise UsageError(f"--tokens {path}: it has no token; {_FORM}, one per line")
         return cls(found.items())
 
     def limits(self) -> dict[str, Limits]:

@@ -104,7 +104,7 @@ def mps_pipes(process: Process) -> Path:
 
 
 def _sign_of_nccl(process: Process, sockets: Mapping[int, str]) -> str | None:
-    """What shows that NCCL connects it with others. That its library is mapped does not: torch always maps it."""
+    """Signs that NCCL connects it with others. That its library is mapped is none: torch always maps it."""
     for name in sorted(process.threads):
         if name.startswith(_NCCL_THREADS):
             return f"it has the thread {name!r}"

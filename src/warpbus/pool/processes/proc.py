@@ -29,7 +29,7 @@ class Process:
         environment: that it was started with; empty where it may not be read.
         mapped: bytes mapped of each file.
         threads: their names.
-        files: what is open: paths, and `socket:[inode]`.
+        files: the open files: paths, and `socket:[inode]`.
     """
 
     pid: int
@@ -61,17 +61,17 @@ class Process:
 
 
 def read_process(pid: int, proc: Path = PROC) -> Process:
-    """What is known of a process.
+    """The known facts of a process.
 
     Raises:
         StateError: there is no such process.
         AuthorizationError: it belongs to another user.
     """
-    place = proc / str(pid)
+    directory = proc / str(pid)
     try:
-        name, after = _stat((place / "stat").read_text(errors="replace"))
-        mapped = _mapped(_text(place / "maps"))
-        files = frozenset(_links(place / "fd"))
+        name, after = _stat((directory / "stat").read_text(errors="replace"))
+        mapped = _mapped(_text(directory / "maps"))
+        files = frozenset(_links(directory / "fd"))
     except PermissionError:
         raise AuthorizationError(f"process {pid} belongs to another user: become that user") from None
     except (FileNotFoundError, ProcessLookupError):
@@ -81,10 +81,10 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
         started=int(after[19]),
         name=name,
         parent=int(after[1]),
-        command=tuple(_strings(place / "cmdline")),
-        environment=dict(each.split("=", 1) for each in _strings(place / "environ") if "=" in each),
+        command=tuple(_strings(directory / "cmdline")),
+        environment=dict(each.split("=", 1) for each in _strings(directory / "environ") if "=" in each),
         mapped=mapped,
-        threads=frozenset(_threads(place / "task")),
+        threads=frozenset(_threads(directory / "task")),
         files=files,
     )
 
@@ -135,32 +135,32 @@ def _mapped(text: str) -> dict[str, int]:
     return found
 
 
-def _threads(place: Path) -> Iterator[str]:
-    for path in _listed(place):
+def _threads(directory: Path) -> Iterator[str]:
+    for path in _listed(directory):
         with suppress(OSError):
             yield (path / "comm").read_text(errors="replace").rstrip("\n")
 
 
-def _links(place: Path) -> Iterator[str]:
-    for path in place.iterdir():
+def _links(directory: Path) -> Iterator[str]:
+    for path in directory.iterdir():
         with suppress(OSError):
             yield os.readlink(path)
 
 
-def _listed(place: Path) -> Iterable[Path]:
+def _listed(directory: Path) -> Iterable[Path]:
     try:
-        return list(place.iterdir())
+        return list(directory.iterdir())
     except OSError:
         return []
 
 
-def _strings(place: Path) -> list[str]:
+def _strings(directory: Path) -> list[str]:
     try:
-        return [each for each in _text(place).split("\0") if each]
+        return [each for each in _text(directory).split("\0") if each]
     except OSError:
         return []
 
 
-def _text(place: Path) -> str:
-    with place.open("rb") as file:
+def _text(directory: Path) -> str:
+    with directory.open("rb") as file:
         return file.read(_LARGEST).decode(errors="replace")

@@ -1,7 +1,7 @@
 """A PyTorch program on a GPU of a pool, from a machine without one: `warpbus pool run --remote`.
 
 The program itself connects, when it first uses `cuda` (`warpbus.pool.client.as_cuda`). Here it gets the variables for
-that; the pool is asked before whether it lets this user in and has such a GPU.
+that, after a check that the pool accepts this user and has such a GPU.
 """
 
 import os
@@ -55,10 +55,10 @@ def run(
     Args:
         to: the pool.
         startup: the directory whose sitecustomize.py sets the device up.
-        memory, share: what it gets; None is what the GPU with the most free memory has free.
+        memory, share: its quota; None: all that is free on the GPU with the most free memory.
         on: a GPU ("host/1") or a host; None lets the pool choose.
         token: for the pool.
-        tenant: for whom; it is shown in lists.
+        tenant: the name shown in lists.
 
     Returns:
         its exit code, or 128 and the number of the signal that ended it.
@@ -106,7 +106,7 @@ def _check_python(command: Sequence[str]) -> None:
 
 
 def _quota(gpus: Sequence[dict[str, Any]], memory: str | None, share: float | None, on: str | None) -> Quota:
-    """What the program asks for."""
+    """The program's request."""
     fitting = [each for each in gpus if each["state"] == "open" and on in (None, each["name"], each["host"])]
     if not fitting:
         where = "" if on is None else f" called {on}"
@@ -122,7 +122,7 @@ def _quota(gpus: Sequence[dict[str, Any]], memory: str | None, share: float | No
 
 
 def _release(leases: Path, to: Address, token: str | None) -> None:
-    """Release what a program that was killed has left; the pool refuses those that have ended."""
+    """Release the lease of a program that was killed; the pool refuses leases that have ended."""
     try:
         listed = leases.read_text().split()
     except OSError:  # it never used the device

@@ -59,7 +59,7 @@ class Suspensions:
             raise StorageError(f"{path}: cannot be written ({error})") from error
 
     def of(self, process: Process) -> Suspension | None:
-        """What is known of a process."""
+        """The known facts of a process."""
         found = self._read(self._path(process.pid))
         return found if found is not None and found.started == process.started else None
 

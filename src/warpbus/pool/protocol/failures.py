@@ -15,7 +15,7 @@ _PLAIN: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (torch.OutOfMemoryError, NotImplementedError, IndexError, ValueError, TypeError, RuntimeError)
 }
-# What is raised again as what it was: these are made from a message alone.
+# The errors that are raised again as the same class: these are made from a message alone.
 _OWN: dict[str, type[WarpbusError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, WarpbusError)
 }
@@ -28,8 +28,8 @@ class CallFailure:
 
     Attributes:
         type: the name of an exception, of Python's, torch's or Warpbus's; "RuntimeError" for any other.
-        message: what it says.
-        operator: what was called, or the instruction.
+        message: its text.
+        operator: the called operator, or the instruction.
         batch: the number of the batch that it was in; 0 where it was in none.
     """
 

@@ -47,7 +47,7 @@ class ExchangeStep:
 
     Attributes:
         group: its id, 16 bytes.
-        label: what the program called, such as "all_gather"; all ranks have to call the same.
+        label: the operation, such as "all_gather"; all ranks have to call the same.
         sends, receives: see `Transfers`.
     """
 
@@ -76,7 +76,7 @@ class ReduceStep:
         combination: how two elements become one.
         dtype: of the elements.
         shares: of this rank, one for each rank; without bytes if a rank gets none.
-        result: what this rank's storages get, of the size of its own share.
+        result: the data for this rank's storages, of the size of its own share.
     """
 
     group: bytes

@@ -64,7 +64,7 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
         The results in order; None where they are known only after the call ran, or are no tensors.
 
     Raises:
-        Exception: what PyTorch raises for such arguments, as it would where the tensors are.
+        Exception: PyTorch's error for such arguments, as it would be where the tensors are.
         NotImplementedError: meta tensors cannot tell, but the results are the same at every call.
     """
     call = operator(signature.operator)

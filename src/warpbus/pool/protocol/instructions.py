@@ -1,4 +1,4 @@
-"""What a batch says, instruction by instruction. Little endian, no padding:
+"""The instructions of a batch. Little endian, no padding:
 
     NEW     handle u64, bytes u64                          a storage of zeros
     FREE    count u32, handles u64...

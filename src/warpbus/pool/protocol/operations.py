@@ -96,7 +96,7 @@ NEWS = {
     "lost": Operation({**_LEASE, "why": str, "arriving": bool}),
     "arrived": Operation(_LEASE),
 }
-"""What a daemon reports of its leases in "join"."""
+"""A daemon's report of its leases in "join"."""
 
 GPU = {
     "gpu": Operation(
@@ -175,7 +175,7 @@ TENANT = {
     "neighbours": Operation({"count": int}),  # other leases on its GPU, where time is shared in slices
     "end": Operation({"reason": str}),
 }
-"""What a daemon asks of the process of a tenant; the answers are `EVENTS`."""
+"""A daemon's requests to the process of a tenant; the answers are `EVENTS`."""
 
 EVENTS = {
     "ready": Operation(),  # for clients, or for the process that the lease moves from
@@ -195,4 +195,4 @@ EVENTS = {
     "offered": Operation({"tensors": int, "nbytes": int}),  # a checkpoint is open; or "failed"
     "failed": Operation({"type": str, "message": str}),  # the lease goes on as before
 }
-"""What the process of a tenant reports to its daemon."""
+"""The reports of a tenant's process to its daemon."""

@@ -45,13 +45,13 @@ class Proof:
 
 
 def link_id(lease: bytes) -> bytes:
-    """What a connection from another lease's process begins with, in place of the 16 bytes of the lease's id."""
+    """The first bytes of a connection from another lease's process, in place of the 16 bytes of the lease's id."""
     return hashlib.sha256(b"warpbus link" + lease).digest()[:LEASE_BYTES]
 
 
 def link_key(key: bytes) -> bytes:
-    """What another lease's client has to know to connect its lease to this one: 32 bytes that are made of the lease's
-    key, and of which the key cannot be made."""
+    """The secret with which another lease's client connects its lease to this one: 32 bytes that are made of the
+    lease's key, and of which the key cannot be made."""
     return hmac.new(key, b"warpbus link key", hashlib.sha256).digest()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from warpbus.errors import ConnectionLostError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.messages import Operation, Request, decode_request, encode_request
 
-MAX_MESSAGE = 128 << 10  # below what Linux lets a datagram be unless it is told otherwise (net.core.wmem_default)
+MAX_MESSAGE = 128 << 10  # below Linux's default limit of a datagram (net.core.wmem_default)
 _MAX_DESCRIPTORS = 4
 
 
@@ -42,7 +42,7 @@ def receive(end: socket.socket, operations: Mapping[str, Operation]) -> tuple[Re
 
     Raises:
         ConnectionLostError: the other end is gone.
-        ProtocolError: what came is no message.
+        ProtocolError: the received bytes are no message.
         UsageError: it is none of `operations`, or has other arguments.
     """
     try:

@@ -83,7 +83,7 @@ def _targets(address: Address) -> list[tuple[int, Any]]:
     if address.transport == "unix":
         return [(socket.AF_UNIX, address.path)]
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    # What is not encrypted stays on this machine, whatever its files say about its names.
+    # Unencrypted data stays on this machine, whatever its files say about its names.
     return [(info[0], info[4]) for info in found if address.transport == "tls" or is_loopback(str(info[4][0]))]
 
 

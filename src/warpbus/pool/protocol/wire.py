@@ -185,7 +185,7 @@ def _dict(pairs: list[tuple[str, Value]]) -> dict[str, Value]:
 
 
 def _extension(value: Any) -> msgpack.ExtType:
-    """What MessagePack has no type for, after `_check`."""
+    """The values that MessagePack has no type for, after `_check`."""
     if type(value) is complex:
         return msgpack.ExtType(_COMPLEX, _C128.pack(value.real, value.imag))
     return _ENCODED_TORCH[value]

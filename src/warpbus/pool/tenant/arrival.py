@@ -30,10 +30,10 @@ class Arrival:
 
     Args:
         executor: of the lease's quota.
-        reading: what reads memory that the source shares, or None.
+        reading: a reader of the memory that the source shares, or None.
 
     Raises (all methods):
-        ProtocolError: what the source sent is malformed, damaged or does not fit.
+        ProtocolError: the source's data is malformed, damaged or does not fit.
         torch.OutOfMemoryError: it is more than the quota.
     """
 

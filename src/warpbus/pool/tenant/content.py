@@ -137,7 +137,7 @@ class Incoming:
 
     Attributes:
         size: the bytes that came so far.
-        failed: what there is of it is of no use.
+        failed: its data so far cannot be used.
     """
 
     def __init__(self, store: ContentStore, path: Path) -> None:

@@ -44,15 +44,15 @@ class Definition:
         storages: where its tensors will be.
 
     Attributes:
-        layout: what a call carries.
-        places: of its tensors; so many handles begin a call's operands.
+        layout: the layout of a call's data.
+        inputs: the checked geometries of its tensors; so many handles begin a call's operands.
         numbers: how many of them follow.
         news: its new results, in order; the rest of the operands are their handles.
         charge: bytes that they are charged with together.
         only: the place of the one new result that is all it gives, or None: most calls are so.
         several: it gives a sequence of new tensors, which usually are as announced.
         quiet: it gives nothing new, and what it writes keeps its size.
-        dynamic: what it gives is known only after it ran.
+        dynamic: its results are known only after it ran.
         written: indices of tensors that it writes.
         refusal: why it can never be called, or None.
 
@@ -67,12 +67,12 @@ class Definition:
         self.signature = signature
         self.operator = signature.operator
         self.layout: Struct = layout(len(signature.inputs), signature.numbers, signature.results)
-        self.places = tuple(storages.place(geometry) for geometry in signature.inputs)
+        self.inputs = tuple(storages.checked(geometry) for geometry in signature.inputs)
         self.numbers = len(signature.numbers)
-        self.carried = len(self.places) + self.numbers
+        self.carried = len(self.inputs) + self.numbers
         self.dynamic = signature.outputs is None
         outputs = signature.outputs or ()
-        self.news = tuple((storages.place(o.geometry), o.nbytes) for o in outputs if isinstance(o, New))
+        self.news = tuple((storages.checked(o.geometry), o.nbytes) for o in outputs if isinstance(o, New))
         self.charge = sum(nbytes for _, nbytes in self.news)
         self.written = signature.written
         function = operator(signature.operator)
@@ -88,11 +88,11 @@ class Definition:
                 check_shapes(function, signature)
         except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
             self.refusal = error
-        # What such a call gives is not looked at closely: an `out=` that could change its size has to be, and numbers
-        # that may be marked as conjugate.
+        # The results of such a call are not checked closely: an `out=` that could change its size has to be, and
+        # numbers that may be marked as conjugate.
         looked_at = self._zero or (self.written and not self._verified)
         looked_at = looked_at or any(place.geometry.dtype.is_complex or not _dense(place, n) for place, n in self.news)
-        plain = bool(self.places) and 0 < len(outputs) == len(self.news) and not looked_at
+        plain = bool(self.inputs) and 0 < len(outputs) == len(self.news) and not looked_at
         returns = [str(each.type) for each in function._schema.returns]
         self.only: CheckedGeometry | None = self.news[0][0] if plain and returns == ["Tensor"] else None
         tuples = len(returns) > 1 and set(returns) == {"Tensor"}
@@ -151,7 +151,7 @@ class Definition:
         if self._verified:
             return
         for index in self.written:
-            geometry = self.places[index].geometry
+            geometry = self.inputs[index].geometry
             if tensors[index].shape != geometry.shape or tensors[index].stride() != geometry.stride:
                 raise DeviceError(f"{self.operator} made a tensor that it writes another size; give it the right one")
 
@@ -160,13 +160,13 @@ class Definition:
         if self._verified:
             return
         for index in self.written:
-            storage, place = storages.live.get(handles[index]), self.places[index]
-            view = None if storage is None else storage.views.get(place)
-            if view is not None and (view.shape != place.geometry.shape or view.stride() != place.geometry.stride):
+            storage, checked = storages.live.get(handles[index]), self.inputs[index]
+            view = None if storage is None else storage.views.get(checked)
+            if view is not None and (view.shape != checked.geometry.shape or view.stride() != checked.geometry.stride):
                 storages.poison(handles[index], failure)
 
     def _verify(self, function: torch._ops.OpOverload) -> None:
-        """What the client announced is what meta tensors say, and no device is named."""
+        """Check that the announced outputs are those of meta tensors, and that no device is named."""
         schema = function._schema.arguments
         devices = {argument.name for argument in schema if "Device" in str(argument.type)}
         named = [(argument.name, value) for argument, value in zip(schema, self.signature.arguments, strict=False)]
@@ -206,7 +206,7 @@ class Definition:
             if isinstance(argument, Input):
                 self._direct.append((position, argument.index))
             elif isinstance(argument, Number) and argument.kind != "bool":
-                self._direct.append((position, len(self.places) + argument.index))
+                self._direct.append((position, len(self.inputs) + argument.index))
             elif callable(made):
                 self._built.append((position, made))
         for name, argument in signature.keywords:
@@ -224,7 +224,7 @@ class Definition:
             index = argument.index
             return lambda values: values[index]
         if isinstance(argument, Number):
-            at = len(self.places) + argument.index
+            at = len(self.inputs) + argument.index
             return (lambda values: bool(values[at])) if argument.kind == "bool" else (lambda values: values[at])
         if isinstance(argument, DevicePlaceholder):
             return self._device
@@ -268,5 +268,5 @@ def _dense(place: CheckedGeometry, nbytes: int) -> bool:
 
 
 def _outline(output: Output) -> Any:
-    """What two versions of PyTorch agree on: strides may differ, and bytes follow from them."""
+    """The properties on which two versions of PyTorch agree: strides may differ, and bytes follow from them."""
     return (output.geometry.dtype, output.geometry.shape) if isinstance(output, New) else output

@@ -121,7 +121,7 @@ class Executor:
             For "read" the bytes, in pieces each of which holds until the next is asked for; else one value.
 
         Raises:
-            PoisonedError: what is asked for was never computed.
+            PoisonedError: the requested tensor was never computed.
             ProtocolError: there is no such question, or it is about something that is not there.
         """
         match question:
@@ -235,10 +235,10 @@ class Executor:
         charge = 0
         try:
             values: list[Any] = []
-            for place, handle in zip(definition.places, operands, strict=False):
+            for checked, handle in zip(definition.inputs, operands, strict=False):
                 storage = live.get(handle) or storages.memory_of(handle)
-                tensor = storage.views.get(place)
-                values.append(storages.view(storage, place) if tensor is None else tensor)
+                tensor = storage.views.get(checked)
+                values.append(storages.view(storage, checked) if tensor is None else tensor)
             if definition.numbers:
                 values += operands[len(values) : definition.carried]
             if definition.refusal is not None:
@@ -269,7 +269,7 @@ class Executor:
                     clock += 1
                     storage = live[operands[index]]
                     if logs:
-                        storages.log_write(operands[index], storage.version, clock, definition.places[index].geometry)
+                        storages.log_write(operands[index], storage.version, clock, definition.inputs[index].geometry)
                     storage.version = clock
                 storages.clock = clock
             self.calls += 1
@@ -284,10 +284,10 @@ class Executor:
         if len(result) != len(news):
             return False
         known = [*map(id, values)]
-        for tensor, (place, nbytes) in zip(result, news, strict=True):
+        for tensor, (checked, nbytes) in zip(result, news, strict=True):
             if tensor.__class__ is not Tensor or id(tensor) in known:
                 return False
-            geometry, memory = place.geometry, tensor.untyped_storage()
+            geometry, memory = checked.geometry, tensor.untyped_storage()
             if (
                 tensor.stride() != geometry.stride
                 or tensor.shape != geometry.shape
@@ -299,8 +299,8 @@ class Executor:
             known.append(id(tensor))
         storages = self.storages
         storages.check_all_new(handles)
-        for handle, tensor, (place, nbytes) in zip(handles, result, news, strict=True):
-            storages.hold(handle, tensor, nbytes, place)
+        for handle, tensor, (checked, nbytes) in zip(handles, result, news, strict=True):
+            storages.hold(handle, tensor, nbytes, checked)
         return True
 
     def _settle(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
@@ -312,8 +312,8 @@ class Executor:
         elif handles:
             fresh = definition.fresh(result, values)
             self.storages.check_all_new(handles)
-            for handle, tensor, (place, nbytes) in zip(handles, fresh, definition.news, strict=True):
-                self.storages.hold(handle, tensor, nbytes, place)
+            for handle, tensor, (checked, nbytes) in zip(handles, fresh, definition.news, strict=True):
+                self.storages.hold(handle, tensor, nbytes, checked)
 
     def _settle_dynamic(self, definition: Definition, handles: tuple[int, ...], values: list[Any], result: Any) -> None:
         results = _leaves(result)

@@ -55,7 +55,7 @@ _COMBINE: dict[Combination, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class _NeverComputedError(PoisonedError):
-    """What one rank should send to another was never computed; both know why, and the group goes on."""
+    """One rank's data for another was never computed; both know why, and the group goes on."""
 
 
 class LeaseGroup:
@@ -121,7 +121,7 @@ class LeaseGroup:
         Raises:
             StateError: the ranks do not do the same, another rank is gone or has failed, or the group had ended before.
             PeerTimeoutError: another rank does not do its part in time. The group has ended.
-            PoisonedError: what is sent was never computed. If only this rank sends in the step, the others get the
+            PoisonedError: the data to send was never computed. If only this rank sends in the step, the others get the
                 same error, and the group goes on; else it has ended, since they wait for the bytes.
             ProtocolError: as `Storages`; the group has ended.
         """

@@ -36,7 +36,7 @@ _BEHIND_CONVOLUTION = frozenset(
 
 
 def guarded(call: OpOverload) -> Callable[..., Any]:
-    """What calls an operator on a CPU.
+    """A function that calls an operator on a CPU.
 
     It raises IndexError where an index lies outside, and NotImplementedError for an operator that nobody looks after.
     """
@@ -86,7 +86,7 @@ def _checked(call: OpOverload, check: Callable[[_Named], None]) -> Callable[...,
 
 
 def _check_apart(written: list[str], named: _Named) -> None:
-    """What is written is not what is looked at: indices must not change after that."""
+    """Raise ValueError if checked indices lie in storages that the operator writes: they must not change afterwards."""
     storages = {named[name].untyped_storage()._cdata for name in written}
     for name, value in named.items():
         if name not in written and isinstance(value, Tensor) and value.untyped_storage()._cdata in storages:

@@ -127,7 +127,7 @@ def _greeted(sock: socket.socket, address: str | None, ca: str | None, link_id: 
 
 
 def _refusal(error: WarpbusError) -> WarpbusError:
-    """What the other machine's daemon says of a lease that it does not know with this key is about no lease of ours."""
+    """The other machine's daemon does not know a lease with this key: its answer concerns no lease of ours."""
     if not isinstance(error, LeaseLostError):
         return error
     return AuthorizationError("the other lease's machine does not accept the link key, or the lease has ended")

@@ -57,7 +57,7 @@ class MigrationDestination:
         migration_token: the secret of the source, valid for one connection.
         silence: seconds without a word from the source, or when all is here from the client, after which nothing is
             kept.
-        reads: what reads memory that a source on this host shares; None where nothing can.
+        reads: a reader of the memory that a source on this host shares; None if there is none.
         clock: seconds.
 
     Attributes:

@@ -14,8 +14,8 @@ The source's process drives the migration between batches:
 
 `migration_destination` is the other side.
 
-If a method of the source raises, the lease stays there unchanged. If the client was told of the destination, it has to
-be told that the move failed before anything else is executed. Once the source begins to send COMMIT it never executes
+If a method of the source raises, the lease stays there unchanged. If the client knows the destination, it has to
+learn that the move failed before anything else is executed. Once the source begins to send COMMIT it never executes
 again, even if the message is lost: the destination takes over when COMMIT arrives, or when the client claims the lease.
 So at most one side executes; if the side that has to continue dies, the lease is lost, with a reason.
 
@@ -55,7 +55,7 @@ _NAP = 0.001
 
 _PIECE_SECONDS = 0.004  # that a batch waits for a piece that is copied ahead, about
 
-# Seconds: the client waits meanwhile to be told where the lease is.
+# Seconds: the client waits meanwhile to learn where the lease is.
 _CONFIRMATION = 2.0
 
 
@@ -78,7 +78,7 @@ class MigrationProgress:
         total: bytes of the storages that exist now.
         rounds: copying rounds that have begun.
         stop_reason: the reason to call `finish` now, or "".
-        waits: nothing was copied, because the destination prepares what it was told.
+        waits: nothing was copied, because the destination prepares what it was sent.
     """
 
     copied: int
@@ -152,7 +152,7 @@ class MigrationSource:
         self._clock = clock
         self._precopy = Precopy(executor.storages, little)
         self._foreseen: dict[int, bytes] = {}
-        self._awaited = 0  # answers that the destination is ready for what it was told
+        self._awaited = 0  # answers that the destination is ready for what it was sent
         self._piece = CHUNK  # bytes that are copied ahead at once
         self._exporter: MemoryExporter | None = None
         self._until = 0.0
@@ -198,7 +198,7 @@ class MigrationSource:
     def copy_ahead(self, budget: int | None = None) -> MigrationProgress:
         """Copy about `budget` bytes of storages that are not being written, and at least one range of a storage.
 
-        While the destination prepares what it was told, nothing is copied: the bytes would wait there, and the next
+        While the destination prepares what it was sent, nothing is copied: the bytes would wait there, and the next
         batch here. None is what keeps the next batch waiting for a few milliseconds.
         """
         self._expect(SourceState.COPYING)
@@ -287,7 +287,7 @@ class MigrationSource:
             self._ask_ready()
 
     def _is_ready(self, timeout: float) -> bool:
-        """Whether the destination has prepared what it was told, or has within so many seconds."""
+        """Whether the destination has prepared what it was sent, or has within so many seconds."""
         while self._awaited:
             frame = self._channel.receive(timeout)
             if frame is None:
@@ -297,7 +297,7 @@ class MigrationSource:
         return True
 
     def _heard(self, frame: Frame, *expected: str) -> tuple[str, list[Value]] | None:
-        """What a frame says; None if it is that the destination is ready, and something else is expected."""
+        """The content of a frame; None if the destination is ready and something else is expected."""
         what, values, _ = migration_messages.heard(frame)
         if what == "ready" and self._awaited:
             self._awaited -= 1

@@ -1,4 +1,4 @@
-"""What a tenant's process does, between batches, when its lease is to leave it: for another process, or a file."""
+"""The work of a tenant's process, between batches, when its lease is to leave it: for another process, or a file."""
 
 import socket
 import time
@@ -20,7 +20,7 @@ from warpbus.pool.tenant.suspension import suspend
 
 SUSPENDED = "the lease is suspended: resume it with `warpbus pool resume-lease`"
 
-_TOLD_EVERY = 0.1
+_REPORT_EVERY = 0.1
 _NAP = 0.001
 
 
@@ -51,7 +51,7 @@ def migrate(
 ) -> Iterator[None]:
     """Move the lease to the process that waits for it at `to`, where the daemon has connected `sock`: this process may
     not connect to anything. The lease executes between two pieces of this, but for the last one. If it does not come
-    about, the daemon is told so and everything is as before."""
+    about, the daemon is informed and everything is as before."""
     source: MigrationSource | None = None
     warned = False
     try:
@@ -70,12 +70,12 @@ def migrate(
         source.ask()
         while not source.is_accepted(_NAP):
             yield
-        told = -_TOLD_EVERY
+        reported = -_REPORT_EVERY
         content = tenant.executor.content
         while True:
             progress = source.copy_ahead()
-            if time.monotonic() - told >= _TOLD_EVERY:
-                told = time.monotonic()
+            if time.monotonic() - reported >= _REPORT_EVERY:
+                reported = time.monotonic()
                 tenant.tell("progress", phase="copying ahead", done=progress.copied, total=progress.total)
             if progress.stop_reason:
                 if content is None or not content.awaited:
@@ -93,7 +93,7 @@ def migrate(
         sock.close()
         if source is not None and source.state is SourceState.MOVED:
             raise  # nobody knows better than the destination and the client
-        if warned:  # a client that connects again forgets what it was told
+        if warned:  # a client that connects again forgets earlier notices
             tenant.hang_up()
         tenant.tell("failed", **error_value(error))
         return

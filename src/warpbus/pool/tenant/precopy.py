@@ -68,7 +68,7 @@ class StorageRange:
 
 def follows(piece: StorageRange, before: list[StorageRange]) -> bool:
     """Whether the piece is of a change of a version whose last piece is the last of those before it, so that it has to
-    be told of after these have been sent."""
+    be reported after these have been sent."""
     return piece.since >= 0 and before[-1].handle == piece.handle
 
 

@@ -43,7 +43,7 @@ class RecordedProgram:
         made: bytes of each result that stays after a run, by handle.
         inner: bytes of each result that does not.
         kept: storages that the client made while it recorded.
-        gone: what is to be freed with the program: of `made` and `kept` what the client has let go of.
+        gone: storages to free with the program: those of `made` and `kept` that the client has released.
         used: storages that it reads or writes, and has not made.
         written: those of them that it writes.
         peak: bytes of a run that are there at one time, at most: of `inner`, and of what is about to be copied.
@@ -76,7 +76,7 @@ class RecordedProgram:
                 now -= self.inner[step]
                 continue
             definition, operands = step
-            self.used.update(operands[: len(definition.places)])
+            self.used.update(operands[: len(definition.inputs)])
             if definition.operator.removeprefix("aten::").partition(".")[0].removesuffix("_") in SOLVERS:
                 # Not even tried: a library of the GPU's that is interrupted in a capture computes nothing afterwards.
                 self.why = f"{definition.operator} waits for the GPU"
@@ -237,7 +237,7 @@ class Programs:
         ]
 
     def restore(self, state: list[Any]) -> None:
-        """Have the programs that `state` told. Raises what a malformed state leads to: any of Python's errors."""
+        """Create the programs that `state` describes. A malformed state raises any of Python's errors."""
         recording = None
         for number, open_still, (signatures, steps), kept, gone in state:
             self.record(number)
@@ -266,7 +266,7 @@ class Programs:
         """Bytes of what the program makes and is not there yet, or not any more, by handle.
 
         Raises:
-            ProtocolError: what is there under one of its handles is something else.
+            ProtocolError: one of its handles has something else.
         """
         live = self._storages.live
         for handle, nbytes in program.made.items():
@@ -313,19 +313,19 @@ class Programs:
             if definition.dynamic:
                 raise DeviceError(f"{self.at} cannot be in a program: what it gives is known only after it ran")
             values: list[Any] = []
-            for place, handle in zip(definition.places, operands, strict=False):
-                values.append(storages.at(memories.get(handle) or storages.memory_of(handle), place))
+            for checked, handle in zip(definition.inputs, operands, strict=False):
+                values.append(storages.at(memories.get(handle) or storages.memory_of(handle), checked))
             values += operands[len(values) : definition.carried]
             result = definition.run(values)
             definition.check_written(values)
             fresh = definition.fresh(result, values)
-            for handle, tensor, (place, nbytes) in zip(
+            for handle, tensor, (checked, nbytes) in zip(
                 operands[definition.carried :], fresh, definition.news, strict=True
             ):
                 if handle in program.made and handle not in new:
-                    storages.at(storages.memory_of(handle), place).copy_(tensor)
+                    storages.at(storages.memory_of(handle), checked).copy_(tensor)
                 else:
-                    memories[handle] = Storage(nbytes, tensor, {place: tensor}, 0)
+                    memories[handle] = Storage(nbytes, tensor, {checked: tensor}, 0)
         return memories
 
     def _capture(self, program: RecordedProgram) -> bool:

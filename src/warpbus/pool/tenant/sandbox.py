@@ -1,4 +1,4 @@
-"""What keeps a tenant's process to itself, whatever code runs in it: the kernel is asked for it before a client comes.
+"""The sandbox of a tenant's process, whatever code runs in it: the kernel is asked for it before a client comes.
 
     enter(confinement)    first of all, before torch is loaded and there are threads: files, TCP, signals, capabilities
     limit_memory(nbytes)  on a CPU, before tensors are made
@@ -28,7 +28,7 @@ from warpbus.pool.tenant import landlock, seccomp
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4  # linux/prctl.h
 _CAPABILITY_VERSION = 0x20080522
 
-# What the loader, the C library, TLS and CUDA's driver read. No rule here leads to keys, tokens or homes.
+# The paths that the loader, the C library, TLS and CUDA's driver read. No rule here leads to keys, tokens or homes.
 _SYSTEM = (
     *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/nix/store", "/proc", "/sys"),
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.preload", "/etc/alternatives"),
@@ -44,7 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a process may use.
+    """The permissions of a process.
 
     Attributes:
         read: files and directories.
@@ -58,7 +58,7 @@ class Confinement:
 
     @classmethod
     def of(cls, read: Iterable[Path], write: Iterable[Path], *, gpu: bool) -> Self:
-        """What this Python and its packages need, and these paths."""
+        """The paths that this Python and its packages need, and these paths."""
         devices = [*map(Path, _DEVICES), *(each for name in _GPU_DEVICES * gpu for each in Path("/dev").glob(name))]
         devices += [Path(_OWN_THREADS)] * gpu
         return cls(
@@ -76,7 +76,7 @@ class Confinement:
 
     @classmethod
     def decode(cls, text: str) -> Self:
-        """What `encode` has written."""
+        """The text that `encode` has written."""
         found = json.loads(text)
         return cls(tuple(found["read"]), tuple(found["write"]), found["gpu"])
 
@@ -107,7 +107,7 @@ def seal(*, gpu: bool) -> None:
 
 
 def missing() -> list[str]:
-    """What cannot be kept from tenants' processes on this machine: a line for each, with the reason."""
+    """The restrictions that this machine cannot put on tenants' processes: a line for each, with the reason."""
     found = []
     version = landlock.version()
     if not version:

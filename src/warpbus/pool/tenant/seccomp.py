@@ -1,6 +1,7 @@
 """seccomp: a filter of system calls that a process gives itself, for good, in all of its threads.
 
-What is not named here is allowed: CUDA's driver makes calls that nobody lists. Those that are denied fail with EPERM.
+System calls that are not named here are allowed, since CUDA's driver makes undocumented ones. Denied calls fail with
+EPERM.
 Source: seccomp(2) and the kernel's documentation (userspace-api/seccomp_filter); numbers are of the kernel's tables of
 system calls for x86-64 and for arm64.
 """
@@ -89,7 +90,7 @@ def available() -> bool:
 
 
 def restrict(*, unix_sockets: bool) -> None:
-    """Deny all threads of this process other programs, other processes, new namespaces, and sockets.
+    """Deny all threads of this process to start programs and processes, to create namespaces, and to open sockets.
 
     The process needs `no_new_privs` (prctl(2)) before.
 

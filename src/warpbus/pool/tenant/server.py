@@ -97,7 +97,7 @@ class TenantServer:
         self._kept: Frame | None = None  # the client's next batch, which waits for a time slice
         self._owed = 0
         self._dealt = 0  # batches and questions
-        self._told: tuple[int, int, int] | None = None
+        self._reported: tuple[int, int, int] | None = None
         self._next_tick = 0.0
         self._ends: float | None = None
 
@@ -538,8 +538,8 @@ class TenantServer:
 
     def _tell_clients(self) -> None:
         now = (int(self.channel is not None), self._swapping.used, self._dealt)
-        if now != self._told:
-            self._told = now
+        if now != self._reported:
+            self._reported = now
             self.tell("clients", connected=now[0], memory=now[1], busy=self._meter.busy, work=now[2])
 
     def _say_goodbye(self) -> None:

@@ -197,7 +197,7 @@ def _normalized(named: Named) -> Shape:
 
 
 def _rows(named: Named) -> Shape:
-    """What layer norm saves for each row."""
+    """The shape of the values that layer norm saves per row."""
     normalized = len(named["normalized_shape"])
     return (*named["input"].shape[: len(named["input"].shape) - normalized], *[1] * normalized)
 
@@ -265,7 +265,7 @@ def _statistics_given(named: Named) -> None:
 
 
 def _groups(named: Named) -> None:
-    """The sizes that group norm is told are those of its input."""
+    """The sizes given to group norm are those of its input."""
     n, c, rest, groups = (named[name] for name in ("N", "C", "HxW", "group"))
     x = named["input"].shape
     _equal("N, C, HxW", (n, c, rest), (x[0], x[1], math.prod(x[2:])))

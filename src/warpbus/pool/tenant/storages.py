@@ -51,12 +51,12 @@ class CheckedGeometry:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """What a handle stands for.
+    """The target of a handle.
 
     Attributes:
         nbytes: that are charged for it.
         base: a tensor with its memory; None if it has none: a poisoned storage, or a value.
-        views: tensors of it, by place.
+        views: tensors of it, by geometry.
         version: of its contents, see `Storages.version`.
         failure: why it was never computed, or None.
         result: its geometry if only the pool knows that: of the result of a dynamic call.
@@ -101,7 +101,7 @@ class Storages:
         self.moved = 0
         self.writes: dict[int, tuple[int, int, int, int]] | None = None
         self._sizes: dict[int, int] = {}
-        self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
+        self._checked: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
         self._copies = HostCopies()
         if self.device.type == "cuda":
@@ -148,12 +148,12 @@ class Storages:
         self.charge(nbytes)
         self._add(handle, Storage(nbytes, tensor, {}, 0))
 
-    def hold(self, handle: int, tensor: Tensor, nbytes: int, place: CheckedGeometry) -> None:
-        """Take over a result that is charged already and lies at `place` in `nbytes` that nobody else has."""
+    def hold(self, handle: int, tensor: Tensor, nbytes: int, checked: CheckedGeometry) -> None:
+        """Take over a result that is charged already and lies at `checked` in `nbytes` that nobody else has."""
         if handle in self.live or handle >= MAX_HANDLE or len(self.live) >= MAX_STORAGES:
             self.check_new(handle)
         self.clock = clock = self.clock + 1
-        self.live[handle] = Storage(nbytes, tensor, {place: tensor}, clock)
+        self.live[handle] = Storage(nbytes, tensor, {checked: tensor}, clock)
         self._sizes[handle] = nbytes
 
     def keep(self, handle: int, value: Value) -> None:
@@ -199,34 +199,34 @@ class Storages:
         Raises:
             ProtocolError: there is no such storage, it was never computed, or the tensor does not lie inside it.
         """
-        return self.at(self.memory_of(handle), self.place(geometry))
+        return self.at(self.memory_of(handle), self.checked(geometry))
 
-    def place(self, geometry: Geometry) -> CheckedGeometry:
-        """The one place that equal geometries have."""
-        place = self._places.get(geometry)
-        if place is None:
-            place = self._places[geometry] = CheckedGeometry(geometry)
-        return place
+    def checked(self, geometry: Geometry) -> CheckedGeometry:
+        """The one `CheckedGeometry` of equal geometries."""
+        checked = self._checked.get(geometry)
+        if checked is None:
+            checked = self._checked[geometry] = CheckedGeometry(geometry)
+        return checked
 
-    def at(self, storage: Storage, place: CheckedGeometry) -> Tensor:
-        """The tensor at a place of a storage that need not have a handle."""
-        found = storage.views.get(place)
-        return self.view(storage, place) if found is None else found
+    def at(self, storage: Storage, checked: CheckedGeometry) -> Tensor:
+        """The tensor of a geometry in a storage that need not have a handle."""
+        found = storage.views.get(checked)
+        return self.view(storage, checked) if found is None else found
 
-    def view(self, storage: Storage, place: CheckedGeometry) -> Tensor:
-        """The tensor at a place that has not been looked up yet."""
+    def view(self, storage: Storage, checked: CheckedGeometry) -> Tensor:
+        """The tensor of a geometry that has not been looked up yet."""
         if storage.failure is not None:
             raise PoisonedError(storage.failure)
         if storage.base is None:
             raise ProtocolError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
-        place.check(storage.nbytes)
-        geometry, base = place.geometry, storage.base
+        checked.check(storage.nbytes)
+        geometry, base = checked.geometry, storage.base
         if base.dtype is geometry.dtype and torch.is_inference_mode_enabled():  # see `whole`
             tensor = base.as_strided(geometry.shape, geometry.stride, geometry.offset)
         else:
             tensor = torch.empty(0, dtype=geometry.dtype, device=self.device)
             tensor.set_(base.untyped_storage(), geometry.offset, geometry.shape, geometry.stride)
-        storage.views[place] = tensor
+        storage.views[checked] = tensor
         return tensor
 
     def raw(self, handle: int) -> Tensor:
@@ -235,11 +235,11 @@ class Storages:
 
     def whole(self, storage: Storage) -> Tensor:
         """The same of a storage that need not have a handle."""
-        place = self.place(contiguous(torch.uint8, (storage.nbytes,)))
-        found = storage.views.get(place)
+        checked = self.checked(contiguous(torch.uint8, (storage.nbytes,)))
+        found = storage.views.get(checked)
         if found is None:
             with torch.inference_mode(False):  # it is written outside of that mode, too
-                found = self.view(storage, place)
+                found = self.view(storage, checked)
         return found
 
     def read(self, handle: int, offset: int, nbytes: int) -> memoryview:

@@ -38,7 +38,7 @@ _MOST_HEADER = MAX_STATE + 16 * MAX_STORAGES  # bytes
 
 @dataclass(frozen=True)
 class Suspended:
-    """What a file says of the lease that is in it.
+    """The facts in a file about the lease in it.
 
     Attributes:
         device: the kind of device that it executed on, and can be resumed on.
@@ -176,7 +176,7 @@ def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def look(path: Path) -> Suspended:
-    """What is in a file of `suspend`, without its storages being read.
+    """The contents of a file of `suspend`, without reading its storages.
 
     Raises:
         StorageError: there is no such file, it is damaged, or of another version.

@@ -17,7 +17,7 @@ from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.suspension import SuspendedInMemory, suspend_to_memory
 
-_TELL_EVERY = 1.0
+_REPORT_EVERY = 1.0
 
 
 class SwappableTenant(Protocol):
@@ -55,7 +55,7 @@ class Swapping:
         self._saved: SuspendedInMemory | None = None
         self._out_since = time.perf_counter()
         self._wanted: float | None = None
-        self._told = float("-inf")
+        self._reported = float("-inf")
 
     @property
     def used(self) -> int:
@@ -127,8 +127,8 @@ class Swapping:
     def _tell(self, phase: str) -> None:
         """Tell the daemon at intervals that the swap goes on: it waits only so long."""
         now = time.perf_counter()
-        if now - self._told >= _TELL_EVERY:
-            self._told = now
+        if now - self._reported >= _REPORT_EVERY:
+            self._reported = now
             self._tenant.tell("progress", phase=phase, done=0, total=self.used)
 
     def _free(self) -> None:

@@ -36,7 +36,7 @@ class MemoryExporter(Protocol):
     """Exports memory to other processes (`warpbus.cuda.ipc.IpcExport`)."""
 
     def synchronize(self) -> None: ...
-    def places(self, tensors: list[Tensor]) -> list[IpcLocation]: ...
+    def locations(self, tensors: list[Tensor]) -> list[IpcLocation]: ...
 
 
 class MemoryReader(Protocol):
@@ -131,17 +131,17 @@ class Outgoing:
             return chunks
         pieces = [piece for chunk in chunks for piece in chunk]
         try:
-            places = self._shared.places(self._tensors(pieces))
+            locations = self._shared.locations(self._tensors(pieces))
         except DeviceError:  # memory of a kind that the driver does not share
             self._shared = None
             return chunks
-        segments = {place.handle: place.size for place in places}
+        segments = {location.handle: location.size for location in locations}
         number = {handle: index for index, handle in enumerate(segments)}
         self._shared.synchronize()
         self._tell_changed(pieces)
         values: list[Value] = []
-        for piece, place in zip(pieces, places, strict=True):
-            values += [*flat([piece]), number[place.handle], place.offset]
+        for piece, location in zip(pieces, locations, strict=True):
+            values += [*flat([piece]), number[location.handle], location.offset]
         self._say("copy", [[handle, size] for handle, size in segments.items()], *values)
         answer, _ = self._hear("copied", "cannot")
         if answer == "copied":

@@ -51,7 +51,7 @@ def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, s
         moments: float32 `[in, in]`, the mean H of x x^T over its inputs x.
         trials: float32 `[trials, in]`, see `candidates`.
         scheme: bits, groups, symmetric or not.
-        scale_dtype: what the grids' scales are rounded to.
+        scale_dtype: the dtype to which the grids' scales are rounded.
 
     Returns:
         float32 `[trials]`.

@@ -63,7 +63,7 @@ class FactoredHessian:
 
     @cached_property
     def inverse_order(self) -> Tensor:
-        """The place of each column in the order."""
+        """The position of each column in the order."""
         return torch.argsort(self.order)
 
     @property
@@ -150,7 +150,7 @@ def factored_loss(errors: Tensor, hessian: FactoredHessian) -> Tensor:
     return weighted.mul_(errors).sum(0).sum(dtype=torch.float64)
 
 
-def aim(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: float = SHARE) -> Tensor:
+def corrected_target(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: float = SHARE) -> Tensor:
     """The target matrix to round: W or a matrix between W and W*, see the module.
 
     Args:
@@ -185,8 +185,8 @@ class FactoredStack:
             return
         if not self.tensors:
             self.tensors = tuple(tensor.new_empty(self._count, *tensor.shape) for tensor in hessian.tensors)
-        for place, tensor in zip(self.tensors, hessian.tensors, strict=True):
-            place[index] = tensor
+        for stack, tensor in zip(self.tensors, hessian.tensors, strict=True):
+            stack[index] = tensor
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

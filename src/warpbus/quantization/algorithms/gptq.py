@@ -22,7 +22,7 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.factored import (
     FactoredHessian,
     FactoredStack,
-    aim,
+    corrected_target,
     factored,
     factored_loss,
     stacked,
@@ -99,7 +99,7 @@ def gptq_rows(
             its bits do not depend on the other parts.
         hessian: of the matrix.
         scheme, scale_dtype, clip, sweeps, name: as in `gptq`.
-        drift: float32 `[in, in]`, see `aim`; without it, the target is the weights themselves.
+        drift: float32 `[in, in]`, see `corrected_target`; without it, the target is the weights themselves.
 
     Returns:
         The quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: tr(dW H dW^T) and tr(W H W^T) of each part,
@@ -180,8 +180,8 @@ def call_for(
     scale_dtype: torch.dtype,
     device: torch.device,
 ) -> Call:
-    """What `gptq_matrices` gives its `run` for weights `[matrices, parts, rows, in]` of a dtype with a drift; of any
-    content."""
+    """The tensors that `gptq_matrices` gives its `run` for weights `[matrices, parts, rows, in]` of a dtype with a
+    drift; of any content."""
     matrices, *_, size = shape
     stack = FactoredStack(matrices)
     for index in range(matrices):
@@ -227,7 +227,7 @@ def _solve(
         for own, each, moved in zip(columns, factors, drift, strict=True):
             own_drift = narrow(moved)[each.order][:, each.order]
             for part in own:
-                part.copy_(aim(part, each, own_drift))
+                part.copy_(corrected_target(part, each, own_drift))
     columns = columns.view(matrices * parts, size, height)
     of_part = [each for each in factors for _ in range(parts)]
     inverse = torch.stack([each.inverse_order for each in of_part])
@@ -329,7 +329,7 @@ def descend(
         groups: int32 `[matrices, in]`, the group of each column.
         members: int64 `[matrices, groups, columns of a group]`: the columns of each group.
         max_code: of the scheme.
-        scale_dtype: what the scales are rounded to.
+        scale_dtype: the dtype to which the scales are rounded.
         sweeps: how many times each column is visited.
     """
     narrowed, size = [each.narrow_hessian for each in factors], members.shape[2]

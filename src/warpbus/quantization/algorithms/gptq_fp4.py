@@ -1,6 +1,7 @@
 """GPTQ to 4-bit floating-point numbers, NVFP4 and MXFP4: their grid is not uniform, so the columns are rounded here.
 
-Order, aim and the propagation of errors are those of `gptq`; coordinate descent, whose steps are integers, is left out.
+Order, target and the propagation of errors are those of `gptq`. Coordinate descent, whose steps are integers, is left
+out.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from warpbus.kernels.reference.fp4 import fp4_scales
 from warpbus.kernels.reference.gptq import column_threads
 from warpbus.qtensor import QTensor, Scheme, pack
 from warpbus.qtensor.fp4 import fp4_codes, fp4_values
-from warpbus.quantization.algorithms.factored import FactoredHessian, aim, factored_loss
+from warpbus.quantization.algorithms.factored import FactoredHessian, corrected_target, factored_loss
 from warpbus.quantization.algorithms.linear_algebra import narrow, product
 
 _BLOCK = 128
@@ -31,7 +32,7 @@ def fp4_matrices(
         for part in own:
             columns = part.float().T[factor.order].contiguous()
             if drift is not None and drift.numel():
-                columns = aim(columns, factor, narrow(drift[index])[factor.order][:, factor.order])
+                columns = corrected_target(columns, factor, narrow(drift[index])[factor.order][:, factor.order])
             rounded = _round(columns, factor, scheme, count)
             codes.append(rounded[0])
             scales.append(rounded[1])

@@ -1,7 +1,8 @@
 """GPTQ to paths through a trellis: tiles of 16 columns are rounded together, each to make up for those before it.
 
-With H = U D U^T in blocks of 16 columns (QTIP, Tseng et al., 2024, calls it block LDLQ) a tile is told what to make up
-for as a column is in `gptq`; what its own columns cost is taken as equal, which after the rotation they nearly are.
+With H = U D U^T in blocks of 16 columns (QTIP, Tseng et al., 2024, calls it block LDLQ) the target of a tile includes
+the errors of earlier tiles, as that of a column does in `gptq`. The errors of a tile's own columns are taken as equally
+expensive; after the rotation they nearly are.
 Columns and Hessian are rotated (`qtensor.trellis`), so they stay in their order. Coordinate descent is left out: on
 glm-poet a sweep took 1 % off the error on the calibration data, and nothing off the KL on other data.
 """
@@ -24,7 +25,7 @@ from warpbus.qtensor.trellis import (
     states_of,
     to_tiles,
 )
-from warpbus.quantization.algorithms.factored import FactoredHessian, aim, factored_loss
+from warpbus.quantization.algorithms.factored import FactoredHessian, corrected_target, factored_loss
 from warpbus.quantization.algorithms.linear_algebra import narrow, product
 from warpbus.quantization.algorithms.weights import check_scales
 
@@ -64,7 +65,7 @@ def trellis_matrices(
         for part in own:
             columns = rotate(part).T.contiguous()
             if drift is not None:
-                columns = aim(columns, factor, narrow(drift[index]))
+                columns = corrected_target(columns, factor, narrow(drift[index]))
             packed, scale, errors = _round(columns, factor, upper, scheme, scale_dtype)
             words.append(packed)
             scales.append(scale)

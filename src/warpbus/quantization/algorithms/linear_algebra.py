@@ -73,7 +73,7 @@ def unit_factor(matrix: Tensor, *, run: Replayed | None = None) -> tuple[Tensor,
 
 
 def call_for(columns: int, device: torch.device) -> Call:
-    """What `unit_factor` gives its `run` for matrices on a GPU; of any content."""
+    """The tensors that `unit_factor` gives its `run` for matrices on a GPU; of any content."""
     return Call(_by_blocks, (torch.empty(columns, columns, device=device),))
 
 

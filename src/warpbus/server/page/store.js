@@ -96,7 +96,7 @@ export class Store {
   constructor(onProblem) {
     this.onProblem = onProblem;
     this.conversations = new Map();
-    this.told = new Set();
+    this.shown = new Set();
     this.settings = { ...DEFAULTS };
     this.drafts = {};
     this.memoryKey = "";
@@ -146,7 +146,7 @@ export class Store {
   write(name, value) {
     try {
       localStorage.setItem(name, JSON.stringify(value));
-      this.told.delete("storageFull");
+      this.shown.delete("storageFull");
     } catch (error) {
       this.problem(error.name === "QuotaExceededError" ? "storageFull" : "storageAway");
     }
@@ -161,8 +161,8 @@ export class Store {
   }
 
   problem(key, values) {
-    if (this.told.has(key)) return;
-    this.told.add(key);
+    if (this.shown.has(key)) return;
+    this.shown.add(key);
     this.onProblem(key, values);
   }
 

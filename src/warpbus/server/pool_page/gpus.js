@@ -10,7 +10,7 @@ import { colourOf } from "./tenants.js";
 const LISTED = 4; // migrations in a tooltip
 const STATES = ["open", "draining", "lost"];
 
-/** A word with an icon, so that it is not told by its colour alone. */
+/** A word with an icon, so that the colour is not all that distinguishes it. */
 export function badge(parent, state, words) {
   const node = part(parent, "badge");
   if (node.dataset.state !== state) {

@@ -50,8 +50,8 @@ struct Fresh {
     int unused;
 };
 
-// What the four warps exchange per chunk: weights in the layout of mma and the order of tile.cuh, of each warp's keys
-// relative to its own exponent; the exponents; the sums of the weights.
+// The values that the four warps exchange per chunk: weights in the layout of mma and the order of tile.cuh, of each
+// warp's keys relative to its own exponent; the exponents; the sums of the weights.
 struct Weighed {
     ELEMENT weights[kTile * kKeys];
     float exponents[kTile * kWarps];

@@ -1,4 +1,4 @@
-// What a block of decode.cu computes per chunk: scores, weights, and the weighted sum of the values.
+// The products of a block of decode.cu per chunk: scores, weights, and the weighted sum of the values.
 #pragma once
 #include "attention/block.cuh"
 #include "attention/cache.cuh"

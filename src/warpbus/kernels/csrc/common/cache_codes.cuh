@@ -6,7 +6,7 @@
 
 enum CacheCode { kElement = 0, kInt8 = 1, kFp8 = 2, kInt4 = 3 };
 
-// What the largest magnitude becomes; with 4 bits the end of the outer one of eight intervals.
+// The code of the largest magnitude; with 4 bits the end of the outer one of eight intervals.
 __device__ __forceinline__ float largest_code(int code) {
     return code == kInt8 ? 127.0f : code == kFp8 ? 448.0f : 8.0f;
 }

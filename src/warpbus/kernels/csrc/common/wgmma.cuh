@@ -31,7 +31,7 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading, i
            ((shared & 0x3FFFF) >> 4);
 }
 
-// What one unit of a descriptor's address field is, in bytes.
+// Bytes per unit of a descriptor's address field.
 constexpr int kDescriptorUnit = 16;
 
 // The places of the accumulators in the instruction's text (P) and the operands themselves (D), by their number.

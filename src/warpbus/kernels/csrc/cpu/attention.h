@@ -73,7 +73,7 @@ inline void softmax(float* scores, int64_t count) {
     for (int64_t j = 0; j < count; ++j) scores[j] /= sum;
 }
 
-// What each byte of two codes stands for.
+// The values of each byte of two codes.
 struct CodePairs {
     float pair[256][2];
     CodePairs() {

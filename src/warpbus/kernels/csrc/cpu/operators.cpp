@@ -1,4 +1,4 @@
-// What Python calls: warpbus/kernels/ops/cpu_*.py.
+// The functions that Python calls: warpbus/kernels/ops/cpu_*.py.
 #include "cpu/attention.h"
 #include "cpu/experts.h"
 #include "cpu/linear.h"

@@ -102,7 +102,7 @@ class Pool {
     int workers_ = 0;
 };
 
-// What the threads of a region share. Its body has phases; each ends with wait().
+// The shared state of a region's threads. Its body has phases; each ends with wait().
 class Team {
   public:
     explicit Team(int threads) : threads_(threads < 1 ? 1 : threads) {}

@@ -1,4 +1,4 @@
-// What a matrix product does with its sums: add a bias, apply an activation, round, store. One object a thread, for 8
+// The epilogue of a matrix product: add a bias, apply an activation, round, store. One object per thread, for 8
 // neighbouring columns of which the thread finishes several rows.
 #pragma once
 

@@ -10,8 +10,8 @@
 // cp.async. ALIGN=1: no condition; tiles are copied element by element, synchronously, into the same places, several
 // times slower. The output is stored 16 bytes a store where its pointer and stride allow, else element by element.
 //
-// Versions: TILE_M x TILE_N elements of the product a block, of which a warp owns WARP_M x WARP_N; TILE_K of k a stage;
-// STAGES tiles of a and b in shared memory, STAGES - 1 of which are on their way while one is multiplied.
+// Versions: TILE_M x TILE_N elements of the product per block, of which a warp owns WARP_M x WARP_N; TILE_K of k per
+// stage; STAGES tiles of a and b in shared memory, STAGES - 1 of which are on their way while one is multiplied.
 // BLOCK_SWIZZLE: blocks that run at one time should share what they read, so tiles are numbered down groups of
 // BLOCK_SWIZZLE rows of tiles; 1 numbers them row by row. A block sums k_per_split of k (a multiple of TILE_K); where
 // that is less than k, gridDim.y blocks share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded

@@ -25,7 +25,7 @@
 
 namespace {
 
-// What a lane owns of a tile.
+// A lane's part of a tile.
 struct Columns {
     float gradient[kRows][kOwn], centred[kRows][kOwn], scale[kRows][kOwn], zero[kRows][kOwn];
 };

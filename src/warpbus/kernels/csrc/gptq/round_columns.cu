@@ -29,7 +29,7 @@
 
 namespace {
 
-// What a lane owns of a tile.
+// A lane's part of a tile.
 struct Columns {
     float target[kRows][kOwn], weight[kRows][kOwn], scale[kRows][kOwn], zero[kRows][kOwn];
 };

@@ -5,14 +5,14 @@
 //
 //   gemv_thread      one thread a row: neighbouring threads read k elements apart, and most of each memory sector is wasted
 //   gemv_warp        one warp a row, one element a lane: neighbours read neighbours; a shuffle adds up the warp
-//   gemv_vectorised  16 bytes a lane and four such loads under way
+//   gemv_vectorised  16 bytes per lane and four such loads under way
 //   gemv_split_k     a matrix with few rows has too few warps to keep the memory busy, so that several warps share a row;
 //                    each writes its part to `partial` [splits, n] and gemv_combine adds the parts in a fixed order, which
 //                    atomics would not: results are bitwise repeatable
 #include "ladder/warp_dot.cuh"
 
 constexpr int kBlock = 256;
-constexpr int kBlocks = 4;  // on a multiprocessor: leaves 64 registers a thread for the loads under way
+constexpr int kBlocks = 4;  // on a multiprocessor: leaves 64 registers per thread for the loads under way
 constexpr int kRowsInBlock = kBlock / kWarp;
 
 extern "C" __global__ void __launch_bounds__(kBlock) gemv_thread(

@@ -1,4 +1,4 @@
-// What mma_naive.cu and mma_permuted.cu have in common: the division of the product among blocks and warps, the way
+// Common parts of mma_naive.cu and mma_permuted.cu: the division of the product among blocks and warps, the way
 // from global to shared memory, and the way out. Both are launched with a grid of ceil(m / 128) * ceil(n / 128) blocks
 // of 128.
 #pragma once

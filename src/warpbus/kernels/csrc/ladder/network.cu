@@ -1,4 +1,4 @@
-// What training a small network needs besides products and the sigmoid: its bias, its gradients and its update.
+// Kernels for training a small network besides products and the sigmoid: its bias, its gradients and its update.
 //
 // ELEMENT = float, __half or __nv_bfloat16, computed in float32; matrices [rows, columns] are row-major and contiguous.
 // Every sum is taken in a fixed order, so that training is bitwise repeatable.

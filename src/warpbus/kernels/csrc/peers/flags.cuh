@@ -6,7 +6,7 @@
 
 namespace peers {
 
-// What was written before is seen by who waits for this round or a later one.
+// Earlier writes are visible to a GPU that has waited for this round or a later one.
 __device__ __forceinline__ void raise(unsigned int* flag, unsigned int round) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(round) : "memory");
 }

@@ -152,7 +152,7 @@ __device__ __forceinline__ Place locate(uint64 value, uint64 inclusive, uint64 t
     return shared.place;
 }
 
-// What is searched for: the last token that stays, twice, and then the one that is drawn.
+// Targets of the search: the last token that stays, twice, and then the drawn token.
 enum Search { kTopK = 0, kTopP = 1, kDraw = 2 };
 
 // Of the tokens with a key, writes the index of the one that `before` others precede. In each block every warp has a

@@ -59,7 +59,7 @@ def is_available() -> bool:
     """True, if the pool gives the lease.
 
     Raises:
-        WarpbusError: it does not. The program was told to use a leased GPU, and does not fall back to the CPU.
+        WarpbusError: it does not. The program is to use a leased GPU, and does not fall back to the CPU.
     """
     lease()
     return True

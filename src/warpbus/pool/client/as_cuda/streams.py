@@ -41,7 +41,7 @@ class RemoteEvent:
             self._seconds = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """What is called later is executed later in any case."""
+        """Does nothing: later calls are executed later in any case."""
 
     def query(self) -> bool:
         synchronize()
@@ -67,10 +67,10 @@ class RemoteStream:
         self.stream_id = self.cuda_stream = 0
 
     def wait_event(self, event: Any) -> None:
-        """What is called later is executed later in any case."""
+        """Does nothing: later calls are executed later in any case."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What is called later is executed later in any case."""
+        """Does nothing: later calls are executed later in any case."""
 
     def record_event(self, event: RemoteEvent | None = None) -> RemoteEvent:
         event = RemoteEvent() if event is None else event

@@ -93,7 +93,7 @@ def translate() -> None:
     _set(Tensor, "is_cuda", property(_is_cuda))
     _set(Tensor, "cuda", _cuda)
     _set(torch.UntypedStorage, "cuda", lambda storage, device=None, non_blocking=False: storage.to(device=CUDA))
-    # What is sent to the lease goes through a socket: pinned memory would make nothing faster.
+    # Data goes to the lease through a socket: pinned memory would make nothing faster.
     _set(Tensor, "pin_memory", lambda tensor, device=None: tensor)
     _replace(Tensor, "record_stream", _record_stream)
     for name in _TYPES.split():
@@ -258,12 +258,12 @@ class _TensorType(type):
 
 
 def _location(storage: Any) -> str | None:
-    """What `torch.save` writes as the place of a storage: another program may have a GPU of its own."""
+    """The location of a storage that `torch.save` writes: another program may have a GPU of its own."""
     return "cuda:0" if storage.device.type == NAME else None
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """What `torch.load` makes of a storage that was on a GPU, or is to come onto one."""
+    """The storage that `torch.load` makes of one that was on a GPU, or is to come onto one."""
     if not location.startswith("cuda") and not location.startswith(NAME):
         return None
     return storage.to(device=translated(location.replace(NAME, "cuda")))

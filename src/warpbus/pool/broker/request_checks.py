@@ -1,4 +1,4 @@
-"""The broker's immediate refusals: invalid hosts, and leases that no GPU could ever hold."""
+"""The broker's checks of what it is asked: hosts that are not valid, and leases that no GPU could ever hold."""
 
 from collections.abc import Iterable, Mapping
 
@@ -72,7 +72,7 @@ def check_limits(ledger: Ledger, lease: Lease, limits: Mapping[str, Limits]) -> 
     """See that a tenant may have one lease more.
 
     Raises:
-        UsageError: it would have more than its limits (or those of "*") allow; what is left of them is told.
+        UsageError: it would have more than its limits (or those of "*") allow; the message says what is left.
     """
     own = limits.get(lease.tenant) or limits.get("*") or Limits()
     if own.priority is not None and lease.priority > own.priority:
