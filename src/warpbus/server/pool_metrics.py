@@ -60,6 +60,20 @@ class _StatusReadings:
         for host in status.get("host_memory", ()):
             memory.add_metric((host["host"],), host["limit"])
         yield memory
+        yield from self._link_memory(named)
+
+    def _link_memory(self, named: str) -> Iterable[Metric]:
+        label = ("host",)
+        used = GaugeMetricFamily(f"{named}link_memory_bytes", "host memory that leases share in groups", labels=label)
+        limit = GaugeMetricFamily(f"{named}link_memory_limit_bytes", "the limit of this memory", labels=label)
+        unshared = CounterMetricFamily(f"{named}unshared_groups", "groups that use sockets instead", labels=label)
+        for host in self._status.get("link_memory", ()):
+            used.add_metric((host["host"],), host["used"])
+            limit.add_metric((host["host"],), host["limit"])
+            unshared.add_metric((host["host"],), host["unshared"])
+        yield used
+        yield limit
+        yield unshared
 
     def _residency(self, named: str) -> Iterable[Metric]:
         found = [(lease, lease.get("residency")) for lease in self._status["leases"]]

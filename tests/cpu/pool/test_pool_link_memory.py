@@ -3,11 +3,15 @@
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from warpbus.errors import StateError
+from warpbus.errors import DeviceError, StateError
+from warpbus.pool.broker.status import LinkMemoryUsage
+from warpbus.pool.daemon.lease_links import LinkMemories
+from warpbus.pool.daemon.tenancies import Order
 from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.group_steps import ExchangeStep, GroupPlace, ReduceStep, Region
@@ -26,7 +30,8 @@ def copies(descriptors):
 
 @pytest.fixture
 def memories():
-    descriptors = link_memory.create()
+    descriptors, watch = link_memory.create()
+    os.close(watch)
     return [
         LinkMemory(given, CPU, connects=first) for given, first in ((copies(descriptors), True), (descriptors, False))
     ]
@@ -45,10 +50,51 @@ def test_a_slot_is_filled_again_when_it_has_been_emptied(memories):
 
 
 def test_neither_process_can_shrink_it():
-    descriptors = link_memory.create()
+    descriptors, watch = link_memory.create()
     with pytest.raises(PermissionError):
         os.ftruncate(descriptors[0], 0)
-    link_memory.close(descriptors)
+    link_memory.close([*descriptors, watch])
+
+
+def test_memory_is_in_use_until_neither_process_has_it():
+    descriptors, watch = link_memory.create()
+    others = copies(descriptors)
+    first = LinkMemory(descriptors, CPU, connects=True)
+    link_memory.close(others)  # the other process could not use it
+    assert link_memory.in_use(watch)
+    first.to_fill(0).fill_(1)
+    del first
+    assert not link_memory.in_use(watch)
+    os.close(watch)
+
+
+def test_memory_that_the_system_does_not_provide_is_an_error(monkeypatch):
+    open_before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "eventfd", unavailable)
+    with pytest.raises(DeviceError, match=r"cannot be created: .*too many"):
+        link_memory.create()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def unavailable(*_):
+    raise OSError(24, "too many open files")
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_of_no_kernel(monkeypatch):
+    threads = []
+
+    def register(address, nbytes, flags):
+        threads.append(threading.current_thread())
+        assert (address > 0, nbytes, flags) == (True, link_memory.SIZE, 0)
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    descriptors, watch = link_memory.create()
+    with pytest.raises(DeviceError, match="cannot be pinned: CUDA error 2"):
+        LinkMemory(descriptors, torch.device("cuda"), connects=True)
+    assert threads != [threading.current_thread()]  # CUDA keeps the error for the thread that meets it
+    assert not link_memory.in_use(watch)
+    os.close(watch)
 
 
 class Watched(Channel):
@@ -136,10 +182,34 @@ def test_a_rank_that_is_gone_is_noticed_while_no_slot_is_empty(ranks):
 
 
 def test_a_lease_shares_memory_with_a_limited_number_of_others():
-    leases = LeaseGroups(Storages(CPU, 1000))
-    made = [leases.memory(link_memory.create(), connects=True) for _ in range(17)]
-    assert [each is not None for each in made] == [True] * 16 + [False]
+    leases, memories = LeaseGroups(Storages(CPU, 1000)), LinkMemories(18 * link_memory.SIZE)
+    made = [leases.memory(memories.create(), connects=True) for _ in range(16)]
+    assert all(each is not None for each in made)
+    with pytest.raises(DeviceError, match="shares memory with 16 other leases"):
+        leases.memory(memories.create(), connects=True)
     del made[0]
-    made.append(leases.memory(link_memory.create(), connects=True))
+    made.append(leases.memory(memories.create(), connects=True))
     assert made[-1] is not None
     assert leases.memory([], connects=False) is None
+    memories.close()
+
+
+def test_leases_of_a_machine_share_no_more_than_its_limit(caplog):
+    memories = LinkMemories(2 * link_memory.SIZE + 1)
+    first, second = memories.create(), memories.create()
+    assert memories.usage() == LinkMemoryUsage(2 * link_memory.SIZE, memories.limit, 0)
+    with pytest.raises(DeviceError, match=r"share 67\.1 MB of host memory already, of 67\.1 MB at most"):
+        memories.create()
+    link_memory.close(first)
+    assert memories.usage().used == link_memory.SIZE
+    link_memory.close(memories.create())
+    link_memory.close(second)
+    assert memories.usage().used == 0
+    order = Order("ab" * 16, bytes(32), "ann", "mill/0", 1000, 0.5)
+    for group in (GROUP, GROUP, bytes(15) + b"x", GROUP):
+        memories.unshared(order, group, "it cannot be pinned")
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(logged) == memories.usage().unshared == 2
+    assert all(f"lease {order.lease} of tenant ann on mill/0" in line for line in logged)
+    assert all("through sockets" in line and "172 ms" in line and "cannot be pinned" in line for line in logged)
+    memories.close()

@@ -10,7 +10,7 @@ from pool_brokers import GB, ask, why
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Limits, PoolGpu
-from warpbus.pool.broker.status import HostResidency, LeaseResidency, seen_by
+from warpbus.pool.broker.status import HostResidency, LeaseResidency, LinkMemoryUsage, seen_by
 from warpbus.pool.daemon.remote_host import read_report, residency_value
 
 GPU = PoolGpu("mill/0", "mill", 0, "H100", 80 * GB, (), 1.5)
@@ -79,22 +79,31 @@ def test_status_tells_where_memory_is_and_hides_it_of_others() -> None:
     assert [lease["residency"] for lease in status["leases"]] == [asdict(resident), asdict(OUT)]
     assert status["host_memory"] == [{"host": "mill", "swapped": 40 * GB, "limit": 200 * GB}]
     assert [lease["residency"] for lease in seen_by(status, "bob")["leases"]] == [None, asdict(OUT)]
+    usage = LinkMemoryUsage(1 << 25, 1 << 30, 2)
+    pool.linked("mill", usage)
+    assert pool.status(10.0)["link_memory"] == [{"host": "mill", **asdict(usage)}]
     pool.leave("mill", 11.0)
-    assert pool.status(12.0)["host_memory"] == []
+    assert (pool.status(12.0)["host_memory"], pool.status(12.0)["link_memory"]) == ([], [])
     with pytest.raises(UsageError, match="no host dam"):
         pool.resident("dam", HostResidency({}, 0))
+    with pytest.raises(UsageError, match="no host dam"):
+        pool.linked("dam", usage)
 
 
 def test_a_report_carries_it_between_machines() -> None:
     found = HostResidency({"ab": OUT}, 200 * GB)
     report = {"address": "warpbuss://mill:7700", "gpus": [{**asdict(GPU), "links": []}], "leases": [], "news": []}
-    report |= {"measured": [], "residency": residency_value(found)}
+    shared = {"used": 1 << 25, "limit": 1 << 30, "unshared": 2}
+    report |= {"measured": [], "residency": residency_value(found), "link_memory": shared}
     read = read_report(report)
     assert (read.residency, read.gpus) == (found, [GPU])
+    assert asdict(read.link_memory) == shared
     assert read_report({**report, "residency": residency_value(None)}).residency is None
     for wrong in ({"leases": {}}, {"leases": {"ab": {"state": 1}}, "limit": 1}, {"leases": [], "limit": 1}):
         with pytest.raises(UsageError):
             read_report({**report, "residency": wrong})
+    with pytest.raises(UsageError, match="unshared"):
+        read_report({**report, "link_memory": {"used": 0, "limit": 1}})
 
 
 def test_a_tenant_may_be_kept_from_preempting_others() -> None:

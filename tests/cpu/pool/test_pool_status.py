@@ -28,7 +28,7 @@ def test_status_is_json_and_has_its_schema():
     jsonschema.validate(seen_by(status, "ann"), SCHEMA)
     for part in ("gpus", "leases", "queue", "events"):
         assert set(SCHEMA["properties"][part]["items"]["properties"]) == set(status[part][0])
-    assert set(status) == {"version", "now", "gpus", "leases", "queue", "events", "host_memory"}
+    assert set(status) == {"version", "now", "gpus", "leases", "queue", "events", "host_memory", "link_memory"}
     assert status["gpus"] == [
         {
             "name": "a/0",

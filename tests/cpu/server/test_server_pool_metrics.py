@@ -11,7 +11,7 @@ from pool_brokers import GB, ask
 
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import PoolGpu
-from warpbus.pool.broker.status import HostResidency, LeaseResidency
+from warpbus.pool.broker.status import HostResidency, LeaseResidency, LinkMemoryUsage
 from warpbus.server.options import ServerOptions
 from warpbus.server.pool_page import create_pool_app
 
@@ -32,6 +32,7 @@ def test_prometheus_reads_memory_residency_and_swaps():
         ),
     )
     broker.measured("mill/0", utilization=0.5, memory=30 * GB)
+    broker.linked("mill", LinkMemoryUsage(1 << 25, 8 * GB, 3))
 
     async def status():
         return broker.status(10.0)
@@ -56,3 +57,5 @@ def test_prometheus_reads_memory_residency_and_swaps():
     assert found["lease_swaps_total", first.id[:8]] == 2
     assert found["lease_swap_seconds_total", second.id[:8]] == 1.25
     assert found["host_memory_limit_bytes", "mill"] == 200 * GB
+    assert (found["link_memory_bytes", "mill"], found["link_memory_limit_bytes", "mill"]) == (1 << 25, 8 * GB)
+    assert found["unshared_groups_total", "mill"] == 3

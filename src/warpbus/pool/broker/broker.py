@@ -62,6 +62,7 @@ class Broker:
         self._loaded = float("-inf")
         self._measured: dict[str, status.GpuUsage] = {}
         self._residency: dict[str, status.HostResidency] = {}
+        self._links: dict[str, status.LinkMemoryUsage] = {}
 
     # Hosts
 
@@ -143,6 +144,15 @@ class Broker:
         """
         self._host(host)
         self._residency[host] = found
+
+    def linked(self, host: str, found: status.LinkMemoryUsage) -> None:
+        """Record for `status` how much memory the leases of a host share.
+
+        Raises:
+            UsageError: there is no such host.
+        """
+        self._host(host)
+        self._links[host] = found
 
     def drain(self, host: str, now: float) -> list[LeaseMove]:
         """Close a host for new leases.
@@ -398,7 +408,7 @@ class Broker:
 
     def status(self, now: float) -> dict[str, Any]:
         """The pool as JSON; its schema is in `warpbus.pool.broker.status`."""
-        return status.report(self._ledger, self._aging, self._measured, self._residency, now)
+        return status.report(self._ledger, self._aging, self._measured, self._residency, self._links, now)
 
     def dump(self) -> dict[str, Any]:
         """The state that has to survive a restart, as JSON."""
@@ -416,7 +426,7 @@ class Broker:
         """
         self._ledger = ledger_file.load(state)
         self._loaded = float("-inf") if now is None else now
-        self._measured, self._residency = {}, {}
+        self._measured, self._residency, self._links = {}, {}, {}
 
     # Changes
 
@@ -454,7 +464,8 @@ class Broker:
                 self._ledger.end_move(lease, False, why, now)
         for name in gone:
             self._measured.pop(name, None)
-            self._residency.pop(name.partition("/")[0], None)  # the host reports those that it still has
+            for reported in (self._residency, self._links):
+                reported.pop(name.partition("/")[0], None)  # the host reports what it still has
         return lost
 
     # Checks

@@ -25,6 +25,9 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
                       "swaps": int, "swap_seconds": float,       to host memory and back, and what all of that took
                       "last_wait": float | null}}],              of its client: from its work to the lease's return
  "host_memory": [{"host": str, "swapped": int, "limit": int}],   of hosts that oversubscribe: used for swapped leases
+     "link_memory": [{"host": str,                               host memory that leases of a host share in groups
+                      "used": int, "limit": int,
+                      "unshared": int}],                         groups that use sockets instead, since its start
      "queue": [{"id", "tenant", "memory", "share",               the next one first
                 "priority": int,                                 with what waiting has added
                 "waited": float, "why": str}],
@@ -88,11 +91,21 @@ class HostResidency:
     limit: int
 
 
+@dataclass(frozen=True)
+class LinkMemoryUsage:
+    """The memory that leases of a host share; the attributes are those of the schema above."""
+
+    used: int
+    limit: int
+    unshared: int
+
+
 def report(
     ledger: Ledger,
     aging: float,
     measured: Mapping[str, GpuUsage],
     residency: Mapping[str, HostResidency],
+    links: Mapping[str, LinkMemoryUsage],
     now: float,
 ) -> dict[str, Any]:
     """The pool at a time, as JSON of the schema above."""
@@ -107,6 +120,7 @@ def report(
             {"host": host, "swapped": sum(each.bytes for each in found.leases.values()), "limit": found.limit}
             for host, found in residency.items()
         ],
+        "link_memory": [{"host": host, **asdict(found)} for host, found in links.items()],
         "queue": [
             {
                 "id": lease.id,

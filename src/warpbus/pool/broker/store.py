@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Lease, LeaseMove, PoolGpu
-from warpbus.pool.broker.status import HostResidency
+from warpbus.pool.broker.status import HostResidency, LinkMemoryUsage
 from warpbus.pool.quota import Quota
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ class BrokerStore(ABC):
 
     async def resident(self, host: str, found: HostResidency) -> None:
         await self._run(lambda broker, _: broker.resident(host, found), repeatable=True)
+
+    async def linked(self, host: str, found: LinkMemoryUsage) -> None:
+        await self._run(lambda broker, _: broker.linked(host, found), repeatable=True)
 
     async def drain(self, host: str) -> list[LeaseMove]:
         return await self._run(lambda broker, now: broker.drain(host, now), repeatable=True)

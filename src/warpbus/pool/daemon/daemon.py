@@ -408,12 +408,13 @@ class Daemon:
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
         host = arguments["host"]
-        measured, gpus, address, leases, news, residency = read_report(arguments)
+        measured, gpus, address, leases, news, residency, links = read_report(arguments)
         end = self._own.join(host, gpus, address, arguments["life"], {lease for lease, _, _ in leases})
         for gpu, part, used in measured:
             await self._own.measured(gpu, utilization=part, memory=used)
         if residency is not None:
             await self._own.resident(host, residency)
+        await self._own.linked(host, links)
         for lease, connected, memory in leases:
             if connected and lease not in end:
                 await self._handler.seen(lease, memory)
@@ -461,6 +462,7 @@ class Daemon:
             await self._store.measured(name, utilization=part, memory=memory)
         if (residency := self.host.swaps.report()) is not None:
             await self._store.resident(self._options.name, residency)
+        await self._store.linked(self._options.name, self.host.link_memories.usage())
         await self._handler.tick()
 
     def _measured(self) -> list[list[Any]]:

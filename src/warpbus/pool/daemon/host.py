@@ -32,7 +32,7 @@ from warpbus.errors import (
 )
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.checkpoint_files import CheckpointFiles, send_files
-from warpbus.pool.daemon.lease_links import opened_link
+from warpbus.pool.daemon.lease_links import LinkMemories, opened_link
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.swaps import Swapper
@@ -85,6 +85,7 @@ class LocalHost:
     Attributes:
         tenancies: the leases that run here, by id.
         swaps: which of them are in host memory.
+        link_memories: what they share in groups.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class LocalHost:
         self._spares = Spares(options.spare, program, processes, self._confinement)
         limit = gpus.swap_limit
         self.swaps = Swapper(gpus.gpus, limit, options.swap_time_slice, audit, self._swap, self._say)
+        self.link_memories = LinkMemories(gpus.link_memory_limit)
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._spares.fill()
@@ -248,9 +250,12 @@ class LocalHost:
         """Connect the process of a lease with that of another one, see `lease_links`. Returns {}."""
         tenancy, other = self._living(lease), self.tenancies.get(to)
         authority = self._options.authority
-        async with opened_link(other, to, address, link_key) as (descriptors, arguments):
+        async with opened_link(self.link_memories, other, to, address, link_key) as (descriptors, arguments, why):
             arguments |= {"ca": None if authority is None else str(authority), "group": group, "rank": rank}
-            return await self._work(tenancy, "link", arguments, "linked", lambda _: None, *descriptors)
+            done = await self._work(tenancy, "link", arguments, "linked", lambda _: None, *descriptors)
+            if why:
+                self.link_memories.unshared(tenancy.order, group, why)
+            return done
 
     async def offered(self) -> list[dict[str, Any]]:
         """The checkpoints of this machine, see `CheckpointFiles.listed`."""
@@ -354,6 +359,7 @@ class LocalHost:
         await self.swaps.close()
         living = [*self.tenancies.values(), *self._arriving.values()]
         await asyncio.gather(*(self._end(tenancy, why) for tenancy in living), self._spares.close())
+        self.link_memories.close()
 
     async def _end(self, tenancy: Tenancy, why: str) -> None:
         if tenancy.ending is None:
@@ -447,6 +453,8 @@ class LocalHost:
             self.swaps.heard(tenancy, connected=connected, memory=tenancy.memory, worked=worked)
         elif event == "wanted":
             self.swaps.wanted(tenancy)
+        elif event == "unshared":
+            self.link_memories.unshared(tenancy.order, facts["group"], facts["why"])
         elif event == "arrived" and self._arriving.get(lease) is tenancy:
             self.tenancies[lease] = self._arriving.pop(lease)
             self._gone.pop(lease, None)

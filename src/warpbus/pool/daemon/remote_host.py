@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.leases import PoolGpu
-from warpbus.pool.broker.status import HostResidency, LeaseResidency
+from warpbus.pool.broker.status import HostResidency, LeaseResidency, LinkMemoryUsage
 from warpbus.pool.daemon.control_handler import Asker
 from warpbus.pool.daemon.host import LocalHost
 from warpbus.pool.daemon.tenancies import Order, check_lease_id
@@ -20,7 +20,7 @@ from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.control_channel import ControlChannel, Tell
 from warpbus.pool.protocol.messages import Request, checked
-from warpbus.pool.protocol.operations import GPU, RESIDENCY
+from warpbus.pool.protocol.operations import GPU, LINK_MEMORY, RESIDENCY
 
 # A process may have to be started for an answer.
 _SECONDS = 240.0
@@ -202,6 +202,7 @@ class Membership:
             "news": list(news),
             "measured": measured,
             "residency": residency_value(host.swaps.report()),
+            "link_memory": asdict(host.link_memories.usage()),
         }
         answer = await self._join(report)
         del news[: len(report["news"])]
@@ -219,6 +220,7 @@ class HostReport(NamedTuple):
     leases: list[tuple[str, bool, int | None]]
     news: list[tuple[str, Any]]
     residency: HostResidency | None
+    link_memory: LinkMemoryUsage
 
 
 def read_report(arguments: Mapping[str, Any]) -> HostReport:
@@ -229,12 +231,13 @@ def read_report(arguments: Mapping[str, Any]) -> HostReport:
         news = [(str(name), facts) for name, facts in arguments["news"]]
         measured = [(str(gpu), part, int(memory)) for gpu, part, memory in arguments["measured"]]
         residency = _read_residency(arguments["residency"])
+        links = LinkMemoryUsage(**checked("link_memory", arguments["link_memory"], LINK_MEMORY).arguments)
     except (TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"join: the report is malformed ({error}): is the other machine's Warpbus older?") from None
     found = [PoolGpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in gpus]
-    return HostReport(measured, found, str(read_address(arguments["address"])), leases, news, residency)
+    return HostReport(measured, found, str(read_address(arguments["address"])), leases, news, residency, links)
 
 
 def residency_value(found: HostResidency | None) -> dict[str, Any]:

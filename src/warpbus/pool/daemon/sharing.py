@@ -23,6 +23,8 @@ from warpbus.pool.tenant.storages import allowance
 
 # The memory that libraries and CUDA itself take on a GPU per process, besides PyTorch's. MPS has to allow it.
 _CONTEXT = 1 << 30
+# The daemon has a descriptor of each 32 MiB.
+_MOST_LINK_MEMORY = 8 << 30
 
 
 class SharedGpus:
@@ -33,6 +35,7 @@ class SharedGpus:
         device: the device type that a process uses for its GPU: "cuda" or "cpu".
         mps: whether MPS shares them; otherwise time slices do.
         swap_limit: bytes of host memory for leases that are swapped out.
+        link_memory_limit: bytes of host memory that leases may share in groups, see `LinkMemories`.
 
     Raises:
         UsageError: amounts of memory are not possible, or MPS is requested where it cannot run.
@@ -59,6 +62,7 @@ class SharedGpus:
                 PoolGpu(f"{options.name}/0", options.name, 0, model, memory, oversubscribe=options.oversubscribe)
             ]
         self.swap_limit = self._swap_limit(options) if options.oversubscribe > 1 else 0
+        self.link_memory_limit = min(_MOST_LINK_MEMORY, (free_memory(torch.device("cpu")) or 0) // 8)
 
     def _swap_limit(self, options: PoolOptions) -> int:
         offered = sum(gpu.memory for gpu in self.gpus)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from warpbus.errors import FrameError, ProtocolError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of the protocol, in every HELLO; a side refuses another version."""
 
 HEADER = Struct("<IBxxxQ")

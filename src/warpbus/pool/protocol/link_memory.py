@@ -1,13 +1,15 @@
 """Memory that the processes of two leases on one machine share, for the bytes that they send each other in a group.
 
-The daemon makes it together with the connection. Each direction has a ring of slots; the connection says how many bytes
-are in the next slot, and a semaphore (eventfd) counts the slots that may be filled.
+The daemon makes it together with the connection; its `LinkMemories` limits how much there is. Each direction has a ring
+of slots; the connection says how many bytes are in the next slot, and a semaphore (eventfd) counts the slots that may
+be filled.
 """
 
 import fcntl
 import mmap
 import os
 import select
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -23,23 +25,47 @@ SLOTS = 4
 DESCRIPTORS = 3
 """The memory, and the semaphore of each direction, of the process that connects first."""
 
-_SIZE = 2 * SLOTS * SLOT
+SIZE = 2 * SLOTS * SLOT
+"""Bytes of the memory of two leases."""
 
 
-def create() -> list[int]:
-    """Descriptors for both processes. Pages are allocated when they are first used."""
-    memory = os.memfd_create("warpbus-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    made = [memory]
+def create() -> tuple[list[int], int]:
+    """Make the memory. Its pages are allocated when they are first used, or pinned.
+
+    Returns:
+        The descriptors for both processes, and one for `in_use`.
+
+    Raises:
+        DeviceError: the system does not provide it.
+    """
+    made: list[int] = []
     try:
-        os.ftruncate(memory, _SIZE)
+        memory = os.memfd_create("warpbus-link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        made.append(memory)
+        os.ftruncate(memory, SIZE)
         # Where one process could shrink it, the other one would die of SIGBUS.
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         flags = os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC
         made += [os.eventfd(SLOTS, flags) for _ in range(2)]
-    except BaseException:
+        # Descriptors that other processes get, and what they map, are of the same open file, which has the lock.
+        fcntl.flock(memory, fcntl.LOCK_SH)
+        return made, os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
         close(made)
-        raise
-    return made
+        raise DeviceError(f"memory for two leases to share cannot be created: {error}") from None
+
+
+def in_use(watch: int) -> bool:
+    """Whether a process has a descriptor of the memory, or has mapped it.
+
+    Args:
+        watch: the last descriptor of `create`. The memory is allocated until it is closed, too.
+    """
+    try:
+        fcntl.flock(watch, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def close(descriptors: Sequence[int]) -> None:
@@ -63,7 +89,7 @@ class LinkMemory:
     def __init__(self, descriptors: Sequence[int], device: torch.device, *, connects: bool) -> None:
         memory, *semaphores = descriptors
         try:
-            mapped = mmap.mmap(memory, _SIZE)
+            mapped = mmap.mmap(memory, SIZE)
         except (OSError, ValueError) as error:
             close(descriptors)
             raise DeviceError(f"memory that two leases share cannot be mapped: {error}") from None
@@ -72,10 +98,10 @@ class LinkMemory:
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
         pinned = None
         if device.type == "cuda":
-            code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), _SIZE, 0)
-            if int(code) != 0:
+            code = _pin(whole)
+            if code != 0:
                 close(semaphores)
-                raise DeviceError(f"memory that two leases share cannot be pinned: CUDA error {int(code)}")
+                raise DeviceError(f"memory that two leases share cannot be pinned: CUDA error {code}")
             pinned = whole.data_ptr()
         weakref.finalize(self, _release, whole, pinned, semaphores)
         sides = whole.split(SLOTS * SLOT)
@@ -112,6 +138,20 @@ class LinkMemory:
 def _slot(side: Tensor, number: int) -> Tensor:
     start = number % SLOTS * SLOT
     return side[start : start + SLOT]
+
+
+def _pin(whole: Tensor) -> int:
+    """Pin memory. Returns CUDA's error code.
+
+    CUDA also keeps an error for the thread that has met it, whose next kernel launch would report it as its own. So a
+    thread that launches nothing pins the memory.
+    """
+    codes: list[int] = []
+    register = torch.cuda.cudart().cudaHostRegister
+    thread = threading.Thread(target=lambda: codes.append(int(register(whole.data_ptr(), whole.nbytes, 0))))
+    thread.start()
+    thread.join()
+    return codes[0]
 
 
 def _release(whole: Tensor, pinned: int | None, semaphores: Sequence[int]) -> None:

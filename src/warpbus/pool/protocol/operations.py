@@ -70,6 +70,7 @@ DAEMON = {
             "news": list,
             "measured": list,
             "residency": dict,
+            "link_memory": dict,
         },
         role="admin",
     ),
@@ -129,6 +130,9 @@ RESIDENCY = {
 }
 """Where the memory of leases is that a daemon reports in "join", see `warpbus.pool.broker.status`."""
 
+LINK_MEMORY = {"link_memory": Operation({"used": int, "limit": int, "unshared": int})}
+"""What a daemon reports of the memory that its leases share in "join", see `warpbus.pool.broker.status`."""
+
 TENANT = {
     # The first one.
     "setup": Operation(
@@ -184,6 +188,7 @@ EVENTS = {
     "moved": Operation({"seconds": int | float, "pause": int | float, "bytes": int}, {"path": str}),
     "suspended": Operation({"seconds": int | float, "bytes": int}),
     "linked": Operation(),  # with the process of another lease; or "failed"
+    "unshared": Operation({"group": bytes, "why": str}),  # a link to a lease of this machine has no shared memory
     # It is in host memory, or in GPU memory again.
     "swapped_out": Operation({"seconds": int | float, "bytes": int}),
     "swapped_in": Operation({"seconds": int | float, "bytes": int}),

@@ -320,14 +320,18 @@ class LeaseGroups:
         self._groups[membership.group] = LeaseGroup(membership, self._storages, lambda: self.attend())
 
     def memory(self, descriptors: Sequence[int], *, connects: bool) -> LinkMemory | None:
-        """Memory for a connection, of the daemon's descriptors; None if there are none, or it cannot be had."""
-        if len(descriptors) != link_memory.DESCRIPTORS or len(self._memories) >= _MOST_MEMORIES:
+        """Memory for a connection, of the daemon's descriptors; None if there are none.
+
+        Raises:
+            DeviceError: it cannot be had, so that a socket has to do; the descriptors are closed.
+        """
+        if len(descriptors) != link_memory.DESCRIPTORS:
             link_memory.close(descriptors)
             return None
-        try:
-            memory = LinkMemory(descriptors, self._storages.device, connects=connects)
-        except DeviceError:
-            return None
+        if len(self._memories) >= _MOST_MEMORIES:
+            link_memory.close(descriptors)
+            raise DeviceError(f"the lease shares memory with {_MOST_MEMORIES} other leases, which is the limit")
+        memory = LinkMemory(descriptors, self._storages.device, connects=connects)
         self._memories.add(memory)
         return memory
 

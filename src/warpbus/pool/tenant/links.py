@@ -9,6 +9,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 from warpbus.errors import (
     AuthorizationError,
     ConnectionLostError,
+    DeviceError,
     LeaseLostError,
     ProtocolError,
     StateError,
     WarpbusError,
 )
+from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel, begin, context_for
 from warpbus.pool.protocol.failures import error_value, sent_error
@@ -31,6 +34,9 @@ from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, encode
 from warpbus.pool.tenant.acceptor import refuse
 from warpbus.pool.tenant.groups import LeaseGroups
+
+Report = Callable[[str, dict[str, Value]], None]
+"""Reports one of `operations.EVENTS` with its facts."""
 
 _SECONDS_TO_ANSWER = 60.0
 """The other process may be executing a batch."""
@@ -49,7 +55,7 @@ class LinkOpener:
         return self._wake
 
     def finished(self) -> list[tuple[str, dict[str, Value]]]:
-        """The events to report to the daemon, with their facts, for the handshakes that have ended."""
+        """The events to report to the daemon, with their facts, of the handshakes that have ended."""
         found = []
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -73,7 +79,7 @@ class LinkOpener:
         `link_memory` or none; see `operations.TENANT`."""
 
         def run() -> None:
-            memory = self._groups.memory(shared, connects=True)
+            memory = _memory(self._groups, group, shared, self._report, connects=True)
             try:
                 channel = _greeted(sock, address, ca, link_id, link_key)
                 self._join(channel, group, rank, memory)
@@ -81,10 +87,13 @@ class LinkOpener:
             except WarpbusError as error:
                 sock.close()
                 done = ("failed", error_value(error))
-            self._finished.put(done)
-            os.eventfd_write(self._wake, 1)
+            self._report(*done)
 
         threading.Thread(target=run, name="link", daemon=True).start()
+
+    def _report(self, event: str, facts: dict[str, Value]) -> None:
+        self._finished.put((event, facts))
+        os.eventfd_write(self._wake, 1)
 
     def _join(self, channel: Channel, group: bytes, rank: int, memory: LinkMemory | None) -> None:
         found = self._groups.get(group)
@@ -124,14 +133,37 @@ def _refusal(error: WarpbusError) -> WarpbusError:
     return AuthorizationError("the other lease's machine does not accept the link key, or the lease has ended")
 
 
-def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: list[int]) -> None:
+def _memory(
+    groups: LeaseGroups, group: bytes, shared: list[int], report: Report, *, connects: bool
+) -> LinkMemory | None:
+    """See `LeaseGroups.memory`. If it cannot be had, this is reported to the daemon, and the result is None."""
+    try:
+        return groups.memory(shared, connects=connects)
+    except DeviceError as error:
+        with suppress(StateError):
+            groups.get(group)  # the link to a group that the lease is not in is refused
+            report("unshared", {"group": group, "why": str(error)})
+        return None
+
+
+def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: list[int], report: Report) -> None:
     """Handle a HELLO of another lease's process: connect it to its group, or refuse it.
 
     Both use the memory of which `shared` are the descriptors, if both could map it.
+
+    Args:
+        channel: the connection.
+        hello: what came.
+        groups: of this lease.
+        shared: descriptors of `link_memory`, or none.
+        report: reports an event to the daemon.
     """
     group, rank, size = hello.get("link"), hello.get("rank"), hello.get("size")
-    memory = groups.memory(shared, connects=False)
-    memory = memory if hello.get("memory") is True else None
+    memory = None
+    if hello.get("memory") is True and isinstance(group, bytes):
+        memory = _memory(groups, group, shared, report, connects=False)
+    else:
+        link_memory.close(shared)
     try:
         if hello.get("protocol") != PROTOCOL or not isinstance(group, bytes) or type(rank) is not int:
             raise ProtocolError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus")

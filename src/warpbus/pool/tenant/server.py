@@ -276,7 +276,7 @@ class TenantServer:
         """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
         if "link" in hello:
-            admit(channel, hello, self.executor.groups, shared)
+            admit(channel, hello, self.executor.groups, shared, lambda event, facts: self.tell(event, **facts))
             return
         link_memory.close(shared)
         if "migration_token" in hello:
