@@ -1,6 +1,6 @@
 """Products whose sum over k is split among blocks: the choice, the partial sums and the kernel that adds them up."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -24,7 +24,7 @@ _AnyTiling = TypeVar("_AnyTiling")
 def cheapest(
     tilings: Sequence[_AnyTiling],
     k: int,
-    splits: Iterable[int],
+    splits: Sequence[int],
     step: Callable[[_AnyTiling], int],
     cost: Callable[[_AnyTiling, int], float],
 ) -> tuple[_AnyTiling, int]:
