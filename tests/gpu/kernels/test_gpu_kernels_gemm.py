@@ -67,7 +67,7 @@ def check(found, expected):
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiling", gemm_sm90.TILINGS, ids=lambda tiling: f"{tiling.m}x{tiling.n}")
+@pytest.mark.parametrize("tiling", gemm_sm90.TILINGS, ids=lambda tiling: f"{tiling.tile_m}x{tiling.tile_n}")
 def test_every_tiling(tiling, dtype):
     for (m, n, k), a_major, b_major in itertools.product(ODD, (0, 1), (0, 1)):
         if not tiling.fits(a_major, b_major, 0):

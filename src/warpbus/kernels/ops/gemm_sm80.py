@@ -4,7 +4,7 @@ Nothing here checks shapes or dtypes: the operators that call it have done so.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -15,7 +15,7 @@ from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, per_dtype
 from warpbus.kernels.ops.split_k import partial_sums, reduce
-from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
+from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling, choose, clocks
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -25,44 +25,24 @@ _PARAMETERS = Parameters(
 _CHUNK = 8  # elements in 16 bytes
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
-class GemmSm80Tiling:
-    """How sm80_hgemm.cu divides a product.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GemmSm80Tiling(Sm80Tiling):
+    """A tiling of sm80_hgemm.cu.
 
     Attributes:
-        tile_m, tile_n, tile_k: the tile of a block, and the extent in k of one stage in shared memory.
-        warp_m, warp_n: the tile of a warp.
-        stages: tiles in shared memory.
+        resident: blocks that a multiprocessor holds at a time.
         swizzle: rows of tiles that blocks go down before they go on to the next column.
         align: 8 if all loads are of 16 bytes, 1 if they are of single elements.
-        resident: blocks that a multiprocessor holds at a time.
-        efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
     """
 
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    warp_m: int
-    warp_n: int
-    stages: int
+    resident: int = 2
     swizzle: int = 8
     align: int = 8
-    resident: int = 2
-    efficiency: float = 0.9
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.tile_m // self.warp_m * (self.tile_n // self.warp_n) * 32
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory a block."""
+        """Bytes of shared memory of a block."""
         return self.stages * (self.tile_m + self.tile_n) * self.tile_k * 2
-
-    def tiles(self, m: int, n: int) -> int:
-        """How many tiles cover a product."""
-        return blocks((m, self.tile_m), (n, self.tile_n))
 
     def kernel(self, dtype: torch.dtype, layout_a: str, layout_b: str) -> Kernel:
         """The kernel for operands of two layouts, "row" or "column"."""
@@ -83,18 +63,15 @@ class GemmSm80Tiling:
         ).kernel("sm80_hgemm", _PARAMETERS)
 
 
-WIDE = GemmSm80Tiling(128, 256, 32, 64, 64, stages=3, resident=1, efficiency=0.95)
-SQUARE = GemmSm80Tiling(128, 128, 32, 64, 64, stages=3)
+WIDE = GemmSm80Tiling(128, 256, 32, 64, 64, stages=3, efficiency=0.95, resident=1)
+SQUARE = GemmSm80Tiling(128, 128, 32, 64, 64, stages=3, efficiency=0.9)
 SMALL = GemmSm80Tiling(64, 64, 64, 32, 32, stages=3, efficiency=0.7)
-UNALIGNED = GemmSm80Tiling(128, 128, 32, 64, 32, stages=2, align=1, resident=1, efficiency=0.3)
+UNALIGNED = GemmSm80Tiling(128, 128, 32, 64, 32, stages=2, efficiency=0.3, resident=1, align=1)
 
 
 def _ladder(stages: int, swizzle: int) -> tuple[GemmSm80Tiling, GemmSm80Tiling]:
     """A rung for aligned and for other operands."""
-    return (
-        GemmSm80Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
-        GemmSm80Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1, resident=1),
-    )
+    return replace(SQUARE, stages=stages, swizzle=swizzle), replace(UNALIGNED, stages=stages, swizzle=swizzle)
 
 
 RUNGS = {
@@ -229,7 +206,7 @@ def _layout(matrix: Tensor) -> tuple[str, int, bool]:
 def plan(
     m: int, n: int, k: int, multiprocessors: int, tilings: tuple[GemmSm80Tiling, ...]
 ) -> tuple[GemmSm80Tiling, int]:
-    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.choose`.
 
     Returns:
         A tiling of `tilings`, and a multiple of its `tile_k`.
@@ -237,18 +214,14 @@ def plan(
 
     def cost(tiling: GemmSm80Tiling, part: int) -> float:
         return clocks(
+            tiling,
             m=m,
             n=n,
             k=k,
             part=part,
-            step=tiling.tile_k,
-            tiles=tiling.tiles(m, n),
-            tile=tiling.tile_m * tiling.tile_n,
-            efficiency=tiling.efficiency,
-            stages=tiling.stages,
             resident=tiling.resident,
             multiprocessors=multiprocessors,
             bytes_per_k=2 * (min(m, tiling.tile_m) + min(n, tiling.tile_n)),
         )
 
-    return cheapest(tilings, k, lambda tiling: tiling.tile_k, cost)
+    return choose(tilings, k, cost)

@@ -12,14 +12,15 @@ from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import ALIGNMENT, fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, per_dtype
+from warpbus.kernels.ops.tiles_sm90 import BOX, ROW_BYTES, Sm90Tiling
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
     "TileMaps map_a, TensorMap map_b, TensorMap map_out, const ELEMENT* bias, ELEMENT* out, Problem p",
     Problem="int m, int n, int k, int group, int direct",
 )
-_TILE_K = 64
-_BOX = 64  # elements: one row of the 128-byte swizzle
+_TILE_K = ROW_BYTES // 2  # elements of one stage
+_COLUMN_BYTES = 2  # of shared memory: the bias
 _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 1024  # of the output that are walked together: wide enough that L2 serves a wave of tiles
 _L2 = 50e6  # bytes
@@ -27,60 +28,43 @@ _LARGEST_FOR_SILU = 128 * 128  # elements of a tile: with more, the registers of
 _EPILOGUE = 350  # what a tile costs beside its products, in elements of k: filling the ring, writing the result
 
 
-@dataclass(frozen=True)
-class GemmSm90Tiling:
-    """How `gemm/sm90_hgemm.cu` cuts a product.
+@dataclass(frozen=True, kw_only=True)
+class GemmSm90Tiling(Sm90Tiling):
+    """A tiling of `gemm/sm90_hgemm.cu`; efficiencies were measured on an H100 for some thirty shapes.
 
     Attributes:
-        m, n: the tile of a block.
-        stages: tiles of the operands in flight.
-        buffers: staging buffers of a consumer.
         cluster: blocks along m that share the tiles of b.
-        efficiency: share of the fastest tiling's rate, measured on an H100 for some thirty shapes.
         variety: the variants beyond operands that both have k as their contiguous axis: 0 none, 1 other
             layouts or an activation, 2 both at once.
     """
 
-    m: int
-    n: int
-    stages: int
-    buffers: int
-    cluster: int
-    efficiency: float
+    cluster: int = 1
     variety: int = 0
 
-    @property
-    def threads(self) -> int:
-        """Threads per block: the producer's warpgroup and one or two that multiply."""
-        return 256 if self.m == 64 else 384
-
-    @property
-    def shared(self) -> int:
-        """Shared memory per block in bytes: ring, barriers, staging buffers and bias of each consumer, alignment."""
-        consumers = self.threads // 128 - 1
-        ring = ((self.m + self.n) * _TILE_K * 2 + 16) * self.stages
-        return ring + consumers * (self.buffers * _BOX * _BOX + self.n) * 2 + 1024
+    def clusters(self, m: int, n: int) -> int:
+        """How many clusters cover a product."""
+        return blocks((m, self.tile_m * self.cluster), (n, self.tile_n))
 
     def fits(self, a_major: int, b_major: int, activation: int) -> bool:
         """Whether it is compiled for a product."""
-        if activation == ACTIVATIONS["silu"] and self.m * self.n > _LARGEST_FOR_SILU:
+        if activation == ACTIVATIONS["silu"] and self.tile_m * self.tile_n > _LARGEST_FOR_SILU:
             return False
         # The blocks of a cluster share b in boxes of 64 columns where n is its contiguous axis.
-        boxes = not b_major or self.n // self.cluster % _BOX == 0
+        boxes = not b_major or self.tile_n // self.cluster % BOX == 0
         return boxes and bool(a_major or b_major) + bool(activation) <= self.variety
 
 
 TILINGS = (
-    GemmSm90Tiling(128, 256, 4, 2, 1, 1.0, variety=1),
-    GemmSm90Tiling(256, 128, 4, 2, 1, 0.99),
-    GemmSm90Tiling(256, 144, 4, 1, 1, 0.98),
-    GemmSm90Tiling(128, 208, 4, 2, 1, 0.97),
-    GemmSm90Tiling(128, 192, 5, 1, 2, 0.975),
-    GemmSm90Tiling(128, 144, 6, 1, 1, 0.98),
-    GemmSm90Tiling(128, 128, 6, 2, 1, 0.97, variety=2),
-    GemmSm90Tiling(128, 80, 8, 1, 1, 0.78),
-    GemmSm90Tiling(128, 64, 8, 2, 1, 0.70),
-    GemmSm90Tiling(64, 128, 8, 2, 1, 0.73, variety=1),
+    GemmSm90Tiling(128, 256, 4, 2, 1.0, variety=1),
+    GemmSm90Tiling(256, 128, 4, 2, 0.99),
+    GemmSm90Tiling(256, 144, 4, 1, 0.98),
+    GemmSm90Tiling(128, 208, 4, 2, 0.97),
+    GemmSm90Tiling(128, 192, 5, 1, 0.975, cluster=2),
+    GemmSm90Tiling(128, 144, 6, 1, 0.98),
+    GemmSm90Tiling(128, 128, 6, 2, 0.97, variety=2),
+    GemmSm90Tiling(128, 80, 8, 1, 0.78),
+    GemmSm90Tiling(128, 64, 8, 2, 0.70),
+    GemmSm90Tiling(64, 128, 8, 2, 0.73, variety=1),
 )
 
 _LARGEST = TILINGS[0]
@@ -101,7 +85,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
     """The ladder's rung "wgmma": `a [m, k] @ b [k, n]`, both contiguous, any sizes."""
     (m, k), n = a.shape, b.shape[1]
     rows_a, rows_b = addressable(a), addressable(b)  # held until the launch: copies that are given back are overwritten
-    map_a, map_b = tensor_map(rows_a, _WGMMA_TILE, _BOX), tensor_map(rows_b, _TILE_K, _BOX)
+    map_a, map_b = tensor_map(rows_a, _WGMMA_TILE, BOX), tensor_map(rows_b, _TILE_K, BOX)
     grid = blocks((n, _WGMMA_TILE)), blocks((m, _WGMMA_TILE))
     _WGMMA[a.dtype](grid, 256, map_a=map_a, map_b=map_b, out=out, m=m, n=n, k=k, shared=_WGMMA_SHARED)
 
@@ -123,15 +107,14 @@ def gemm(
     tiling = tiling or choose(m, n, k, a_major, b_major, activation, multiprocessors(a.device))
     rows_a = addressable(a.T if a_major else a)
     rows_b = addressable(b if b_major else b.T)
-    map_a = tensor_map(rows_a, _TILE_K, _BOX) * 2 if a_major else tile_maps(rows_a, tiling.m, _BOX)
-    map_b = tensor_map(rows_b, _TILE_K if b_major else tiling.n // tiling.cluster, _BOX)
+    map_a = tensor_map(rows_a, _TILE_K, BOX) * 2 if a_major else tile_maps(rows_a, tiling.tile_m, BOX)
+    map_b = tensor_map(rows_b, _TILE_K if b_major else tiling.tile_n // tiling.cluster, BOX)
     direct = not fits(out)
-    map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
-    clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
+    map_out = _NO_MAP if direct else tensor_map(out, BOX, BOX)
     resident = multiprocessors(a.device) // tiling.cluster
-    group = max(_ROWS_OF_TILES // (tiling.m * tiling.cluster), 1)
+    group = max(_ROWS_OF_TILES // (tiling.tile_m * tiling.cluster), 1)
     _kernel(a.dtype, tiling, a_major, b_major, activation)(
-        min(clusters, resident) * tiling.cluster,
+        min(tiling.clusters(m, n), resident) * tiling.cluster,
         tiling.threads,
         map_a=map_a,
         map_b=map_b,
@@ -143,7 +126,7 @@ def gemm(
         k=k,
         group=group,
         direct=direct,
-        shared=tiling.shared,
+        shared=tiling.shared(_COLUMN_BYTES),
         cluster=tiling.cluster,
         dependent=True,
     )
@@ -166,12 +149,11 @@ def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, 
     """
 
     def cost(tiling: GemmSm90Tiling) -> float:
-        clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
-        waves = blocks((clusters, processors // tiling.cluster))
-        return waves * tiling.m * tiling.n * (k + _EPILOGUE) / tiling.efficiency
+        waves = blocks((tiling.clusters(m, n), processors // tiling.cluster))
+        return waves * tiling.tile_m * tiling.tile_n * (k + _EPILOGUE) / tiling.efficiency
 
     possible = [tiling for tiling in TILINGS if tiling.fits(a_major, b_major, activation)]
-    many = m * n > _LARGEST.m * _LARGEST.n * processors * _MANY_WAVES
+    many = m * n > _LARGEST.tile_m * _LARGEST.tile_n * processors * _MANY_WAVES
     if many and 2 * k * (m + n) > _L2 and _LARGEST in possible:
         return _LARGEST
     return min(possible, key=cost)
@@ -183,15 +165,15 @@ def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: i
         "gemm/sm90_hgemm.cu",
         needs="sm_90a",
         ELEMENT=ELEMENTS[dtype],
-        TILE_M=tiling.m,
-        TILE_N=tiling.n,
+        TILE_M=tiling.tile_m,
+        TILE_N=tiling.tile_n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
         CLUSTER=tiling.cluster,
         A_MAJOR=a_major,
         B_MAJOR=b_major,
         ACTIVATION=activation,
-        SHARED_BYTES=tiling.shared,
+        SHARED_BYTES=tiling.shared(_COLUMN_BYTES),
     )
     return declared.kernel("sm90_hgemm", _PARAMETERS)
 

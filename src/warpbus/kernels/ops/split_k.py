@@ -1,4 +1,7 @@
-"""Products whose sum over k is split among blocks: the partial sums and the kernel that adds them up."""
+"""Products whose sum over k is split among blocks: the choice, the partial sums and the kernel that adds them up."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +17,34 @@ _REDUCE = per_dtype(
 )
 _BLOCK = 128  # kThreads in split_k_reduce.cu
 _CHUNK = 8  # columns of a thread
+
+_AnyTiling = TypeVar("_AnyTiling")
+
+
+def cheapest(
+    tilings: Sequence[_AnyTiling],
+    k: int,
+    splits: Sequence[int],
+    step: Callable[[_AnyTiling], int],
+    cost: Callable[[_AnyTiling, int], float],
+) -> tuple[_AnyTiling, int]:
+    """The tiling of least cost, and how much of k a block sums.
+
+    Splitting k gives work to multiprocessors that would have none, where the product has few tiles. A second kernel
+    then reads all partial sums.
+
+    Args:
+        splits: numbers of parts of k to consider.
+        step: of a tiling: parts of k are a multiple of it.
+        cost: of a tiling whose blocks sum a part of k; the first of equals is taken.
+    """
+    choices = []
+    for tiling in tilings:
+        for count in splits:
+            part = blocks((max(k, 1), count * step(tiling))) * step(tiling)
+            choices.append((cost(tiling, part), tiling, part))
+    _, tiling, part = min(choices, key=lambda choice: choice[0])
+    return tiling, part
 
 
 def partial_sums(splits: int, out: Tensor) -> Tensor | None:

@@ -1,12 +1,14 @@
-"""The cost model by which products on `mma.sync` choose their tiles: `gemm_sm80` and `wna16_sm80`.
+"""The tiles of products on `mma.sync`, and the cost model by which `gemm_sm80` and `wna16_sm80` choose among them.
 
-In clocks of a multiprocessor. The rates are an A100's; what matters is how the costs of two tilings compare.
+Costs are in clocks of a multiprocessor. The rates are an A100's; what matters is how the costs of two tilings compare.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from warpbus.kernels.ops.arguments import blocks
+from warpbus.kernels.ops.split_k import cheapest
 
 _PRODUCTS = 1024  # multiplications and additions per clock
 _BYTES = 40  # from L2 per clock, while all multiprocessors read
@@ -17,41 +19,56 @@ _LAUNCH = 4000  # of split_k_reduce
 _LEAST_PART = 256  # of k, below which splitting is not considered
 _MOST_SPLITS = 32
 
-_AnyTiling = TypeVar("_AnyTiling")
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
+class Sm80Tiling:
+    """How a kernel divides a product `[m, n]` among blocks and warps.
+
+    Attributes:
+        tile_m, tile_n, tile_k: the tile of a block, and the extent in k of one stage in shared memory.
+        warp_m, warp_n: the tile of a warp.
+        stages: tiles in shared memory.
+        efficiency: the share of the tensor cores' rate that a full multiprocessor reaches, as expected.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warp_m: int
+    warp_n: int
+    stages: int
+    efficiency: float
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.tile_m // self.warp_m * (self.tile_n // self.warp_n) * 32
+
+    def tiles(self, m: int, n: int) -> int:
+        """How many tiles cover a product."""
+        return blocks((m, self.tile_m), (n, self.tile_n))
 
 
-def cheapest(
-    tilings: Sequence[_AnyTiling], k: int, step: Callable[[_AnyTiling], int], cost: Callable[[_AnyTiling, int], float]
-) -> tuple[_AnyTiling, int]:
-    """The tiling of least cost, and how much of k a block sums: a multiple of its step.
+_AnyTiling = TypeVar("_AnyTiling", bound=Sm80Tiling)
 
-    Splitting k gives work to multiprocessors that would have none, where the product has few tiles. A second kernel
-    then reads all partial sums.
+
+def choose(tilings: Sequence[_AnyTiling], k: int, cost: Callable[[_AnyTiling, int], float]) -> tuple[_AnyTiling, int]:
+    """The tiling of least cost, and how much of k a block sums: a multiple of its `tile_k`.
 
     Args:
-        step: of k, in one stage of a tiling.
-        cost: of a tiling whose blocks sum a part of k; the first of equals is taken.
+        cost: of a tiling whose blocks sum a part of k, see `clocks`; the first of equals is taken.
     """
-    choices = []
-    for tiling in tilings:
-        for splits in range(1, max(1, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
-            part = blocks((max(k, 1), splits * step(tiling))) * step(tiling)
-            choices.append((cost(tiling, part), tiling, part))
-    _, tiling, part = min(choices, key=lambda choice: choice[0])
-    return tiling, part
+    splits = range(1, max(1, min(_MOST_SPLITS, k // _LEAST_PART)) + 1)
+    return cheapest(tilings, k, splits, lambda tiling: tiling.tile_k, cost)
 
 
 def clocks(
+    tiling: Sm80Tiling,
     *,
     m: int,
     n: int,
     k: int,
     part: int,
-    step: int,
-    tiles: int,
-    tile: int,
-    efficiency: float,
-    stages: int,
     resident: int,
     multiprocessors: int,
     bytes_per_k: float,
@@ -60,19 +77,17 @@ def clocks(
     """The expected time: a multiprocessor computes, reads or waits, and the slowest decides.
 
     Args:
-        part: of k, that a block sums; `step`: of k, in one stage.
-        tiles: that cover the product, of `tile` elements each.
-        efficiency: the share of the tensor cores' rate that a full multiprocessor reaches.
-        stages: in flight in a block; `resident`: blocks of a multiprocessor at a time.
+        part: of k, that a block sums.
+        resident: blocks of a multiprocessor at a time.
         bytes_per_k: of both operands, that a block reads per element of k.
         weight_bytes: that come from global memory once.
     """
     splits = blocks((max(k, 1), part))
-    share = blocks((tiles * splits, multiprocessors))
+    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
     rounds = blocks((share, resident))
-    computing = share * part * tile / (_PRODUCTS * efficiency)
+    computing = share * part * (tiling.tile_m * tiling.tile_n) / (_PRODUCTS * tiling.efficiency)
     reading = share * part * bytes_per_k / _BYTES
     loading = weight_bytes / (_MEMORY * multiprocessors)
-    waiting = rounds * part / step * _LATENCY / (stages - 1)
+    waiting = rounds * part / tiling.tile_k * _LATENCY / (tiling.stages - 1)
     combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
     return max(computing, reading, loading, waiting) + rounds * _START + combining

@@ -7,7 +7,6 @@ the way, token by token. The product is summed in int32 or float32 and scaled on
 
 import functools
 import itertools
-from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
@@ -31,7 +30,9 @@ from warpbus.kernels.ops.arguments import (
     check_shape,
 )
 from warpbus.kernels.ops.gemm_sm90 import addressable
-from warpbus.kernels.ops.split_k import partial_sums, reduce
+from warpbus.kernels.ops.split_k import cheapest, partial_sums, reduce
+from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling
+from warpbus.kernels.ops.tiles_sm90 import BOX, ROW_BYTES, Sm90Tiling
 from warpbus.kernels.reference import w8a8 as reference
 from warpbus.kernels.reference.grid import LARGEST
 from warpbus.kernels.units import unit
@@ -52,7 +53,7 @@ _NEEDS = {torch.int8: "sm_80", torch.float8_e4m3fn: "sm_89"}
 _SUMS = {torch.int8: "int", torch.float8_e4m3fn: "float"}
 
 Finish = tuple[Tensor, Tensor, Tensor | None]
-_Tiling = TypeVar("_Tiling", bound="W8a8Tiling")
+_Tiling = TypeVar("_Tiling", Sm80Tiling, Sm90Tiling)
 
 
 def quantize_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -222,55 +223,15 @@ _quantize = operator(
 # ---- The product ----
 
 
-@dataclass(frozen=True)
-class W8a8Tiling:
-    """How a kernel cuts a product.
-
-    Attributes:
-        m, n: the tile of a block.
-        k: bytes of a stage.
-        stages: tiles of the operands in flight.
-        efficiency: the expected share of `_PRODUCTS`.
-    """
-
-    m: int
-    n: int
-    k: int
-    stages: int
-    efficiency: float
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory a block."""
-        return (self.m + self.n) * self.k * self.stages
-
-
-@dataclass(frozen=True)
-class W8a8Sm90Tiling(W8a8Tiling):
-    """A tiling of `w8a8/sm90_w8a8.cu`, with `buffers` staging buffers of a consumer."""
-
-    buffers: int
-
-    @property
-    def shared(self) -> int:
-        """Beside the ring: its barriers, staging buffers, scales and bias of two consumers, and room to align."""
-        return super().shared + 16 * self.stages + 2 * (self.buffers * _BOX * _BOX * 2 + self.n * 8) + 1024
-
-
 # float8_e4m3fn needs a second set of sums in registers, which 128 x 256 has no room for.
 HOPPER = {
-    torch.float8_e4m3fn: (
-        W8a8Sm90Tiling(128, 192, 128, 4, 0.75, 3),
-        W8a8Sm90Tiling(128, 128, 128, 5, 0.7, 2),
-    ),
-    torch.int8: (
-        W8a8Sm90Tiling(128, 256, 128, 4, 0.78, 1),
-        W8a8Sm90Tiling(128, 128, 128, 6, 0.7, 1),
-    ),
+    torch.float8_e4m3fn: (Sm90Tiling(128, 192, 4, 3, 0.75), Sm90Tiling(128, 128, 5, 2, 0.7)),
+    torch.int8: (Sm90Tiling(128, 256, 4, 1, 0.78), Sm90Tiling(128, 128, 6, 1, 0.7)),
 }
-AMPERE = (W8a8Tiling(128, 128, 64, 4, 0.4), W8a8Tiling(64, 64, 128, 3, 0.25))
+# A warp computes what kWarpM and kWarpN in sm80_w8a8.cu say.
+AMPERE = (Sm80Tiling(128, 128, 64, 64, 32, 4, 0.4), Sm80Tiling(64, 64, 128, 32, 32, 3, 0.25))
 
-_BOX = 64  # elements of the output: one row of the 128-byte swizzle
+_COLUMN_BYTES = 8  # of shared memory on Hopper: a scale and the bias
 _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 2048  # of the output that are walked together, so that L2 serves a wave of tiles
 _STEP = 128  # parts of k are a multiple of this
@@ -285,16 +246,22 @@ _MEMORY = 1750  # bytes a clock from and to global memory, for all multiprocesso
 _TILE = 1500  # a tile beside its products: filling the ring, writing the result
 _REDUCTION = 5000  # launching split_k_reduce
 
+
+def _sm80_shared(tiling: Sm80Tiling) -> int:
+    """Bytes of shared memory of a block of sm80_w8a8.cu."""
+    return (tiling.tile_m + tiling.tile_n) * tiling.tile_k * tiling.stages
+
+
 _HOPPER_KERNELS = {
     (tiling, codes, dtype): unit(
         "w8a8/sm90_w8a8.cu",
         needs="sm_90a",
         ELEMENT=ELEMENTS[dtype],
         SUM=_SUMS[codes],
-        TILE_N=tiling.n,
+        TILE_N=tiling.tile_n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
-        SHARED_BYTES=tiling.shared,
+        SHARED_BYTES=tiling.shared(_COLUMN_BYTES),
     ).kernel("sm90_w8a8", _SM90_PARAMETERS)
     for codes, tilings in HOPPER.items()
     for tiling in tilings
@@ -306,11 +273,11 @@ _AMPERE_KERNELS = {
         needs=_NEEDS[codes],
         ELEMENT=ELEMENTS[dtype],
         SUM=_SUMS[codes],
-        TILE_M=tiling.m,
-        TILE_N=tiling.n,
-        TILE_K=tiling.k,
+        TILE_M=tiling.tile_m,
+        TILE_N=tiling.tile_n,
+        TILE_K=tiling.tile_k,
         STAGES=tiling.stages,
-        SHARED_BYTES=tiling.shared,
+        SHARED_BYTES=_sm80_shared(tiling),
     ).kernel("sm80_w8a8", _SM80_PARAMETERS)
     for tiling in AMPERE
     for codes in CODES
@@ -322,20 +289,15 @@ _AMPERE_KERNELS = {
 def choose(m: int, n: int, k: int, tilings: tuple[_Tiling, ...], processors: int) -> tuple[_Tiling, int]:
     """The tiling with the least estimated time, and how much of k a block sums."""
     least = blocks((k, _EXACT))
-    choices = []
-    for tiling in tilings:
-        for splits in range(least, max(least, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
-            part = blocks((k, splits * _STEP)) * _STEP
-            choices.append((_clocks(m, n, k, tiling, part, processors), tiling, part))
-    _, tiling, part = min(choices, key=lambda choice: choice[0])
-    return tiling, part
+    splits = range(least, max(least, min(_MOST_SPLITS, k // _LEAST_PART)) + 1)
+    return cheapest(tilings, k, splits, lambda _: _STEP, functools.partial(_clocks, m, n, k, processors))
 
 
-def _clocks(m: int, n: int, k: int, tiling: W8a8Tiling, part: int, processors: int) -> float:
+def _clocks(m: int, n: int, k: int, processors: int, tiling: Sm80Tiling | Sm90Tiling, part: int) -> float:
     """Waves of tiles, each as long as its products or its share of the operands take; and adding up the parts of k."""
     splits = blocks((k, part))
-    works = blocks((m, tiling.m), (n, tiling.n)) * splits
-    computing = part * tiling.m * tiling.n / (_PRODUCTS * tiling.efficiency) + _TILE
+    works = tiling.tiles(m, n) * splits
+    computing = part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency) + _TILE
     reading = (m + n) * k / works / _MEMORY
     full, rest = divmod(works, processors)
     waves = full * max(computing, processors * reading) + (max(computing, rest * reading) if rest else 0)
@@ -343,7 +305,7 @@ def _clocks(m: int, n: int, k: int, tiling: W8a8Tiling, part: int, processors: i
     return waves + combining
 
 
-def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Sm90Tiling, part: int) -> None:
+def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Sm90Tiling, part: int) -> None:
     """The product on an sm_90a GPU: codes a `[m, k]` and b `[n, k]`, no side 0, `out` `[m, n]` contiguous.
 
     Args:
@@ -352,14 +314,14 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Sm90Ti
     """
     (m, k), n = a.shape, b.shape[0]
     a_scale, b_scale, bias = finish
-    map_a, map_b = tile_maps(a, tiling.m, tiling.k), tensor_map(b, tiling.n, tiling.k)
+    map_a, map_b = tile_maps(a, tiling.tile_m, ROW_BYTES), tensor_map(b, tiling.tile_n, ROW_BYTES)
     splits = blocks((k, part))
     partial = partial_sums(splits, out)
     direct = partial is not None or not fits(out)
-    map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
+    map_out = _NO_MAP if direct else tensor_map(out, BOX, BOX)
     _HOPPER_KERNELS[tiling, a.dtype, out.dtype](
-        min(blocks((m, tiling.m), (n, tiling.n)) * splits, multiprocessors(a.device)),
-        384,
+        min(tiling.tiles(m, n) * splits, multiprocessors(a.device)),
+        tiling.threads,
         map_a=map_a,
         map_b=map_b,
         map_out=map_out,
@@ -373,23 +335,23 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Sm90Ti
         k=k,
         part=part,
         splits=splits,
-        group=_ROWS_OF_TILES // tiling.m,
+        group=_ROWS_OF_TILES // tiling.tile_m,
         direct=direct,
-        shared=tiling.shared,
+        shared=tiling.shared(_COLUMN_BYTES),
         dependent=True,
     )
     reduce(partial, bias, out)
 
 
-def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Tiling, part: int) -> None:
+def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Sm80Tiling, part: int) -> None:
     """The same on any GPU that has the instructions."""
     (m, k), n = a.shape, b.shape[0]
     a_scale, b_scale, bias = finish
     splits = blocks((k, part))
     partial = partial_sums(splits, out)
     _AMPERE_KERNELS[tiling, a.dtype, out.dtype](
-        (blocks((m, tiling.m), (n, tiling.n)), splits),
-        2 * tiling.n,
+        (tiling.tiles(m, n), splits),
+        tiling.threads,
         a=a,
         b=b,
         a_scale=a_scale,
@@ -403,7 +365,7 @@ def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Tiling
         a_stride=a.stride(0),
         b_stride=b.stride(0),
         k_per_split=part,
-        shared=tiling.shared,
+        shared=_sm80_shared(tiling),
         dependent=True,
     )
     reduce(partial, bias, out)

@@ -19,7 +19,7 @@ from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.split_k import partial_sums, reduce
-from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
+from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling, choose, clocks
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -37,40 +37,23 @@ _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
-class Wna16Sm80Tiling:
-    """How sm80_wna16.cu divides a product.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Wna16Sm80Tiling(Sm80Tiling):
+    """A tiling of sm80_wna16.cu; its rows are those of x, and its columns the rows of the weight.
 
     Attributes:
-        tile_m, tile_n: rows of x, and rows of the weight, that a block multiplies.
-        warp_m, warp_n: the tile of a warp.
         resident: blocks that a multiprocessor holds at a time as far as registers go.
-        efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
     """
 
-    tile_m: int
-    tile_n: int
-    warp_m: int
-    warp_n: int
     resident: int
-    efficiency: float
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.tile_m // self.warp_m * (self.tile_n // self.warp_n) * 32
 
     def shared(self, bits: int) -> int:
-        """Bytes of shared memory a block: of each stage x, codes, and two scales and zero points a row."""
-        return _STAGES * (self.tile_m * TILE_COLUMNS * 2 + self.tile_n * (TILE_COLUMNS * bits // 8 + 2 * 2 * 2))
+        """Bytes of shared memory of a block: of each stage x, codes, and two scales and zero points per row."""
+        return self.stages * (self.tile_m * self.tile_k * 2 + self.tile_n * (self.tile_k * bits // 8 + 2 * 2 * 2))
 
     def resident_within(self, bits: int, shared_memory: int) -> int:
         """Blocks that a multiprocessor with so many bytes of shared memory holds at a time."""
         return max(1, min(self.resident, shared_memory // (self.shared(bits) + _RESERVED)))
-
-    def tiles(self, m: int, n: int) -> int:
-        """How many tiles cover a product."""
-        return blocks((m, self.tile_m), (n, self.tile_n))
 
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
         """The kernel for activations of a dtype and codes of so many bits; `experts`: of a mixture of experts."""
@@ -92,9 +75,9 @@ class Wna16Sm80Tiling:
 
 
 # In the large one two warps dequantize each weight, for 64 rows of x each; in the others one does, for all rows.
-LARGE = Wna16Sm80Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
-MEDIUM = Wna16Sm80Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
-SMALL = Wna16Sm80Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
+LARGE = Wna16Sm80Tiling(128, 128, TILE_COLUMNS, 64, 64, _STAGES, efficiency=0.85, resident=2)
+MEDIUM = Wna16Sm80Tiling(64, 128, TILE_COLUMNS, 64, 32, _STAGES, efficiency=0.7, resident=3)
+SMALL = Wna16Sm80Tiling(32, 128, TILE_COLUMNS, 32, 32, _STAGES, efficiency=0.45, resident=4)
 TILINGS = (LARGE, MEDIUM, SMALL)
 
 _KERNELS = {
@@ -190,7 +173,7 @@ def _shift(weight: PackedWeight) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Wna16Sm80Tiling, int]:
-    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.choose`.
 
     Args:
         shared_memory: bytes of a multiprocessor.
@@ -201,19 +184,15 @@ def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory:
 
     def cost(tiling: Wna16Sm80Tiling, part: int) -> float:
         return clocks(
+            tiling,
             m=m,
             n=n,
             k=k,
             part=part,
-            step=TILE_COLUMNS,
-            tiles=tiling.tiles(m, n),
-            tile=tiling.tile_m * tiling.tile_n,
-            efficiency=tiling.efficiency,
-            stages=_STAGES,
             resident=tiling.resident_within(bits, shared_memory),
             multiprocessors=multiprocessors,
             bytes_per_k=2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8,
             weight_bytes=n * k * bits / 8,
         )
 
-    return cheapest(TILINGS, k, lambda tiling: TILE_COLUMNS, cost)
+    return choose(TILINGS, k, cost)

@@ -17,6 +17,7 @@ from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
+from warpbus.kernels.ops.tiles_sm90 import BOX, shared_bytes
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.units import unit
 
@@ -34,7 +35,7 @@ _GROUP = 4096  # rows of x that are walked together
 _MOST_SPLITS = 8  # the largest cluster that every GPU with clusters can run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
 class Wna16Sm90Tiling:
     """How `wna16/sm90_wna16.cu` cuts a product.
 
@@ -58,20 +59,34 @@ class Wna16Sm90Tiling:
         """Of a block."""
         return 128 * (1 + self.consumers)
 
+    def tiles(self, m: int, n: int) -> int:
+        """How many tiles cover a product."""
+        return blocks((m, self.tokens), (n, self.rows))
+
     def stages_of(self, bits: int) -> int:
         """Blocks of k in flight, of codes of so many bits."""
         return self.stages[max(bits, 4)]
 
     def shared(self, bits: int) -> int:
         """Bytes: the ring with its barriers, staging buffers, and room to align."""
-        stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32 + 16
-        return stage * self.stages_of(bits) + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
+        stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32
+        return shared_bytes(self.stages_of(bits), stage, self.consumers * min(self.tokens, BOX) * BOX * 2)
 
+    @functools.cache  # noqa: B019 - tilings are few, and are kept as long as their kernels
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False, gated: bool = False) -> Kernel:
         """The kernel with these tiles; `experts`: of a mixture of experts."""
-        return _kernel(
-            dtype, bits, self.tokens, self.consumers, self.stages_of(bits), self.shared(bits), experts, gated
-        )
+        return unit(
+            "wna16/sm90_wna16.cu",
+            needs="sm_90a",
+            ELEMENT=ELEMENTS[dtype],
+            BITS=bits,
+            TOKENS=self.tokens,
+            CONSUMERS=self.consumers,
+            STAGES=self.stages_of(bits),
+            SHARED_BYTES=self.shared(bits),
+            EXPERTS=int(experts),
+            GATED=int(gated),
+        ).kernel("sm90_wna16", _PARAMETERS)
 
 
 # From the smallest tile to the largest.
@@ -126,7 +141,7 @@ def multiply(
     tiling = plan.tiling
     chunks = blocks((k, TILE_COLUMNS))
     x = addressable(x)
-    tiles = blocks((m, tiling.tokens), (n, tiling.rows))
+    tiles = tiling.tiles(m, n)
     if plan.splits == 1:
         grid = min(processors, tiles * chunks)
         waves = _waves(tiles, grid)
@@ -247,14 +262,11 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm9
     least, few, short, tall, low, high, wide = TILINGS
     chunks = blocks((k, TILE_COLUMNS))
 
-    def tiles(tiling: Wna16Sm90Tiling) -> int:
-        return blocks((m, tiling.tokens), (n, tiling.rows))
-
     def shared(tiling: Wna16Sm90Tiling) -> Wna16Sm90Plan:
         """Clusters of as many blocks as can be, all of them resident."""
-        most = min(_MOST_SPLITS, processors // tiles(tiling), chunks)
+        most = min(_MOST_SPLITS, processors // tiling.tiles(m, n), chunks)
         return Wna16Sm90Plan(
-            tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiles(tiling)), 1)
+            tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiling.tiles(m, n)), 1)
         )
 
     def work(plan: Wna16Sm90Plan) -> float:
@@ -262,7 +274,7 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm9
         if plan.splits > 1:
             mine: float = blocks((chunks, plan.splits))
         else:
-            mine = chunks * tiles(plan.tiling) / processors + _HANDING_ON
+            mine = chunks * plan.tiling.tiles(m, n) / processors + _HANDING_ON
         return mine * plan.tiling.tokens * plan.tiling.rows
 
     for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
@@ -317,25 +329,6 @@ def _waves(tiles: int, grid: int) -> int:
 def _words(scales: Tensor, tiles: int) -> Tensor:
     """Scales as int32 `[tiles, groups * 8]`: a word for the rows g and g + 8."""
     return scales.view(torch.int32).view(tiles, -1)
-
-
-@functools.cache
-def _kernel(
-    dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int, shared: int, experts: bool, gated: bool
-) -> Kernel:
-    declared = unit(
-        "wna16/sm90_wna16.cu",
-        needs="sm_90a",
-        ELEMENT=ELEMENTS[dtype],
-        BITS=bits,
-        TOKENS=tokens,
-        CONSUMERS=consumers,
-        STAGES=stages,
-        SHARED_BYTES=shared,
-        EXPERTS=int(experts),
-        GATED=int(gated),
-    )
-    return declared.kernel("sm90_wna16", _PARAMETERS)
 
 
 OF_EXPERTS = tuple(

@@ -15,6 +15,7 @@ from warpbus.cuda.tensor_map import fits as addressed
 from warpbus.cuda.tensor_map import tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.tiles_sm90 import BOX, shared_bytes
 from warpbus.kernels.units import unit
 from warpbus.qtensor import Scheme
 
@@ -36,7 +37,6 @@ _LEAST_CODE = 2.0**-9  # the number that the bits of code 1 are in e4m3
 _UNIT = 16  # columns that a thread of quantize.cu rounds at a time
 _KEPT = 4  # kKept in quantize.cu
 _MOST_THREADS = 256
-_BOX = 64
 _STAGES = 8
 _SUMS_AT_ONCE = 32  # kSumsAtOnce in sm90_wna8.cu
 _ROWS_OF_TILES = 2048  # of x that are processed together, so that a wave of tiles shares L2
@@ -84,7 +84,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
         map_codes=tensor_map(weight.codes.view(rows, -1), tile_rows, 64 * weight.bits, swizzled=False),
         map_scales=tensor_map(words.view(rows, -1), tile_rows, 8 * groups, swizzled=False),
         map_sums=tile_maps(sums, _TILE, _SUMS_AT_ONCE),
-        map_out=_NO_MAP if direct else tensor_map(out, _BOX, _BOX // 2 if gated else _BOX),
+        map_out=_NO_MAP if direct else tensor_map(out, BOX, BOX // 2 if gated else BOX),
         x_scale=scales,
         scales=words,
         zeros=weight.zeros,
@@ -129,8 +129,8 @@ def _quantize(x: Tensor, columns: int, factor: float = 1.0) -> tuple[Tensor, Ten
 
 def _shared(bits: int, groups: int) -> int:
     """Bytes of shared memory: the ring with its barriers, staging buffers, and room to align."""
-    stage = _TILE * _TILE + _TILE * _TILE * bits // 8 + _TILE // TILE_ROWS * groups * 32 + 16
-    return 1024 + _STAGES * stage + 2 * _BOX * _BOX * 2
+    stage = _TILE * _TILE + _TILE * _TILE * bits // 8 + _TILE // TILE_ROWS * groups * 32
+    return shared_bytes(_STAGES, stage, 2 * BOX * BOX * 2)
 
 
 _QUANTIZE = {
