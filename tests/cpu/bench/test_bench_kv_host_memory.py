@@ -11,7 +11,7 @@ BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "kv_host_memory
 
 
 def test_it_writes_its_records(tmp_path):
-    sizes = ["--tokens", "100", "--rounds", "2", "--hidden", "128", "--layers", "1"]
+    sizes = ["--tokens", "100", "--rounds", "2", "--hidden", "128", "--layers", "1", "--host-memory", "64MB"]
     command = [sys.executable, str(BENCHMARK), *sizes, "--output", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
