@@ -32,8 +32,9 @@ def push(
 ) -> None:
     """Upload the model DIR to Hugging Face or ModelScope, with a card that tells how it was made and how to load it.
 
-    The card is README.md of DIR if there is one. A token that may write is needed: HF_TOKEN, or hf auth login;
-    MODELSCOPE_API_TOKEN, or ms-hub login.
+    The card is README.md of DIR if there is one.
+
+    A token that may write is needed: HF_TOKEN, or hf auth login; MODELSCOPE_API_TOKEN, or ms-hub login.
     """
     from warpbus.evaluation.model_card import base_of, model_card, published_report, read_report
     from warpbus.formats.hub import model_files, push_name
