@@ -223,9 +223,9 @@ def _usage(checkpoint: Checkpoint, name: ModelName, ggufs: list[str]) -> Iterato
             if read_config(checkpoint).tie_embeddings
             else "The embedding is quantized: vLLM before 0.26 cannot load it."
         )
-    # transformers 5.24 does not hold a quantized embedding, and dequantizes all matrices by one scheme.
+    # transformers 5.24 holds no quantized embedding and no zero points, and dequantizes all matrices by one scheme.
     dequantized = embedded or any(not each.symmetric for each in schemes)
-    if "auto_map" not in config and format in ("compressed-tensors", None) and not (embedded and len(schemes) > 1):
+    if "auto_map" not in config and format in ("compressed-tensors", None) and not (dequantized and len(schemes) > 1):
         needs = "" if format is None else "\n\n`pip install transformers compressed-tensors accelerate`, then"
         extra = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if dequantized else ""
         names = "AutoModelForCausalLM, AutoTokenizer" + (", CompressedTensorsConfig" if dequantized else "")

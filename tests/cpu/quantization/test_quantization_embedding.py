@@ -205,6 +205,14 @@ def test_a_card_says_who_loads_an_embedding_of_its_own(model, tmp_path):
     )
 
 
+def test_a_card_names_transformers_only_if_all_matrices_are_dequantized_alike(model, tmp_path):
+    name = ModelName("huggingface", "someone/model", None)
+    quantized(model, tmp_path / "alike", None, "w4a16-g32-asym")
+    assert "CompressedTensorsConfig(dequantize=True)" in model_card(tmp_path / "alike", name)
+    quantized(model, tmp_path / "mixed", None, "w4a16-g32-asym", head=W8)
+    assert "from_pretrained" not in model_card(tmp_path / "mixed", name)
+
+
 def test_a_finished_embedding_is_resumed_and_another_scheme_is_noticed(model, tmp_path, monkeypatch):
     quantized(model, tmp_path / "whole", W8)
 
