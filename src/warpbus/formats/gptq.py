@@ -39,6 +39,7 @@ from warpbus.qtensor import QTensor, Scheme, Schemes, pack, packed_words, unpack
 
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _WHERE = "quantization_config"
+_HEADS = ("lm_head", "output_layer")  # the last part of a head's name
 _VERSIONS = {1: "gptq", 2: "gptq_v2"}
 _BITS = (2, 3, 4, 8)
 
@@ -100,7 +101,7 @@ def quantization_config(
         "quant_method": "gptq",
         **_describe(default),
         "desc_act": False,
-        "lm_head": False,
+        "lm_head": any(name.rpartition(".")[2] in _HEADS for name in layers),
         "checkpoint_format": _VERSIONS[version],
         "dynamic": dynamic,
     }

@@ -324,3 +324,14 @@ def test_configurations_that_are_not_understood(changes: dict[str, Any], message
 def test_names_are_no_patterns() -> None:
     described = format_named("gptq").quantization_config(Scheme(4, 128), ["model.layers.0.mlp.down_proj"])
     assert [re.sub(r"\\", "", pattern) for pattern in described["dynamic"]] == ["-:^model.layers.0.mlp.down_proj$"]
+
+
+@pytest.mark.parametrize("head", ["lm_head", "transformer.output_layer"])
+def test_config_says_whether_the_head_is_quantized(head: str) -> None:
+    """Engines look for the head's codes only if it does."""
+    layers = {"model.layers.0.mlp.down_proj": Scheme(4, 128), head: Scheme(8, 128)}
+    described = format_named("gptq").quantization_config(layers, [])
+    assert described["lm_head"] is True
+    assert read_schemes({"quantization_config": described}).of(head) == Scheme(8, 128)
+    del layers[head]
+    assert format_named("gptq").quantization_config(layers, [head])["lm_head"] is False
