@@ -1,18 +1,21 @@
-"""What each scheme and algorithm costs in quality: glm-poet quantized by all of them, on poems that none has seen.
+"""What each scheme and algorithm costs in quality: a model quantized by all of them, on poems that none has seen.
 
     python benchmarks/quality.py
     python benchmarks/quality.py --schemes w4a16-g128,w3a16-g128 --runs rtn,awq:128,gptq:128,gptq:1024 --work models
     python benchmarks/quality.py --peers autoround:128,llmcompressor-gptq-mse:128,hqq --peer-python peers/bin/python
+    python benchmarks/quality.py --model poet-moe-small --schemes w4a16-g64,w3a16-g64 --peers autoround:128
 
+The model is glm-poet or another one with its vocabulary, such as `tests/poet-moe-small` with the tokenizer of glm-poet.
 A run is an algorithm, after a plus its effort if that is not normal (`gptq+high:128`), and after a colon how many
 conversations it is calibrated on. All are made as `warpbus quantize`
 makes them and are scored together with the original on the same held-out poems. The intervals hold 95 % of 2,000
 resamples of the poems, the same resamples for both models of a comparison. The records go to benchmarks/results, the
 tables for docs/quantization.md to the terminal. With --work the models stay, and what is finished is not made again.
+The records of a scheme replace those of an earlier run once all its models are scored; those of other schemes stay.
 
---peers has other programs quantize the same model on the same conversations (benchmarks/quality_peers.py). Each is
-compared with this package's run on the same number of conversations that has the least divergence; one that needs no
-conversations, with the best of all runs.
+--peers has other programs quantize the same model on the same conversations (benchmarks/quality_peers.py), on the same
+device. Each is compared with this package's run on the same number of conversations that has the least divergence; one
+that needs no conversations, with the best of all runs. Where a peer fails, the table has the last line of its output.
 """
 
 import argparse
@@ -21,13 +24,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 import warpbus
-from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
+from warpbus.bench.records import RESULTS, Parameter, Peer, Record, now, ratio, read, results_path, write
 from warpbus.demo import calibration_path, data_path, model_path
 from warpbus.errors import UsageError
 from warpbus.evaluation import Score, confidence, score
@@ -70,13 +75,13 @@ def place(scheme: str, run: Run, work: Path) -> Path:
     return work / f"{scheme}-{run.algorithm}-{run.samples}"
 
 
-def made(scheme: str, run: Run, work: Path, device: str) -> Path:
+def made(model: Path, scheme: str, run: Run, work: Path, device: str) -> Path:
     """The quantized model."""
     output = place(scheme, run, work)
     if not output.exists():
         algorithm, _, effort = run.algorithm.partition("+")
         quantize(
-            model_path(),
+            model,
             output,
             scheme=scheme,
             algorithm=algorithm,
@@ -88,24 +93,35 @@ def made(scheme: str, run: Run, work: Path, device: str) -> Path:
     return output
 
 
-def made_by_peer(scheme: str, run: Run, work: Path, python: str) -> Path | None:
-    """The values of another program's quantized weights, as a float32 checkpoint; None if it failed."""
-    output = place(scheme, run, work.resolve())
+def made_by_peer(model: Path, scheme: str, run: Run, work: Path, device: str, python: str) -> Path:
+    """The values of another program's quantized weights, as a float32 checkpoint; it is not there if it failed."""
+    output = place(scheme, run, work)
     if not output.exists():
-        command = [python, str(Path(__file__).resolve().with_name("quality_peers.py"))]
-        command += ["--peer", run.algorithm, "--scheme", scheme, "--samples", str(run.samples), "--output", str(output)]
-        # In `work`, because some programs write logs to the directory where they run.
-        if subprocess.run(command, cwd=work, stdout=sys.stderr, check=False).returncode:
-            print(f"{run} failed at {scheme}, see above; the others go on without it", file=sys.stderr, flush=True)
-            return None
+        command = [python, str(Path(__file__).resolve().with_name("quality_peers.py")), "--model", str(model)]
+        command += ["--peer", run.algorithm, "--scheme", scheme, "--samples", str(run.samples)]
+        command += ["--device", device, "--output", str(output)]
+        with log(output).open("w", encoding="utf-8") as file:
+            # In `work`, because some programs write logs to the directory where they run.
+            subprocess.run(command, cwd=work, stdout=file, stderr=subprocess.STDOUT, check=False)
     return output
 
 
-def scores(paths: Mapping[str, Path], documents: list[Document], device: str) -> dict[str, Score]:
+def log(output: Path) -> Path:
+    """What the program printed that made a model."""
+    return output.with_name(f"{output.name}.log")
+
+
+def failure(output: Path) -> str:
+    """Why a peer made no model: the last line that it printed."""
+    lines = log(output).read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip().replace("|", "/") for line in reversed(lines) if line.strip()), "no output")
+
+
+def scores(model: Path, paths: Mapping[str, Path], documents: list[Document], device: str) -> dict[str, Score]:
     """Those of the original and of each run."""
     models = {
         name: load_model(Checkpoint(path), device=device, dtype=torch.float32)
-        for name, path in {"original": model_path(), **paths}.items()
+        for name, path in {"original": model, **paths}.items()
     }
     return score(models, documents)
 
@@ -122,7 +138,7 @@ def record(
     found: Mapping[str, Score],
     peer: Peer,
     other: str,
-    case: Mapping[str, float],
+    case: Mapping[str, Parameter],
     command: str,
     device: str,
 ) -> Record:
@@ -136,9 +152,8 @@ def record(
         limits |= {"peer_kl": found[other].divergence, "peer_agreement": found[other].agreement}
         limits |= interval("change_beside_peer", beside.change) | interval("kl_beside_peer", beside.divergence)
     return Record(
-        bench="quality",
+        bench=bench(str(case["model"])),
         case={
-            "model": "glm-poet",
             "scheme": scheme,
             "algorithm": run.algorithm,
             "samples": run.samples,
@@ -159,6 +174,16 @@ def record(
         date=now(),
         command=command,
     )
+
+
+def bench(model: str) -> str:
+    """The name of the records, and of their file: each model has its own."""
+    return "quality" if model == "glm-poet" else f"quality-{model}"
+
+
+def earlier(path: Path) -> list[Record]:
+    """The records of an earlier run."""
+    return read(path) if path.exists() else []
 
 
 def interval(name: str, limits: Interval) -> dict[str, float]:
@@ -188,8 +213,7 @@ def comparison(scheme: str, peer: Run, run: Run, found: Mapping[str, Score]) -> 
     return f"| {scheme} | {run} | {peer} | {lower} to {upper} | {least} to {most} |"
 
 
-def held_out(count: int) -> list[Document]:
-    model = model_path()
+def held_out(model: Path, count: int) -> list[Document]:
     tokenizer = load_tokenizer(model)
     template = find_template(model, Checkpoint(model).config, tokenizer)
     return read_documents(data_path("validation.jsonl"), tokenizer, template, length=LENGTH, limit=count)
@@ -197,34 +221,51 @@ def held_out(count: int) -> list[Document]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=model_path(), help="its directory; without it, glm-poet")
     parser.add_argument("--schemes", default=SCHEMES, help="separated by commas")
     parser.add_argument("--runs", default=RUNS, help="separated by commas")
     parser.add_argument("--peers", default="", help="runs of other programs, separated by commas")
     parser.add_argument("--peer-python", default=sys.executable, help="the Python that has the other programs")
-    parser.add_argument("--device", default="cpu", help="of this package's runs and of the scores: cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of all runs and of the scores")
+    parser.add_argument("--jobs", type=int, default=1, help="models that are made at the same time")
     parser.add_argument("--documents", type=int, default=500, help="held-out poems")
     parser.add_argument("--work", type=Path, help="a directory for the models, which stay there")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
     runs = [Run.parse(text) for text in options.runs.split(",")]
     peers = [Run.parse(text) for text in options.peers.split(",") if text]
-    documents, records = held_out(options.documents), []
+    model, schemes = options.model.resolve(), options.schemes.split(",")
+    documents, records = held_out(model, options.documents), []
     # Without the directories of the models and of the Python, which are those of one machine.
-    command = f"python benchmarks/quality.py --schemes {options.schemes} --runs {options.runs}"
+    command = "python benchmarks/quality.py" + (f" --model {model.name}" if model.name != "glm-poet" else "")
+    command += f" --schemes {options.schemes} --runs {options.runs}"
     command += f" --peers {options.peers}" if peers else ""
     command += f" --documents {options.documents}" + (f" --device {options.device}" if options.device != "cpu" else "")
     device = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
+    before = earlier(results_path(options.output, bench(model.name), device))
     lines = []
-    with tempfile.TemporaryDirectory() as directory:
-        work = options.work or Path(directory)
-        for scheme in options.schemes.split(","):
-            paths = {str(run): made(scheme, run, work, options.device) for run in runs}
-            by_peers = {peer: made_by_peer(scheme, peer, work, options.peer_python) for peer in peers}
-            paths |= {str(peer): path for peer, path in by_peers.items() if path is not None}
+    # New processes, because a forked one could not use CUDA.
+    spawned = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
+    with tempfile.TemporaryDirectory() as directory, spawned as pool:
+        work = (options.work or Path(directory)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        making: dict[tuple[str, Run], Future[Path]] = {}
+        for scheme in schemes:
+            given = (model, scheme)
+            making |= {
+                (scheme, peer): pool.submit(made_by_peer, *given, peer, work, options.device, options.peer_python)
+                for peer in peers
+            }
+            making |= {(scheme, run): pool.submit(made, *given, run, work, options.device) for run in runs}
+        for scheme in schemes:
+            paths = {str(run): making[scheme, run].result() for run in runs + peers}
+            for peer in peers:
+                if not paths[str(peer)].exists():
+                    lines.append(f"| {scheme} | | {peer} | {failure(paths.pop(str(peer)))} | |")
             finished = [peer for peer in peers if str(peer) in paths]
-            found = scores(paths, documents, options.device)
+            found = scores(model, paths, documents, options.device)
             print(f"\n{HEADING}", *(row(scheme, run, found) for run in runs + finished), sep="\n", flush=True)
-            case = {"documents": len(documents)}
+            case: dict[str, Parameter] = {"model": model.name, "documents": len(documents)}
             original = Peer("the original", f"warpbus {warpbus.__version__}", found["original"].perplexity)
             for run in runs:
                 records.append(record(scheme, run, found, original, "original", case, command, device))
@@ -235,7 +276,8 @@ def main() -> None:
                 shared = case | {"peer_samples": peer.samples}
                 records.append(record(scheme, run, found, value, str(peer), shared, command, device))
                 lines.append(comparison(scheme, peer, run, found))
-            print(write(records, options.output))
+            before = [each for each in before if each.case["scheme"] != scheme]
+            print(write(before + records, options.output), flush=True)
     if lines:
         print(f"\n{BESIDE}", *lines, sep="\n")
 
