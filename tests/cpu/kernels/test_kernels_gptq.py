@@ -8,7 +8,7 @@ from warpbus.errors import SchemeError, TensorError, UsageError
 from warpbus.kernels.ops import gptq as ops
 from warpbus.kernels.ops.gptq import clip_search
 from warpbus.kernels.reference import gptq as reference
-from warpbus.kernels.reference.grid import fit, search
+from warpbus.kernels.reference.grid import Grid, fit, search
 from warpbus.qtensor import Scheme
 
 
@@ -260,6 +260,22 @@ def test_clip_search_is_the_search_of_the_grid(size, symmetric):
     full = fit(groups, scheme, torch.bfloat16)
     assert (expected.error(groups, scheme, costs) <= full.error(groups, scheme, costs)).all()
     assert (expected.scales != full.scales).any()
+
+
+@pytest.mark.parametrize("columns", [64, 4096])
+def test_an_asymmetric_search_finds_the_zero_points(columns):
+    # The two greatest weights of a group have one sign, so that the full range has a zero point that is no good.
+    weight = torch.randn(40, columns, generator=torch.Generator().manual_seed(8))
+    weight[:, ::64], weight[:, 1::64] = 4.0, 3.0
+    groups, costs = weight.unflatten(1, (-1, 64)), torch.ones(columns // 64, 64)
+    scheme = Scheme(2, None, False)
+    found = search(groups, scheme, torch.float32, costs).error(groups, scheme, costs)
+    every = [
+        Grid(torch.full_like(found, 0.02 * step), torch.full_like(found, float(zero))).error(groups, scheme, costs)
+        for step in range(20, 120)
+        for zero in range(4)
+    ]
+    assert found.sum() <= 1.01 * torch.stack(every).amin(0).sum()
 
 
 def test_nothing_to_do():

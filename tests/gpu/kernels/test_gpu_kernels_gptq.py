@@ -305,7 +305,7 @@ CLIPS = [
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
 @pytest.mark.parametrize(("rows", "columns", "size"), CLIPS)
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_clip_search(rows, columns, size, bits, symmetric, dtype, scale_dtype):
     generator = torch.Generator("cuda").manual_seed(columns + bits)
     weight = torch.randn(rows, columns + 3, generator=generator, device="cuda").mul_(0.02).to(dtype)[:, 1 : columns + 1]

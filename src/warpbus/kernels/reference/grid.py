@@ -26,6 +26,10 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # not choose: its shorter side has to reach the extreme. csrc/gptq/clip_search.cu has the same.
 COARSE_FACTORS = (1.14, 1.06, 0.98, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5, 0.42, 0.34)
 FINE_STEPS = (0.04, -0.04, 0.02, -0.02)
+# What goes with each coarse share: its sign and a shift of the zero point. The zero point of a share is nearly that of
+# the full range, which the group's outliers decide: with two extreme weights on one side, a code is lost on the other.
+_SYMMETRIC_TRIALS = ((1.0, 0.0), (-1.0, 0.0))
+_ASYMMETRIC_TRIALS = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0))
 # `search` tries all of them at once on fewer weights than that: starting an operation takes longer there than the
 # operation. More weights leave the processor's cache.
 _FEW_WEIGHTS = 2**13
@@ -71,44 +75,48 @@ def fit(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
         scale_dtype: the dtype to which the scales are rounded. A scale that becomes zero there, as that of an all-zero
             group does, is taken as 1, so that the group's codes mean zero.
     """
-    return _grid(_limits(groups, scheme), 1.0, scheme, scale_dtype)
+    return _grid(_limits(groups, scheme), 1.0, 0.0, scheme, scale_dtype)
 
 
 def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance: Tensor) -> Grid:
     """The grid that rounds each group with the least weighted error, out of `fit`'s and clipped ones.
 
     Tried are shares of the full range: for a symmetric scheme with the longer side on either end, for an asymmetric
-    one with both ends drawn in alike.
+    one with the zero point of the full range and with its neighbours.
 
     Args:
         groups, scheme, scale_dtype: as in `fit`.
         importance: float32 `[groups, columns of a group]`, what a squared error in a column costs.
     """
-    signs = (1.0, -1.0) if scheme.symmetric else (1.0,)
     limits = _limits(groups, scheme)
-    best = _grid(limits, 1.0, scheme, scale_dtype)
+    best = _grid(limits, 1.0, 0.0, scheme, scale_dtype)
     least = best.error(groups, scheme, importance)
-    factor = torch.ones_like(least)
+    factor, shift = torch.ones_like(least), torch.zeros_like(least)
 
-    def attempt(trial: Tensor) -> None:
-        """Take factors `[rows, groups]`, or of `[trials, 1, 1]` the first of the best, where they are better."""
-        nonlocal best, least, factor
-        candidate = _grid(limits, trial, scheme, scale_dtype)
+    def attempt(trial: Tensor, shifted: Tensor) -> None:
+        """Take factors and shifts `[rows, groups]`, or of `[trials, 1, 1]` the first of the best, where better."""
+        nonlocal best, least, factor, shift
+        candidate = _grid(limits, trial, shifted, scheme, scale_dtype)
         error = candidate.error(groups, scheme, importance)
         if trial.dim() == 3:
             error, at = torch.where(error.isnan(), torch.inf, error).min(0)
-            trial = trial[at, 0, 0]
+            trial, shifted = trial[at, 0, 0], shifted[at, 0, 0]
             candidate = Grid(*(each.gather(0, at[None])[0] for each in candidate))
         better = error < least
         least = torch.where(better, error, least)
-        factor = torch.where(better, trial, factor)
+        factor, shift = torch.where(better, trial, factor), torch.where(better, shifted, shift)
         best = Grid(*(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)))
 
-    shares = groups.new_tensor([sign * share for share in COARSE_FACTORS for sign in signs])[:, None, None]
-    for trials in [shares] if groups.numel() < _FEW_WEIGHTS else shares:
-        attempt(trials)
+    kinds = _SYMMETRIC_TRIALS if scheme.symmetric else _ASYMMETRIC_TRIALS
+    coarse = groups.new_tensor([(sign * share, moved) for share in COARSE_FACTORS for sign, moved in kinds])
+    shares, shifts = coarse.T[:, :, None, None]
+    if groups.numel() < _FEW_WEIGHTS:
+        attempt(shares, shifts)
+    else:
+        for each in zip(shares, shifts, strict=True):
+            attempt(*each)
     for step in FINE_STEPS:
-        attempt(factor + step * factor.sign())
+        attempt(factor + step * factor.sign(), shift)
     return best
 
 
@@ -128,11 +136,20 @@ def _limits(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     return low, groups.amax(-1).clamp_(min=0) - low
 
 
-def _grid(limits: tuple[Tensor, Tensor], factor: Tensor | float, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
-    """The grid over a share of the range: the scales as they are stored, then the zero points that go with them."""
+def _grid(
+    limits: tuple[Tensor, Tensor],
+    factor: Tensor | float,
+    shift: Tensor | float,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+) -> Grid:
+    """The grid over a share of the range: the scales as they are stored, then the zero points that go with them.
+
+    A shift is added to an asymmetric grid's zero points.
+    """
     low, span = limits
     stored = (span * factor / scheme.max_code).to(scale_dtype).float()
     scales = torch.where(stored == 0, torch.ones_like(stored), stored)
     if scheme.symmetric:
         return Grid(scales, torch.full_like(scales, scheme.middle_code))
-    return Grid(scales, (-low * factor / scales).round_().clamp_(0, scheme.max_code))
+    return Grid(scales, (-low * factor / scales).round_().add_(shift).clamp_(0, scheme.max_code))

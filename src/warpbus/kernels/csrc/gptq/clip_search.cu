@@ -3,9 +3,11 @@
 // Candidates are shares of the full range, tried in order; one replaces the best so far if its error is less.
 //   symmetric: low = the weight of greatest magnitude, the first one; span = -low * max_code / middle code
 //   asymmetric: low = min(least weight, 0); span = max(greatest weight, 0) - low
-//   scale = stored(span * share / max_code), 1 if that is 0;  zero = the middle code, or clamp(round(-low * share / scale))
+//   scale = stored(span * share / max_code), 1 if that is 0
+//   zero = the middle code; asymmetric: clamp(round(-low * share / scale) + shift)
 //   error = sum over the columns of importance * ((code - zero) * scale - weight)^2,  code nearest to weight / scale + zero
-// Shares: 1; those of kShares, each also negative if symmetric; then those of kSteps away from the best so far.
+// Shares: 1; those of kShares, each also negative if symmetric, and else also with the shifts 1 and -1; then those of
+// kSteps away from the best so far, with its shift. All other shifts are 0.
 //
 // Shapes and layout
 //   ELEMENT      float, __half or __nv_bfloat16
@@ -135,11 +137,11 @@ __device__ __forceinline__ Range full_range(const Weights& weights, const ELEMEN
     return {low, high - low};
 }
 
-__device__ __forceinline__ Grid candidate(const Range& range, float share, const Settings& settings) {
+__device__ __forceinline__ Grid candidate(const Range& range, float share, float shift, const Settings& settings) {
     const float stored = as_stored(range.span * share / settings.max_code, settings.scale_dtype);
     const float scale = stored == 0.0f ? 1.0f : stored;
     if (settings.symmetric) return {scale, (settings.max_code + 1.0f) / 2.0f};
-    return {scale, fminf(fmaxf(rintf(-range.low * share / scale), 0.0f), settings.max_code)};
+    return {scale, fminf(fmaxf(rintf(-range.low * share / scale) + shift, 0.0f), settings.max_code)};
 }
 
 // The weighted squared error of a thread's share. A quotient that is off by its last bit may choose the other of two codes
@@ -161,25 +163,32 @@ __device__ __forceinline__ float error_of(const Weights& weights, const Grid& gr
 template <int Lanes, typename Weights>
 __device__ __forceinline__ Grid search(const Weights& weights, const ELEMENT* group, const Settings& settings) {
     const Range range = full_range<Lanes>(weights, group, settings);
-    const int signs = settings.symmetric ? 2 : 1;
-    const int coarse = signs * kCoarse;
+    const int kinds = settings.symmetric ? 2 : 3;
+    const int coarse = kinds * kCoarse;
     Grid best = {};
-    float least = 0.0f, factor = 1.0f;
+    float least = 0.0f, factor = 1.0f, moved = 0.0f;
     for (int trial = 0; trial <= coarse + kFine; ++trial) {
-        float share = 1.0f;
+        float share = 1.0f, shift = 0.0f;
         if (trial > coarse) {
             const float step = kSteps[trial - coarse - 1];
             share = factor + (factor > 0.0f ? step : -step);
+            shift = moved;
         } else if (trial > 0) {
-            share = kShares[(trial - 1) / signs];
-            if (signs == 2 && trial % 2 == 0) share = -share;
+            const int kind = (trial - 1) % kinds;
+            share = kShares[(trial - 1) / kinds];
+            if (settings.symmetric) {
+                share = kind == 0 ? share : -share;
+            } else {
+                shift = kind == 0 ? 0.0f : 3.0f - 2.0f * kind;  // 0, 1, -1
+            }
         }
-        const Grid grid = candidate(range, share, settings);
+        const Grid grid = candidate(range, share, shift, settings);
         const float error = Team<Lanes>::reduce(error_of(weights, grid, settings.max_code),
                                                 [](float a, float b) { return a + b; });
         if (trial == 0 || error < least) {
             least = error;
             factor = share;
+            moved = shift;
             best = grid;
         }
     }
