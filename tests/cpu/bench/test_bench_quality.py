@@ -47,9 +47,11 @@ def test_records_of_a_model_beside_other_programs(
     asked = ("--peers", "copied:2,broken", "--peer-python", str(peers), "--work", str(work))
     ours, beside = measured("w4a16-g64", "rtn", *asked)
     assert (ours.case["model"], ours.case["algorithm"], ours.case["documents"]) == ("poet-moe-small", "rtn", 3)
-    assert ours.peer.name == "the original" and ours.case["kl"] > 0
+    assert ours.peer.name == "the original"
+    assert ours.case["kl"] > 0
     assert (beside.peer.name, beside.peer.version, beside.case["peer_samples"]) == ("copied", "stub 2cpu", 2)
-    assert beside.case["peer_kl"] < 1e-6 and beside.peer.value == pytest.approx(ours.peer.value)
+    assert beside.case["peer_kl"] < 1e-6
+    assert beside.peer.value == pytest.approx(ours.peer.value)
     assert beside.command.startswith("python benchmarks/quality.py --model poet-moe-small --schemes w4a16-g64")
     assert "| w4a16-g64 | | broken | ValueError: no such layer / at all | |" in capsys.readouterr().out
     # Another scheme is added, and the same one replaces what was there.
