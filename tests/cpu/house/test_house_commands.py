@@ -37,6 +37,7 @@ OTHERS |= {
     "--schemes",
     "--peers",
     "--peer-python",
+    "--jobs",
 }
 OTHERS |= {"--build-arg", "--extra-index-url", "--index-url", "--pip-args", "--torch-backend"}
 
