@@ -27,9 +27,11 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 COARSE_FACTORS = (1.14, 1.06, 0.98, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5, 0.42, 0.34)
 FINE_STEPS = (0.04, -0.04, 0.02, -0.02)
 # What goes with each coarse share: its sign and a shift of the zero point. The zero point of a share is nearly that of
-# the full range, which the group's outliers decide: with two extreme weights on one side, a code is lost on the other.
+# the full range, which two outliers decide; with 2 bits, its neighbours are often better. With 3 bits they lower this
+# error too, by 5 %, but not that of the model's outputs: more weights are cut off, all on one side of a group.
 _SYMMETRIC_TRIALS = ((1.0, 0.0), (-1.0, 0.0))
-_ASYMMETRIC_TRIALS = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0))
+_ASYMMETRIC_TRIALS = ((1.0, 0.0),)
+_TRIALS_OF_2_BITS = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0))
 # `search` tries all of them at once on fewer weights than that: starting an operation takes longer there than the
 # operation. More weights leave the processor's cache.
 _FEW_WEIGHTS = 2**13
@@ -82,7 +84,7 @@ def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance:
     """The grid that rounds each group with the least weighted error, out of `fit`'s and clipped ones.
 
     Tried are shares of the full range: for a symmetric scheme with the longer side on either end, for an asymmetric
-    one with the zero point of the full range and with its neighbours.
+    one with the zero point of the full range, and at 2 bits with its neighbours.
 
     Args:
         groups, scheme, scale_dtype: as in `fit`.
@@ -107,7 +109,8 @@ def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance:
         factor, shift = torch.where(better, trial, factor), torch.where(better, shifted, shift)
         best = Grid(*(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)))
 
-    kinds = _SYMMETRIC_TRIALS if scheme.symmetric else _ASYMMETRIC_TRIALS
+    asymmetric = _TRIALS_OF_2_BITS if scheme.bits == 2 else _ASYMMETRIC_TRIALS
+    kinds = _SYMMETRIC_TRIALS if scheme.symmetric else asymmetric
     coarse = groups.new_tensor([(sign * share, moved) for share in COARSE_FACTORS for sign, moved in kinds])
     shares, shifts = coarse.T[:, :, None, None]
     if groups.numel() < _FEW_WEIGHTS:

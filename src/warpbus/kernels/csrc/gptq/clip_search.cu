@@ -6,8 +6,8 @@
 //   scale = stored(span * share / max_code), 1 if that is 0
 //   zero = the middle code; asymmetric: clamp(round(-low * share / scale) + shift)
 //   error = sum over the columns of importance * ((code - zero) * scale - weight)^2,  code nearest to weight / scale + zero
-// Shares: 1; those of kShares, each also negative if symmetric, and else also with the shifts 1 and -1; then those of
-// kSteps away from the best so far, with its shift. All other shifts are 0.
+// Shares: 1; those of kShares, each also negative if symmetric, and with the shifts 1 and -1 if asymmetric of 2 bits; then
+// those of kSteps away from the best so far, with its shift. All other shifts are 0.
 //
 // Shapes and layout
 //   ELEMENT      float, __half or __nv_bfloat16
@@ -163,7 +163,7 @@ __device__ __forceinline__ float error_of(const Weights& weights, const Grid& gr
 template <int Lanes, typename Weights>
 __device__ __forceinline__ Grid search(const Weights& weights, const ELEMENT* group, const Settings& settings) {
     const Range range = full_range<Lanes>(weights, group, settings);
-    const int kinds = settings.symmetric ? 2 : 3;
+    const int kinds = settings.symmetric ? 2 : settings.max_code == 3.0f ? 3 : 1;
     const int coarse = kinds * kCoarse;
     Grid best = {};
     float least = 0.0f, factor = 1.0f, moved = 0.0f;
