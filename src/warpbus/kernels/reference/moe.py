@@ -1,5 +1,6 @@
 """Reference of the kernels for mixtures of experts: in plain PyTorch, on any device."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -105,18 +106,22 @@ def moe_mlp(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up: list[QTensor],
-    down: list[QTensor],
+    gate_up: Sequence[QTensor | Tensor],
+    down: Sequence[QTensor | Tensor],
     residual: Tensor | None,
 ) -> Tensor:
-    """`kernels.ops.moe_mlp.moe_mlp`, expert by expert, in float32 but for the inputs of each product."""
+    """`moe_mlp` and `grouped_mlp` in `kernels.ops`, expert by expert, in float32 but for the inputs of each product."""
     total = x.new_zeros(x.shape[0], down[0].shape[0], dtype=torch.float32)
     for number, (widening, back) in enumerate(zip(gate_up, down, strict=True)):
         tokens, slots = (experts == number).nonzero(as_tuple=True)
         if not len(tokens):
             continue
-        gate, up = F.linear(x[tokens].float(), widening.dequantize(torch.float32)).chunk(2, dim=-1)
+        gate, up = F.linear(x[tokens].float(), _values(widening)).chunk(2, dim=-1)
         inner = (F.silu(gate) * up).to(x.dtype).float()
-        y = F.linear(inner, back.dequantize(torch.float32))
+        y = F.linear(inner, _values(back))
         total.index_add_(0, tokens, y * weights[tokens, slots][:, None])
     return (total if residual is None else total + residual).to(x.dtype)
+
+
+def _values(weight: QTensor | Tensor) -> Tensor:
+    return weight.dequantize(torch.float32) if isinstance(weight, QTensor) else weight.float()

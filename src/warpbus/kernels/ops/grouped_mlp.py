@@ -1,0 +1,220 @@
+"""`grouped_mlp`: the experts of a mixture of experts with 16-bit weights, and the sum of a token's experts.
+
+How it is computed depends on the rows that an expert has:
+
+- One or two tokens: each slot is a product of its own (`moe/gemv.cu`), which reads the weights of the chosen experts once.
+  The products back to the hidden features are summed over a token's experts on the way.
+- More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by wgmma (`gemm/sm90_hgemm.cu`) or by
+  mma.sync (`gemm/sm80_hgemm.cu`), and combined.
+
+The host launches without knowing the routing, so that all of it can be captured in a CUDA graph.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.capabilities import Capabilities, capabilities
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
+from warpbus.errors import TensorError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops import gemm_sm80, gemm_sm90
+from warpbus.kernels.ops.activation import swiglu
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.expert_rows import MOST_EXPERTS, SortedRows
+from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
+from warpbus.kernels.units import unit
+
+_GATED = Parameters("const ELEMENT* weight, const ELEMENT* x, const int* experts, ELEMENT* out, int n, int k, int per_token")
+_SUMMED = Parameters(
+    "const ELEMENT* weight, const ELEMENT* x, const int* experts, const float* factors, const ELEMENT* residual, "
+    "ELEMENT* out, int n, int k, int per_token"
+)
+_FEW_TOKENS = 2  # up to which slots are products of their own: of more tokens, too many share experts
+_WARPS, _ROWS, _MOST_SLOTS = 4, 2, 32  # kWarps, kRows and kMostSlots in moe/gemv.cu
+_UNROLL = 4
+
+
+def _gemv(dtype: torch.dtype, gated: bool) -> Kernel:
+    declared = unit("moe/gemv.cu", ELEMENT=ELEMENTS[dtype], GATED=int(gated), UNROLL=_UNROLL)
+    return declared.kernel("moe_gemv_gated", _GATED) if gated else declared.kernel("moe_gemv_summed", _SUMMED)
+
+
+_GEMV = {(dtype, gated): _gemv(dtype, gated) for dtype, gated in itertools.product(HALVES, (False, True))}
+
+
+def grouped_mlp(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    residual: Tensor | None = None,
+    absent: int = 0,
+) -> Tensor:
+    """`residual + sum of weights * expert(x)` over each token's experts, where an expert is
+    `down @ (silu(gate) * up)`.
+
+    Args:
+        x: `[tokens, hidden]`, float16 or bfloat16.
+        experts: int32 `[tokens, slots]`: what `moe_route` gives. Not checked.
+        weights: float32 `[tokens, slots]`.
+        gate_up: of all experts, `[experts, 2 * ffn, hidden]`, the gate first.
+        down: of all experts, `[experts, hidden, ffn]`.
+        residual: `[tokens, hidden]`.
+        absent: how many experts of the layer are in other processes (expert parallelism). Their slots are negative and
+            add nothing.
+
+    Returns:
+        `[tokens, hidden]` in the dtype of `x`; summed in float32. The same bits at every run.
+
+    Raises:
+        TensorError: other shapes, dtypes or devices, fewer matrices of one kind than of the other, or too many.
+    """
+    check_rank("grouped_mlp", 2, x=x, experts=experts, weights=weights)
+    check_rank("grouped_mlp", 3, gate_up=gate_up, down=down)
+    (count, wide, hidden), (others, back, ffn) = gate_up.shape, down.shape
+    alike = count == others and wide == 2 * ffn and back == hidden
+    if not alike or hidden % 8 or ffn % 8 or not 0 < count <= MOST_EXPERTS:
+        raise TensorError(
+            f"grouped_mlp: gate_up is {list(gate_up.shape)} and down {list(down.shape)}: expected [experts, 2 * ffn, "
+            f"hidden] and [experts, hidden, ffn], multiples of 8, at most {MOST_EXPERTS} experts"
+        )
+    there = {} if residual is None else {"residual": residual}
+    check_alike("grouped_mlp", HALVES, x=x, gate_up=gate_up, down=down, **there)
+    tokens, slots = experts.shape
+    expected: dict[str, tuple[int, ...]] = {"x": (tokens, hidden), "residual": (tokens, hidden)}
+    expected["weights"] = tokens, slots
+    check_shape("grouped_mlp", expected, f"{tokens} tokens, experts of {hidden} features", x=x, weights=weights, **there)
+    if experts.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise TensorError(
+            f"grouped_mlp: experts are {experts.dtype} and weights {weights.dtype}, expected int32 and float32: give "
+            "what moe_route gives"
+        )
+    return _grouped_mlp(x, experts, weights, gate_up, down, residual, absent)
+
+
+def _launch(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None,
+    absent: int,
+) -> Tensor:
+    if len(x) == 0:
+        return torch.empty_like(x)
+    x, gate_up, down = (_whole(each) for each in (x, gate_up, down))
+    residual = None if residual is None else _whole(residual)
+    experts, weights = experts.contiguous(), weights.contiguous()
+    if len(x) <= _FEW_TOKENS and experts.shape[1] <= _MOST_SLOTS:
+        return _by_slot(x, experts, weights, gate_up, down, residual)
+    able = capabilities(architecture(x.device))
+    return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where kernels cannot read it 16 bytes at a time."""
+    tensor = tensor.contiguous()
+    return tensor if aligned(tensor) else tensor.clone()
+
+
+def _by_slot(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor | None
+) -> Tensor:
+    (tokens, per_token), (_, hidden, ffn) = experts.shape, down.shape
+    inner = x.new_empty(tokens * per_token, ffn)
+    out = torch.empty_like(x)
+    _GEMV[x.dtype, True](
+        (blocks((ffn, _WARPS)), tokens * per_token),
+        32 * _WARPS,
+        weight=gate_up,
+        x=x,
+        experts=experts,
+        out=inner,
+        n=ffn,
+        k=hidden,
+        per_token=per_token,
+        dependent=True,
+    )
+    _GEMV[x.dtype, False](
+        (blocks((hidden, _ROWS)), tokens),
+        32 * per_token,
+        weight=down,
+        x=inner,
+        experts=experts,
+        factors=weights,
+        residual=residual,
+        out=out,
+        n=hidden,
+        k=ffn,
+        per_token=per_token,
+        dependent=True,
+    )
+    return out
+
+
+def _by_tile(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None,
+    absent: int,
+    able: Capabilities,
+) -> Tensor:
+    count, hidden, ffn = down.shape
+    average = experts.numel() / (count + absent)
+    if able.wgmma:
+        wide = choose_sm90(average)
+        rows = SortedRows.sort(x, experts, count, wide.tile_m)
+        inner = x.new_empty(len(rows.x), ffn)
+        y = x.new_empty(rows.count, hidden)
+        gemm_sm90.multiply_experts(rows.x, gate_up, rows.tiles, rows.most, wide, inner, gated=True)
+        gemm_sm90.multiply_experts(inner, down, rows.tiles, rows.most, wide, y)
+    else:
+        small = choose_sm80(average)
+        rows = SortedRows.sort(x, experts, count, small.tile_m)
+        both = x.new_empty(len(rows.x), 2 * ffn)
+        y = x.new_empty(rows.count, hidden)
+        gemm_sm80.multiply_experts(rows.x, gate_up, rows.tiles, rows.most, small, both)
+        gemm_sm80.multiply_experts(swiglu(both), down, rows.tiles, rows.most, small, y)
+    return rows.combine(y, weights, residual)
+
+
+def choose_sm90(rows: float) -> gemm_sm90.GemmSm90Tiling:
+    """The tiling on Hopper where experts have so many rows on average."""
+    sides = next((sides for most, sides in ((32, (64, 128)), (96, (128, 128))) if rows <= most), (128, 256))
+    return next(each for each in gemm_sm90.OF_EXPERTS if (each.tile_m, each.tile_n) == sides)
+
+
+def choose_sm80(rows: float) -> gemm_sm80.GemmSm80Tiling:
+    """The same for mma.sync."""
+    return gemm_sm80.SMALL if rows <= 64 else gemm_sm80.SQUARE
+
+
+def _reference(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None,
+    absent: int,
+) -> Tensor:
+    return reference_mlp(x, experts, weights, gate_up.unbind(), down.unbind(), residual)
+
+
+_grouped_mlp = operator(
+    "grouped_mlp(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, Tensor? residual, int absent) "
+    "-> Tensor",
+    cuda=_launch,
+    reference=_reference,
+    fake=lambda x, *others: torch.empty_like(x),
+)
