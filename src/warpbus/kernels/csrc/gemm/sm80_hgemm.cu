@@ -203,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     alignas(128) extern __shared__ unsigned char shared[];
     ELEMENT* stages = reinterpret_cast<ELEMENT*>(shared);
 
-    const unsigned tile_columns = (n + kTileN - 1u) / kTileN;
     int row0, column0;
     if constexpr (kExperts) {
+        const unsigned tile_columns = (n + kTileN - 1u) / kTileN;
         const int index = blockIdx.x / tile_columns;
         if (index >= list[-1].x) return;
         const int4 entry = list[index];
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         m = entry.y + entry.z;
         b += static_cast<long long>(entry.x) * n * b_stride;
     } else {
-        const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, tile_columns, kGroup);
+        const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
         row0 = place.row * kTileM;
         column0 = place.column * kTileN;
     }

@@ -74,8 +74,8 @@ __device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p, c
     return {(place.row * CLUSTER + rank) * TILE_M, column, p.m, column};
 }
 
-__device__ __forceinline__ int tiles(const Problem& p, const int4* list) {
-    if constexpr (EXPERTS > 0) return list[-1].x * ((p.n + kColumns - 1) / kColumns);
+__device__ __forceinline__ int tiles(const Problem& p, int entries) {
+    if constexpr (EXPERTS > 0) return entries * ((p.n + kColumns - 1) / kColumns);
     return ((p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)) * ((p.n + TILE_N - 1) / TILE_N);
 }
 
@@ -215,13 +215,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::griddepcontrol_wait();
 
     const int clusters = gridDim.x / CLUSTER;
-    const int count = tiles(p, list);
+    const int entries = EXPERTS > 0 ? list[-1].x : 0;
     const int blocks_k = (p.k + kTileK - 1) / kTileK;
     Ring<STAGES> ring;
     if (warpgroup == 0) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            for (int index = blockIdx.x / CLUSTER; index < count; index += clusters) {
+            for (int index = blockIdx.x / CLUSTER; index < tiles(p, entries); index += clusters) {
                 const Tile tile = tile_at(index, rank, p, list);
                 const int rows = rows_of<TILE_M>(tile.row, tile.end);  // the other block of a cluster may have none
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
         };
         float d[kProducts][TILE_N / 2];
-        for (int index = blockIdx.x / CLUSTER; index < count; index += clusters) {
+        for (int index = blockIdx.x / CLUSTER; index < tiles(p, entries); index += clusters) {
             const Tile tile = tile_at(index, rank, p, list);
             if (bias != nullptr) {
                 // Loaded here, the bias arrives while the products run. The barrier: all threads are done with the last

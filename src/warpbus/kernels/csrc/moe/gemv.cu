@@ -18,9 +18,7 @@
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
-constexpr int kWarps = 4;
 constexpr int kRows = 2;  // of a weight that a warp multiplies at a time
-constexpr int kMostSlots = 32;
 
 using Vector = Vector16<ELEMENT>;
 
@@ -70,6 +68,9 @@ __device__ __forceinline__ void wait_for_inputs() {
 
 // The kernels ahead may write all but the weight: no __restrict__ (see ptx::griddepcontrol_wait).
 #if GATED
+constexpr int kWarps = 4;
+static_assert(kRows == 2, "a row of the gate and one of up");
+
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     moe_gemv_gated(const ELEMENT* __restrict__ weight, const ELEMENT* x, const int* experts, ELEMENT* out, int n, int k,
                    int per_token) {
@@ -78,7 +79,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     const int row = blockIdx.x * kWarps + threadIdx.x / 32;
     if (expert < 0 || row >= n) return;
     float sum[kRows] = {};
-    static_assert(kRows == 2, "a row of the gate and one of up");
     const ELEMENT* const gate = weight + (static_cast<long long>(expert) * 2 * n + row) * k;
     multiply(sum, gate, static_cast<long long>(n) * k, x + static_cast<long long>(slot / per_token) * k, k);
     if (threadIdx.x % 32 == 0) {
@@ -86,6 +86,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     }
 }
 #else
+constexpr int kMostSlots = 32;
+
 extern "C" __global__ void __launch_bounds__(32 * kMostSlots)
     moe_gemv_summed(const ELEMENT* __restrict__ weight, const ELEMENT* x, const int* experts, const float* factors,
                     const ELEMENT* residual, ELEMENT* out, int n, int k, int per_token) {
