@@ -17,17 +17,19 @@ from warpbus.qtensor import Scheme
 
 @dataclass(frozen=True)
 class OffloadableExperts:
-    """The experts of a model that can be offloaded.
+    """The experts of a model that can be offloaded, and the unquantized ones, which are stacked as those are.
 
     Attributes:
         counts: for each layer the maximum number of offloaded experts; 0 in a dense layer.
         sizes: for each layer the bytes of an expert.
         shared: for each layer, whether it has a shared expert, which is stacked with the others.
+        unquantized: for each layer the bytes of its experts if they are stacked unquantized; else 0.
     """
 
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
     shared: tuple[bool, ...]
+    unquantized: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -40,7 +42,7 @@ class OffloadableExperts:
             quantized: the schemes of the parameters that are quantized.
             sizes: bytes of the parameters.
         """
-        counts, each, shared = [], [], []
+        counts, each, shared, unquantized = [], [], [], []
         for index, layer in enumerate(config.all_layers):
             experts = len(layer.mlp.numbers) if isinstance(layer.mlp, MoESpec) else 0
             names = [f"layers.{index}.{matrix.name}.weight" for matrix in layer.matrices if matrix.expert is not None]
@@ -48,7 +50,9 @@ class OffloadableExperts:
             counts.append(experts - 1 if able else 0)
             each.append(sum(sizes[name] for name in names) // experts if able else 0)
             shared.append(isinstance(layer.mlp, MoESpec) and layer.mlp.shared is not None)
-        return cls(tuple(counts), tuple(each), tuple(shared))
+            plain = dtype in HALVES and bool(names) and not any(name in quantized for name in names)
+            unquantized.append(sum(sizes[name] for name in names) // experts * (experts + shared[-1]) if plain else 0)
+        return cls(tuple(counts), tuple(each), tuple(shared), tuple(unquantized))
 
     @property
     def most(self) -> int:
@@ -80,13 +84,11 @@ class OffloadableExperts:
             offloaded: for each layer how many are not on the GPU; empty: none.
         """
         away = offloaded or (0,) * len(self.counts)
-        return max(
-            (
-                size * (most + 1 - own + shared)
-                for most, size, own, shared in zip(self.counts, self.sizes, away, self.shared, strict=True)
-            ),
-            default=0,
+        quantized = (
+            size * (most + 1 - own + shared)
+            for most, size, own, shared in zip(self.counts, self.sizes, away, self.shared, strict=True)
         )
+        return max((*quantized, *self.unquantized), default=0)
 
 
 def _alike(config: ModelConfig, names: list[str], quantized: Mapping[str, Scheme]) -> bool:

@@ -114,7 +114,8 @@ _KERNELS = {
 OF_EXPERTS = (SMALL, SQUARE)
 """The tilings for experts."""
 _EXPERT_KERNELS = {
-    (tiling, dtype): tiling.kernel(dtype, "row", "column", experts=True) for tiling, dtype in product(OF_EXPERTS, HALVES)
+    (tiling, dtype): tiling.kernel(dtype, "row", "column", experts=True)
+    for tiling, dtype in product(OF_EXPERTS, HALVES)
 }
 
 
@@ -195,9 +196,7 @@ def sm80_gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: T
     reduce(partial, bias, out, activation)
 
 
-def multiply_experts(
-    x: Tensor, weights: Tensor, tiles: Tensor, most: int, tiling: GemmSm80Tiling, out: Tensor
-) -> None:
+def multiply_experts(x: Tensor, weights: Tensor, tiles: Tensor, most: int, tiling: GemmSm80Tiling, out: Tensor) -> None:
     """Products of a mixture of experts: rows of `out` are rows of x times their expert's weight.
 
     Args:

@@ -28,7 +28,9 @@ from warpbus.kernels.ops.expert_rows import MOST_EXPERTS, SortedRows
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
 from warpbus.kernels.units import unit
 
-_GATED = Parameters("const ELEMENT* weight, const ELEMENT* x, const int* experts, ELEMENT* out, int n, int k, int per_token")
+_GATED = Parameters(
+    "const ELEMENT* weight, const ELEMENT* x, const int* experts, ELEMENT* out, int n, int k, int per_token"
+)
 _SUMMED = Parameters(
     "const ELEMENT* weight, const ELEMENT* x, const int* experts, const float* factors, const ELEMENT* residual, "
     "ELEMENT* out, int n, int k, int per_token"
@@ -89,7 +91,9 @@ def grouped_mlp(
     tokens, slots = experts.shape
     expected: dict[str, tuple[int, ...]] = {"x": (tokens, hidden), "residual": (tokens, hidden)}
     expected["weights"] = tokens, slots
-    check_shape("grouped_mlp", expected, f"{tokens} tokens, experts of {hidden} features", x=x, weights=weights, **there)
+    check_shape(
+        "grouped_mlp", expected, f"{tokens} tokens, experts of {hidden} features", x=x, weights=weights, **there
+    )
     if experts.dtype != torch.int32 or weights.dtype != torch.float32:
         raise TensorError(
             f"grouped_mlp: experts are {experts.dtype} and weights {weights.dtype}, expected int32 and float32: give "

@@ -56,7 +56,7 @@ struct Problem {
 struct Tile {
     int row, column;  // of the first element
     int end;          // the row behind the last one
-    int of_b;         // where the columns begin in b; with a gate those of up follow p.n behind
+    int of_b;         // of experts: the row of all weights that the columns begin with; those of up follow p.n behind
 };
 
 // The `index`-th tile of a cluster, for its block `rank`.
@@ -70,8 +70,7 @@ __device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p, c
     const int rows = (p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
     const int columns = (p.n + TILE_N - 1) / TILE_N;
     const auto place = tile_place(index, rows, columns, p.group);
-    const int column = place.column * TILE_N;
-    return {(place.row * CLUSTER + rank) * TILE_M, column, p.m, column};
+    return {(place.row * CLUSTER + rank) * TILE_M, place.column * TILE_N, p.m, 0};
 }
 
 __device__ __forceinline__ int tiles(const Problem& p, int entries) {
@@ -80,15 +79,14 @@ __device__ __forceinline__ int tiles(const Problem& p, int entries) {
 }
 
 __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TileMaps* map_a,
-                                           const ptx::TensorMap* map_b, Tile tile, int rows, int depth, int rank,
-                                           const Problem& p) {
+                                           const ptx::TensorMap* map_b, Tile tile, int rows, int depth, int rank, int up) {
     if constexpr (EXPERTS > 0) {
         // Rows that are not loaded hold whatever was there: a row of the product depends only on its own row of a.
         const bool few = rows <= kFewRows;
         ptx::mbarrier_expect(full, (few ? kFewRows * kTileK * 2 : kBytesA) + kBytesB);
         ptx::tma_load(a, few ? &map_a->rest : &map_a->whole, full, depth, tile.row);
         ptx::tma_load(b, map_b, full, depth, tile.of_b);
-        if constexpr (kGated) ptx::tma_load(b + kBytesB / 2, map_b, full, depth, tile.of_b + p.n);
+        if constexpr (kGated) ptx::tma_load(b + kBytesB / 2, map_b, full, depth, tile.of_b + up);
         return;
     }
     ptx::mbarrier_expect(full, (A_MAJOR == 0 ? rows * kTileK * 2 : kBytesA) + kBytesB);
@@ -106,8 +104,8 @@ __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::ui
     constexpr int kBoxes = B_MAJOR == 0 ? 1 : kShare / 64;
     for (int i = 0; i < kBoxes; ++i) {
         const ptx::uint32 target = b + first * kTileK * 2 + i * kBlock64;
-        const int x = B_MAJOR == 0 ? depth : tile.of_b + first + 64 * i;
-        const int y = B_MAJOR == 0 ? tile.of_b + first : depth;
+        const int x = B_MAJOR == 0 ? depth : tile.column + first + 64 * i;
+        const int y = B_MAJOR == 0 ? tile.column + first : depth;
         if constexpr (CLUSTER == 1) {
             ptx::tma_load(target, map_b, full, x, y);
         } else {
@@ -227,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
-                               &map_b, tile, rows, block * kTileK, rank, p);
+                               &map_b, tile, rows, block * kTileK, rank, p.n);
                 }
             }
         }
