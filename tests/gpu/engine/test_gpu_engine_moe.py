@@ -8,6 +8,7 @@ from warpbus.engine import Engine
 from warpbus.kernels.ops.packed import PackedWeight, unpack
 from warpbus.models import Decoder
 from warpbus.models.layers import MLP, MoE, QuantizedLinear
+from warpbus.models.layers.plain_experts import PlainStackedExperts
 from warpbus.models.layers.stacked_experts import StackedExperts
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme
@@ -35,6 +36,10 @@ def reference_of(model):
             for number, expert in enumerate(plain.get_submodule(name).values()):
                 expert.gate_up.weight.copy_(dequantized(module.matrices("gate_up").expert(number)))
                 expert.down.weight.copy_(dequantized(module.matrices("down").expert(number)))
+        elif isinstance(module, PlainStackedExperts):
+            for expert, gate_up, down in zip(plain.get_submodule(name).values(), module.gate_up, module.down):
+                expert.gate_up.weight.copy_(gate_up)
+                expert.down.weight.copy_(down)
         else:
             target = plain.get_submodule(name)
             for leaf, parameter in module.named_parameters(recurse=False):
@@ -43,11 +48,11 @@ def reference_of(model):
 
 
 @pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym", None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_logits(config, scheme, dtype):
-    model = model_of(config, Scheme.parse(scheme), dtype)
+    model = model_of(config, None if scheme is None else Scheme.parse(scheme), dtype)
     assert all(layer.mlp.stacked for layer in model.layers if isinstance(layer.mlp, MoE))
     assert not model.waits_for_gpu
     plain = reference_of(model)
@@ -60,9 +65,10 @@ def test_logits(config, scheme, dtype):
         assert near.float().mean() > 0.9
 
 
+@pytest.mark.parametrize("scheme", [W4, None], ids=str)
 @torch.no_grad()
-def test_gradients_pass_the_stacked_experts():
-    model = model_of(GLM)
+def test_gradients_pass_the_stacked_experts(scheme):
+    model = model_of(GLM, scheme)
     mlp = model.layers[-1].mlp
     plain = reference_of(model).layers[-1].mlp
     x = torch.randn(7, GLM.hidden_size) * 0.5
@@ -74,18 +80,20 @@ def test_gradients_pass_the_stacked_experts():
 
 
 @pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
-def test_engine(config):
+@pytest.mark.parametrize("scheme", [W4, None], ids=str)
+def test_engine(config, scheme):
     """Alone and in a batch, by graphs, a sequence gets the most likely tokens."""
-    model = model_of(config)
+    model = model_of(config, scheme)
     for prompt in PROMPTS:
         assert_best(model, prompt, Engine(model).decode([prompt], 12)[0], TOLERANCE)
     for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 12), strict=True):
         assert_best(model, prompt, answer, TOLERANCE)
 
 
+@pytest.mark.parametrize("scheme", [W4, None], ids=str)
 @torch.no_grad()
-def test_a_lora_on_the_shared_expert():
-    model = model_of(GLM)
+def test_a_lora_on_the_shared_expert(scheme):
+    model = model_of(GLM, scheme)
     mlp = model.layers[-1].mlp
     x = torch.randn(5, GLM.hidden_size, device=GPU, dtype=torch.float16)
     before, inner = mlp(x), mlp.shared.inner(x)

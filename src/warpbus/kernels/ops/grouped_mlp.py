@@ -2,8 +2,8 @@
 
 How it is computed depends on the rows that an expert has:
 
-- One or two tokens: each slot is a product of its own (`moe/gemv.cu`), which reads the weights of the chosen experts once.
-  The products back to the hidden features are summed over a token's experts on the way.
+- One or two tokens: each slot is a product of its own (`moe/gemv.cu`), which reads the weights of the chosen experts
+  once. The products back to the hidden features are summed over a token's experts on the way.
 - More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by wgmma (`gemm/sm90_hgemm.cu`) or by
   mma.sync (`gemm/sm80_hgemm.cu`), and combined.
 

@@ -50,7 +50,7 @@ class PlainStackedExperts(nn.Module):
     ) -> "PlainStackedExperts | None":
         """Copy the matrices of the experts `numbers` behind each other, and let the experts go.
 
-        The linears of the experts lose their weights, so that one matrix of all experts is in memory twice at most. Those
+        The linears of the experts lose their weights, so that at most one matrix of each expert is in memory twice. Those
         of a shared expert of the same kind become views.
 
         Returns:
@@ -65,7 +65,7 @@ class PlainStackedExperts(nn.Module):
         gate_up, down = (_stack([each.get_submodule(name) for each in every]) for name in _NAMES)
         if len(every) > len(experts) and shared is not None:
             for name, stacked in zip(_NAMES, (gate_up, down), strict=True):
-                setattr(shared.get_submodule(name), "weight", nn.Parameter(stacked[-1], requires_grad=False))
+                shared.get_submodule(name).weight = nn.Parameter(stacked[-1], requires_grad=False)
         return cls(gate_up, down, routed, numbers)
 
     @property
