@@ -37,9 +37,9 @@ def reference_of(model):
                 expert.gate_up.weight.copy_(dequantized(module.matrices("gate_up").expert(number)))
                 expert.down.weight.copy_(dequantized(module.matrices("down").expert(number)))
         elif isinstance(module, PlainStackedExperts):
-            for expert, gate_up, down in zip(plain.get_submodule(name).values(), module.gate_up, module.down):
-                expert.gate_up.weight.copy_(gate_up)
-                expert.down.weight.copy_(down)
+            for number, expert in enumerate(plain.get_submodule(name).values()):
+                expert.gate_up.weight.copy_(module.gate_up[number])
+                expert.down.weight.copy_(module.down[number])
         else:
             target = plain.get_submodule(name)
             for leaf, parameter in module.named_parameters(recurse=False):

@@ -113,11 +113,14 @@ def _launch(
 ) -> Tensor:
     if len(x) == 0:
         return torch.empty_like(x)
+    given = gate_up, down
     x, gate_up, down = (_whole(each) for each in (x, gate_up, down))
     residual = None if residual is None else _whole(residual)
     experts, weights = experts.contiguous(), weights.contiguous()
     if len(x) <= _FEW_TOKENS and experts.shape[1] <= _MOST_SLOTS:
-        return _by_slot(x, experts, weights, gate_up, down, residual)
+        # The read-only path may not load what a copy just ahead still writes.
+        early = gate_up is given[0] and down is given[1]
+        return _by_slot(x, experts, weights, gate_up, down, residual, early=early)
     able = capabilities(architecture(x.device))
     return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
 
@@ -129,7 +132,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _by_slot(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor | None
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None,
+    *,
+    early: bool = True,
 ) -> Tensor:
     (tokens, per_token), (_, hidden, ffn) = experts.shape, down.shape
     inner = x.new_empty(tokens * per_token, ffn)
@@ -144,7 +154,7 @@ def _by_slot(
         n=ffn,
         k=hidden,
         per_token=per_token,
-        dependent=True,
+        dependent=early,
     )
     _GEMV[x.dtype, False](
         (blocks((hidden, _ROWS)), tokens),
@@ -158,7 +168,7 @@ def _by_slot(
         n=hidden,
         k=ffn,
         per_token=per_token,
-        dependent=True,
+        dependent=early,
     )
     return out
 

@@ -50,8 +50,8 @@ class PlainStackedExperts(nn.Module):
     ) -> "PlainStackedExperts | None":
         """Copy the matrices of the experts `numbers` behind each other, and let the experts go.
 
-        The linears of the experts lose their weights, so that at most one matrix of each expert is in memory twice. Those
-        of a shared expert of the same kind become views.
+        The linears of the experts lose their weights, so that at most one matrix of each expert is in memory twice.
+        Those of a shared expert of the same kind become views.
 
         Returns:
             None if the kernels do not take them: they are quantized, not on a GPU, not in 16 bits or not alike.
