@@ -69,6 +69,12 @@ def test_stacking_needs_the_layer_with_most_experts_on_the_gpu_again():
     assert OffloadableExperts((), (), ()).stacking_bytes(()) == 0
 
 
+def test_experts_with_activations_of_8_bits_are_stacked():
+    experts = Stored.uniform(SHAPES["glm-4.7-flash"], torch.bfloat16, Scheme.parse("w8a8-fp8")).offloadable
+    assert experts.most == 0
+    assert experts.stacking_bytes(()) == (64 + 1) * (3 * 2048 * 1536 + 4 * (2 * 1536 + 2048))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_unquantized_experts_are_stacked_in_16_bits(dtype):
     stored = Stored.uniform(SHAPES["glm-4.7-flash"], dtype, None)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import gemm_sm90
 from warpbus.kernels.ops.grouped_mlp import choose_sm80, choose_sm90, grouped_mlp
+from warpbus.kernels.ops.w8a8 import quantize_rows, w8a8_linear
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,30 @@ def test_experts_of_other_processes_add_nothing():
     without = grouped_mlp(x, experts.clamp_min(0), weights * (experts >= 0), gate_up, down, residual=residual)
     assert torch.equal(out, without)
     assert torch.equal(out[3], residual[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bits(dtype):
+    """Every expert computes what `w8a8_linear` does."""
+    wide, back = matrices(4, 96, 64)
+    gate_up, gate_up_scales = quantize_rows(wide.flatten(0, 1), dtype)
+    down, down_scales = quantize_rows(back.flatten(0, 1), dtype)
+    gate_up, down = gate_up.view_as(wide), down.view_as(back)
+    scales = gate_up_scales.view(4, -1), down_scales.view(4, -1)
+    x, experts = torch.randn(9, 96).bfloat16(), torch.rand(9, 4).argsort(1)[:, :2].int()
+    weights = torch.rand(9, 2)
+    out = grouped_mlp(x, experts, weights, gate_up, down, scales=scales)
+    expected = torch.zeros(9, 96)
+    for number in range(4):
+        tokens, slots = (experts == number).nonzero(as_tuple=True)
+        gate, up = w8a8_linear(x[tokens], gate_up[number], scales[0][number]).float().chunk(2, dim=-1)
+        y = w8a8_linear((F.silu(gate) * up).bfloat16(), down[number], scales[1][number]).float()
+        expected.index_add_(0, tokens, y * weights[tokens, slots, None])
+    assert (out.float() - expected).norm() < 0.02 * expected.norm()
+    with pytest.raises(TensorError, match=r"gate_up_scales has shape \[4, 96\], expected \[4, 128\]: one per row"):
+        grouped_mlp(x, experts, weights, gate_up, down, scales=scales[::-1])
+    with pytest.raises(TensorError, match="multiples of 16"):
+        grouped_mlp(x[:, :88], experts, weights, gate_up[..., :88], down[:, :88], scales=scales)
 
 
 def test_no_tokens():

@@ -8,7 +8,7 @@ from warpbus.engine import Engine
 from warpbus.kernels.ops.packed import PackedWeight, unpack
 from warpbus.models import Decoder
 from warpbus.models.layers import MLP, MoE, QuantizedLinear
-from warpbus.models.layers.plain_experts import PlainStackedExperts
+from warpbus.models.layers.grouped_experts import GroupedExperts
 from warpbus.models.layers.stacked_experts import StackedExperts
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme
@@ -36,7 +36,7 @@ def reference_of(model):
             for number, expert in enumerate(plain.get_submodule(name).values()):
                 expert.gate_up.weight.copy_(dequantized(module.matrices("gate_up").expert(number)))
                 expert.down.weight.copy_(dequantized(module.matrices("down").expert(number)))
-        elif isinstance(module, PlainStackedExperts):
+        elif isinstance(module, GroupedExperts):
             for number, expert in enumerate(plain.get_submodule(name).values()):
                 expert.gate_up.weight.copy_(module.gate_up[number])
                 expert.down.weight.copy_(module.down[number])
@@ -48,7 +48,7 @@ def reference_of(model):
 
 
 @pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym", None])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym", "w8a8-fp8", None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_logits(config, scheme, dtype):

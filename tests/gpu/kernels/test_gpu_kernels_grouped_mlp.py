@@ -1,5 +1,7 @@
 """The 16-bit experts of a mixture of experts against float64: every way of computing them, odd sizes."""
 
+from functools import partial
+
 import pytest
 import torch
 from gpu_experts import check, normal, slots_of
@@ -11,6 +13,7 @@ from warpbus.kernels.ops import gemm_sm80, gemm_sm90
 from warpbus.kernels.ops import grouped_mlp as op
 from warpbus.kernels.ops.grouped_mlp import grouped_mlp
 from warpbus.kernels.ops.moe_router import moe_route
+from warpbus.kernels.ops.w8a8 import quantize_rows, quantize_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -117,6 +120,54 @@ def test_shapes_of_models(shape, tokens):
     chosen, weights = slots_of(tokens, 12, top_k, True)
     out = grouped_mlp(x, chosen, weights, gate_up, down, residual=before)
     check(out, exact(x, chosen, weights, gate_up, down, before))
+
+
+def in_8_bits(weights, codes):
+    """Codes and scales of experts `[experts, n, k]`, and what they stand for."""
+    values, scales = quantize_rows(weights.flatten(0, 1), codes)
+    values, scales = values.view_as(weights), scales.view(weights.shape[:2])
+    return values, scales, values.double() * scales.double()[..., None]
+
+
+def rounded(x, codes):
+    values, scales = quantize_tokens(x, codes)
+    return values.double() * scales.double()[:, None]
+
+
+def exact_in_8_bits(x, experts, weights, gate_up, down, codes, residual):
+    """Float64 but for the rounding of both inputs, the second one from its 16 bits."""
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for number in range(len(gate_up)):
+        tokens, slots = (experts == number).nonzero(as_tuple=True)
+        if len(tokens):
+            gate, up = (rounded(x[tokens], codes) @ gate_up[number].T).chunk(2, dim=-1)
+            y = rounded((F.silu(gate) * up).to(x.dtype), codes) @ down[number].T
+            total.index_add_(0, tokens, y * weights[tokens, slots, None].double())
+    return total if residual is None else total + residual.double()
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("able", [ABLE, MMA_ONLY], ids=["best", "mma"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 37, 300, 1500])
+@pytest.mark.parametrize(("hidden", "ffn"), [(512, 1408), (1008, 432)])
+def test_8_bits(hidden, ffn, tokens, able, codes, monkeypatch):
+    if codes == torch.float8_e4m3fn and not ABLE.e4m3:
+        pytest.skip("needs sm_89")
+    monkeypatch.setattr(op, "capabilities", lambda arch: able)
+    shared = tokens % 2 == 1
+    wide, back = matrices(5 + shared, hidden, ffn, torch.bfloat16)
+    (gate_up, gate_up_scales, wide), (down, down_scales, back) = in_8_bits(wide, codes), in_8_bits(back, codes)
+    x, before = (normal(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
+    chosen, weights = slots_of(tokens, 5, 2, shared)
+    call = partial(grouped_mlp, x, chosen, weights, gate_up, down, scales=(gate_up_scales, down_scales))
+    expected = exact_in_8_bits(x, chosen, weights, wide, back, codes, before)
+    # The sums before the second rounding differ in their last bits: some codes are the next ones, 2^-4 of e4m3 apart.
+    error = (call(residual=before).double() - expected).norm() / expected.norm()
+    assert error.item() <= 0.006
+    assert torch.equal(call(), call())
+    chosen[tokens // 2 :] = torch.where(chosen[tokens // 2 :] == 1, -1, chosen[tokens // 2 :])
+    here = exact_in_8_bits(x, chosen, weights, wide, back, codes, before)
+    assert ((call(residual=before, absent=1).double() - here).norm() / here.norm()).item() <= 0.006
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

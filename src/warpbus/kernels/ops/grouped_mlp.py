@@ -1,16 +1,18 @@
-"""`grouped_mlp`: the experts of a mixture of experts with 16-bit weights, and the sum of a token's experts.
+"""`grouped_mlp`: the experts of a mixture of experts in 16 bits, or with weights and activations of 8 bits.
 
 How it is computed depends on the rows that an expert has:
 
 - One or two tokens: each slot is a product of its own (`moe/gemv.cu`), which reads the weights of the chosen experts
   once. The products back to the hidden features are summed over a token's experts on the way.
 - More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by wgmma (`gemm/sm90_hgemm.cu`) or by
-  mma.sync (`gemm/sm80_hgemm.cu`), and combined.
+  mma.sync (`gemm/sm80_hgemm.cu`), and combined. With 8 bits any number of tokens is computed so, by the kernels of
+  `w8a8`; the inputs of both products are rounded row by row.
 
 The host launches without knowing the routing, so that all of it can be captured in a CUDA graph.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +23,12 @@ from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import gemm_sm80, gemm_sm90
+from warpbus.kernels.ops import gemm_sm80, gemm_sm90, w8a8, w8a8_experts
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, check_alike, check_rank, check_shape
 from warpbus.kernels.ops.expert_rows import MOST_EXPERTS, SortedRows
+from warpbus.kernels.ops.w8a8 import CODES, check_device
+from warpbus.kernels.reference.moe import Matrix
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
 from warpbus.kernels.units import unit
 
@@ -55,6 +59,7 @@ def grouped_mlp(
     gate_up: Tensor,
     down: Tensor,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     residual: Tensor | None = None,
     absent: int = 0,
 ) -> Tensor:
@@ -65,8 +70,11 @@ def grouped_mlp(
         x: `[tokens, hidden]`, float16 or bfloat16.
         experts: int32 `[tokens, slots]`: what `moe_route` gives. Not checked.
         weights: float32 `[tokens, slots]`.
-        gate_up: of all experts, `[experts, 2 * ffn, hidden]`, the gate first.
+        gate_up: of all experts, `[experts, 2 * ffn, hidden]`, the gate first; in the dtype of x, or with `scales` int8
+            or float8_e4m3fn.
         down: of all experts, `[experts, hidden, ffn]`.
+        scales: of each row of gate_up and of down, float32 `[experts, 2 * ffn]` and `[experts, hidden]`. The inputs of
+            both products are then rounded to the dtype of the weights, as `w8a8_linear` does.
         residual: `[tokens, hidden]`.
         absent: how many experts of the layer are in other processes (expert parallelism). Their slots are negative and
             add nothing.
@@ -76,18 +84,28 @@ def grouped_mlp(
 
     Raises:
         TensorError: other shapes, dtypes or devices, fewer matrices of one kind than of the other, or too many.
+        DeviceError: float8_e4m3fn on a GPU older than sm_89.
     """
     check_rank("grouped_mlp", 2, x=x, experts=experts, weights=weights)
     check_rank("grouped_mlp", 3, gate_up=gate_up, down=down)
     (count, wide, hidden), (others, back, ffn) = gate_up.shape, down.shape
     alike = count == others and wide == 2 * ffn and back == hidden
-    if not alike or hidden % 8 or ffn % 8 or not 0 < count <= MOST_EXPERTS:
+    step = 8 if scales is None else 16
+    if not alike or hidden % step or ffn % step or not 0 < count <= MOST_EXPERTS:
         raise TensorError(
             f"grouped_mlp: gate_up is {list(gate_up.shape)} and down {list(down.shape)}: expected [experts, 2 * ffn, "
-            f"hidden] and [experts, hidden, ffn], multiples of 8, at most {MOST_EXPERTS} experts"
+            f"hidden] and [experts, hidden, ffn], multiples of {step}, at most {MOST_EXPERTS} experts"
         )
     there = {} if residual is None else {"residual": residual}
-    check_alike("grouped_mlp", HALVES, x=x, gate_up=gate_up, down=down, **there)
+    if scales is None:
+        check_alike("grouped_mlp", HALVES, x=x, gate_up=gate_up, down=down, **there)
+    else:
+        check_alike("grouped_mlp", HALVES, x=x, **there)
+        check_alike("grouped_mlp", CODES, gate_up=gate_up, down=down)
+        named = dict(zip(("gate_up_scales", "down_scales"), scales, strict=True))
+        check_alike("grouped_mlp", (torch.float32,), **named)
+        sides: dict[str, tuple[int, ...]] = {"gate_up_scales": (count, wide), "down_scales": (count, hidden)}
+        check_shape("grouped_mlp", sides, "one per row of the weights", **named)
     tokens, slots = experts.shape
     expected: dict[str, tuple[int, ...]] = {"x": (tokens, hidden), "residual": (tokens, hidden)}
     expected["weights"] = tokens, slots
@@ -99,7 +117,7 @@ def grouped_mlp(
             f"grouped_mlp: experts are {experts.dtype} and weights {weights.dtype}, expected int32 and float32: give "
             "what moe_route gives"
         )
-    return _grouped_mlp(x, experts, weights, gate_up, down, residual, absent)
+    return _grouped_mlp(x, experts, weights, gate_up, down, *(scales or (None, None)), residual, absent)
 
 
 def _launch(
@@ -108,20 +126,26 @@ def _launch(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_scales: Tensor | None,
+    down_scales: Tensor | None,
     residual: Tensor | None,
     absent: int,
 ) -> Tensor:
     if len(x) == 0:
         return torch.empty_like(x)
+    able = capabilities(architecture(x.device))
     given = gate_up, down
     x, gate_up, down = (_whole(each) for each in (x, gate_up, down))
     residual = None if residual is None else _whole(residual)
     experts, weights = experts.contiguous(), weights.contiguous()
+    if gate_up_scales is not None and down_scales is not None:
+        check_device("grouped_mlp", gate_up.dtype, x.device)
+        scales = gate_up_scales.contiguous(), down_scales.contiguous()
+        return _by_tile_in_8_bits(x, experts, weights, gate_up, down, scales, residual, absent, able)
     if len(x) <= _FEW_TOKENS and experts.shape[1] <= _MOST_SLOTS:
         # The read-only path may not load what a copy just ahead still writes.
         early = gate_up is given[0] and down is given[1]
         return _by_slot(x, experts, weights, gate_up, down, residual, early=early)
-    able = capabilities(architecture(x.device))
     return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
 
 
@@ -202,6 +226,36 @@ def _by_tile(
     return rows.combine(y, weights, residual)
 
 
+def _by_tile_in_8_bits(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    scales: tuple[Tensor, Tensor],
+    residual: Tensor | None,
+    absent: int,
+    able: Capabilities,
+) -> Tensor:
+    count, hidden, ffn = down.shape
+    average = experts.numel() / (count + absent)
+    small = w8a8.AMPERE[1 if average <= w8a8.AMPERE[1].tile_m else 0]
+    rows = SortedRows.sort(x, experts, count, w8a8_experts.HOPPER_ROWS if able.wgmma else small.tile_m)
+    y = x.new_empty(rows.count, hidden)
+    codes = w8a8.quantize_tokens(rows.x, gate_up.dtype)
+    if able.wgmma:
+        inner = x.new_empty(len(rows.x), ffn)
+        w8a8_experts.hopper(*codes, gate_up, scales[0], rows.tiles, rows.most, inner, gated=True)
+        codes = w8a8.quantize_tokens(inner, down.dtype)
+        w8a8_experts.hopper(*codes, down, scales[1], rows.tiles, rows.most, y)
+    else:
+        both = x.new_empty(len(rows.x), 2 * ffn)
+        w8a8_experts.ampere(*codes, gate_up, scales[0], rows.tiles, rows.most, small, both)
+        codes = w8a8.quantize_tokens(swiglu(both), down.dtype)
+        w8a8_experts.ampere(*codes, down, scales[1], rows.tiles, rows.most, small, y)
+    return rows.combine(y, weights, residual)
+
+
 def choose_sm90(rows: float) -> gemm_sm90.GemmSm90Tiling:
     """The tiling on Hopper where experts have so many rows on average."""
     sides = next((sides for most, sides in ((32, (64, 128)), (96, (128, 128))) if rows <= most), (128, 256))
@@ -219,15 +273,22 @@ def _reference(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    gate_up_scales: Tensor | None,
+    down_scales: Tensor | None,
     residual: Tensor | None,
     absent: int,
 ) -> Tensor:
-    return reference_mlp(x, experts, weights, gate_up.unbind(), down.unbind(), residual)
+    wide = _matrices(gate_up, gate_up_scales)
+    return reference_mlp(x, experts, weights, wide, _matrices(down, down_scales), residual)
+
+
+def _matrices(values: Tensor, scales: Tensor | None) -> Sequence[Matrix]:
+    return values.unbind() if scales is None else list(zip(values.unbind(), scales.unbind(), strict=True))
 
 
 _grouped_mlp = operator(
-    "grouped_mlp(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, Tensor? residual, int absent) "
-    "-> Tensor",
+    "grouped_mlp(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_scales, "
+    "Tensor? down_scales, Tensor? residual, int absent) -> Tensor",
     cuda=_launch,
     reference=_reference,
     fake=lambda x, *others: torch.empty_like(x),

@@ -18,9 +18,9 @@ from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
 from warpbus.models.layers.cpu_experts import CpuStackedExperts
+from warpbus.models.layers.grouped_experts import GroupedExperts, is_groupable
 from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear
 from warpbus.models.layers.parallel import Parallel
-from warpbus.models.layers.plain_experts import PlainStackedExperts, is_plain
 from warpbus.models.layers.stacked_experts import StackedExperts
 
 ALIKE = "all of a layer in one scheme of w2a16 to w8a16, in 16 bits on a GPU"
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         numbers: of the routed experts that this process has: all, or with expert parallelism some. Those of the other
             processes add nothing here.
         experts: these experts by their numbers; where kernels compute them together, and all are quantized alike,
-            `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU; unquantized ones `PlainStackedExperts` on a GPU.
+            `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU; in 16 bits or w8a8 `GroupedExperts` on a GPU.
         shared: the shared expert, or None. Its matrices may be views of the stacked ones.
         output: the module that the sum passes through: the identity, or with tensor or expert parallelism the
             all-reduce of the processes' partial sums.
@@ -129,7 +129,7 @@ class MoE(nn.Module):
         assert isinstance(spec.mlp, MoESpec)
         self.router = Router(spec.mlp.router, spec.hidden_size)
         self.numbers = spec.mlp.numbers
-        self.experts: nn.ModuleDict | StackedExperts | PlainStackedExperts | CpuStackedExperts = nn.ModuleDict(
+        self.experts: nn.ModuleDict | StackedExperts | GroupedExperts | CpuStackedExperts = nn.ModuleDict(
             {
                 str(index): MLP(
                     *map(spec.matrix, (f"mlp.experts.{index}.gate_up", f"mlp.experts.{index}.down")), gated=True
@@ -145,11 +145,11 @@ class MoE(nn.Module):
     @property
     def stacked(self) -> bool:
         """Whether the experts are arranged for the kernels."""
-        return isinstance(self.experts, StackedExperts | PlainStackedExperts)
+        return isinstance(self.experts, StackedExperts | GroupedExperts)
 
     def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """The output `[..., hidden]`, plus `residual` if there is one."""
-        if isinstance(self.experts, StackedExperts | PlainStackedExperts) and has_kernels(x):
+        if isinstance(self.experts, StackedExperts | GroupedExperts) and has_kernels(x):
             return self._by_kernels(self.experts, x, norm, residual)
         x = x if norm is None else norm(x)
         rows = x.flatten(0, -2)
@@ -183,11 +183,13 @@ class MoE(nn.Module):
         if on_cpu is not None:
             self.experts = on_cpu
             return
-        plain = (
-            None if offloaded else PlainStackedExperts.of(every, self.shared, self.router.spec.experts, self.numbers)
+        grouped = (
+            None
+            if offloaded
+            else GroupedExperts.of(every, self.shared, routed=self.router.spec.experts, numbers=self.numbers)
         )
-        if plain is not None:
-            self.experts = plain
+        if grouped is not None:
+            self.experts = grouped
             return
         packed = [_packed(each) for each in every]
         if not _kind(packed[0]) or any(_kind(pair) != _kind(packed[0]) for pair in packed):
@@ -209,7 +211,7 @@ class MoE(nn.Module):
                 self.shared.add_module(name, QuantizedLinear(view, dtype=view.dtype))
 
     def _by_kernels(
-        self, experts: StackedExperts | PlainStackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None
+        self, experts: StackedExperts | GroupedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None
     ) -> Tensor:
         # An adapter on the shared expert is computed with that expert alone.
         joined = experts.has_shared and self.shared is not None and _is_bare(self.shared)
@@ -252,7 +254,7 @@ _PackedPair = tuple[PackedWeight, PackedWeight]
 
 def _is_bare(expert: nn.Module) -> bool:
     """Whether nothing, such as an adapter, is added to the matrices of an expert that the kernels take."""
-    return _packed(expert) is not None or is_plain(expert)
+    return _packed(expert) is not None or is_groupable(expert)
 
 
 def _packed(expert: nn.Module) -> _PackedPair | None:

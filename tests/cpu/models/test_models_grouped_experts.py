@@ -1,4 +1,4 @@
-"""Unquantized experts as one tensor of each kind: here in main memory, by the reference of the kernels."""
+"""Experts in 16 bits or w8a8 as one tensor of each kind: here in main memory, by the reference of the kernels."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from warpbus.errors import UsageError
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.models import Decoder
-from warpbus.models.layers import MoE, QuantizedLinear, moe, plain_experts
+from warpbus.models.layers import MoE, QuantizedLinear, grouped_experts, moe
+from warpbus.qtensor import Scheme
 
 TOKENS = torch.arange(24)[None]
 
@@ -17,7 +18,7 @@ TOKENS = torch.arange(24)[None]
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     """The CPU counts as a GPU: the operators run their references there."""
-    monkeypatch.setattr(plain_experts, "gpu_has_kernels", lambda device: True)
+    monkeypatch.setattr(grouped_experts, "gpu_has_kernels", lambda device: True)
     monkeypatch.setattr(moe, "has_kernels", lambda x: not torch.is_grad_enabled())
 
 
@@ -63,6 +64,29 @@ def test_there_is_one_copy_of_each_weight():
     assert names == ["experts.gate_up", "experts.down"]
 
 
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-fp8"])
+@torch.no_grad()
+def test_8_bits(scheme):
+    """With one copy of each weight, the shared expert's too."""
+    mlps = []
+    for _ in range(2):
+        mlp = model_of(config_of(4)).layers[-1].mlp
+        for expert in (*mlp.experts.values(), mlp.shared):
+            quantize(expert, Scheme.parse(scheme))
+        mlps.append(mlp)
+    plain, stacked = mlps
+    stacked.stack()
+    assert stacked.stacked
+    assert stacked.experts.gate_up.dtype == Scheme.parse(scheme).dtype
+    assert stacked.experts.gate_up.shape == (5, 64, 64)
+    assert stacked.shared.down.form.qweight.data_ptr() == stacked.experts.down[4].data_ptr()
+    x = torch.randn(9, 64).bfloat16()
+    with torch.enable_grad():
+        expected, alone = plain(x).float(), stacked(x).float()
+    torch.testing.assert_close(alone, expected)
+    assert (stacked(x).float() - expected).norm() < 0.02 * expected.norm()
+
+
 def test_gradients_pass_the_experts():
     config = config_of(4)
     plain, stacked = model_of(config).layers[-1].mlp, stack(model_of(config)).layers[-1].mlp
@@ -90,10 +114,11 @@ def test_an_adapted_shared_expert_is_computed_alone():
     torch.testing.assert_close(mlp(x), before + shared, rtol=2e-2, atol=2e-2)
 
 
-def quantize(expert):
+def quantize(expert, scheme=W4):
     for name in ("gate_up", "down"):
-        rounded = round_to_nearest(getattr(expert, name).weight.float(), W4, scale_dtype=torch.bfloat16)
-        setattr(expert, name, QuantizedLinear(pack(rounded, torch.bfloat16)))
+        rounded = round_to_nearest(getattr(expert, name).weight.float(), scheme, scale_dtype=torch.bfloat16)
+        form = rounded if rounded.holds_values else pack(rounded, torch.bfloat16)
+        setattr(expert, name, QuantizedLinear(form, dtype=torch.bfloat16))
 
 
 @torch.no_grad()
