@@ -4,6 +4,8 @@ import pytest
 import torch
 from gpu_engine_models import GLM, GPU, PROMPTS, QWEN, W4, ByHand, assert_best, model_of, put_into, random_lora
 
+from warpbus.cuda.capabilities import capabilities
+from warpbus.cuda.jit import architecture
 from warpbus.engine import Engine
 from warpbus.kernels.ops.packed import PackedWeight, unpack
 from warpbus.models import Decoder
@@ -48,7 +50,7 @@ def reference_of(model):
 
 
 @pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym", "w8a8-fp8", None])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-g32", "w3a16-g32-asym", None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_logits(config, scheme, dtype):
@@ -79,8 +81,22 @@ def test_gradients_pass_the_stacked_experts(scheme):
     assert (there.grad.float().cpu() - here.grad).norm() < 0.02 * here.grad.norm()
 
 
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-fp8", None])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@torch.no_grad()
+def test_experts_together_and_one_after_another(scheme, tokens):
+    if scheme == "w8a8-fp8" and not capabilities(architecture(GPU)).e4m3:
+        pytest.skip("needs sm_89")
+    mlp = model_of(GLM, None if scheme is None else Scheme.parse(scheme), torch.bfloat16).layers[-1].mlp
+    assert isinstance(mlp.experts, GroupedExperts)
+    x = torch.randn(tokens, GLM.hidden_size, device=GPU).bfloat16()
+    with torch.enable_grad():
+        expected = mlp(x).double()
+    assert (mlp(x).double() - expected).norm() < 0.02 * expected.norm()
+
+
 @pytest.mark.parametrize("config", [GLM, QWEN], ids=["glm", "qwen"])
-@pytest.mark.parametrize("scheme", [W4, None], ids=str)
+@pytest.mark.parametrize("scheme", [W4, Scheme.parse("w8a8-int8"), None], ids=str)
 def test_engine(config, scheme):
     """Alone and in a batch, by graphs, a sequence gets the most likely tokens."""
     model = model_of(config, scheme)
