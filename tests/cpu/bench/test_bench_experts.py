@@ -42,7 +42,7 @@ def test_the_peer_says_the_same(name, tokens):
     x, weights = case.make()
     ours, theirs = case.ours(x, weights), case.rivals[0].call(x, weights)
     assert ours.shape == theirs.shape == x.shape
-    assert (ours - theirs).norm() < (0.06 if name.endswith("fp8") else 0.02) * theirs.norm()
+    assert (ours - theirs).norm() < (0.1 if name.endswith("fp8") else 0.02) * theirs.norm()
 
 
 @pytest.mark.parametrize(("form", "bits"), [("w4a16-g128", 4 + 16 / 128), ("16-bit", 16), ("w8a8-fp8", 8)])

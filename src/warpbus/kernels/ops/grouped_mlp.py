@@ -5,13 +5,14 @@ How it is computed depends on the rows that an expert has:
 - One or two tokens: each slot is a product of its own (`moe/gemv.cu`), which reads the weights of the chosen experts
   once. The products back to the hidden features are summed over a token's experts on the way.
 - More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by wgmma (`gemm/sm90_hgemm.cu`) or by
-  mma.sync (`gemm/sm80_hgemm.cu`), and combined. With 8 bits any number of tokens is computed so, by the kernels of
-  `w8a8`; the inputs of both products are rounded row by row.
+  mma.sync (`gemm/sm80_hgemm.cu`), and combined.
+
+With 8 bits the same kernel for few tokens and those of `w8a8` do so, and the inputs of both products are rounded row by
+row.
 
 The host launches without knowing the routing, so that all of it can be captured in a CUDA graph.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,37 +20,18 @@ from torch import Tensor
 
 from warpbus.cuda.capabilities import Capabilities, capabilities
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import Kernel
-from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import gemm_sm80, gemm_sm90, w8a8, w8a8_experts
 from warpbus.kernels.ops.activation import swiglu
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.arguments import HALVES, aligned, check_alike, check_rank, check_shape
 from warpbus.kernels.ops.expert_rows import MOST_EXPERTS, SortedRows
+from warpbus.kernels.ops.moe_gemv import MOST_SLOTS, multiply_few
 from warpbus.kernels.ops.w8a8 import CODES, check_device
 from warpbus.kernels.reference.moe import Matrix
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
-from warpbus.kernels.units import unit
 
-_GATED = Parameters(
-    "const ELEMENT* weight, const ELEMENT* x, const int* experts, ELEMENT* out, int n, int k, int per_token"
-)
-_SUMMED = Parameters(
-    "const ELEMENT* weight, const ELEMENT* x, const int* experts, const float* factors, const ELEMENT* residual, "
-    "ELEMENT* out, int n, int k, int per_token"
-)
 _FEW_TOKENS = 2  # up to which slots are products of their own: of more tokens, too many share experts
-_WARPS, _ROWS, _MOST_SLOTS = 4, 2, 32  # kWarps, kRows and kMostSlots in moe/gemv.cu
-_UNROLL = 4
-
-
-def _gemv(dtype: torch.dtype, gated: bool) -> Kernel:
-    declared = unit("moe/gemv.cu", ELEMENT=ELEMENTS[dtype], GATED=int(gated), UNROLL=_UNROLL)
-    return declared.kernel("moe_gemv_gated", _GATED) if gated else declared.kernel("moe_gemv_summed", _SUMMED)
-
-
-_GEMV = {(dtype, gated): _gemv(dtype, gated) for dtype, gated in itertools.product(HALVES, (False, True))}
 
 
 def grouped_mlp(
@@ -138,14 +120,15 @@ def _launch(
     x, gate_up, down = (_whole(each) for each in (x, gate_up, down))
     residual = None if residual is None else _whole(residual)
     experts, weights = experts.contiguous(), weights.contiguous()
+    scales = None
     if gate_up_scales is not None and down_scales is not None:
         check_device("grouped_mlp", gate_up.dtype, x.device)
         scales = gate_up_scales.contiguous(), down_scales.contiguous()
-        return _by_tile_in_8_bits(x, experts, weights, gate_up, down, scales, residual, absent, able)
-    if len(x) <= _FEW_TOKENS and experts.shape[1] <= _MOST_SLOTS:
-        # The read-only path may not load what a copy just ahead still writes.
+    if len(x) <= _FEW_TOKENS and experts.shape[1] <= MOST_SLOTS:
         early = gate_up is given[0] and down is given[1]
-        return _by_slot(x, experts, weights, gate_up, down, residual, early=early)
+        return multiply_few(x, experts, weights, gate_up, down, scales, residual, early=early)
+    if scales is not None:
+        return _by_tile_in_8_bits(x, experts, weights, gate_up, down, scales, residual, absent, able)
     return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
 
 
@@ -153,48 +136,6 @@ def _whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy where kernels cannot read it 16 bytes at a time."""
     tensor = tensor.contiguous()
     return tensor if aligned(tensor) else tensor.clone()
-
-
-def _by_slot(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    residual: Tensor | None,
-    *,
-    early: bool = True,
-) -> Tensor:
-    (tokens, per_token), (_, hidden, ffn) = experts.shape, down.shape
-    inner = x.new_empty(tokens * per_token, ffn)
-    out = torch.empty_like(x)
-    _GEMV[x.dtype, True](
-        (blocks((ffn, _WARPS)), tokens * per_token),
-        32 * _WARPS,
-        weight=gate_up,
-        x=x,
-        experts=experts,
-        out=inner,
-        n=ffn,
-        k=hidden,
-        per_token=per_token,
-        dependent=early,
-    )
-    _GEMV[x.dtype, False](
-        (blocks((hidden, _ROWS)), tokens),
-        32 * per_token,
-        weight=down,
-        x=inner,
-        experts=experts,
-        factors=weights,
-        residual=residual,
-        out=out,
-        n=hidden,
-        k=ffn,
-        per_token=per_token,
-        dependent=early,
-    )
-    return out
 
 
 def _by_tile(
