@@ -18,7 +18,7 @@ _NAMES = ("gate_up", "down")
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class _ExpertMatrix:
     """The weight of a linear layer that the kernels take.
 
     Attributes:
@@ -34,7 +34,7 @@ class _Matrix:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, linear: nn.Module) -> "_Matrix | None":
+    def of(cls, linear: nn.Module) -> "_ExpertMatrix | None":
         """None if there is a bias, or the weight is of another kind."""
         if isinstance(linear, nn.Linear) and linear.bias is None and not linear.weight.requires_grad:
             return cls(linear.weight.data, None, None, linear.weight.dtype)
@@ -173,16 +173,16 @@ def is_groupable(expert: nn.Module) -> bool:
     return _pair(expert) is not None
 
 
-def _pair(expert: nn.Module) -> tuple[_Matrix, _Matrix] | None:
-    gate_up, down = (_Matrix.of(expert.get_submodule(name)) for name in _NAMES)
+def _pair(expert: nn.Module) -> tuple[_ExpertMatrix, _ExpertMatrix] | None:
+    gate_up, down = (_ExpertMatrix.of(expert.get_submodule(name)) for name in _NAMES)
     return None if gate_up is None or down is None else (gate_up, down)
 
 
-def _stacked_scales(matrices: Sequence[_Matrix]) -> Tensor:
+def _stacked_scales(matrices: Sequence[_ExpertMatrix]) -> Tensor:
     return torch.stack([each.scales.view(-1).float() for each in matrices if each.scales is not None])
 
 
-def _kind(pair: tuple[_Matrix, _Matrix]) -> tuple[object, ...]:
+def _kind(pair: tuple[_ExpertMatrix, _ExpertMatrix]) -> tuple[object, ...]:
     """The common properties of stacked experts; empty if the kernels do not take them."""
     if not all(each.kind for each in pair) or pair[0].values.dtype != pair[1].values.dtype:
         return ()
