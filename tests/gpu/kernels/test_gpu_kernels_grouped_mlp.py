@@ -47,7 +47,7 @@ def exact(x, experts, weights, gate_up, down, residual):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("hidden", "ffn"), [(320, 160), (8, 8), (520, 328), (64, 2056)])
+@pytest.mark.parametrize(("hidden", "ffn"), [(320, 160), (40, 8), (520, 328), (64, 2056)])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 13, 64, 200, 1000])
 def test_experts(tokens, hidden, ffn, dtype):
     shared, residual = tokens % 2 == 1, tokens % 3 != 1
@@ -146,6 +146,13 @@ def exact_in_8_bits(x, experts, weights, gate_up, down, codes, residual):
     return total if residual is None else total + residual.double()
 
 
+def assert_rows_close(out, expected, tolerance):
+    away = (out.double() - expected).norm(dim=-1)
+    assert out.isfinite().all()
+    assert (away.norm() / expected.norm()).item() <= tolerance
+    assert (away / expected.norm(dim=-1)).max().item() <= 4 * tolerance
+
+
 @pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("able", [ABLE, MMA_ONLY], ids=["best", "mma"])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 37, 300, 1500])
@@ -161,13 +168,14 @@ def test_8_bits(hidden, ffn, tokens, able, codes, monkeypatch):
     chosen, weights = slots_of(tokens, 5, 2, shared)
     call = partial(grouped_mlp, x, chosen, weights, gate_up, down, scales=(gate_up_scales, down_scales))
     expected = exact_in_8_bits(x, chosen, weights, wide, back, codes, before)
-    # The sums before the second rounding differ in their last bits: some codes are the next ones, 2^-4 of e4m3 apart.
-    error = (call(residual=before).double() - expected).norm() / expected.norm()
-    assert error.item() <= 0.006
+    # The sums before the second rounding differ in their last bits: some codes are the next ones, up to an eighth apart in
+    # e4m3. Without wgmma, gate and up are rounded to 16 bits first.
+    tolerance = 0.012 if able.wgmma or tokens <= 2 else 0.03
+    assert_rows_close(call(residual=before), expected, tolerance)
     assert torch.equal(call(), call())
     chosen[tokens // 2 :] = torch.where(chosen[tokens // 2 :] == 1, -1, chosen[tokens // 2 :])
     here = exact_in_8_bits(x, chosen, weights, wide, back, codes, before)
-    assert ((call(residual=before, absent=1).double() - here).norm() / here.norm()).item() <= 0.006
+    assert_rows_close(call(residual=before, absent=1), here, tolerance)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
