@@ -168,8 +168,8 @@ def test_8_bits(hidden, ffn, tokens, able, codes, monkeypatch):
     chosen, weights = slots_of(tokens, 5, 2, shared)
     call = partial(grouped_mlp, x, chosen, weights, gate_up, down, scales=(gate_up_scales, down_scales))
     expected = exact_in_8_bits(x, chosen, weights, wide, back, codes, before)
-    # The sums before the second rounding differ in their last bits: some codes are the next ones, up to an eighth apart in
-    # e4m3. Without wgmma, gate and up are rounded to 16 bits first.
+    # The sums before the second rounding differ in their last bits: some codes are the next ones, up to an eighth apart
+    # in e4m3. Without wgmma, gate and up are rounded to 16 bits first.
     tolerance = 0.012 if able.wgmma or tokens <= 2 else 0.03
     assert_rows_close(call(residual=before), expected, tolerance)
     assert torch.equal(call(), call())
