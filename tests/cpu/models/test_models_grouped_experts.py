@@ -1,15 +1,20 @@
 """Experts in 16 bits or w8a8 as one tensor of each kind: here in main memory, by the reference of the kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from stacked_models import W4, config_of, experts_of
+from stacked_models import SMALL, W4, config_of, experts_of
 from torch import nn
 
 from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.rounding import round_to_nearest
-from warpbus.models import Decoder
+from warpbus.models import Decoder, load_layer, load_model, read_config
+from warpbus.models.layer_spec import MLPSpec, MoESpec, RouterSpec
 from warpbus.models.layers import MoE, QuantizedLinear, grouped_experts, moe
+from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.qtensor import Scheme
 
 TOKENS = torch.arange(24)[None]
@@ -161,3 +166,17 @@ def test_which_experts_are_not_stacked(change):
 def test_unquantized_experts_cannot_be_offloaded():
     with pytest.raises(UsageError, match="1 experts of a layer cannot be offloaded: quantize them, all"):
         stack(model_of(config_of(3)), offloaded=1)
+
+
+def test_a_layer_that_is_loaded_alone_keeps_its_experts_apart(tmp_path):
+    """Quantization replaces them one by one."""
+    spec = MoESpec(RouterSpec(4, 2, "softmax"), MLPSpec(32), None)
+    config = replace(SMALL, layers=(replace(SMALL.layers[0], mlp=spec),))
+    write_random_checkpoint(tmp_path / "model", config, torch.bfloat16, device="cpu")
+    checkpoint = Checkpoint(tmp_path / "model")
+    whole = load_model(checkpoint, device="cpu", dtype=torch.bfloat16).layers[-1].mlp.experts
+    assert isinstance(whole, grouped_experts.GroupedExperts)
+    layer = load_layer(checkpoint, read_config(checkpoint), 0, device="cpu", dtype=torch.bfloat16)
+    for number, expert in layer.mlp.experts.items():
+        assert type(expert.gate_up) is nn.Linear
+        assert torch.equal(expert.down.weight, whole.down[int(number)])

@@ -150,7 +150,19 @@ def assert_rows_close(out, expected, tolerance):
     away = (out.double() - expected).norm(dim=-1)
     assert out.isfinite().all()
     assert (away.norm() / expected.norm()).item() <= tolerance
-    assert (away / expected.norm(dim=-1)).max().item() <= 4 * tolerance
+    assert (away / expected.norm(dim=-1)).max().item() <= 3 * tolerance
+
+
+# Of all rows together. The second rounding is of inner activations that differ in their last bits of bfloat16: where
+# sums differ by 2e-4 of their size, as those of e4m3 by wgmma do, 2% of the codes of e4m3 become their neighbors, up to
+# an eighth apart, and of 2 to 3% of the rows the largest value, and with it the scale, changes by 2^-8, which moves
+# more. Without wgmma, gate and up are rounded to bfloat16 first: 4% of the codes and 40% of the scales. Simulated on a
+# CPU, 80 draws of 5 tokens: at most 0.0082 and 0.0152 in e4m3 (0.0050 and 0.0092 in int8), of one row of 1,500 0.017
+# and 0.023. A slot that is lost changes a row by more than 0.1.
+TWICE_ROUNDED = {
+    torch.float8_e4m3fn: {"wgmma": 0.012, "mma": 0.02},
+    torch.int8: {"wgmma": 0.007, "mma": 0.014},
+}
 
 
 @pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -168,9 +180,7 @@ def test_8_bits(hidden, ffn, tokens, able, codes, monkeypatch):
     chosen, weights = slots_of(tokens, 5, 2, shared)
     call = partial(grouped_mlp, x, chosen, weights, gate_up, down, scales=(gate_up_scales, down_scales))
     expected = exact_in_8_bits(x, chosen, weights, wide, back, codes, before)
-    # The sums before the second rounding differ in their last bits: some codes are the next ones, up to an eighth apart
-    # in e4m3. Without wgmma, gate and up are rounded to 16 bits first.
-    tolerance = 0.012 if able.wgmma or tokens <= 2 else 0.03
+    tolerance = TWICE_ROUNDED[codes]["wgmma" if able.wgmma or tokens <= 2 else "mma"]
     assert_rows_close(call(residual=before), expected, tolerance)
     assert torch.equal(call(), call())
     chosen[tokens // 2 :] = torch.where(chosen[tokens // 2 :] == 1, -1, chosen[tokens // 2 :])

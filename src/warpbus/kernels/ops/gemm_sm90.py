@@ -72,7 +72,6 @@ TILINGS = (
 OF_EXPERTS = (
     GemmSm90Tiling(64, 64, 12, 2, 0.4),
     GemmSm90Tiling(64, 128, 8, 2, 0.73),
-    GemmSm90Tiling(64, 256, 5, 2, 0.8),
     GemmSm90Tiling(128, 128, 6, 2, 0.97),
     GemmSm90Tiling(128, 256, 4, 2, 1.0),
 )
