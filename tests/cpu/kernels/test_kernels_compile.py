@@ -74,6 +74,7 @@ def test_hopper_units_are_for_hopper_alone():
         ("gemm/sm90_hgemm.cu", "SHARED_BYTES"),
         ("w8a8/sm80_w8a8.cu", "SHARED_BYTES"),
         ("w8a8/sm90_w8a8.cu", "SHARED_BYTES"),
+        ("wna8/sm80_wna8.cu", "SHARED_BYTES"),
         ("wna8/sm90_wna8.cu", "SHARED_BYTES"),
         ("trellis/decode.cu", "OTHER_BYTES"),
     ],

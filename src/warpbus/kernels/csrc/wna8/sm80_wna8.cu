@@ -149,10 +149,11 @@ __device__ __forceinline__ void read_operand(ptx::uint32 (&a)[kSteps][4], const 
                 lower = __byte_perm(words[2 * s], words[2 * s + 1], 0x7351) ^ kHighest;
             } else {
                 constexpr ptx::uint32 kMask = ((1 << BITS) - 1) * kBytes;
+                constexpr int kToUpper = 8 - BITS;  // bits of the byte
                 const ptx::uint32 word = word_of_step(words, s);
                 if constexpr (kInteger && SYMMETRIC) {
-                    upper = flip_bits(word << (8 - BITS), kMask << (8 - BITS), kHighest);
-                    lower = flip_bits(word << (8 - 2 * BITS), kMask << (8 - BITS), kHighest);
+                    upper = flip_bits(word << kToUpper, kMask << kToUpper, kHighest);
+                    lower = flip_bits(word << (BITS <= 4 ? kToUpper - BITS : 0), kMask << kToUpper, kHighest);
                 } else if constexpr (kInteger) {
                     upper = ((word & kMask) + upper_zero) ^ kHighest;
                     lower = ((word >> BITS & kMask) + lower_zero) ^ kHighest;
@@ -221,6 +222,7 @@ __device__ __forceinline__ void multiply_unit(Totals& totals, const unsigned cha
 __device__ __forceinline__ void add_zero_points(Totals& totals, const Weight& weight, const float* sums, int stride, int m, int row,
                                                 int row_tile, int first, int end) {
     const int lane = threadIdx.x % 32;
+#pragma unroll 1
     for (; first < end; first += 8) {
         ptx::uint32 b[kBlocksM][2];
 #pragma unroll
