@@ -162,7 +162,7 @@ def layer_case(
 
 
 def _wna8_cases(run: Run) -> list[Callable[[], Case]]:
-    variants = [_prompt_variant(run, name) for name in run.variants or (_SCHEME,)]
+    variants = [_prompt_variant(name) for name in run.variants or (_SCHEME,)]
     rows = run.choose_sizes(_PROMPT_ROWS, _PROMPT_ROWS[1:3])
     if min(rows) < wna8.LEAST_ROWS:
         raise UsageError(f"wna8 multiplies {wna8.LEAST_ROWS} rows and more, not {min(rows)}: wna16 takes fewer")
@@ -170,7 +170,7 @@ def _wna8_cases(run: Run) -> list[Callable[[], Case]]:
     return [partial(_prompt_layer, run, each, name, m, shelf) for each in variants for name in LAYERS for m in rows]
 
 
-def _prompt_variant(run: Run, name: str) -> tuple[Scheme, str]:
+def _prompt_variant(name: str) -> tuple[Scheme, str]:
     """A scheme and the type of the activations: of "w4a16-g128+int8", or "w4a16-g128", which is FP8."""
     text, _, word = name.partition("+")
     scheme, word = Scheme.parse(text), word or "fp8"
@@ -178,13 +178,13 @@ def _prompt_variant(run: Run, name: str) -> tuple[Scheme, str]:
         raise UsageError(f"variant {name}: activations are fp8 or int8: give {text}+int8")
     if not wna8.supports(scheme, _8_BIT[word]):
         raise UsageError(f"wna8 has no kernel for {scheme} and {word}: give up to 4 bits in groups of 64 or 128")
-    if run.on_gpu and not wna8.runs_on(arch := architecture(run.device), _8_BIT[word]):
-        raise UsageError(f"wna8 in {word} needs an Ada, Hopper or later GPU, this one is {arch}: give {text}+int8")
     return scheme, word
 
 
 def _prompt_layer(run: Run, variant: tuple[Scheme, str], name: str, m: int, shelf: Shelf) -> Case:
     scheme, word = variant
+    if not wna8.runs_on(arch := architecture(run.device), _8_BIT[word]):
+        raise UsageError(f"wna8 in {word} needs an Ada, Hopper or later GPU, this one is {arch}: give {scheme}+int8")
     dtype = run.dtype or torch.bfloat16
     n, k, _ = LAYERS[name]
 

@@ -91,7 +91,7 @@ class Wna8Sm80Tiling(Sm80Tiling):
 
 
 LARGE = Wna8Sm80Tiling(128, 128, 128, 32, 64, 3, efficiency=0.7, resident=1)
-MEDIUM = Wna8Sm80Tiling(64, 128, 128, 32, 64, 3, efficiency=0.65, resident=3)
+MEDIUM = Wna8Sm80Tiling(64, 128, 128, 32, 64, 3, efficiency=0.65, resident=2)
 TILINGS = (LARGE, MEDIUM)
 
 _FORMS = [
