@@ -12,7 +12,7 @@ A100, ADA = 164 * 1024, 100 * 1024  # bytes of shared memory of a multiprocessor
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 TILINGS = {"large": wna8_sm80.LARGE, "medium": wna8_sm80.MEDIUM}
 NARROW = ["w4a16-g128", "w4a16-g64-asym", "w4a16", "w3a16-g64", "w2a16-asym"]
-FORM = wna8_sm80.Form(torch.bfloat16, INT8, 4, 128, True)
+FORM = wna8_sm80.KernelForm(torch.bfloat16, INT8, 4, 128, True)
 
 
 def quantized(scheme, n, k):
@@ -73,7 +73,7 @@ def test_kernels_keep_their_registers(name, bits, symmetric, codes):
     if bits == 8 and codes == E4M3:
         pytest.skip("int8 alone")
     tiling = TILINGS[name]
-    form = wna8_sm80.Form(torch.bfloat16, codes, bits, 128, symmetric)
+    form = wna8_sm80.KernelForm(torch.bfloat16, codes, bits, 128, symmetric)
     resources = tiling.kernel(form).resources("sm_80" if codes == INT8 else "sm_89")
     assert (resources.spill_stores, resources.spill_loads, resources.stack) == (0, 0, 0)
     assert resources.registers * tiling.threads * tiling.resident <= 65_536

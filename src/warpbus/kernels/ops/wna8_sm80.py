@@ -35,7 +35,7 @@ _LEAST_CODE = 2.0**-9  # the number that the bits of code 1 are in e4m3
 
 
 @dataclass(frozen=True)
-class Form:
+class KernelForm:
     """What a kernel is compiled for beside its tiling.
 
     Attributes:
@@ -63,13 +63,13 @@ class Wna8Sm80Tiling(Sm80Tiling):
 
     resident: int
 
-    def shared(self, form: Form) -> int:
+    def shared(self, form: KernelForm) -> int:
         """Bytes of shared memory of a block: of each stage x, codes, and scales, with int8 zero points too."""
         pairs = 1 if form.symmetric or form.codes != torch.int8 else 2
         scales = self.tile_n // TILE_ROWS * (self.tile_k // form.columns) * 32 * pairs
         return self.stages * (self.tile_m * self.tile_k + self.tile_n * self.tile_k * form.bits // 8 + scales)
 
-    def kernel(self, form: Form) -> Kernel:
+    def kernel(self, form: KernelForm) -> Kernel:
         """The kernel for a form."""
         return unit(
             "wna8/sm80_wna8.cu",
@@ -95,7 +95,7 @@ MEDIUM = Wna8Sm80Tiling(64, 128, 128, 32, 64, 3, efficiency=0.65, resident=2)
 TILINGS = (LARGE, MEDIUM)
 
 _FORMS = [
-    Form(dtype, codes, bits, columns, symmetric)
+    KernelForm(dtype, codes, bits, columns, symmetric)
     for dtype, codes, bits, columns, symmetric in product(HALVES, _SUMS, (2, 3, 4, 8), _SCALED, (True, False))
     if bits <= 4 or (codes == torch.int8 and symmetric)
 ]
@@ -147,14 +147,14 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     reduce(partial, bias, out)
 
 
-def form_of(weight: PackedWeight, codes: torch.dtype) -> Form:
+def form_of(weight: PackedWeight, codes: torch.dtype) -> KernelForm:
     """The form of the kernels for a weight and activations rounded to `codes`."""
     columns = min(weight.scheme.group_size or _SCALED[-1], _SCALED[-1])
-    return Form(weight.dtype, codes, weight.bits, columns, weight.zeros is None)
+    return KernelForm(weight.dtype, codes, weight.bits, columns, weight.zeros is None)
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, form: Form, multiprocessors: int, shared_memory: int) -> tuple[Wna8Sm80Tiling, int]:
+def plan(m: int, n: int, k: int, form: KernelForm, multiprocessors: int, shared_memory: int) -> tuple[Wna8Sm80Tiling, int]:
     """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.choose`.
 
     Args:
