@@ -154,7 +154,9 @@ def form_of(weight: PackedWeight, codes: torch.dtype) -> KernelForm:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, form: KernelForm, multiprocessors: int, shared_memory: int) -> tuple[Wna8Sm80Tiling, int]:
+def plan(
+    m: int, n: int, k: int, form: KernelForm, multiprocessors: int, shared_memory: int
+) -> tuple[Wna8Sm80Tiling, int]:
     """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.choose`.
 
     Args:

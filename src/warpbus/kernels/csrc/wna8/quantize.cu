@@ -56,12 +56,12 @@ __device__ __forceinline__ void write(const Unit& unit, int index, int units, fl
                                   round_four(unit.low.z, unit.high.z, inverse, sum),
                                   round_four(unit.low.w, unit.high.w, inverse, sum));
     }
-    if constexpr (COLUMNS > 0) {
-        constexpr int kLanes = COLUMNS / 16;  // of a sum
+#if COLUMNS > 0
+    constexpr int kLanes = COLUMNS / 16;  // of a sum
 #pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-        if (index < units && index % kLanes == 0) sums[index / kLanes] = ptx::round_tf32(factor * sum);
-    }
+    for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    if (index < units && index % kLanes == 0) sums[index / kLanes] = ptx::round_tf32(factor * sum);
+#endif
 }
 
 // The previous kernel may write x: no __restrict__ (see ptx::griddepcontrol_wait).
