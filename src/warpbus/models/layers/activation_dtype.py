@@ -1,6 +1,5 @@
 """The option `activation_dtype`: whether products of many tokens on a GPU round the tokens to 8 bits."""
 
-import torch
 from torch import nn
 
 from warpbus.cuda.dtype_names import rounds_activations
@@ -33,10 +32,9 @@ def round_activations(model: nn.Module, activation_dtype: str) -> None:
     supported = [form for form in packed if wna8.supports(form.scheme, codes)]
     if not supported:
         schemes = ", ".join(sorted({str(linear.scheme) for linear in linears})) or "not quantized"
-        wide = ", or w8a16 without zero points," if codes == torch.int8 else ""
         raise UsageError(
-            f"activation_dtype {activation_dtype} needs matrices of up to 4 bits{wide} in groups of 64 or 128 on a "
-            f"GPU; the model is {schemes}: leave it out"
+            f"activation_dtype {activation_dtype} needs matrices of up to 4 bits (with int8 also w8a16) in groups of "
+            f"64 or 128 on a GPU; the model is {schemes}: leave it out"
         )
     device = supported[0].device
     if not wna8.runs_on(architecture(device), codes):
