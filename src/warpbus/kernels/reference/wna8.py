@@ -19,13 +19,13 @@ def wna8_linear(x: Tensor, weight: QTensor, bias: Tensor | None, codes: torch.dt
     """
     rounded, scales = quantize(x, codes)
     by_sums = codes == torch.int8
-    product = _by_sums(rounded, weight) if by_sums else rounded.float() @ weight.dequantize(torch.float32).T
+    product = integer_product(rounded, weight) if by_sums else rounded.float() @ weight.dequantize(torch.float32).T
     product = product * scales[:, None]
     return converted(product if bias is None else product + bias.float(), x.dtype)
 
 
-def _by_sums(x: Tensor, weight: QTensor) -> Tensor:
-    """`x @ weight.T` in float32 for int8 x."""
+def integer_product(x: Tensor, weight: QTensor) -> Tensor:
+    """`x @ weight.T` in float32 for int8 x `[m, k]`; see `wna8_linear`."""
     (n, k), size = weight.shape, weight.scheme.group_size
     total = torch.zeros(len(x), n, device=x.device)
     integers = weight.codes().float()

@@ -12,8 +12,7 @@
 // A block sums k_per_split of k (a multiple of TILE_K). Where that is less than k, gridDim.y blocks share a tile and
 // write scaled float32 sums into partial [gridDim.y, m, n rounded up to 8] for gemm/split_k_reduce.cu.
 //
-// To shared memory and ldmatrix, two codes are one element of 16 bits: m16n8k32 wants its registers filled as m16n8k16
-// does, with twice as many elements in each. Sums of e4m3 are carried over to float32 registers after each stage, since
+// Sums of e4m3 are carried over to float32 registers after each stage, since
 // the tensor cores add them up with fewer bits.
 //
 // Launch: grid (tiles, splits), 2 * TILE_N threads, STAGES * (TILE_M + TILE_N) * TILE_K bytes of dynamic shared memory.
