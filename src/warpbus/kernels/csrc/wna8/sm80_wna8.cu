@@ -25,7 +25,7 @@
 //   about 14 bits, and here only those of COLUMNS columns.
 //
 // A warp multiplies 16 rows of the weight at a time with all its rows of x, and applies their scales, one fma per result, while
-// the next 16 rows are multiplied.
+// the next 16 rows are multiplied; those of the last 16 rows in the next stage.
 //
 // A block sums k_per_split of k, a multiple of TILE_K. If that is less than k, gridDim.y blocks share a tile, and each stores
 // float32 sums into partial [gridDim.y, m, n rounded up to 8] for gemm/split_k_reduce.cu.
@@ -67,6 +67,7 @@ constexpr SUM kStart = kInteger ? 0x4b400000 : 0;
 
 static_assert(TILE_K % COLUMNS == 0 && COLUMNS % 64 == 0, "a stage has whole sums of whole packed tiles");
 static_assert(WARP_M % 16 == 0, "ldmatrix reads 16 rows of x");
+static_assert(kBlocksN % 2 == 0, "two sets of sums take turns");
 static_assert(BITS <= 4 || (kInteger && SYMMETRIC), "wider codes minus zero points do not fit into a byte");
 static_assert(2 * kScaleChunks <= kThreads, "a thread copies one chunk of scales or of zero points");
 static_assert(STAGES * kStageBytes == SHARED_BYTES, "the host asks for other shared memory");
@@ -180,8 +181,16 @@ __device__ __forceinline__ void add(float (&totals)[kBlocksM][4], const SUM (&su
     }
 }
 
-// Adds the products of sum number `unit` of a stage to a warp's part of the tile.
-__device__ __forceinline__ void multiply_unit(Totals& totals, const unsigned char* stage, int warp_row, int warp_tile, int unit) {
+// Sums of 16 rows of the weight that have no scale yet: two sets take turns.
+struct Unscaled {
+    SUM sums[2][kBlocksM][4];
+    ptx::uint32 scales[2];
+};
+
+// Multiplies sum number `unit` of a stage for a warp's part of the tile, and adds all but the last rows' sums, which stay in
+// the second set of `unscaled`; those that were there are added first.
+__device__ __forceinline__ void multiply_unit(Totals& totals, Unscaled& unscaled, const unsigned char* stage, int warp_row,
+                                              int warp_tile, int unit) {
     ptx::uint32 x[kSteps][kBlocksM / 2][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -191,8 +200,7 @@ __device__ __forceinline__ void multiply_unit(Totals& totals, const unsigned cha
                                                      unit * (COLUMNS / 2) + step * 16);
         }
     }
-    SUM sums[2][kBlocksM][4];
-    ptx::uint32 scales[2];
+    auto& [sums, scales] = unscaled;
 #pragma unroll
     for (int i = 0; i < kBlocksN; ++i) {
         const int tile = warp_tile + i;
@@ -212,9 +220,8 @@ __device__ __forceinline__ void multiply_unit(Totals& totals, const unsigned cha
                 ptx::mma_m16n8k32(sums[i % 2][j], a[step], b[j % 2 * 2], b[j % 2 * 2 + 1]);
             }
         }
-        if (i > 0) add(totals[i - 1], sums[(i - 1) % 2], scales[(i - 1) % 2]);
+        add(totals[(i + kBlocksN - 1) % kBlocksN], sums[(i + 1) % 2], scales[(i + 1) % 2]);
     }
-    add(totals[kBlocksN - 1], sums[(kBlocksN - 1) % 2], scales[(kBlocksN - 1) % 2]);
 }
 
 // What the zero points add, for the sums of x from `first` to `end`: scale * zero * sum. `sums` has the sign and, in a symmetric
@@ -304,10 +311,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
         add_zero_points(totals, weight, sums, sums_stride, m, row0 + warp_row, (column0 + warp_column) / 16, begin / COLUMNS,
                         (end + COLUMNS - 1) / COLUMNS);
     }
+    Unscaled unscaled = {};
+#pragma unroll
+    for (int i = 0; i < kBlocksM * 4; ++i) unscaled.sums[1][i / 4][i % 4] = kStart;
     int current = 0, to_fill = STAGES - 1;
-    for (int tile = 0; tile < tiles; ++tile) {
-        ptx::cp_async_wait<STAGES - 2>();
-        __syncthreads();  // this tile is complete, and the one before it has been read by all
+    const auto fill = [&](int tile) {
         if (tile + STAGES - 1 < tiles) {
             unsigned char* filled = shared + to_fill * kStageBytes;
             copy_weight(filled, weight, column0 / 16, begin + (tile + STAGES - 1) * TILE_K);
@@ -315,12 +323,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
             to_fill = to_fill + 1 == STAGES ? 0 : to_fill + 1;
         }
         ptx::cp_async_commit();
+    };
+    // Two warps share a scheduler, where a block has eight: while one issues copies, the other one multiplies.
+    const bool fills_first = warp / 4 % 2 == 0;
+    for (int tile = 0; tile < tiles; ++tile) {
+        ptx::cp_async_wait<STAGES - 2>();
+        __syncthreads();  // this tile is complete, and the one before it has been read by all
+        if (fills_first) fill(tile);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
-            multiply_unit(totals, shared + current * kStageBytes, warp_row, warp_column / 16, unit);
+            multiply_unit(totals, unscaled, shared + current * kStageBytes, warp_row, warp_column / 16, unit);
         }
+        if (!fills_first) fill(tile);
         current = current + 1 == STAGES ? 0 : current + 1;
     }
+    add(totals[kBlocksN - 1], unscaled.sums[1], unscaled.scales[1]);
     __syncthreads();  // all threads have read the stages; the epilogue reuses them
 
     float* patch = reinterpret_cast<float*>(shared) + warp * 8 * (WARP_N + 4);
