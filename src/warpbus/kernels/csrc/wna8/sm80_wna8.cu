@@ -226,8 +226,8 @@ __device__ __forceinline__ void multiply_unit(Totals& totals, Unscaled& unscaled
 
 // What the zero points add, for the sums of x from `first` to `end`: scale * zero * sum. `sums` has the sign and, in a symmetric
 // scheme, the zero point. `row` and `row_tile` are the warp's first row of x and first packed tile.
-__device__ __forceinline__ void add_zero_points(Totals& totals, const Weight& weight, const float* sums, int stride, int m, int row,
-                                                int row_tile, int first, int end) {
+__device__ __forceinline__ void add_zero_points(Totals& totals, const Weight& weight, const float* sums, int stride, int m,
+                                                int row, int row_tile, int first, int end) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (; first < end; first += 8) {
