@@ -81,31 +81,55 @@ struct Weight {
     int row_tiles, k_tiles, groups, group_shift;
 };
 
-// Starts copying the codes, scales and zero points of a block's rows and of a stage's columns from `column` on. Beyond the last
-// packed tile it copies the last one again: there x is zero, or results are not stored.
-__device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& weight, int row_tile0, int column) {
-    constexpr int kChunksOfRow = kColumnTiles * kChunksOfTile;
-    const int last = weight.row_tiles - 1;
+// A thread's share of copying the codes, scales and zero points of a block's rows, stage by stage. Beyond the last tile of
+// rows, it copies the last one again, whose results are not stored; beyond the last column codes are zeros, like x.
+class WeightCopy {
+    static constexpr int kChunksOfRow = kColumnTiles * kChunksOfTile;
+    static constexpr int kPasses = (kCodeChunks + kThreads - 1) / kThreads;
+
+public:
+    // The first stage begins with `column`, a multiple of TILE_K.
+    __device__ __forceinline__ WeightCopy(const Weight& weight, int row_tile0, int column) : weight_(weight), column_(column) {
+        const int last = weight.row_tiles - 1;
 #pragma unroll
-    for (int pass = 0; pass < (kCodeChunks + kThreads - 1) / kThreads; ++pass) {
-        const int chunk = threadIdx.x + pass * kThreads;
-        if (kCodeChunks % kThreads != 0 && chunk >= kCodeChunks) break;
-        const int tile = min(row_tile0 + chunk / kChunksOfRow, last);
-        const int k_tile = min(column / 64 + chunk % kChunksOfRow / kChunksOfTile, weight.k_tiles - 1);
-        const long long place = static_cast<long long>(tile) * weight.k_tiles + k_tile;
-        const uint4* source = weight.codes + place * kChunksOfTile + chunk % kChunksOfTile;
-        ptx::cp_async_16(ptx::shared_address(stage + kCodesAt + chunk * 16), source);
-    }
-    const int chunk = threadIdx.x;
-    if (chunk < (kZeros ? 2 : 1) * kScaleChunks) {
-        const ELEMENT* values = chunk < kScaleChunks ? weight.scales : weight.zeros;
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int chunk = threadIdx.x + pass * kThreads;
+            const int tile = min(row_tile0 + chunk / kChunksOfRow, last);
+            codes_[pass] = (tile * weight.k_tiles + column / 64) * kChunksOfTile + chunk % kChunksOfRow;
+        }
+        const int chunk = threadIdx.x;
         const int tile = min(row_tile0 + chunk % kScaleChunks / (2 * kUnits), last);
-        const int group = min((column + chunk / 2 % kUnits * COLUMNS) >> weight.group_shift, weight.groups - 1);
-        const long long place = static_cast<long long>(tile) * weight.groups + group;
-        const ELEMENT* source = values + place * 16 + chunk % 2 * kChunk;
-        ptx::cp_async_16(ptx::shared_address(stage + kScalesAt + chunk * 16), source);
+        scales_ = (chunk < kScaleChunks ? weight.scales : weight.zeros) + static_cast<long long>(tile) * weight.groups * 16 +
+                  chunk % 2 * kChunk;
     }
-}
+
+    // Starts copying into a stage, and advances to the next columns.
+    __device__ __forceinline__ void next(unsigned char* stage) {
+        const int tiles_left = weight_.k_tiles - column_ / 64;
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int chunk = threadIdx.x + pass * kThreads;
+            if (kCodeChunks % kThreads != 0 && chunk >= kCodeChunks) break;
+            // cp.async needs a valid address even if it reads nothing.
+            const bool inside = chunk % kChunksOfRow / kChunksOfTile < tiles_left;
+            const uint4* source = weight_.codes + static_cast<unsigned>(inside ? codes_[pass] : 0);
+            ptx::cp_async_16(ptx::shared_address(stage + kCodesAt + chunk * 16), source, inside ? 16 : 0);
+            codes_[pass] += kChunksOfRow;
+        }
+        const int chunk = threadIdx.x;
+        if (chunk < (kZeros ? 2 : 1) * kScaleChunks) {
+            const int group = min((column_ + chunk / 2 % kUnits * COLUMNS) >> weight_.group_shift, weight_.groups - 1);
+            ptx::cp_async_16(ptx::shared_address(stage + kScalesAt + chunk * 16), scales_ + group * 16);
+        }
+        column_ += TILE_K;
+    }
+
+private:
+    const Weight& weight_;
+    const ELEMENT* scales_;
+    int codes_[kPasses];  // chunks from the beginning: a matrix has less than 32 GB of codes
+    int column_;
+};
 
 // bits & mask ^ flipped in one instruction; see join_bits.
 __device__ __forceinline__ ptx::uint32 flip_bits(ptx::uint32 bits, ptx::uint32 mask, ptx::uint32 flipped) {
@@ -287,13 +311,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     const int end = min(k - begin, k_per_split) + begin;
     const int tiles = (end - begin + TILE_K - 1) / TILE_K;
     TileCopy<TILE_M, TILE_K, kThreads> copy_x(x, k, m, row0, begin, end);
+    WeightCopy copy_weight(weight, column0 / 16, begin);
 
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
 #endif
 #pragma unroll
     for (int tile = 0; tile < STAGES - 1; ++tile) {
-        if (tile < tiles) copy_weight(shared + tile * kStageBytes, weight, column0 / 16, begin + tile * TILE_K);
+        if (tile < tiles) copy_weight.next(shared + tile * kStageBytes);
     }
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_wait();
@@ -318,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     const auto fill = [&](int tile) {
         if (tile + STAGES - 1 < tiles) {
             unsigned char* filled = shared + to_fill * kStageBytes;
-            copy_weight(filled, weight, column0 / 16, begin + (tile + STAGES - 1) * TILE_K);
+            copy_weight.next(filled);
             copy_x.next(reinterpret_cast<Pair*>(filled));
             to_fill = to_fill + 1 == STAGES ? 0 : to_fill + 1;
         }
