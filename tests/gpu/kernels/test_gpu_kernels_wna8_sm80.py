@@ -9,7 +9,7 @@ from warpbus.kernels.ops import wna8, wna8_sm80
 from warpbus.kernels.ops.packed import pack, unpack
 from warpbus.kernels.ops.wna8_quantize import round_e4m3, round_int8
 from warpbus.kernels.ops.wna16 import wna16_linear
-from warpbus.kernels.reference.wna8 import integer_product
+from warpbus.kernels.reference.wna8 import integer_product, scaled
 from warpbus.qtensor import Scheme
 
 available = torch.cuda.is_available()
@@ -61,8 +61,7 @@ def multiply(x, packed, bias, codes):
 def in_integers(x, packed, bias):
     """The bits that int8 has to give, where k is not split."""
     values, scales = rounded(x, torch.int8)
-    total = integer_product(values, unpack(packed)) * scales[:, None]
-    return (total if bias is None else total + bias.float()).to(x.dtype)
+    return scaled(integer_product(values, unpack(packed)), scales, bias).to(x.dtype)
 
 
 def in_order(codes):

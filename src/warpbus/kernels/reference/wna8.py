@@ -15,13 +15,18 @@ def wna8_linear(x: Tensor, weight: QTensor, bias: Tensor | None, codes: torch.dt
 
     With float8_e4m3fn, products are summed in float32. With int8 they are summed exactly, as integers, over 128 columns
     or a group, if it is smaller; these sums times the scales of the group are added in the order of the columns, each
-    rounded once to float32.
+    rounded once to float32. So is the last step, the scale of the row and the bias.
     """
     rounded, scales = quantize(x, codes)
     by_sums = codes == torch.int8
     product = integer_product(rounded, weight) if by_sums else rounded.float() @ weight.dequantize(torch.float32).T
-    product = product * scales[:, None]
-    return converted(product if bias is None else product + bias.float(), x.dtype)
+    return converted(scaled(product, scales, bias), x.dtype)
+
+
+def scaled(product: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """`product * scales[:, None] + bias` in float32, rounded once, as by `fma`."""
+    exact = product.double() * scales.double()[:, None]
+    return (exact if bias is None else exact + bias.double()).float()
 
 
 def integer_product(x: Tensor, weight: QTensor) -> Tensor:
