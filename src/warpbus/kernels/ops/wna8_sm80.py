@@ -90,8 +90,9 @@ class Wna8Sm80Tiling(Sm80Tiling):
         ).kernel("sm80_wna8", _PARAMETERS)
 
 
-LARGE = Wna8Sm80Tiling(128, 128, 128, 32, 64, 3, efficiency=0.7, resident=1)
-MEDIUM = Wna8Sm80Tiling(64, 128, 128, 32, 64, 3, efficiency=0.65, resident=2)
+# Efficiencies are ranked as an H200 does, where the smaller one is 6 % faster with 4,096 tokens.
+LARGE = Wna8Sm80Tiling(128, 128, 128, 32, 64, 3, efficiency=0.65, resident=1)
+MEDIUM = Wna8Sm80Tiling(64, 128, 128, 32, 64, 3, efficiency=0.7, resident=2)
 TILINGS = (LARGE, MEDIUM)
 
 _FORMS = [
