@@ -183,7 +183,7 @@ def _prompt_variant(name: str) -> tuple[Scheme, str]:
 
 def _prompt_layer(run: Run, variant: tuple[Scheme, str], name: str, m: int, shelf: Shelf) -> Case:
     scheme, word = variant
-    if not wna8.runs_on(arch := architecture(run.device), _8_BIT[word]):
+    if run.on_gpu and not wna8.runs_on(arch := architecture(run.device), _8_BIT[word]):
         raise UsageError(f"wna8 in {word} needs an Ada, Hopper or later GPU, this one is {arch}: give {scheme}+int8")
     dtype = run.dtype or torch.bfloat16
     n, k, _ = LAYERS[name]
