@@ -221,7 +221,7 @@ def test_prompts_with_activations_in_8_bits_beside_16_bits(small, variant, least
 def test_what_wna8_cannot_be_asked_for():
     with pytest.raises(UsageError, match="wna8 has no kernel for w8a16 and fp8: give up to 4 bits"):
         WNA8.cases(settings(variants=("w8a16",)))
-    with pytest.raises(UsageError, match="activations are fp8 or int8: give w4a16[+]int8"):
+    with pytest.raises(UsageError, match=r"activations are fp8 or int8: give w4a16[+]int8"):
         WNA8.cases(settings(variants=("w4a16+int4",)))
     with pytest.raises(UsageError, match="wna8 multiplies 512 rows and more, not 16"):
         WNA8.cases(settings(sizes=(16, 512)))

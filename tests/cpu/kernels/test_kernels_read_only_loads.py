@@ -19,6 +19,8 @@ WEIGHTS = {
     "hgemv": {"weight"},
     "mla_queries": {"norm"},
     "mla_rope_and_cache": {"norm"},
+    "moe_gemv_gated": {"weight"},
+    "moe_gemv_summed": {"weight"},
     "moe_route": {"weight"},
     "sm80_wna8": {"scales", "zeros"},
 }
