@@ -196,9 +196,10 @@ for _name, _help in {
     Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens. humming is
     measured if the package humming-kernels is installed.
     """,
-    "wna8": """Layers with weights of few bits and activations in FP8, compared with cuBLAS and wna16. Needs Hopper.
+    "wna8": """Layers with weights of few bits, activations in FP8 or INT8, compared with cuBLAS and wna16. Needs a GPU.
 
-    Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens, 512 or more.
+    Variants are quantization schemes, w4a16-g128 by default: in FP8 (from Ada on), or in INT8 (from Ampere on) as
+    w4a16-g128+int8. With --size, only these numbers of tokens, 512 or more.
     """,
     "w8a8": """8-bit weights and activations, compared with cuBLAS in 16 bits and torch in 8 bits. Needs a GPU.
 
@@ -268,7 +269,7 @@ MODEL_BENCHMARKS = {
             tokens="tokens per answer",
             url="measure the server at this URL",
             serve="serve this model directory, or demo, and measure that server",
-            fp8_activations="Hopper GPUs: round activations of prompts to FP8",
+            activation_dtype="activations of prompts: auto (16 bits), fp8 (from Ada on) or int8 (Ampere)",
             peer="also measure transformers, which takes a minute",
             quick=_QUICK,
         ),

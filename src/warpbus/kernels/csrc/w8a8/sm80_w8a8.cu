@@ -15,15 +15,11 @@
 // EXPERTS=1: the products of a mixture of experts, as in gemm/sm80_hgemm.cu. b and b_scale hold the weights and scales of all
 // experts, [experts, n, k] and [experts, n], and `list` says which rows of a and out a row of tiles has.
 //
-// To shared memory and ldmatrix, two codes are one element of 16 bits: m16n8k32 wants its registers filled as m16n8k16
-// does, with twice as many elements in each. Sums of e4m3 are carried over to float32 registers after each stage, since
-// the tensor cores add them up with fewer bits.
+// Sums of e4m3 are carried over to float32 registers after each stage, since the tensor cores add them up with fewer bits.
 //
 // Launch: grid (tiles, splits), 2 * TILE_N threads, STAGES * (TILE_M + TILE_N) * TILE_K bytes of dynamic shared memory.
+#include "common/byte_tiles.cuh"
 #include "common/schedule.cuh"
-#include "common/tile.cuh"
-
-using Pair = unsigned short;  // two codes
 
 constexpr int kWarpM = TILE_M / 2, kWarpN = 32;  // what a warp computes
 constexpr int kWarpsN = TILE_N / kWarpN;
@@ -39,48 +35,6 @@ static_assert(STAGES * (kSizeA + kSizeB) * sizeof(Pair) == SHARED_BYTES, "the ho
 static_assert(kWarpM % 16 == 0 && TILE_N % kWarpN == 0, "a warp has fragments of 16 rows, and 32 columns");
 
 using Sums = SUM[kBlocksM][kBlocksN][4];
-
-// A thread's share in copying the tiles of an operand: one 16-byte chunk of every kRowStep-th row.
-template <int Rows>
-class TileCopy {
-    static constexpr int kChunks = TILE_K / 16;
-    static constexpr int kRowStep = kThreads / kChunks;
-    static constexpr int kPasses = Rows / kRowStep;
-    static_assert(kPasses * kRowStep == Rows && kRowStep % 8 == 0, "a thread has one chunk_key");
-
-public:
-    // The tiles begin at (row0, depth) of a matrix with `rows` rows, `stride` bytes apart; they end before `depth_end`.
-    __device__ TileCopy(const unsigned char* matrix, long long stride, int rows, int row0, int depth, int depth_end)
-        : matrix_(matrix), stride_(stride) {
-        const int row = threadIdx.x / kChunks;
-        const int chunk = threadIdx.x % kChunks;
-        source_ = matrix + (row0 + row) * stride + depth + chunk * 16;
-        rows_left_ = rows - row0 - row;
-        bytes_left_ = depth_end - depth - chunk * 16;
-        target_ = chunk_offset<kPairs>(row, chunk);
-    }
-
-    // Starts copying the tile into a stage, zeros where the matrix ends, and goes on to the tile after it along k.
-    __device__ __forceinline__ void next(Pair* stage) {
-        const int inside = max(0, min(bytes_left_, 16));
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const int valid = pass * kRowStep < rows_left_ ? inside : 0;
-            // cp.async needs a valid address even if it reads nothing.
-            const unsigned char* source = valid > 0 ? source_ + pass * kRowStep * stride_ : matrix_;
-            ptx::cp_async_16(ptx::shared_address(stage + target_ + pass * kRowStep * kPairs), source, valid);
-        }
-        source_ += TILE_K;
-        bytes_left_ -= TILE_K;
-    }
-
-private:
-    const unsigned char* matrix_;
-    const unsigned char* source_;
-    long long stride_;
-    int rows_left_, bytes_left_;
-    int target_;
-};
 
 // The products of one step of 32 along k, for a warp.
 __device__ __forceinline__ void multiply_step(Sums& sums, const Pair* stage, int warp_row, int warp_column, int step) {
@@ -157,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     const int begin = blockIdx.y * k_per_split;
     const int end = min(k - begin, k_per_split) + begin;
     const int tiles = (end - begin + TILE_K - 1) / TILE_K;
-    TileCopy<TILE_M> copy_a(a, a_stride, m, row0, begin, end);
-    TileCopy<TILE_N> copy_b(b, b_stride, n, column0, begin, end);
+    TileCopy<TILE_M, TILE_K, kThreads> copy_a(a, a_stride, m, row0, begin, end);
+    TileCopy<TILE_N, TILE_K, kThreads> copy_b(b, b_stride, n, column0, begin, end);
 
     // Each iteration commits one group of copies, an empty one at the end, so that "all but the last STAGES - 2 groups"
     // always means "the next tile has arrived".
