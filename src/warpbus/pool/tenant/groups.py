@@ -3,8 +3,10 @@
 Processes of a group have a connection for each pair of them, a `Channel`, which the daemons have opened. Bytes between
 two ranks go in messages of DATA frames, each with the number of the message between the two, what the program called
 and the size of the message, so that ranks that do not do the same get an error and not each other's bytes. On one
-machine the bytes lie in memory that both processes share (`LinkMemory`), and a frame says how many came. A rank that is
-gone, or fails, ends the group for all: each tells the others why, and every later step fails with this reason.
+machine the bytes lie in memory that both processes share (`LinkMemory`), and a frame says how many came. Between two
+GPUs of one machine a frame announces the message, and the GPUs do the rest in streams of their own (`DeviceLink`): no
+process waits for its GPU, and operators that do not use the step's storages go on. A rank that is gone, or fails, ends
+the group for all: each tells the others why, and every later step fails with this reason.
 """
 
 import struct
@@ -15,11 +17,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
+from warpbus.cuda.lanes import Lane
 from warpbus.errors import ConnectionLostError, DeviceError, PeerTimeoutError, PoolError, ProtocolError, StateError
 from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.channel import Channel
@@ -28,17 +31,22 @@ from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.group_steps import MAX_GROUPS, Combination, ExchangeStep, GroupPlace, ReduceStep, Region
 from warpbus.pool.protocol.link_memory import SLOT, LinkMemory
 from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.protocol.sockets import hung_up
+from warpbus.pool.tenant.device_link import DeviceLink, GpuSlots
+from warpbus.pool.tenant.flights import Flight, FlightWatch, StepLane
 from warpbus.pool.tenant.slot_copies import SlotCopies
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import Storages
 
 _HEAD = struct.Struct("<IQ")  # a hash of the label, the bytes of the message
 _IN_SLOT = struct.Struct("<I")  # bytes of the message in a slot of shared memory
+_DIRECTLY = b"d"  # in place of bytes: they come from the other GPU
 _MOST = _HEAD.size + CHUNK
 _PIECE = 16 << 20
 """Bytes of a share that are combined at once: what a rank holds of each other rank's."""
 _LOOKED_EVERY = 0.1
 _MAX_REASON = 1000
+_SECONDS_TO_LAND = 10.0
 _MOST_MEMORIES = 16
 """Other leases with which a lease shares memory, 32 MiB each; with more it exchanges bytes over sockets."""
 
@@ -73,6 +81,10 @@ class LeaseGroup:
         self._attend = attend
         self._channels: dict[int, Channel] = {}
         self._memories: dict[int, LinkMemory] = {}
+        self._direct: dict[int, DeviceLink] = {}
+        self._lanes: tuple[StepLane, StepLane] | None = None  # outgoing and incoming, if a link is direct
+        self._kept: list[Tensor] = []  # the tensors of a step with lanes
+        self.watch = FlightWatch(self._release, self._gone, self._cannot_complete)
         self._lock = threading.Lock()
         self._sent: Counter[int] = Counter()  # messages to each rank
         self._taken: Counter[int] = Counter()  # from each rank
@@ -88,11 +100,20 @@ class LeaseGroup:
         """The ranks that there is a connection to."""
         return sorted(self._channels)
 
-    def link(self, rank: int, channel: Channel, memory: LinkMemory | None) -> None:
+    def link(
+        self,
+        rank: int,
+        channel: Channel,
+        memory: LinkMemory | None,
+        direct: DeviceLink | None = None,
+        lanes: Callable[[], tuple[StepLane, StepLane]] | None = None,
+    ) -> None:
         """Take over a connection to another rank, from any thread. Raises StateError if there is one or cannot be.
 
         Args:
             memory: shared with that rank's process, which uses it too; None if there is none.
+            direct: slots on the GPUs of both, which are open; None if there are none.
+            lanes: makes the two lanes in which steps go from GPU to GPU.
         """
         with self._lock:
             if self._broken is not None or rank in self._channels or not 0 <= rank < self.membership.size:
@@ -101,6 +122,9 @@ class LeaseGroup:
             self._channels[rank] = channel
             if memory is not None:
                 self._memories[rank] = memory
+            if direct is not None and lanes is not None:
+                self._direct[rank] = direct
+                self._lanes = self._lanes or lanes()
 
     def close(self, why: str) -> None:
         """End the group: say why to the other ranks that can hear it now, and close the connections."""
@@ -114,6 +138,18 @@ class LeaseGroup:
                 channel.offer(Kind.ERROR, 0, why[:_MAX_REASON].encode())
             channel.close()
         self._sender.shutdown(wait=False)
+        self.watch.end()
+
+    def unlink(self) -> list[DeviceLink]:
+        """After `close`: the links of GPUs, of which nothing is in use any more, or none while that is not known."""
+        with suppress(PoolError):
+            self.watch.landed(self._attend, 0, _SECONDS_TO_LAND)
+        return [] if self.watch.flying else list(self._direct.values())
+
+    def land(self) -> None:
+        """Wait until nothing is under way: the others may need what this rank sends."""
+        with suppress(PoolError):
+            self.watch.landed(self._attend, 0, _SECONDS_TO_LAND)
 
     def run(self, step: ExchangeStep | ReduceStep) -> None:
         """Do a step.
@@ -128,10 +164,10 @@ class LeaseGroup:
         if self._broken is not None:
             raise StateError(f"{step.label}: the group has ended: {self._broken}")
         try:
-            if isinstance(step, ExchangeStep):
-                self._exchange(step)
+            if self._lanes is None:
+                self._do(step)
             else:
-                self._reduce(step)
+                self._launch(step, self._lanes)
         except _NeverComputedError:
             raise  # the other rank knows
         except Exception as error:
@@ -142,6 +178,33 @@ class LeaseGroup:
             if isinstance(error, ConnectionLostError):  # to the client this would mean its own connection
                 raise StateError(reason) from None
             raise
+
+    def _do(self, step: ExchangeStep | ReduceStep) -> None:
+        if isinstance(step, ExchangeStep):
+            self._exchange(step)
+        else:
+            self._reduce(step)
+
+    def _launch(self, step: ExchangeStep | ReduceStep, lanes: tuple[StepLane, StepLane]) -> None:
+        """Do a step in lanes. All that goes from GPU to GPU is only launched."""
+        self.watch.landed(self._attend)
+        storages, clock = self._storages, self._storages.clock
+        outgoing, incoming = lanes
+        handles = {region.handle for region in step.regions if region.nbytes}
+        for lane in lanes:
+            lane.follow()
+            for flight in storages.flights(handle for handle in handles if handle in storages.live):
+                lane.after(flight.mark)
+        self._kept = []
+        try:
+            with incoming.current():
+                self._do(step)
+        finally:
+            incoming.after(outgoing.mark())
+            until = time.monotonic() + self.membership.seconds
+            flight = Flight(step.label, incoming, incoming.mark(), clock, until, self._kept)
+            self.watch.add(flight)
+            storages.depart((handle for handle in handles if handle in storages.live), flight)
 
     def _exchange(self, step: ExchangeStep) -> None:
         head = zlib.crc32(step.label.encode())
@@ -178,6 +241,8 @@ class LeaseGroup:
                     shares[rank] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._storages.device)
                     self._receive(head, step.label, rank, shares[rank])
             self._finish(sending)
+            if self._lanes is not None:  # the result may lie in what is sent
+                self._lanes[1].after(self._lanes[0].mark())
             if pieces[me].nbytes:
                 _combine(step, self._bytes(_piece(step.result, start)), shares)
 
@@ -187,11 +252,18 @@ class LeaseGroup:
         me, size = self.membership.rank, self.membership.size
         return sorted(transfers, key=lambda transfer: direction * (transfer[0] - me) % size)
 
-    def _send(self, head: int, messages: list[tuple[int, Tensor]]) -> "Future[None]":
-        numbered = []
+    def _send(self, head: int, messages: list[tuple[int, Tensor]]) -> "Future[None] | None":
+        numbered, direct = [], {rank: link for rank, link in self._direct.items() if link.sends}
         for rank, source in messages:
             self._sent[rank] += 1
-            numbered.append((rank, self._sent[rank], source))
+            if rank in direct:
+                begin = _HEAD.pack(head, len(source))
+                self._channels[rank].send(Kind.DATA, self._sent[rank], begin, _DIRECTLY if len(source) else b"")
+                direct[rank].send(self._lanes[0], source)
+            else:
+                numbered.append((rank, self._sent[rank], source))
+        if not numbered:
+            return None
         self._to_slots.follow()  # in this thread: the stream of what has computed the bytes is its own
         return self._sender.submit(self._send_all, head, numbered)
 
@@ -223,8 +295,10 @@ class LeaseGroup:
                 raise ConnectionLostError(self._broken)
         return slot
 
-    def _finish(self, sending: "Future[None]") -> None:
-        """Wait until everything is sent."""
+    def _finish(self, sending: "Future[None] | None") -> None:
+        """Wait until everything is sent that this process has to send."""
+        if sending is None:
+            return
         until = time.monotonic() + self.membership.seconds
         while not wait([sending], _LOOKED_EVERY).done:
             self._look(until, "another rank does not take in what is sent to it")
@@ -233,14 +307,16 @@ class LeaseGroup:
     def _receive(self, head: int, label: str, rank: int, target: Tensor) -> None:
         self._taken[rank] += 1
         expected = (self._taken[rank], head, len(target))
-        came, memory = 0, self._memories.get(rank)
-        self._from_slots.follow()
+        came, memory, direct = 0, self._memories.get(rank), self._direct.get(rank)
         while True:
             frame = self._next(rank, label)
             found, announced = _HEAD.unpack_from(frame.payload) if len(frame.payload) >= _HEAD.size else (0, 0)
             data = frame.payload[_HEAD.size :]
             nbytes = len(data)
-            if memory is not None and nbytes == _IN_SLOT.size:
+            whole = direct is not None and direct.receives and data == _DIRECTLY
+            if whole:
+                nbytes = announced
+            elif memory is not None and nbytes == _IN_SLOT.size:
                 (nbytes,) = _IN_SLOT.unpack(data)
                 nbytes = nbytes if nbytes <= SLOT else announced + 1
             if (frame.number, found, announced) != expected or came + nbytes > announced:
@@ -248,7 +324,11 @@ class LeaseGroup:
                     f"rank {rank} does something else, or with {announced} bytes where {len(target)} were expected: "
                     "all ranks have to call the same operations in the same order, with tensors of the same size"
                 )
-            if nbytes and memory is not None:
+            if whole and direct is not None and self._lanes is not None:
+                direct.receive(self._lanes[1], target)
+            elif nbytes and memory is not None:
+                if not came:
+                    self._from_slots.follow()
                 self._from_slots.take(target[came : came + nbytes], memory.filled(), memory.empty)
             elif nbytes:
                 self._incoming.write([(target[came : came + nbytes], data)])
@@ -284,7 +364,25 @@ class LeaseGroup:
         """The bytes of a region, uint8 [n]."""
         if not region.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self._storages.device)
-        return self._storages.slice(region.handle, region.offset, region.nbytes)
+        if self._lanes is None:
+            return self._storages.slice(region.handle, region.offset, region.nbytes)
+        found = self._storages.slice(region.handle, region.offset, region.nbytes, join=False)
+        self._kept.append(found)
+        return found
+
+    def _release(self) -> None:
+        for link in list(self._direct.values()):
+            link.release()
+
+    def _gone(self) -> str | None:
+        """Why a rank will not do its part, or None."""
+        if self._broken is not None:
+            return self._broken
+        gone = [rank for rank in self._direct if hung_up(self._channels[rank])]
+        return f"rank {gone[0]} of the group has left it, or its process has ended" if gone else None
+
+    def _cannot_complete(self, why: str) -> None:
+        self.close(f"rank {self.membership.rank}: {why}")
 
 
 class LeaseGroups:
@@ -302,6 +400,7 @@ class LeaseGroups:
         self._storages = storages
         self._groups: dict[bytes, LeaseGroup] = {}
         self._memories: weakref.WeakSet[LinkMemory] = weakref.WeakSet()
+        self._ended: list[DeviceLink] = []  # whose slots the other process may still have open
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -328,6 +427,7 @@ class LeaseGroups:
         if len(descriptors) != link_memory.DESCRIPTORS:
             link_memory.close(descriptors)
             return None
+        self._free()
         if len(self._memories) >= _MOST_MEMORIES:
             link_memory.close(descriptors)
             raise DeviceError(f"the lease shares memory with {_MOST_MEMORIES} other leases, which is the limit")
@@ -335,16 +435,53 @@ class LeaseGroups:
         self._memories.add(memory)
         return memory
 
+    def direct(self, memory: LinkMemory | None) -> DeviceLink | None:
+        """Slots on the GPU for a connection that has memory; None on a CPU.
+
+        Raises:
+            DeviceError: the GPU cannot share memory; the connection's memory does without.
+        """
+        device = self._storages.device
+        return None if memory is None or device.type != "cuda" else DeviceLink(memory, GpuSlots(device))
+
+    def lanes(self) -> tuple[StepLane, StepLane]:
+        """Two streams of the GPU."""
+        return Lane(self._storages.device), Lane(self._storages.device)
+
+    def discard(self, direct: DeviceLink | None) -> None:
+        """Close the slots of a connection, and free them when the other process has closed them, too."""
+        if direct is not None:
+            with suppress(DeviceError):  # the GPU has failed
+                direct.close()
+            self._ended.append(direct)
+            self._free()
+
     def leave(self, group: bytes) -> None:
         """Leave a group. Nothing happens if the lease is not in it."""
-        found = self._groups.pop(group, None)
+        found = self._groups.get(group)
         if found is not None:
-            found.close(f"rank {found.membership.rank} has left it")
+            found.land()
+            self._close(found)
+            for direct in found.unlink():
+                self.discard(direct)
 
     def leave_all(self) -> None:
-        """Leave all groups."""
-        for group in list(self._groups):
-            self.leave(group)
+        """Leave all groups at once: the lease ends."""
+        for found in list(self._groups.values()):
+            self._close(found)
+
+    def failure(self) -> tuple[Flight, str] | None:
+        """A step that was launched and not completed, and why; each once."""
+        failed = [group for group in self._groups.values() if group.watch.failed]
+        return failed[0].watch.failure() if failed else None
+
+    def _close(self, found: LeaseGroup) -> None:
+        self._groups.pop(found.membership.group, None)
+        found.close(f"rank {found.membership.rank} has left it")
+
+    def _free(self) -> None:
+        with suppress(DeviceError):
+            self._ended = [each for each in self._ended if not each.free()]
 
     def get(self, group: bytes) -> LeaseGroup:
         """A group that the lease is in. Raises StateError if it is not."""
