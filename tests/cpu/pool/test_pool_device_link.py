@@ -182,7 +182,8 @@ def test_slots_are_freed_when_the_other_process_has_closed_them():
     executors[0].groups.leave(GROUP)
     assert not any(slots.freed for slots in made.values())
     executors[1].groups.leave(GROUP)
-    assert not one.opened and not other.opened
+    assert not one.opened
+    assert not other.opened
     assert any(slots.freed for slots in made.values())
     for executor in executors:
         executor.groups.discard(None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.ipc import HANDLE_BYTES, IpcMapping, IpcMemory
-from warpbus.cuda.lanes import Lane, address_of
+from warpbus.cuda.lanes import address_of
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.link_memory import SLOT, SLOTS, LinkMemory
 

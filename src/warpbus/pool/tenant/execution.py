@@ -9,6 +9,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ class Executor:
             "executed": self.executed,
             "calls": self.calls,
             **self._programs.usage(),
+            "groups": asdict(self.groups.times),
         }
 
     def state(self) -> dict[str, Value]:
