@@ -45,6 +45,11 @@ class Lane:
         """An event behind everything in this stream."""
         return self._stream.record_event()
 
+    def done(self, mark: torch.cuda.Event) -> bool:
+        """Whether everything before a mark is done. Another thread may be capturing a graph meanwhile."""
+        with driver.relaxed_capture():
+            return mark.query()
+
     def after(self, mark: torch.cuda.Event) -> None:
         """Go on only after a mark of another lane."""
         self._stream.wait_event(mark)
@@ -76,7 +81,11 @@ class Lane:
 
 
 def address_of(pinned: Tensor, device: torch.device) -> int:
-    """The address at which a GPU sees pinned memory of the host.
+    """The address at which a GPU sees a part of pinned memory of the host.
+
+    Args:
+        pinned: uint8; its storage begins where the memory that was pinned does.
+        device: a GPU with its index.
 
     Raises:
         DeviceError: it does not see it.
@@ -84,7 +93,7 @@ def address_of(pinned: Tensor, device: torch.device) -> int:
     found = ctypes.c_uint64()
     with torch.cuda.device(device):
         status = driver.library().cuMemHostGetDevicePointer_v2(
-            ctypes.byref(found), ctypes.c_void_p(pinned.data_ptr()), ctypes.c_uint(0)
+            ctypes.byref(found), ctypes.c_void_p(pinned.untyped_storage().data_ptr()), ctypes.c_uint(0)
         )
         driver.check(status, f"{device}: cuMemHostGetDevicePointer")
-    return found.value
+    return found.value + int(pinned.storage_offset())

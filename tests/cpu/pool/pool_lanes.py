@@ -49,6 +49,9 @@ class ThreadLane:
         self._tasks.put((mark.reach,))
         return mark
 
+    def done(self, mark):
+        return mark.query()
+
     def after(self, mark):
         self._tasks.put((mark.reached,))
 

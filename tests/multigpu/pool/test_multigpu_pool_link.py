@@ -100,7 +100,7 @@ def test_a_lost_lease_ends_a_step_that_gpus_wait_in(gpus):
         found[0].send([x[0]], 1).wait()  # fills the slots, which nobody reads
         pair[1].close()
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match="has left it|process has ended|the group has ended"):
+        with pytest.raises(RuntimeError, match=r"has left it|process has ended|the group has ended"):
             (x[0] + 1).sum().item()
         assert time.monotonic() - started < 20
         pair[0].close()

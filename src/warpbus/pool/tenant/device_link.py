@@ -14,6 +14,7 @@ What a process's page of `LinkMemory` has in it:
 
 import ctypes
 from typing import Protocol
+from uuid import UUID
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class GpuSlots:
         self._memory = IpcMemory(SLOTS * SLOT, device)
         self._mapping = IpcMapping(device)
         self.own, self.handle = self._memory.address, self._memory.handle
-        self.uuid = bytes(torch.cuda.get_device_properties(device).uuid.bytes)
+        self.uuid = UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
 
     def open(self, handle: bytes) -> int:
         torch.cuda.set_device(self._device)  # a thread that has not used CUDA yet has no current context
@@ -109,6 +110,7 @@ class DeviceLink:
         self._own = _numbers(memory.own_page)
         self._other = _numbers(memory.other_page)
         self._theirs: int | None = None
+        self._freed = False
         self._sent = self._received = 0
         self._words = {
             (own, at): slots.word(memory.own_page if own else memory.other_page, at)
@@ -179,9 +181,11 @@ class DeviceLink:
 
     def free(self) -> bool:
         """Free the own slots, if the other process has closed them. Returns whether they are free."""
-        if self.sends:
-            return False
-        self._slots.free()
+        if not self._freed:
+            if self.sends:
+                return False
+            self._slots.free()
+            self._freed = True
         return True
 
     def _uuid(self) -> bytes:

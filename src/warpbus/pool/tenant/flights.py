@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from warpbus.errors import WarpbusError
 
 _LOOKED_EVERY = 0.01
 _GRACE = 1.0
@@ -19,21 +21,15 @@ _MOST = 64
 """Steps under way. A process that only sends would be ahead of the others without end."""
 
 
-class Mark(Protocol):
-    """A point in a lane (`torch.cuda.Event`)."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-
-
 class StepLane(Protocol):
     """The interface of `warpbus.cuda.lanes.Lane` that steps use beside `device_link.SlotLane`."""
 
     def current(self) -> AbstractContextManager[object]: ...
     def follow(self) -> None: ...
-    def mark(self) -> Mark: ...
-    def after(self, mark: Mark) -> None: ...
-    def join(self, mark: Mark) -> None: ...
+    def mark(self) -> Any: ...
+    def done(self, mark: Any) -> bool: ...
+    def after(self, mark: Any) -> None: ...
+    def join(self, mark: Any) -> None: ...
     def copy(self, target: int, source: int, nbytes: int) -> None: ...
     def wait(self, word: int, value: int) -> None: ...
     def write(self, word: int, value: int) -> None: ...
@@ -54,10 +50,15 @@ class Flight:
 
     label: str
     lane: StepLane
-    mark: Mark
+    mark: Any
     clock: int
     until: float
     kept: Sequence[Tensor] = field(default=(), repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self.lane.done(self.mark)
 
     def join(self) -> None:
         """Let the current stream wait for it."""
@@ -132,8 +133,8 @@ class FlightWatch:
                     return
             flight, now = self._flights[0], time.monotonic()
             try:
-                done = flight.mark.query()
-            except RuntimeError as error:  # CUDA's: nothing on this GPU will be done any more
+                done = flight.done
+            except (RuntimeError, WarpbusError) as error:  # CUDA's: nothing on this GPU will be done any more
                 self._fail(flight, str(error).partition("\n")[0])
                 done = True
             if done:

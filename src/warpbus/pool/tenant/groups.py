@@ -89,7 +89,8 @@ class LeaseGroups:
         if direct is not None:
             with suppress(DeviceError):  # the GPU has failed
                 direct.close()
-            self._ended.append(direct)
+            if direct not in self._ended:
+                self._ended.append(direct)
             self._free()
 
     def leave(self, group: bytes) -> None:

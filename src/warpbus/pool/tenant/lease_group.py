@@ -217,7 +217,7 @@ class LeaseGroup:
         handles = {region.handle for region in step.regions if region.nbytes}
         for lane in lanes:
             lane.follow()
-            for flight in storages.flights(handle for handle in handles if handle in storages.live):
+            for flight in storages.flights(handles):
                 lane.after(flight.mark)
         self._kept = []
         try:
@@ -228,7 +228,7 @@ class LeaseGroup:
             until = time.monotonic() + self.membership.seconds
             flight = Flight(step.label, incoming, incoming.mark(), clock, until, self._kept)
             self.watch.add(flight)
-            storages.depart((handle for handle in handles if handle in storages.live), flight)
+            storages.depart(handles, flight)
 
     def _exchange(self, step: ExchangeStep) -> None:
         head = zlib.crc32(step.label.encode())
@@ -277,14 +277,15 @@ class LeaseGroup:
         return sorted(transfers, key=lambda transfer: direction * (transfer[0] - me) % size)
 
     def _send(self, head: int, messages: list[tuple[int, Tensor]]) -> "Future[None] | None":
-        numbered, direct = [], {rank: link for rank, link in self._direct.items() if link.sends}
+        numbered, lanes = [], self._lanes
+        direct = {} if lanes is None else {rank: link for rank, link in self._direct.items() if link.sends}
         for rank, source in messages:
             self._sent[rank] += 1
             self._times.nbytes += len(source)
-            if rank in direct:
+            if lanes is not None and rank in direct:
                 begin = _HEAD.pack(head, len(source))
                 self._channels[rank].send(Kind.DATA, self._sent[rank], begin, _DIRECTLY if len(source) else b"")
-                direct[rank].send(self._lanes[0], source)
+                direct[rank].send(lanes[0], source)
             else:
                 numbered.append((rank, self._sent[rank], source))
         if not numbered:

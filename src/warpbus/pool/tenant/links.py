@@ -88,6 +88,7 @@ class LinkOpener:
                 done: tuple[str, dict[str, Value]] = ("linked", {})
             except WarpbusError as error:
                 sock.close()
+                self._groups.discard(direct)
                 done = ("failed", error_value(error))
             self._report(*done)
 
@@ -119,7 +120,6 @@ class LinkOpener:
             direct = None if memory is None else _opened(self._groups, direct, self._report)
             found.link(rank, channel, memory, direct, self._groups.lanes)
         except BaseException:
-            self._groups.discard(direct)
             channel.close()
             raise
 

@@ -373,15 +373,14 @@ class Storages:
 
     def depart(self, handles: Iterable[int], flight: Flight) -> None:
         """Copies were launched that use these storages, and only what uses them too waits for them."""
-        for handle in handles:
-            storage = self.memory_of(handle)
+        for storage in self._present(handles):
             storage.flight = flight
             storage.views.clear()
             self._flying.add(storage)
 
     def flights(self, handles: Iterable[int]) -> list[Flight]:
         """The copies that use storages, in which none, or the same, may stand several times."""
-        found = (self.memory_of(handle).flight for handle in handles)
+        found = [storage.flight for storage in self._present(handles)]
         return list({id(flight): flight for flight in found if flight is not None}.values())
 
     def join_all(self) -> None:
@@ -409,6 +408,11 @@ class Storages:
         assert storage.base is not None
         part = torch.empty(0, dtype=torch.uint8, device=self.device)
         return part.set_(storage.base.untyped_storage(), offset, (nbytes,), (1,))
+
+    def _present(self, handles: Iterable[int]) -> list[Storage]:
+        """The storages that have memory."""
+        found = [self.live.get(handle) for handle in handles]
+        return [storage for storage in found if storage is not None and storage.base is not None]
 
     def _join(self, storage: Storage) -> None:
         if storage.flight is not None:
