@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from pool_lanes import HostSlots, ThreadLane, ThreadMark, WaitedLane
+from pool_streams import HostSlots, ThreadMark, ThreadStream, WaitedStream
 
 from warpbus.errors import DeviceError, StateError
 from warpbus.pool.protocol import link_memory
@@ -52,9 +52,9 @@ def _connect(executors, low, high, made, *, direct):
     ends = socket.socketpair()
     for link, memory, end, rank, other in zip(links, memories, ends, (high, low), (low, high), strict=True):
         if direct:
-            assert link.open(ThreadLane())
+            assert link.open(ThreadStream())
         group = executors[rank].groups.get(GROUP)
-        group.link(other, Channel(end), memory, link if direct else None, lambda: (ThreadLane(), WaitedLane()))
+        group.link(other, Channel(end), memory, link if direct else None, lambda: (ThreadStream(), WaitedStream()))
 
 
 @pytest.fixture(params=[2, 3])
@@ -142,7 +142,7 @@ def test_only_what_uses_the_storages_waits():
     executors, _ = linked(2)
     storages = executors[0].storages
     mark = ThreadMark()
-    flight = flights.Flight("send", ThreadLane(), mark, storages.clock, time.monotonic() + 60)
+    flight = flights.Flight("send", ThreadStream(), mark, storages.clock, time.monotonic() + 60)
     view = storages.raw(2)
     storages.depart([2], flight)
     storages.raw(1)
@@ -199,8 +199,8 @@ def test_slots_of_one_gpu_are_not_opened():
     made = {}
     link = DeviceLink(memories[0], HostSlots(made, 7))
     with pytest.raises(DeviceError, match="has no memory to share"):
-        link.open(ThreadLane())
+        link.open(ThreadStream())
     other = DeviceLink(memories[1], HostSlots(made, 7))
-    assert not link.open(ThreadLane())
+    assert not link.open(ThreadStream())
     assert not other.sends
     assert SLOT * SLOTS < NBYTES

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.ipc import HANDLE_BYTES, IpcMapping, IpcMemory
-from warpbus.cuda.lanes import address_of
+from warpbus.cuda.signal_stream import address_of
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.link_memory import SLOT, SLOTS, LinkMemory
 
@@ -30,8 +30,8 @@ _FAR = 1 << 30
 _WORD = 1 << 32
 
 
-class SlotLane(Protocol):
-    """The interface of `warpbus.cuda.lanes.Lane` that is used here."""
+class SlotStream(Protocol):
+    """The interface of `warpbus.cuda.signal_stream.SignalStream` that is used here."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None: ...
     def wait(self, word: int, value: int) -> None: ...
@@ -120,19 +120,19 @@ class DeviceLink:
         _put(memory.own_page, _HANDLE, slots.handle)
         _put(memory.own_page, _UUID, slots.uuid)
 
-    def open(self, lane: SlotLane) -> bool:
+    def open(self, stream: SlotStream) -> bool:
         """Open the other process's slots, once it has made its link. Returns False if they are on the same GPU.
 
         Raises:
-            DeviceError: the other process has none, the driver cannot map them, or no lane can wait.
+            DeviceError: the other process has none, the driver cannot map them, or no stream can wait.
         """
         handle, uuid = _get(self._memory.other_page, _HANDLE, HANDLE_BYTES), self._uuid()
         if not any(handle):
             raise DeviceError("the other lease's process has no memory to share on its GPU")
         if uuid == self._slots.uuid:
             return False
-        lane.write(self._words[True, _FILLED], 0)
-        lane.wait(self._words[True, _FILLED], 0)
+        stream.write(self._words[True, _FILLED], 0)
+        stream.wait(self._words[True, _FILLED], 0)
         self._theirs = self._slots.open(handle)
         self._own[_OPENED // 4] = 1
         return True
@@ -147,25 +147,25 @@ class DeviceLink:
         """Whether the other process's slots are open."""
         return self._theirs is not None
 
-    def send(self, lane: SlotLane, source: Tensor) -> None:
+    def send(self, stream: SlotStream, source: Tensor) -> None:
         """Send contiguous bytes, uint8 `[n]`, as slots get empty. Everything is launched, and nothing waited for."""
         for piece in source.split(SLOT):
             if self._sent >= SLOTS:
-                lane.wait(self._words[False, _READ], (self._sent - SLOTS + 1) % _WORD)
-            lane.copy(self._slots.own + self._sent % SLOTS * SLOT, piece.data_ptr(), len(piece))
+                stream.wait(self._words[False, _READ], (self._sent - SLOTS + 1) % _WORD)
+            stream.copy(self._slots.own + self._sent % SLOTS * SLOT, piece.data_ptr(), len(piece))
             self._sent += 1
-            lane.write(self._words[True, _FILLED], self._sent % _WORD)
+            stream.write(self._words[True, _FILLED], self._sent % _WORD)
 
-    def receive(self, lane: SlotLane, target: Tensor) -> None:
+    def receive(self, stream: SlotStream, target: Tensor) -> None:
         """Receive as many bytes as a uint8 tensor has, once they are there. Everything is launched, and nothing waited
         for. The slots must be open."""
         assert self._theirs is not None
         for piece in target.split(SLOT):
             slot = self._theirs + self._received % SLOTS * SLOT
             self._received += 1
-            lane.wait(self._words[False, _FILLED], self._received % _WORD)
-            lane.copy(piece.data_ptr(), slot, len(piece))
-            lane.write(self._words[True, _READ], self._received % _WORD)
+            stream.wait(self._words[False, _FILLED], self._received % _WORD)
+            stream.copy(piece.data_ptr(), slot, len(piece))
+            stream.write(self._words[True, _READ], self._received % _WORD)
 
     def release(self) -> None:
         """Let the GPU go on that waits for the other one: it copies whatever is in the slots. To be called again while

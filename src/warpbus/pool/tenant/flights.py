@@ -21,8 +21,8 @@ _MOST = 64
 """Steps under way. A process that only sends would be ahead of the others without end."""
 
 
-class StepLane(Protocol):
-    """The interface of `warpbus.cuda.lanes.Lane` that steps use beside `device_link.SlotLane`."""
+class StepStream(Protocol):
+    """The interface of `warpbus.cuda.signal_stream.SignalStream` that steps use beside `device_link.SlotStream`."""
 
     def current(self) -> AbstractContextManager[object]: ...
     def follow(self) -> None: ...
@@ -41,7 +41,7 @@ class Flight:
 
     Attributes:
         label: what the program called.
-        lane: the one of its last part.
+        stream: the one of its last part.
         mark: the end of it there.
         clock: `Storages.clock` when it began.
         until: when it must be done, in seconds of `time.monotonic`.
@@ -49,7 +49,7 @@ class Flight:
     """
 
     label: str
-    lane: StepLane
+    stream: StepStream
     mark: Any
     clock: int
     until: float
@@ -58,11 +58,11 @@ class Flight:
     @property
     def done(self) -> bool:
         """Whether it is complete."""
-        return self.lane.done(self.mark)
+        return self.stream.done(self.mark)
 
     def join(self) -> None:
         """Let the current stream wait for it."""
-        self.lane.join(self.mark)
+        self.stream.join(self.mark)
 
 
 class FlightWatch:

@@ -4,13 +4,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from warpbus.cuda.lanes import Lane
+from warpbus.cuda.signal_stream import SignalStream
 from warpbus.errors import DeviceError, StateError
 from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.group_steps import MAX_GROUPS, GroupPlace
 from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.tenant.device_link import DeviceLink, GpuSlots
-from warpbus.pool.tenant.flights import Flight, StepLane
+from warpbus.pool.tenant.flights import Flight, StepStream
 from warpbus.pool.tenant.lease_group import LeaseGroup, StepTimes
 from warpbus.pool.tenant.storages import Storages
 
@@ -80,9 +80,9 @@ class LeaseGroups:
         device = self._storages.device
         return None if memory is None or device.type != "cuda" else DeviceLink(memory, GpuSlots(device))
 
-    def lanes(self) -> tuple[StepLane, StepLane]:
+    def streams(self) -> tuple[StepStream, StepStream]:
         """Two streams of the GPU."""
-        return Lane(self._storages.device), Lane(self._storages.device)
+        return SignalStream(self._storages.device), SignalStream(self._storages.device)
 
     def discard(self, direct: DeviceLink | None) -> None:
         """Close the slots of a connection, and free them when the other process has closed them, too."""

@@ -31,7 +31,7 @@ from warpbus.pool.protocol.link_memory import SLOT, LinkMemory
 from warpbus.pool.protocol.sockets import hung_up
 from warpbus.pool.protocol.wire import decode, encode
 from warpbus.pool.tenant.device_link import DeviceLink
-from warpbus.pool.tenant.flights import Flight, FlightWatch, StepLane
+from warpbus.pool.tenant.flights import Flight, FlightWatch, StepStream
 from warpbus.pool.tenant.slot_copies import SlotCopies
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import Storages
@@ -101,8 +101,8 @@ class LeaseGroup:
         self._channels: dict[int, Channel] = {}
         self._memories: dict[int, LinkMemory] = {}
         self._direct: dict[int, DeviceLink] = {}
-        self._lanes: tuple[StepLane, StepLane] | None = None  # outgoing and incoming, if a link is direct
-        self._kept: list[Tensor] = []  # the tensors of a step with lanes
+        self._streams: tuple[StepStream, StepStream] | None = None  # outgoing and incoming, if a link is direct
+        self._kept: list[Tensor] = []  # the tensors of a step with streams
         self.watch = FlightWatch(self._release, self._gone, self._cannot_complete)
         self._lock = threading.Lock()
         self._sent: Counter[int] = Counter()  # messages to each rank
@@ -125,14 +125,14 @@ class LeaseGroup:
         channel: Channel,
         memory: LinkMemory | None,
         direct: DeviceLink | None = None,
-        lanes: Callable[[], tuple[StepLane, StepLane]] | None = None,
+        streams: Callable[[], tuple[StepStream, StepStream]] | None = None,
     ) -> None:
         """Take over a connection to another rank, from any thread. Raises StateError if there is one or cannot be.
 
         Args:
             memory: shared with that rank's process, which uses it too; None if there is none.
             direct: slots on the GPUs of both, which are open; None if there are none.
-            lanes: makes the two lanes in which steps go from GPU to GPU.
+            streams: makes the two streams in which steps go from GPU to GPU.
         """
         with self._lock:
             if self._broken is not None or rank in self._channels or not 0 <= rank < self.membership.size:
@@ -141,9 +141,9 @@ class LeaseGroup:
             self._channels[rank] = channel
             if memory is not None:
                 self._memories[rank] = memory
-            if direct is not None and lanes is not None:
+            if direct is not None and streams is not None:
                 self._direct[rank] = direct
-                self._lanes = self._lanes or lanes()
+                self._streams = self._streams or streams()
 
     def close(self, why: str) -> None:
         """End the group: say why to the other ranks that can hear it now, and close the connections."""
@@ -184,10 +184,10 @@ class LeaseGroup:
             raise StateError(f"{step.label}: the group has ended: {self._broken}")
         began = time.perf_counter()
         try:
-            if self._lanes is None:
+            if self._streams is None:
                 self._do(step)
             else:
-                self._launch(step, self._lanes)
+                self._launch(step, self._streams)
         except _NeverComputedError:
             raise  # the other rank knows
         except Exception as error:
@@ -200,7 +200,7 @@ class LeaseGroup:
             raise
         finally:
             self._times.steps += 1
-            self._times.launched += self._lanes is not None
+            self._times.launched += self._streams is not None
             self._times.seconds += time.perf_counter() - began
 
     def _do(self, step: ExchangeStep | ReduceStep) -> None:
@@ -209,16 +209,16 @@ class LeaseGroup:
         else:
             self._reduce(step)
 
-    def _launch(self, step: ExchangeStep | ReduceStep, lanes: tuple[StepLane, StepLane]) -> None:
-        """Do a step in lanes. All that goes from GPU to GPU is only launched."""
+    def _launch(self, step: ExchangeStep | ReduceStep, streams: tuple[StepStream, StepStream]) -> None:
+        """Do a step in streams. All that goes from GPU to GPU is only launched."""
         self.watch.landed(self._attend)
         storages, clock = self._storages, self._storages.clock
-        outgoing, incoming = lanes
+        outgoing, incoming = streams
         handles = {region.handle for region in step.regions if region.nbytes}
-        for lane in lanes:
-            lane.follow()
+        for stream in streams:
+            stream.follow()
             for flight in storages.flights(handles):
-                lane.after(flight.mark)
+                stream.after(flight.mark)
         self._kept = []
         try:
             with incoming.current():
@@ -265,8 +265,8 @@ class LeaseGroup:
                     shares[rank] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._storages.device)
                     self._receive(head, step.label, rank, shares[rank])
             self._finish(sending)
-            if self._lanes is not None:  # the result may lie in what is sent
-                self._lanes[1].after(self._lanes[0].mark())
+            if self._streams is not None:  # the result may lie in what is sent
+                self._streams[1].after(self._streams[0].mark())
             if pieces[me].nbytes:
                 _combine(step, self._bytes(_piece(step.result, start)), shares)
 
@@ -277,15 +277,15 @@ class LeaseGroup:
         return sorted(transfers, key=lambda transfer: direction * (transfer[0] - me) % size)
 
     def _send(self, head: int, messages: list[tuple[int, Tensor]]) -> "Future[None] | None":
-        numbered, lanes = [], self._lanes
-        direct = {} if lanes is None else {rank: link for rank, link in self._direct.items() if link.sends}
+        numbered, streams = [], self._streams
+        direct = {} if streams is None else {rank: link for rank, link in self._direct.items() if link.sends}
         for rank, source in messages:
             self._sent[rank] += 1
             self._times.nbytes += len(source)
-            if lanes is not None and rank in direct:
+            if streams is not None and rank in direct:
                 begin = _HEAD.pack(head, len(source))
                 self._channels[rank].send(Kind.DATA, self._sent[rank], begin, _DIRECTLY if len(source) else b"")
-                direct[rank].send(lanes[0], source)
+                direct[rank].send(streams[0], source)
             else:
                 numbered.append((rank, self._sent[rank], source))
         if not numbered:
@@ -350,8 +350,8 @@ class LeaseGroup:
                     f"rank {rank} does something else, or with {announced} bytes where {len(target)} were expected: "
                     "all ranks have to call the same operations in the same order, with tensors of the same size"
                 )
-            if whole and direct is not None and self._lanes is not None:
-                direct.receive(self._lanes[1], target)
+            if whole and direct is not None and self._streams is not None:
+                direct.receive(self._streams[1], target)
             elif nbytes and memory is not None:
                 if not came:
                     self._from_slots.follow()
@@ -391,7 +391,7 @@ class LeaseGroup:
         """The bytes of a region, uint8 [n]."""
         if not region.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self._storages.device)
-        if self._lanes is None:
+        if self._streams is None:
             return self._storages.slice(region.handle, region.offset, region.nbytes)
         found = self._storages.slice(region.handle, region.offset, region.nbytes, join=False)
         self._kept.append(found)

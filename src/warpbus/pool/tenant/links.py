@@ -118,7 +118,7 @@ class LinkOpener:
                 raise ProtocolError(f"the process of rank {rank} greets with a {frame.kind.name} frame")
             memory = memory if decode_dict(frame.payload).get("memory") is True else None
             direct = None if memory is None else _opened(self._groups, direct, self._report)
-            found.link(rank, channel, memory, direct, self._groups.lanes)
+            found.link(rank, channel, memory, direct, self._groups.streams)
         except BaseException:
             channel.close()
             raise
@@ -165,7 +165,7 @@ def _direct(groups: LeaseGroups, memory: LinkMemory | None, report: Report) -> D
 def _opened(groups: LeaseGroups, direct: DeviceLink | None, report: Report) -> DeviceLink | None:
     """The link of two GPUs once the other process's slots are open here; else None, which is reported."""
     try:
-        if direct is not None and direct.open(groups.lanes()[0]):
+        if direct is not None and direct.open(groups.streams()[0]):
             return direct
     except DeviceError as error:
         report("indirect", {"why": str(error)})
@@ -199,7 +199,7 @@ def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: 
         own = found.membership
         if (hello.get("to"), size) != (own.rank, own.size) or not own.rank < rank < own.size:
             raise StateError(f"rank {own.rank} of {own.size} is not what rank {rank} of {size} wants to connect to")
-        found.link(rank, channel, memory, direct, groups.lanes)
+        found.link(rank, channel, memory, direct, groups.streams)
         channel.send(Kind.WELCOME, 0, encode({"protocol": PROTOCOL, "memory": memory is not None}))
     except WarpbusError as error:
         groups.discard(direct)

@@ -1,4 +1,4 @@
-"""Lanes and slots without a GPU: a lane is a thread, and slots are memory of this process."""
+"""Streams and slots without a GPU: a stream is a thread, and slots are memory of this process."""
 
 import ctypes
 import queue
@@ -25,8 +25,8 @@ class ThreadMark:
         return self._reached.wait(seconds)
 
 
-class ThreadLane:
-    """Does in a thread what is launched, in order. Operators of torch run in the caller's thread: an incoming lane is
+class ThreadStream:
+    """Does in a thread what is launched, in order. Operators of torch run in the caller's thread: an incoming stream is
     waited for before they do."""
 
     def __init__(self):
@@ -68,8 +68,8 @@ class ThreadLane:
         self._tasks.put((_write, word, value))
 
 
-class WaitedLane(ThreadLane):
-    """Is empty when a call returns, as an incoming lane has to be, unless what it waits for does not come."""
+class WaitedStream(ThreadStream):
+    """Is empty when a call returns, as an incoming stream has to be, unless what it waits for does not come."""
 
     def copy(self, target, source, nbytes):
         super().copy(target, source, nbytes)

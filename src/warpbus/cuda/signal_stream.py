@@ -16,7 +16,7 @@ _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _AFTER_ALL_BEFORE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT
 
 
-class Lane:
+class SignalStream:
     """A stream of its own.
 
     Args:
@@ -51,11 +51,11 @@ class Lane:
             return mark.query()
 
     def after(self, mark: torch.cuda.Event) -> None:
-        """Go on only after a mark of another lane."""
+        """Go on only after a mark of another stream."""
         self._stream.wait_event(mark)
 
     def join(self, mark: torch.cuda.Event) -> None:
-        """Let the current stream go on only after a mark of this lane."""
+        """Let the current stream go on only after a mark of this stream."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
