@@ -35,6 +35,25 @@ class StepStream(Protocol):
     def write(self, word: int, value: int) -> None: ...
 
 
+@dataclass
+class StepTimes:
+    """What the steps of a lease's groups have taken in the process's thread.
+
+    Attributes:
+        steps: their number.
+        nbytes: bytes that were sent.
+        seconds: in all, in which the thread launched nothing else.
+        waited: of these, for other ranks to come to the step.
+        launched: steps that GPUs did by themselves.
+    """
+
+    steps: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    launched: int = 0
+
+
 @dataclass(eq=False)
 class Flight:
     """A step that is under way.

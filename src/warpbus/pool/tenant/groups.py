@@ -10,8 +10,8 @@ from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.group_steps import MAX_GROUPS, GroupPlace
 from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.tenant.device_link import DeviceLink, GpuSlots
-from warpbus.pool.tenant.flights import Flight, StepStream
-from warpbus.pool.tenant.lease_group import LeaseGroup, StepTimes
+from warpbus.pool.tenant.flights import Flight, StepStream, StepTimes
+from warpbus.pool.tenant.lease_group import LeaseGroup
 from warpbus.pool.tenant.storages import Storages
 
 _MOST_MEMORIES = 16

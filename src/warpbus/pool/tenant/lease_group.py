@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,12 +25,13 @@ from warpbus.errors import ConnectionLostError, PeerTimeoutError, PoolError, Pro
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import Frame, Kind
-from warpbus.pool.protocol.group_steps import Combination, ExchangeStep, GroupPlace, ReduceStep, Region
+from warpbus.pool.protocol.group_steps import ExchangeStep, GroupPlace, ReduceStep, Region
 from warpbus.pool.protocol.link_memory import SLOT, LinkMemory
 from warpbus.pool.protocol.sockets import hung_up
 from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.tenant.combine import combine
 from warpbus.pool.tenant.device_link import DeviceLink
-from warpbus.pool.tenant.flights import Flight, FlightWatch, StepStream
+from warpbus.pool.tenant.flights import Flight, FlightWatch, StepStream, StepTimes
 from warpbus.pool.tenant.slot_copies import SlotCopies
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import Storages
@@ -46,39 +46,9 @@ _LOOKED_EVERY = 0.1
 _MAX_REASON = 1000
 _SECONDS_TO_LAND = 10.0
 
-_COMBINE: dict[Combination, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": Tensor.add_,
-    "avg": Tensor.add_,
-    "product": Tensor.mul_,
-    "min": lambda total, share: torch.minimum(total, share, out=total),
-    "max": lambda total, share: torch.maximum(total, share, out=total),
-    "band": Tensor.bitwise_and_,
-    "bor": Tensor.bitwise_or_,
-    "bxor": Tensor.bitwise_xor_,
-}
-
 
 class _NeverComputedError(PoisonedError):
     """One rank's data for another was never computed; both know why, and the group goes on."""
-
-
-@dataclass
-class StepTimes:
-    """What the steps of a lease's groups have taken in the process's thread.
-
-    Attributes:
-        steps: their number.
-        nbytes: bytes that were sent.
-        seconds: in all, in which the thread launched nothing else.
-        waited: of these, for other ranks to come to the step.
-        launched: steps that GPUs did by themselves.
-    """
-
-    steps: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    launched: int = 0
 
 
 class LeaseGroup:
@@ -268,7 +238,7 @@ class LeaseGroup:
             if self._streams is not None:  # the result may lie in what is sent
                 self._streams[1].after(self._streams[0].mark())
             if pieces[me].nbytes:
-                _combine(step, self._bytes(_piece(step.result, start)), shares)
+                combine(step, self._bytes(_piece(step.result, start)), shares)
 
     def _in_turn(self, transfers: Sequence[tuple[int, Region]], direction: int) -> list[tuple[int, Region]]:
         """Transfers in an order in which no rank waits for one that waits for it: each rank sends to the next one
@@ -414,13 +384,3 @@ class LeaseGroup:
 
 def _piece(region: Region, start: int) -> Region:
     return Region(region.handle, region.offset + start, max(0, min(_PIECE, region.nbytes - start)))
-
-
-def _combine(step: ReduceStep, result: Tensor, shares: Sequence[Tensor]) -> None:
-    """Combine shares in the order of their ranks, so that all ranks compute the same bits."""
-    total = shares[0].view(step.dtype).clone()
-    for share in shares[1:]:
-        _COMBINE[step.combination](total, share.view(step.dtype))
-    if step.combination == "avg":
-        total.div_(len(shares))
-    result.view(step.dtype).copy_(total)
