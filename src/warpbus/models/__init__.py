@@ -6,6 +6,7 @@ from warpbus.models.families import Family, TensorMap
 from warpbus.models.latent_spec import IndexerSpec, LatentAttentionSpec
 from warpbus.models.layer_spec import AttentionSpec, Axis, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
 from warpbus.models.loading import (
+    LayerLoader,
     Progress,
     check_loadable,
     load_layer,
@@ -26,6 +27,7 @@ __all__ = [
     "Family",
     "IndexerSpec",
     "LatentAttentionSpec",
+    "LayerLoader",
     "LayerSpec",
     "MLPSpec",
     "MatrixSpec",

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -252,22 +253,44 @@ def load_layer(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> DecoderLayer:
-    """Load a single layer; arguments, result and errors as `load_model`.
+    """Load a single layer; arguments, result and errors as `load_model`. For all layers, `LayerLoader` is faster.
 
     Raises:
         UsageError: there is no layer `index`.
     """
-    layers = config.all_layers
-    if not 0 <= index < len(layers):
-        raise UsageError(f"layer {index}: expected 0 to {len(layers) - 1}, the layers of {checkpoint.directory}")
-    with torch.device("meta"):
-        layer = make_layer(layers[index], config.rope)
-    source = _Source.open(checkpoint, config, device, dtype, trellises=keeps_trellises(device, dtype))
-    prefix = f"layers.{index}."
-    for parameter in source.tensors:
-        if parameter.startswith(prefix):
-            source.fill(layer, parameter, parameter.removeprefix(prefix))
-    return layer.eval()
+    return LayerLoader(checkpoint, config, device=device, dtype=dtype).load(index)
+
+
+class LayerLoader:
+    """Loads layers one at a time; what they need is looked up once, which takes long for thousands of experts.
+
+    On a GPU, copies are in the order of the stream that is current. For one thread at a time.
+
+    Args:
+        checkpoint, config, device, dtype: as of `load_model`, which also has the errors.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        self._source = _Source.open(checkpoint, config, device, dtype, trellises=keeps_trellises(device, dtype))
+        self._parameters: dict[int, list[str]] = {}
+        for parameter in self._source.tensors:
+            if parameter.startswith("layers."):
+                self._parameters.setdefault(int(parameter.split(".")[1]), []).append(parameter)
+
+    def load(self, index: int) -> DecoderLayer:
+        """A layer. Raises UsageError: there is no layer `index`."""
+        source, layers = self._source, self._source.config.all_layers
+        if not 0 <= index < len(layers):
+            raise UsageError(
+                f"layer {index}: expected 0 to {len(layers) - 1}, the layers of {source.checkpoint.directory}"
+            )
+        with torch.device("meta"):
+            layer = make_layer(layers[index], source.config.rope)
+        for parameter in self._parameters[index]:
+            source.fill(layer, parameter, parameter.removeprefix(f"layers.{index}."))
+        return layer.eval()
 
 
 @dataclass(frozen=True)
@@ -529,6 +552,11 @@ class _Source:
         quantized = QuantizedLinear(weight, bias, dtype=self.dtype, int8_activations=self.int8_activations)
         setattr(module.get_submodule(parent), name, quantized)
 
+    @cached_property
+    def own_part(self) -> Part:
+        """The part of the model to read. Made once: it looks at all matrices of the model."""
+        return self.part or Part(self.config, 0, 1)
+
     def spans(self, parameter: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, int, Spans]], int, Spans | None]:
         """The parts of the file's tensors to read for a parameter of this shape.
 
@@ -536,7 +564,7 @@ class _Source:
             for each tensor its name, its number of rows and the rows to read; then the number of columns and the
             columns to read (0 and None for a vector).
         """
-        part = self.part or Part(self.config, 0, 1)
+        part = self.own_part
         names = self.tensors[parameter]
         fused = part.rows(parameter, shape[0])
         if len(names) == 1:

@@ -243,7 +243,7 @@ def _working_memory(
     attended = config.attention.width
     inner = max(layer.mlp.inner for layer in layers)
     squares = len(needed & {MOMENTS, DRIFT})
-    gathering = max(4 * squares * (_SUMS + at_once[matrix] - 1) * matrix.columns**2 for matrix in matrices)
+    gathering = max(4 * squares * _SUMS * at_once[matrix] * matrix.columns**2 for matrix in matrices)
     solving = max(
         4
         * at_once[matrix]

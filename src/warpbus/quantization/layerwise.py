@@ -26,10 +26,11 @@ from warpbus.models.layers import CausalAttention, MoE
 from warpbus.qtensor import QTensor
 from warpbus.quantization.algorithms.factored import stacked
 from warpbus.quantization.algorithms.weights import relative
+from warpbus.quantization.expert_inputs import ExpertInputs
 from warpbus.quantization.folding import divide_preceding, fold_shared
 from warpbus.quantization.preflight import Matrix
-from warpbus.quantization.report import FALLBACK_TOKENS, LEAST_TOKENS, LayerResult
-from warpbus.quantization.states import ROUTED_TOKENS, RoutedTokens, States, routed
+from warpbus.quantization.report import LayerResult
+from warpbus.quantization.states import States
 from warpbus.quantization.statistics import DRIFT, Collector, KVRange, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -113,10 +114,7 @@ class LayerQuantization:
         self._watch_kv = watch_kv
         self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
-        self._routed: list[int] = []  # calibration tokens per expert
-        self._routed_tokens = 0  # all of them
-        self._tokens: list[RoutedTokens] = []  # of this process, while they are in a mixture of experts
-        self._counts: list[list[list[int]]] = []  # of each of them
+        self._experts: ExpertInputs | None = None  # while the tokens are in a mixture of experts
         self._visited: set[str] = set()  # norms that several parameters read
 
     def quantize(self, method: "Method") -> None:
@@ -222,16 +220,17 @@ class LayerQuantization:
         self.watch.lap("solve")
         lengths = [len(group.shares(rank)) for rank in range(group.world)]
         heights = [length * height for length in lengths]
+        gather = partial(_gathered, group, lengths=heights)
+        codes = gather([part.qweight for part, _ in quantized])
+        scales = gather([part.scales for part, _ in quantized])
+        there = [part.zeros for part, _ in quantized if part.zeros is not None]
+        zeros: Sequence[Tensor | None] = gather(there) if there else [None] * len(quantized)
+        losses = torch.stack(_gathered(group, [lost for _, lost in quantized], lengths=lengths)).sum(1).tolist()
         found = []
-        for weight, (part, losses) in zip(weights, quantized, strict=True):
-            whole = QTensor(
-                part.scheme,
-                group.gather(part.qweight, heights),
-                group.gather(part.scales, heights),
-                None if part.zeros is None else group.gather(part.zeros, heights),
-                (sum(heights), part.shape[1]),
-            )
-            lost, total = group.gather(losses, lengths).sum(0).tolist()
+        for index, (weight, (lost, total)) in enumerate(zip(weights, losses, strict=True)):
+            part, _ = quantized[index]
+            shape = (sum(heights), part.shape[1])
+            whole = QTensor(part.scheme, codes[index], scales[index], zeros[index], shape)
             found.append((whole.rows(0, len(weight)), relative(lost, total)))
         self.watch.lap("communication")
         return found
@@ -247,24 +246,37 @@ class LayerQuantization:
         Args:
             stage: of the layer.
             needed: which statistics.
-            every_token: use all tokens. Otherwise the statistics of an expert are those of the tokens that are routed
-                to it or, if these are fewer than `LEAST_TOKENS`, of `FALLBACK_TOKENS` of all tokens, each weighted by
-                the router's score.
+            every_token: use all tokens. Otherwise the statistics of an expert are those of the tokens that
+                `ExpertInputs.of` gives it.
         """
-        collector, expert = self._collector(stage, needed), self.layer.spec.reading(stage)[0].expert
-        inputs = self._every_token(stage, needed) if expert is None or every_token else self._of_expert(stage, needed)
-        for share, x, original in inputs:
+        if not every_token and self.layer.spec.reading(stage)[0].expert is not None:
+            return self.expert_inputs([stage], needed)[0]
+        collector = self._collector([stage], needed)
+        for share, x, original in self._every_token(stage, needed):
             self.watch.lap("forward")
             collector.add(x, original, share=share)
             self.watch.lap("statistics")
-        statistics = collector.total()
-        self.watch.lap("communication")
-        return statistics
+        return self._total(collector)[0]
+
+    def expert_inputs(self, stages: Sequence[str], needed: frozenset[str]) -> list[Statistics]:
+        """The statistics of the inputs of several experts: those of the tokens that `ExpertInputs.of` gives each.
+
+        Args:
+            stages: of the layer, all of one kind.
+            needed: which statistics.
+        """
+        assert self._experts is not None
+        collector = self._collector(stages, needed)
+        for found in self._experts.of(stages, drift=DRIFT in needed):
+            self.watch.lap("forward")
+            collector.add(found.x, found.original, share=found.share, layer=found.stage)
+            self.watch.lap("statistics")
+        return self._total(collector)
 
     def routed_tokens(self, linear: str) -> int | None:
         """The tokens that the router sends to a matrix' expert; None if it belongs to none."""
         expert = self.layer.spec.matrix(linear).expert
-        return None if expert is None else self._routed[expert]
+        return None if expert is None or self._experts is None else self._experts.routed[expert]
 
     def fold_norm(self, norm: str, scale: Tensor) -> None:
         """Fold powers of two `[features]` into a norm that several parameters read: see `folding.fold_shared`."""
@@ -315,28 +327,20 @@ class LayerQuantization:
     ) -> None:
         """Visit the matrices of a mixture of experts: those of the first stage of all experts, then of the second one.
 
-        The sublayer is then computed again to move the states. The tokens that the router sends to an expert in this
-        layer are also those of the expert in the unquantized one.
+        The sublayer is then computed again to move the states.
         """
-        assert isinstance(self.layer.mlp, MoE)
-        self._tokens = routed(self._states, self.layer.route, ROUTED_TOKENS[self.group.device.type])
-        # A process without tokens has counts of zero.
-        experts = self.layer.mlp.router.spec.experts
-        none = torch.zeros(2, experts, dtype=torch.int64, device=self.group.device)
-        counts = torch.stack([none, *(tokens.counts() for tokens in self._tokens)])
-        self._counts = counts[1:].tolist()
-        self._routed = self.group.sum(counts[:, 0].sum(0)).tolist()
-        self._routed_tokens = sum(self._routed) // self.layer.mlp.router.spec.top_k
+        self._experts = ExpertInputs.route(self.layer, self._unquantized, self._states, self.group)
         for stages in zip(*branches, strict=True):
             self._fold_before(stages[0], fold_norm)
             for chunk in self._chunks(stages, at_once):
-                solve(list(chunk), [self.inputs(stage, self._needed) for stage in chunk.values()])
-        tokens, self._tokens = self._tokens, []
-        for each in tokens:
-            original = each.original
-            if self._unquantized is not None and original is not None:
-                original = self._unquantized.feed_forward(original)
-            each.move(self.layer.feed_forward(each.x), original)
+                shared = self.layer.spec.matrix(next(iter(chunk))).expert is None
+                if shared:
+                    statistics = [self.inputs(stage, self._needed) for stage in chunk.values()]
+                else:
+                    statistics = self.expert_inputs(list(chunk.values()), self._needed)
+                solve(list(chunk), statistics)
+        self._experts.move()
+        self._experts = None
 
     def _finish(self, sublayer: str, stage: str, solve: Solve) -> None:
         """Visit the matrix of the last stage of a sublayer, then move the states past the sublayer."""
@@ -344,7 +348,7 @@ class LayerQuantization:
         # Attention takes longest to compute again, and its output is no larger than the states.
         keep = self._keep or sublayer == "attention"
         kept: list[Tensor | None] = []
-        collector = self._collector(stage, self._needed)
+        collector = self._collector([stage], self._needed)
         for state in self._states:
             inputs, original = self._entering(layer, stage, state.x, state), None
             if unquantized is not None and state.original is not None:
@@ -355,8 +359,7 @@ class LayerQuantization:
             collector.add(state.tokens(inputs), None if original is None else state.tokens(original), share=state.share)
             self.watch.lap("statistics")
             del inputs, original
-        statistics = collector.total()
-        self.watch.lap("communication")
+        (statistics,) = self._total(collector)
         changed = self._solve(stage, statistics, solve)
         if self._watch_kv and sublayer == "attention":
             # Of the layer as it is going to be: factors may have been folded into the values.
@@ -413,33 +416,15 @@ class LayerQuantization:
                 original = state.tokens(self._entering(self._unquantized, stage, state.original, state))
             yield state.share, state.tokens(self._entering(self.layer, stage, state.x, state)), original
 
-    def _of_expert(self, stage: str, needed: frozenset[str]) -> Iterator[_Inputs]:
-        """The inputs of the stage of an expert; see `inputs`."""
-        expert = self.layer.spec.reading(stage)[0].expert
-        assert expert is not None
-        sparse = self._routed[expert] < LEAST_TOKENS
-        every = -(-self._routed_tokens // FALLBACK_TOKENS)
-        for tokens, counts in zip(self._tokens, self._counts, strict=True):
-            weights = None
-            if sparse:
-                own, weights = tokens.weighted(expert, every)
-                compared = 0 if tokens.original is None else int((own < len(tokens.original)).sum())
-            else:
-                routed_here, seen = counts
-                begin = sum(routed_here[:expert])
-                own, compared = tokens.order[begin : begin + routed_here[expert]], seen[expert]
-            x, original = self.layer.enter_mlp(stage, tokens.x[own]), None
-            if DRIFT in needed and self._unquantized is not None and tokens.original is not None:
-                original = self._unquantized.enter_mlp(stage, tokens.original[own[:compared]])
-            if weights is not None:
-                root = weights.sqrt()  # of the weight of a product x x^T
-                x, original = x * root, None if original is None else original * root[:compared]
-            yield tokens.share, x, original
+    def _collector(self, stages: Sequence[str], needed: frozenset[str]) -> Collector:
+        readers = [self.layer.spec.reading(stage)[0] for stage in stages]
+        names = [f"layers.{self._index}.{reader.name}" for reader in readers]
+        return Collector(readers[0].columns.length, needed, group=self.group, names=names)
 
-    def _collector(self, stage: str, needed: frozenset[str]) -> Collector:
-        readers = self.layer.spec.reading(stage)
-        name = f"layers.{self._index}.{readers[0].name}"
-        return Collector(readers[0].columns.length, needed, group=self.group, name=name)
+    def _total(self, collector: Collector) -> list[Statistics]:
+        found = collector.total()
+        self.watch.lap("communication")
+        return found
 
     def _solve(self, stage: str, statistics: Statistics, solve: Solve) -> bool:
         """Have the matrices that read a stage quantized; gives whether their inputs are others now."""
@@ -454,3 +439,12 @@ class LayerQuantization:
 
     def _context(self, layer: DecoderLayer, state: States) -> CausalAttention:
         return state.original_context if layer is self._unquantized else state.context
+
+
+def _gathered(group: Group, tensors: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Tensor]:
+    """Concatenate each tensor `[n, ...]` of all processes along axis 0, all in one message; see `Group.gather`."""
+    if group.world == 1:
+        return list(tensors)
+    if len(tensors) == 1:
+        return [group.gather(tensors[0], lengths)]
+    return [each.contiguous() for each in group.gather(torch.stack(list(tensors), 1), lengths).unbind(1)]

@@ -14,10 +14,10 @@ from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.trellis import TILE
 from warpbus.quantization.algorithms import awq, linear_algebra, rtn, smoothing
-from warpbus.quantization.algorithms.factored import FactoredStack, corrected_target, factored, stacked
+from warpbus.quantization.algorithms.factored import corrected_target, factored, factored_stack, stacked
 from warpbus.quantization.algorithms.gptq import SPAN, call_for, gptq_matrices, gptq_rows
 from warpbus.quantization.algorithms.gptq_trellis import rotated_moments
-from warpbus.quantization.algorithms.weights import check_weight, squared_loss
+from warpbus.quantization.algorithms.weights import check_weight, check_weights, squared_loss
 from warpbus.quantization.folding import can_fold, fold, powers_of_two, rescaled, tie
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.preflight import Matrix
@@ -145,14 +145,17 @@ class Gptq(Method):
     def solve_alike(
         self, layer: LayerQuantization, matrices: Sequence[Matrix], statistics: Sequence[Statistics]
     ) -> list[Solved]:
-        hessians, trellis = FactoredStack(len(matrices)), matrices[0].scheme.is_trellis
-        for index, (matrix, found) in enumerate(zip(matrices, statistics, strict=True)):
-            check_weight(layer.weight(matrix), matrix.name)
-            moments = rotated_moments(_there(found.moments)) if trellis else _there(found.moments)
-            factor = factored(
-                moments, damping=layer.damping, activation_order=not trellis, run=self._run, name=matrix.name
-            )
-            hessians.put(index, factor)
+        names, trellis = [matrix.name for matrix in matrices], matrices[0].scheme.is_trellis
+        weights = [layer.weight(matrix) for matrix in matrices]
+        check_weights(weights, names)
+        moments = [_there(found.moments) for found in statistics]
+        hessians = factored_stack(
+            [rotated_moments(each) for each in moments] if trellis else moments,
+            damping=layer.damping,
+            activation_order=not trellis,
+            run=self._run,
+            names=names,
+        )
         layer.watch.lap("factorization")
         drift = None
         if statistics[0].drift is not None:
@@ -162,15 +165,14 @@ class Gptq(Method):
         def quantize(parts: Tensor) -> list[tuple[QTensor, Tensor]]:
             return gptq_matrices(
                 parts,
-                hessians.tensors,
+                hessians,
                 matrices[0].scheme,
                 scale_dtype=layer.scale_dtype,
                 drift=drift,
                 run=self._run,
-                names=[matrix.name for matrix in matrices],
+                names=names,
             )
 
-        weights = [layer.weight(matrix) for matrix in matrices]
         return [Solved(*each) for each in layer.by_rows(weights, quantize, multiple=TILE if trellis else 1)]
 
 

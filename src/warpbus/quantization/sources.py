@@ -20,7 +20,7 @@ from warpbus.cuda.devices import default_dtype
 from warpbus.cuda.staging import PinnedStaging
 from warpbus.errors import NumericError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
-from warpbus.models import DecoderLayer, load_layer
+from warpbus.models import DecoderLayer, LayerLoader
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.written import kept_end_parts, layer_part
 
@@ -44,6 +44,7 @@ class Reading:
         self._plan, self._device = plan, device
         self._dtype = dtype or default_dtype(device, plan.dtype)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._loader: LayerLoader | None = None
         self._pool = ThreadPoolExecutor(1, "reading")
         self._table: Future[Tensor] | None = self._pool.submit(self._read_table)
         self._layer: Future[DecoderLayer] | None = self._pool.submit(self._read_layer, 0)
@@ -81,7 +82,9 @@ class Reading:
     def _read_layer(self, index: int) -> DecoderLayer:
         plan = self._plan
         with torch.cuda.stream(self._stream):
-            layer = load_layer(plan.checkpoint, plan.config, index, device=self._device, dtype=self._dtype)
+            if self._loader is None:
+                self._loader = LayerLoader(plan.checkpoint, plan.config, device=self._device, dtype=self._dtype)
+            layer = self._loader.load(index)
         if self._stream is not None:
             self._stream.synchronize()
         return layer

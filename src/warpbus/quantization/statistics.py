@@ -1,7 +1,7 @@
 """Statistics over all calibration tokens of all processes: of the inputs of a linear layer, and of keys and values."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,7 @@ class Statistics:
 
 
 class Collector:
-    """Adds up the statistics of a layer's inputs.
+    """Adds up the statistics of the inputs of a layer, or of several layers with as many features, such as experts.
 
     Tokens belong to shares (see `dist.SHARES`). A process sums its own shares, and the shares are summed in a fixed
     order, so the result has the same bits for any number of processes.
@@ -52,24 +52,32 @@ class Collector:
         columns: features of the input.
         needed: which statistics, by the names of `Statistics`.
         group: the processes; each makes its own collector and calls `total`.
-        name: the layer, for messages.
+        names: the layers, for messages.
     """
 
-    def __init__(self, columns: int, needed: frozenset[str], *, group: Group = ALONE, name: str = "layer") -> None:
-        self._name = name
+    def __init__(
+        self,
+        columns: int,
+        needed: frozenset[str],
+        *,
+        group: Group = ALONE,
+        names: Sequence[str] = ("layer",),
+    ) -> None:
+        self._names = names
         self._group = group
         self._needed = needed
         self._share = -1
-        self._tokens = self._compared = 0
         self._columns = columns
+        count = len(names)
         packed = sum(map(math.prod, _panel_shapes(columns)))
-        shapes = {MOMENTS: (packed,), DRIFT: (columns, columns), MEAN_ABS: (columns,)}
-        self._shapes = {key: shape for key, shape in shapes.items() if key in needed}
+        shapes = {MOMENTS: (count, packed), DRIFT: (count, columns, columns), MEAN_ABS: (count, columns)}
+        self._shapes: dict[str, tuple[int, ...]] = {key: shape for key, shape in shapes.items() if key in needed}
         self._sums = {key: TreeSum(group, shape) for key, shape in self._shapes.items()}
         self._open: dict[str, Tensor] = {}
-        self._largest = torch.zeros(columns, device=group.device)
+        self._largest = torch.zeros(count, columns, device=group.device)
+        self._counts = [[0, 0] for _ in names]  # tokens, and those that are compared
 
-    def add(self, x: Tensor, original: Tensor | None = None, *, share: int = 0) -> None:
+    def add(self, x: Tensor, original: Tensor | None = None, *, share: int = 0, layer: int = 0) -> None:
         """Add tokens, without padding.
 
         On a GPU, 16-bit inputs are multiplied in 16 bits and summed in float32; everything else is computed in float32.
@@ -78,6 +86,7 @@ class Collector:
             x: floating `[tokens, columns]`, what enters the layer.
             original: the same in the unquantized model, of the first tokens. The drift is the mean over these.
             share: the share that the tokens belong to; shares come in rising order.
+            layer: which of the layers they enter.
         """
         if len(x) == 0:
             return
@@ -85,47 +94,54 @@ class Collector:
             self._close()
             self._share = share
             self._open = {key: torch.zeros(shape, device=x.device) for key, shape in self._shapes.items()}
-        self._tokens += len(x)
+        self._counts[layer][0] += len(x)
         if MOMENTS in self._open:
-            for start, panel in _panels(self._open[MOMENTS], self._columns):
+            for start, panel in _panels(self._open[MOMENTS][layer], self._columns):
                 _add_product(panel, x[:, start:], x[:, start : start + panel.shape[1]])
         if DRIFT in self._open and original is not None:
             own = x[: len(original)]
-            self._compared += len(own)
-            _add_product(self._open[DRIFT], original - own, own)
+            self._counts[layer][1] += len(own)
+            _add_product(self._open[DRIFT][layer], original - own, own)
         if MEAN_ABS in self._open:
-            self._open[MEAN_ABS] += x.abs().sum(0, dtype=torch.float32)
+            self._open[MEAN_ABS][layer] += x.abs().sum(0, dtype=torch.float32)
         if MAX_ABS in self._needed:
-            torch.maximum(self._largest, x.abs().amax(0).float(), out=self._largest)
+            largest = self._largest[layer]
+            torch.maximum(largest, x.abs().amax(0).float(), out=largest)
 
-    def total(self) -> Statistics:
-        """The statistics of all tokens of all processes.
+    def total(self) -> list[Statistics]:
+        """The statistics of all tokens of all processes, layer by layer.
 
         Raises:
             NumericError: if there was no token, or one had NaN or infinity; the message names the layer.
         """
         self._close()
-        counts = self._group.sum(torch.tensor([self._tokens, self._compared], device=self._group.device))
-        tokens, compared = counts.tolist()
-        if tokens == 0:
-            raise NumericError(f"{self._name}: no token entered it: give calibration data")
-        # An expert may be reached only by tokens that are not compared: nothing is known of its drift.
-        counted = {DRIFT: max(compared, 1)}
-        found = {key: total.total().div_(counted.get(key, tokens)) for key, total in self._sums.items()}
+        counts = self._group.sum(torch.tensor(self._counts, device=self._group.device))
+        found = {key: total.total() for key, total in self._sums.items()}
         if MAX_ABS in self._needed:
             found[MAX_ABS] = self._group.gather(self._largest[None]).amax(0)
-        sums = [value.sum() for value in found.values()]
-        if sums and not torch.stack(sums).isfinite().all():
-            remedy = "use an undamaged checkpoint"
-            if self._group.device.type != "cpu":
-                remedy = "try --device cpu, which computes in float32"
-            raise NumericError(
-                f"{self._name}: NaN or infinity entered it during calibration: the checkpoint overflows "
-                f"in this dtype or is damaged: {remedy}"
-            )
+        for key in self._sums:
+            # An expert may be reached only by tokens that are not compared: nothing is known of its drift.
+            tokens = counts[:, int(key == DRIFT)].clamp_min(1)
+            found[key] /= tokens.float().view(-1, *[1] * (found[key].ndim - 1))
+        finite = [value.flatten(1).sum(1).isfinite().long() for value in found.values()]
+        seen, *good = torch.stack([counts[:, 0], *finite]).tolist()
+        for index, name in enumerate(self._names):
+            if not seen[index]:
+                raise NumericError(f"{name}: no token entered it: give calibration data")
+            if not all(each[index] for each in good):
+                remedy = "use an undamaged checkpoint"
+                if self._group.device.type != "cpu":
+                    remedy = "try --device cpu, which computes in float32"
+                raise NumericError(
+                    f"{name}: NaN or infinity entered it during calibration: the checkpoint overflows "
+                    f"in this dtype or is damaged: {remedy}"
+                )
         if MOMENTS in found:
             found[MOMENTS] = _whole(found[MOMENTS], self._columns)
-        return Statistics(tokens, **found)
+        return [
+            Statistics(seen[index], **{key: value[index] for key, value in found.items()})
+            for index, _ in enumerate(self._names)
+        ]
 
     def _close(self) -> None:
         """Hand the share that is complete over."""
@@ -144,12 +160,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _whole(packed: Tensor, columns: int) -> Tensor:
-    """The symmetric matrix of which the panels hold what is on and below the diagonal."""
-    whole = packed.new_empty(columns, columns)
-    for start, panel in _panels(packed, columns):
-        stop = start + panel.shape[1]
-        whole[start:, start:stop] = panel
-        whole[start:stop, stop:] = panel[stop - start :].T
+    """The symmetric matrices `[n, columns, columns]` of which the panels `[n, ...]` hold what is on and below the
+    diagonal."""
+    whole = packed.new_empty(len(packed), columns, columns)
+    for own, panels in zip(whole, packed, strict=True):
+        for start, panel in _panels(panels, columns):
+            stop = start + panel.shape[1]
+            own[start:, start:stop] = panel
+            own[start:stop, stop:] = panel[stop - start :].T
     return whole
 
 

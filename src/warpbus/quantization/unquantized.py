@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.dist import Group
-from warpbus.models import DecoderLayer, load_layer
+from warpbus.models import DecoderLayer, LayerLoader
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.preflight import Plan
@@ -27,8 +27,9 @@ def layers(
     tokens = BATCH_TOKENS[device.type]
     states = [embed(each, tokens, table, plan.config, group, dtype, drift=False) for each in data]
     del table
+    loader = LayerLoader(plan.checkpoint, plan.config, device=device, dtype=dtype)
     for index in range(last + 1):
-        layer = load_layer(plan.checkpoint, plan.config, index, device=device, dtype=dtype)
+        layer = loader.load(index)
         if index == plan.config.num_layers:
             enter_mtp([*itertools.chain(*states)], layer, plan.checkpoint, plan.config)
         yield index, layer, states

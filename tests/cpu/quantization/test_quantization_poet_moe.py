@@ -15,7 +15,7 @@ from warpbus.models import load_model
 from warpbus.models.documents import read_documents
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
-from warpbus.quantization import Report, layerwise, quantize
+from warpbus.quantization import Report, expert_inputs, quantize
 from warpbus.quantization.report import LEAST_TOKENS
 
 PROMPT = [{"role": "user", "content": "写一首题为《春夜》的五言绝句。"}]
@@ -120,7 +120,7 @@ def test_all_tokens_calibrate_experts_as_well_as_few_of_their_own(
     """With one conversation every expert has too few tokens, and is calibrated on all of them, weighted."""
     report = run(poet_moe, tmp_path / "all", scheme="w2a16-g32", samples=1)
     assert all(max(counts) < LEAST_TOKENS for counts in report.expert_tokens.values())
-    monkeypatch.setattr(layerwise, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(expert_inputs, "LEAST_TOKENS", 1)
     run(poet_moe, tmp_path / "own", scheme="w2a16-g32", samples=1)
     found = scores(poet_moe, all=tmp_path / "all", own=tmp_path / "own")
     assert found["all"].divergence <= found["own"].divergence

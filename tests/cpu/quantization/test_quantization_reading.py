@@ -51,7 +51,7 @@ def test_what_cannot_be_read_is_reported_when_its_turn_comes(plan: Plan, monkeyp
     def broken(*arguments: object, **options: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("warpbus.quantization.sources.load_layer", broken)
+    monkeypatch.setattr("warpbus.quantization.sources.LayerLoader.load", broken)
     reading = Reading(plan, CPU)
     assert len(reading.table()) == plan.config.vocab_size
     with pytest.raises(OSError, match="the disk is gone"):

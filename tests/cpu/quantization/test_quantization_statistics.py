@@ -20,7 +20,7 @@ def test_means_and_maxima() -> None:
     collector = Collector(8, ALL)
     for part in torch.arange(100).split([1, 30, 0, 69]):
         collector.add(x[part], original[part])
-    found = collector.total()
+    (found,) = collector.total()
     wide = x.double()
     assert found.tokens == 100
     for statistic, expected in (
@@ -38,7 +38,7 @@ def test_only_what_is_asked_for() -> None:
     for name in (MOMENTS, MEAN_ABS, MAX_ABS):
         collector = Collector(4, frozenset({name}))
         collector.add(inputs(5, 4))
-        found = collector.total()
+        (found,) = collector.total()
         given = {key for key in ALL if getattr(found, key) is not None}
         assert given == {name}
 
@@ -47,14 +47,14 @@ def test_nothing_may_be_asked_for() -> None:
     """Rounding to nearest is tried so: only that tokens come is looked at."""
     collector = Collector(4, frozenset())
     collector.add(torch.ones(3, 4))
-    assert collector.total() == Statistics(3)
+    assert collector.total() == [Statistics(3)]
 
 
 def test_moments_of_more_columns_than_a_panel_are_symmetric() -> None:
     x = inputs(40, 1300)
     collector = Collector(1300, frozenset({MOMENTS}))
     collector.add(x)
-    moments = collector.total().moments
+    moments = collector.total()[0].moments
     assert moments is not None
     assert torch.allclose(moments, x.T @ x / 40, atol=1e-5)
     assert torch.equal(moments, moments.T)
@@ -66,7 +66,7 @@ def test_drift_is_the_mean_over_the_tokens_that_come_with_an_original() -> None:
     for share, rows in enumerate(torch.arange(90).split(30)):
         collector.add(x[rows[:20]], original[rows[:20]], share=share)
         collector.add(x[rows[20:]], share=share)
-    found = collector.total()
+    (found,) = collector.total()
     compared = torch.arange(90) % 30 < 20
     assert found.tokens == 90
     assert found.moments is not None
@@ -81,7 +81,7 @@ def test_many_large_16_bit_inputs_neither_overflow_nor_drift(dtype: torch.dtype)
     x = torch.full((1000, 4), 60000.0, dtype=dtype)
     for _ in range(100):
         collector.add(x)
-    found = collector.total()
+    (found,) = collector.total()
     value = float(x[0, 0])
     assert found.moments is not None
     assert found.mean_abs is not None
@@ -101,7 +101,7 @@ def test_shares_add_up_to_what_one_gives() -> None:
         collectors[1].add(x[rows], original[rows], share=part)
         collectors[2].add(x[rows][:3], original[rows][:3], share=part)
         collectors[2].add(x[rows][3:], original[rows][3:], share=part)
-    one, *others = [collector.total() for collector in collectors]
+    one, *others = [collector.total()[0] for collector in collectors]
     for other in others:
         assert other.tokens == one.tokens == 64
         for key in ALL:
@@ -117,7 +117,7 @@ def test_shares_without_tokens_leave_no_trace() -> None:
             if empty:
                 collector.add(x[:0], x[:0], share=share - 1)
             collector.add(x[rows], x[rows], share=share)
-        found.append(collector.total())
+        found += collector.total()
     for key in ALL:
         assert torch.equal(getattr(found[0], key), getattr(found[1], key))
 
@@ -131,7 +131,7 @@ def test_shares_come_in_rising_order() -> None:
 
 
 def test_no_token_is_refused() -> None:
-    collector = Collector(4, ALL, name="layers.0.mlp.down")
+    collector = Collector(4, ALL, names=["layers.0.mlp.down"])
     collector.add(inputs(0, 4), inputs(0, 4))
     with pytest.raises(NumericError, match=r"^layers\.0\.mlp\.down: no token entered it: give calibration data$"):
         collector.total()
@@ -140,7 +140,7 @@ def test_no_token_is_refused() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("needed", [{MOMENTS}, {MEAN_ABS}, {MAX_ABS}, ALL])
 def test_values_that_are_no_numbers_are_refused(value: float, needed: set[str]) -> None:
-    collector = Collector(4, frozenset(needed), name="layers.1.attention.o")
+    collector = Collector(4, frozenset(needed), names=["layers.1.attention.o"])
     x = torch.ones(5, 4)
     x[2, 1] = value
     collector.add(x, x)
@@ -156,7 +156,7 @@ def test_a_number_that_is_none_is_refused_wherever_it_comes() -> None:
     bad = torch.ones(5, 4)
     bad[0, 3] = float("nan")
     for place in range(4):
-        collector = Collector(4, frozenset({MAX_ABS}), name="q")
+        collector = Collector(4, frozenset({MAX_ABS}), names=["q"])
         for step in range(4):
             collector.add(bad if step == place else torch.ones(5, 4), share=step // 2)
         with pytest.raises(NumericError, match=r"^q: NaN or infinity"):
@@ -164,7 +164,7 @@ def test_a_number_that_is_none_is_refused_wherever_it_comes() -> None:
 
 
 def test_an_original_that_is_no_number_is_refused() -> None:
-    collector = Collector(4, frozenset({MOMENTS, DRIFT}), name="layers.1.attention.o")
+    collector = Collector(4, frozenset({MOMENTS, DRIFT}), names=["layers.1.attention.o"])
     collector.add(torch.ones(5, 4), torch.full((5, 4), float("inf")))
     with pytest.raises(NumericError, match=r"^layers\.1\.attention\.o: NaN or infinity"):
         collector.total()
@@ -174,7 +174,36 @@ def test_no_drift_where_no_token_is_compared() -> None:
     """As of an expert that only tokens reach that the unquantized model does not see."""
     collector = Collector(4, frozenset({MOMENTS, DRIFT}))
     collector.add(torch.randn(6, 4))
-    found = collector.total()
+    (found,) = collector.total()
     assert found.drift is not None
     assert torch.equal(found.drift, torch.zeros(4, 4))
     assert found.tokens == 6
+
+
+def test_several_layers_at_once() -> None:
+    """The bits of each are those of a collector of its own; one of them gets no token of a share."""
+    tokens = [inputs(48, 6, seed) for seed in range(3)]
+    together = Collector(6, ALL, names=["a", "b", "c"])
+    alone = [Collector(6, ALL) for _ in tokens]
+    for share in range(4):
+        for layer, x in enumerate(tokens):
+            own = x[12 * share : 12 * share + (0 if (share, layer) == (1, 2) else 12)]
+            together.add(own, 2 * own[:5], share=share, layer=layer)
+            alone[layer].add(own, 2 * own[:5], share=share)
+    for found, collector in zip(together.total(), alone, strict=True):
+        (expected,) = collector.total()
+        assert found.tokens == expected.tokens
+        for key in ALL:
+            assert torch.equal(getattr(found, key), getattr(expected, key))
+
+
+def test_the_layer_that_is_refused_is_named() -> None:
+    collector = Collector(4, frozenset({MOMENTS}), names=["one", "other"])
+    collector.add(inputs(5, 4), layer=0)
+    with pytest.raises(NumericError, match=r"^other: no token entered it"):
+        collector.total()
+    collector = Collector(4, frozenset({MOMENTS}), names=["one", "other"])
+    collector.add(inputs(5, 4), layer=0)
+    collector.add(torch.full((1, 4), float("nan")), layer=1)
+    with pytest.raises(NumericError, match=r"^other: NaN or infinity"):
+        collector.total()

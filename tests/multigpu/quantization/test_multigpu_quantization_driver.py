@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from warpbus.demo import data_path, model_path
+from warpbus.demo import calibration_path, data_path, model_path
 from warpbus.errors import DeviceError
 from warpbus.formats import FinishedParts
 from warpbus.models.random_checkpoint import write_random_checkpoint
@@ -125,3 +125,39 @@ def test_a_killed_process_costs_nothing_that_was_finished(
     report = poet(tmp_path / "out", algorithm, 1 + rank)
     assert report.resumed_layers > 0
     assert files(tmp_path / "out") == alone[algorithm][0]
+
+
+@pytest.mark.parametrize("algorithm", SCHEMES)
+def test_a_mixture_of_experts(tmp_path: Path, poet_moe: Path, algorithm: str) -> None:
+    """Experts with many tokens and with few; one GPU and two."""
+    needs(2)
+    for count in (1, 2):
+        quantize(
+            poet_moe,
+            tmp_path / str(count),
+            algorithm=algorithm,
+            scheme="w8a8-int8" if algorithm == "smoothquant" else "w4a16-g64",
+            calibration=calibration_path(),
+            samples=32,
+            device="cuda",
+            gpus=count,
+        )
+    assert files(tmp_path / "1") == files(tmp_path / "2")
+
+
+def test_experts_of_the_real_size(tmp_path: Path) -> None:
+    """A dense layer of GLM-4.7-Flash and one with experts: one GPU and two."""
+    needs(2)
+    write_random_checkpoint(tmp_path / "model", "glm-4.7-flash", torch.bfloat16, layers=2, device="cuda:0")
+    size = SHAPES["glm-4.7-flash"].vocab_size
+    tokens = torch.randint(size, (32, 1024), generator=torch.Generator().manual_seed(0))
+    for count in (1, 2):
+        quantize(
+            tmp_path / "model",
+            tmp_path / str(count),
+            scheme="w4a16-g128",
+            calibration=Calibration(tuple(map(tuple, tokens.tolist()))),
+            device="cuda",
+            gpus=count,
+        )
+    assert files(tmp_path / "1") == files(tmp_path / "2")

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
-from warpbus.quantization.algorithms.linear_algebra import BLOCK, add_product, narrow, product, put_product, unit_factor
+from warpbus.quantization.algorithms.linear_algebra import (
+    BLOCK,
+    add_product,
+    narrow,
+    product,
+    put_product,
+    unit_factor,
+    unit_factor_by_library,
+)
 
 # How far to go from W to W*, which is estimated on few tokens. On glm-poet at 3 bits, 0.5 loses a tenth less perplexity
 # than 1, and a third less than 0.
@@ -106,42 +114,75 @@ def factored(
     *,
     damping: float = 0.01,
     activation_order: bool = True,
-    run: Replayed | None = None,
     name: str,
 ) -> FactoredHessian:
-    """Damp, order and factor a Hessian.
+    """Damp, order and factor one Hessian: see `factored_stack`."""
+    stack = factored_stack([hessian], damping=damping, activation_order=activation_order, names=[name])
+    return FactoredHessian.unstack(stack)[0]
+
+
+def factored_stack(
+    hessians: Sequence[Tensor],
+    *,
+    damping: float = 0.01,
+    activation_order: bool = True,
+    run: Replayed | None = None,
+    names: Sequence[str],
+) -> tuple[Tensor, ...]:
+    """Damp, order and factor Hessians of one size; waits for the GPU once.
 
     Args:
-        hessian: float32 `[in, in]`, the second moments of a matrix' inputs, in any unit. A column that never had an
-            input (diagonal 0) is treated like an average one that is independent of the others.
+        hessians: float32 `[in, in]` each, the second moments of a matrix' inputs, in any unit. A column that never had
+            an input (diagonal 0) is treated like an average one that is independent of the others.
         damping: the fraction of the mean diagonal that is added to the diagonal.
         activation_order: columns with the largest diagonal first; otherwise the original order.
-        run: see `unit_factor`.
-        name: the matrix, for messages.
+        run: see `unit_factor`. The result of a single Hessian is overwritten by its next call.
+        names: the matrices, for messages.
+
+    Returns:
+        the tensors of a `FactoredHessian` for each, stacked `[n, ...]`.
 
     Raises:
-        NumericError: it has NaN or infinity, or is not positive definite.
+        NumericError: one has NaN or infinity, or is not positive definite.
     """
+    stack, sums, flags = FactoredStack(len(hessians)), [], []
+    for index, hessian in enumerate(hessians):
+        order, ordered, added = _ordered(hessian, damping, activation_order=activation_order)
+        upper, pivots, inverses, failed = unit_factor(ordered, run=run)
+        stack.put(index, FactoredHessian(order, ordered, upper, narrow(inverses), pivots, added))
+        sums.append(hessian.sum())
+        flags.append(failed.clone())  # it is overwritten by the next call of `run`
+    finite, failures = torch.stack([torch.stack(sums).isfinite().int(), torch.cat(flags)]).tolist()
+    for index, name in enumerate(names):
+        if not finite[index]:
+            raise NumericError(f"{name}: its Hessian has NaN or infinity: look for NaN in the checkpoint's weights")
+        if failures[index]:
+            order, ordered, *_, added = (tensor[index] for tensor in stack.tensors)
+            upper, pivots, inverses, failed = unit_factor_by_library(ordered)
+            if int(failed):
+                raise NumericError(
+                    f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more "
+                    "calibration data"
+                )
+            stack.put(index, FactoredHessian(order, ordered, upper, narrow(inverses), pivots, added))
+    return stack.tensors
+
+
+def _ordered(hessian: Tensor, damping: float, *, activation_order: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the columns, the damped Hessian in it, and what was added to its diagonal, in it."""
     diagonal = hessian.diagonal()
-    if not torch.isfinite(hessian.sum()):
-        raise NumericError(f"{name}: its Hessian has NaN or infinity: look for NaN in the checkpoint's weights")
     live = diagonal > 0
-    mean = diagonal[live].mean() if bool(live.any()) else torch.ones((), device=hessian.device)
+    count = live.sum()
+    mean = torch.where(count > 0, diagonal.where(live, 0.0).sum() / count.clamp_min(1), 1.0)
     filled = torch.where(diagonal == 0, mean, diagonal)
     if activation_order:
         order = torch.argsort(filled, descending=True, stable=True)
     else:
         order = torch.arange(len(hessian), device=hessian.device)
-    added = filled - diagonal + damping * mean
+    added = (filled - diagonal + damping * mean)[order]
     ordered = hessian[order][:, order].float()
-    ordered.diagonal().add_(added[order])
-    found = unit_factor(ordered, run=run)
-    if found is None:
-        raise NumericError(
-            f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more calibration data"
-        )
-    upper, pivots, inverses = found
-    return FactoredHessian(order, ordered, upper, narrow(inverses), pivots, added[order])
+    ordered.diagonal().add_(added)
+    return order, ordered, added
 
 
 def factored_loss(errors: Tensor, hessian: FactoredHessian) -> Tensor:

@@ -161,14 +161,14 @@ def gptq_matrices(
         _solve, *(weight, drift, *hessians), count=scheme.groups(size, names[0]), **settings
     )
     found = []
-    for index, name in enumerate(names):
+    for index, _ in enumerate(names):
         own = slice(index * parts, (index + 1) * parts)
         flat = (each[own].transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
         own_codes, own_scales, own_zeros = flat
         stored = own_scales.to(scale_dtype)
-        check_scales(stored, name)
         quantized = QTensor.from_codes(scheme, own_codes, stored, None if scheme.symmetric else own_zeros)
         found.append((quantized, losses[own]))
+    check_scales([quantized.scales for quantized, _ in found], names)
     return found
 
 

@@ -70,7 +70,7 @@ def trellis_matrices(
             words.append(packed)
             scales.append(scale)
             losses.append(torch.stack([factored_loss(each, factor) for each in (errors, columns)]))
-        check_scales(torch.cat(scales), names[index])
+        check_scales([torch.cat(scales)], [names[index]])
         quantized = QTensor(scheme, torch.cat(words), torch.cat(scales), None, (parts * height, size))
         found.append((quantized, torch.stack(losses)))
     return found

@@ -52,24 +52,23 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
         torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, alpha=alpha, out=total)
 
 
-def unit_factor(matrix: Tensor, *, run: Replayed | None = None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """U and D of H = U D U^T, U unit upper triangular.
+def unit_factor(matrix: Tensor, *, run: Replayed | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """U and D of H = U D U^T, U unit upper triangular. Does not wait for the GPU.
 
     Args:
         matrix: H, float32 `[n, n]`, symmetric.
         run: launches all kernels as one graph, for many matrices of one size.
 
     Returns:
-        U, float32 `[n, n]`, with zeros below its diagonal; D, float32 `[n]`, all positive; and the inverses of U's
-        diagonal blocks, float32 `[blocks, 512, 512]`; what the last one has beyond U means nothing. `None` if the
-        matrix is not positive definite.
+        U, float32 `[n, n]`, with zeros below its diagonal; D, float32 `[n]`, all positive; the inverses of U's diagonal
+        blocks, float32 `[blocks, 512, 512]`; what the last one has beyond U means nothing. And int32 `[1]`: if it is
+        not 0, the others mean nothing: the matrix is not positive definite or, on a GPU, the blocks' products were too
+        rough, which `unit_factor_by_library` decides.
     """
-    if matrix.is_cuda:
-        *found, failed = (run or at_once)(_by_blocks, matrix)
-        if not int(failed):
-            upper, pivots, inverses = found
-            return upper, pivots, inverses
-    return _by_library(matrix)  # it decides where the blocks' products were too rough
+    if not matrix.is_cuda:
+        return unit_factor_by_library(matrix)
+    upper, pivots, inverses, failed = (run or at_once)(_by_blocks, matrix)
+    return upper, pivots, inverses, failed
 
 
 def call_for(columns: int, device: torch.device) -> Call:
@@ -77,11 +76,11 @@ def call_for(columns: int, device: torch.device) -> Call:
     return Call(_by_blocks, (torch.empty(columns, columns, device=device),))
 
 
-def _by_library(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def unit_factor_by_library(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`unit_factor` by torch in float32, which is slow on a GPU; the last is not 0 if the matrix is not positive
+    definite."""
     # The last column is eliminated first, so the factorization sees rows and columns reversed.
     lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
-    if int(info) != 0:
-        return None
     upper = lower.flip(0, 1).contiguous()  # the library's factors are stored by columns
     del lower
     roots = upper.diagonal().clone()
@@ -92,11 +91,11 @@ def _by_library(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         corner[: len(own), : len(own)] = own
     identity = torch.eye(BLOCK, device=upper.device).expand_as(corners)
     inverses = torch.linalg.solve_triangular(corners, identity, upper=True, unitriangular=True)
-    return upper, roots.square(), inverses
+    return upper, roots.square(), inverses, info.view(1)
 
 
 def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`unit_factor` without a wait for the GPU: the last, int32 `[1]`, is not 0 if the others mean nothing."""
+    """`unit_factor` on a GPU, by blocks."""
     size, device = len(matrix), matrix.device
     scale = matrix.diagonal().rsqrt()
     upper = torch.zeros_like(matrix)

@@ -36,5 +36,5 @@ def rtn(
     scheme.groups(weight.shape[1], name)
     check_weight(weight, name)
     rounded = round_to_nearest(weight, scheme, scale_dtype=scale_dtype, importance=importance)
-    check_scales(rounded.scales, name)
+    check_scales([rounded.scales], [name])
     return rounded

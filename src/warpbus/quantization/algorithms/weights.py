@@ -1,6 +1,7 @@
 """Checks of the weights of a matrix, and the error of its quantization."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +13,17 @@ from warpbus.qtensor import QTensor
 
 def check_weight(weight: Tensor, name: str) -> None:
     """Raises NumericError, naming the matrix, if a weight is NaN or infinite."""
-    for part in slices(weight):
-        # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
-        if not torch.isfinite(weight[part].float().sum()):
+    check_weights([weight], [name])
+
+
+def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
+    """`check_weight` of several matrices, with one wait for the GPU if all are finite."""
+    # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
+    sums = torch.stack(
+        [torch.stack([weight[part].float().sum() for part in slices(weight)]).sum() for weight in weights]
+    )
+    for weight, name, finite in zip(weights, names, sums.isfinite().tolist(), strict=True):
+        for part in () if finite else slices(weight):
             count = int((~torch.isfinite(weight[part])).sum())
             if count:
                 raise NumericError(
@@ -23,10 +32,12 @@ def check_weight(weight: Tensor, name: str) -> None:
                 )
 
 
-def check_scales(scales: Tensor, name: str) -> None:
+def check_scales(scales: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises NumericError, naming the matrix, if a scale is too large for the dtype that it is stored in."""
-    if not torch.isfinite(scales).all():
-        raise NumericError(f"{name}: its weights are too large for scales in {scales.dtype}: use a wider dtype")
+    finite = torch.stack([torch.isfinite(each).all() for each in scales]).tolist()
+    for each, name, good in zip(scales, names, finite, strict=True):
+        if not good:
+            raise NumericError(f"{name}: its weights are too large for scales in {each.dtype}: use a wider dtype")
 
 
 def squared_loss(weight: Tensor, quantized: QTensor, hessian: Tensor | None = None) -> tuple[float, float]:
