@@ -4,12 +4,17 @@ import os
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from pool_daemons import serving
 from pool_streams import HostSlots, ThreadMark, ThreadStream, WaitedStream
 
+import warpbus
 from warpbus.errors import DeviceError, StateError
+from warpbus.pool.client.process_group import PoolProcessGroup
 from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.group_steps import ExchangeStep, GroupPlace, ReduceStep, Region
@@ -204,3 +209,35 @@ def test_slots_of_one_gpu_are_not_opened():
     assert not link.open(ThreadStream())
     assert not other.sends
     assert SLOT * SLOTS < NBYTES
+
+
+def test_a_lost_lease_ends_what_waits_for_it(tmp_path):
+    with serving(tmp_path, 2, "pool_direct_tenant", spare=0) as mill:
+        address = str(mill.address)
+        pair = [warpbus.pool.connect(address, memory="200MB", share=0.3, on=f"mill/{gpu}") for gpu in range(2)]
+        x = [torch.full((NBYTES // 4,), 1.0 + rank, device=gpu.device) for rank, gpu in enumerate(pair)]
+        assert torch.equal(x[0].to(pair[1].device).cpu(), x[0].cpu())
+        assert pair[0].usage()["groups"]["launched"] == 1
+        store, group = dist.HashStore(), {}
+
+        def join(rank):
+            torch.warpbus.set_device(pair[rank].device)
+            group[rank] = PoolProcessGroup(store, rank, 2, timedelta(seconds=60))
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank in range(2):
+            group[rank].allreduce([x[rank]])
+        assert [float(each.min()) for each in x] == [3.0, 3.0]
+        y = x[0] + 1
+        group[0].send([x[0]], 1).wait()  # more than there are slots, and nobody receives it
+        pair[1].close()
+        with pytest.raises(RuntimeError, match="send: rank 1 of the group has left it"):
+            x[0].add_(1).sum().item()
+        assert float(y.min()) == 4.0
+        with pytest.raises(RuntimeError, match="send: rank 1"):
+            x[0].cpu()
+        pair[0].close()
