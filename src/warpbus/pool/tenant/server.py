@@ -425,6 +425,7 @@ class TenantServer:
         handle, offset, nbytes = read_request(frame)
         if self._owed:
             self._acknowledge(more=True)
+        self._fail_in_flight()
         storages = self.executor.storages
         try:
             if nbytes > _SMALL:
