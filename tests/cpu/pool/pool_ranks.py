@@ -47,6 +47,7 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
 
 
 def both(device: torch.device, rank: int) -> list[list[str]]:
+    dist.barrier()
     found = [trained(device, wrap, rank) for wrap in (DistributedDataParallel, sharded)]
     objects: list = [None, None]
     dist.all_gather_object(objects, {"rank": rank})

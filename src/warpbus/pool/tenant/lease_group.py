@@ -255,7 +255,8 @@ class LeaseGroup:
             if streams is not None and rank in direct:
                 begin = _HEAD.pack(head, len(source))
                 self._channels[rank].send(Kind.DATA, self._sent[rank], begin, _DIRECTLY if len(source) else b"")
-                direct[rank].send(streams[0], source)
+                if len(source):  # nothing is one piece, too, and would take a slot
+                    direct[rank].send(streams[0], source)
             else:
                 numbered.append((rank, self._sent[rank], source))
         if not numbered:
