@@ -63,21 +63,25 @@ class SignalStream:
         status = self._driver.cuMemcpyAsync(
             ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), self._handle
         )
-        driver.check(status, f"{self._device}: cuMemcpyAsync")
+        self._check(status, "cuMemcpyAsync")
 
     def wait(self, word: int, value: int) -> None:
         """Wait until the number at an address is `value` or later, modulo 2**32."""
         status = self._driver.cuStreamWaitValue32_v2(
             self._handle, ctypes.c_uint64(word), ctypes.c_uint32(value), ctypes.c_uint(_AT_LEAST)
         )
-        driver.check(status, f"{self._device}: cuStreamWaitValue32")
+        self._check(status, "cuStreamWaitValue32")
 
     def write(self, word: int, value: int) -> None:
         """Write a number to an address when everything before in this stream is done and visible to other GPUs."""
         status = self._driver.cuStreamWriteValue32_v2(
             self._handle, ctypes.c_uint64(word), ctypes.c_uint32(value), ctypes.c_uint(_AFTER_ALL_BEFORE)
         )
-        driver.check(status, f"{self._device}: cuStreamWriteValue32")
+        self._check(status, "cuStreamWriteValue32")
+
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            driver.check(status, f"{self._device}: {call}")
 
 
 def address_of(pinned: Tensor, device: torch.device) -> int:

@@ -6,7 +6,8 @@ from typing import NoReturn
 
 from pool_streams import ThreadStream, WaitedStream
 
-from warpbus.pool.tenant import execution, groups, process
+from warpbus.pool.protocol.link_memory import SLOT, SLOTS
+from warpbus.pool.tenant import device_link, execution, groups, process
 from warpbus.pool.tenant.device_link import DeviceLink
 
 
@@ -42,5 +43,6 @@ class _DirectGroups(groups.LeaseGroups):
 
 def main(descriptor: int) -> NoReturn:
     """Serve one lease."""
+    device_link.DEVICE_SLOT, device_link.DEVICE_SLOTS = SLOT, SLOTS
     execution.LeaseGroups = _DirectGroups
     process.main(descriptor)

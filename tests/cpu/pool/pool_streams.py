@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from warpbus.pool.protocol.link_memory import SLOT, SLOTS
+from warpbus.pool.tenant.device_link import DEVICE_SLOT, DEVICE_SLOTS
 
 
 class ThreadMark:
@@ -93,7 +93,7 @@ class HostSlots:
     """The slots of a GPU that is not there. All that exist, by handle, are in `made`."""
 
     def __init__(self, made, uuid):
-        self._memory = torch.zeros(SLOTS * SLOT, dtype=torch.uint8)
+        self._memory = torch.zeros(DEVICE_SLOTS * DEVICE_SLOT, dtype=torch.uint8)
         self.own, self.uuid = self._memory.data_ptr(), bytes([uuid]) * 16
         self.handle = bytes([len(made) + 1]) * 64
         self.opened, self.freed = [], False

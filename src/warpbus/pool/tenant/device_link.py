@@ -22,7 +22,12 @@ from torch import Tensor
 from warpbus.cuda.ipc import HANDLE_BYTES, IpcMapping, IpcMemory
 from warpbus.cuda.signal_stream import address_of
 from warpbus.errors import DeviceError
-from warpbus.pool.protocol.link_memory import SLOT, SLOTS, LinkMemory
+from warpbus.pool.protocol.link_memory import LinkMemory
+
+DEVICE_SLOT = 16 << 20
+"""Bytes of a slot on a GPU: to launch a copy takes longer than to copy a few MB over NVLink."""
+DEVICE_SLOTS = 2
+"""Of each direction."""
 
 _FILLED, _READ, _OPENED, _HANDLE, _UUID = 0, 4, 8, 64, 128
 _UUID_BYTES = 16
@@ -73,7 +78,7 @@ class GpuSlots:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = IpcMemory(SLOTS * SLOT, device)
+        self._memory = IpcMemory(DEVICE_SLOTS * DEVICE_SLOT, device)
         self._mapping = IpcMapping(device)
         self.own, self.handle = self._memory.address, self._memory.handle
         self.uuid = UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
@@ -81,9 +86,9 @@ class GpuSlots:
     def open(self, handle: bytes) -> int:
         torch.cuda.set_device(self._device)  # a thread that has not used CUDA yet has no current context
         address = self._mapping.opened(handle)
-        if not self._mapping.holds(address, SLOTS * SLOT):
+        if not self._mapping.holds(address, DEVICE_SLOTS * DEVICE_SLOT):
             self._mapping.close()
-            raise DeviceError(f"the other lease's process shares less than {SLOTS * SLOT:,} bytes of its GPU")
+            raise DeviceError(f"the other lease's GPU shares less than {DEVICE_SLOTS * DEVICE_SLOT:,} bytes")
         return address
 
     def close(self) -> None:
@@ -149,10 +154,10 @@ class DeviceLink:
 
     def send(self, stream: SlotStream, source: Tensor) -> None:
         """Send contiguous bytes, uint8 `[n]`, as slots get empty. Everything is launched, and nothing waited for."""
-        for piece in source.split(SLOT):
-            if self._sent >= SLOTS:
-                stream.wait(self._words[False, _READ], (self._sent - SLOTS + 1) % _WORD)
-            stream.copy(self._slots.own + self._sent % SLOTS * SLOT, piece.data_ptr(), len(piece))
+        for piece in source.split(DEVICE_SLOT):
+            if self._sent >= DEVICE_SLOTS:
+                stream.wait(self._words[False, _READ], (self._sent - DEVICE_SLOTS + 1) % _WORD)
+            stream.copy(self._slots.own + self._sent % DEVICE_SLOTS * DEVICE_SLOT, piece.data_ptr(), len(piece))
             self._sent += 1
             stream.write(self._words[True, _FILLED], self._sent % _WORD)
 
@@ -160,8 +165,8 @@ class DeviceLink:
         """Receive as many bytes as a uint8 tensor has, once they are there. Everything is launched, and nothing waited
         for. The slots must be open."""
         assert self._theirs is not None
-        for piece in target.split(SLOT):
-            slot = self._theirs + self._received % SLOTS * SLOT
+        for piece in target.split(DEVICE_SLOT):
+            slot = self._theirs + self._received % DEVICE_SLOTS * DEVICE_SLOT
             self._received += 1
             stream.wait(self._words[False, _FILLED], self._received % _WORD)
             stream.copy(piece.data_ptr(), slot, len(piece))

@@ -15,7 +15,7 @@ from warpbus.pool.tenant.lease_group import LeaseGroup
 from warpbus.pool.tenant.storages import Storages
 
 _MOST_MEMORIES = 16
-"""Other leases with which a lease shares memory, 32 MiB each of the host and 16 MiB of its GPU; with more it exchanges
+"""Other leases with which a lease shares memory, 32 MiB each of the host and 32 MiB of its GPU; with more it exchanges
 bytes over sockets."""
 
 

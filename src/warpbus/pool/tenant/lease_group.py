@@ -185,6 +185,9 @@ class LeaseGroup:
         storages, clock = self._storages, self._storages.clock
         outgoing, incoming = streams
         handles = {region.handle for region in step.regions if region.nbytes}
+        if not handles:
+            self._do(step)
+            return
         for stream in streams:
             stream.follow()
             for flight in storages.flights(handles):
