@@ -408,14 +408,24 @@ def discard_parts(output: str | Path) -> None:
 
 def _on_host(waiting: _Waiting) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous; copies from a GPU overlap with its computation."""
-    streams = {device: torch.cuda.Stream(device) for device in waiting.ready}
-    stagings = {device: PinnedStaging(device) for device in waiting.ready}
-    copied = {}
-    for name, tensor in waiting.tensors.items():
-        if tensor.device.type == "cuda":
-            with torch.cuda.stream(streams[tensor.device]):
-                streams[tensor.device].wait_event(waiting.ready[tensor.device])
-                copied[name] = stagings[tensor.device].get(tensor)
-        else:
-            copied[name] = tensor.contiguous()
-    return copied
+    copied = {name: tensor.contiguous() for name, tensor in waiting.tensors.items() if tensor.device.type == "cpu"}
+    for device, ready in waiting.ready.items():
+        own = {name: tensor for name, tensor in waiting.tensors.items() if tensor.device == device}
+        copied |= _from_gpu(own, device, ready)
+    return {name: copied[name] for name in waiting.tensors}
+
+
+def _from_gpu(tensors: Mapping[str, Tensor], device: torch.device, ready: torch.cuda.Event) -> dict[str, Tensor]:
+    """Copy tensors to the CPU, all at once: one by one, the hundreds of a layer with experts would keep Python busy,
+    and so the thread that gives the GPU its work."""
+    # The largest elements come first, so that each tensor is aligned.
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        together = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in ordered])
+        parts = PinnedStaging(device).get(together).split([tensors[name].nbytes for name in ordered])
+    return {
+        name: part.view(tensors[name].dtype).view(tensors[name].shape)
+        for name, part in zip(ordered, parts, strict=True)
+    }

@@ -185,7 +185,7 @@ def estimate(
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
         together = max(batch_tokens, ROUTED_TOKENS[kind] if plan.config.has_experts else 0)
         working = _working_memory(plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep)
-        waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
+        waiting = {"finished layers": (WAITING + 2) * part}  # with the first rank; one is copied as a whole
         gpus = []
         for number, rank in enumerate(ranks if kind == "cuda" else ()):
             # On a cluster each process has a cuda:0 of its own.

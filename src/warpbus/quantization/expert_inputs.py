@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -136,17 +136,19 @@ class ExpertInputs:
     ) -> list[Tensor]:
         """What enters the stages of some experts: the inputs of the first tokens of each, as many as `counts`."""
         own = [each.tokens[:count] for each, count in zip(rows, counts, strict=True)]
-        normed = layer.mlp_norm(x[own[0] if len(own) == 1 else torch.cat(own)])
-        found = []
-        for each, part in zip(rows, normed.split(list(counts)), strict=True):
-            branch, _, what = stages[each.stage].rpartition(".")
-            inner = part
-            if what == "inner":
-                mlp = layer.get_submodule(branch)
-                assert isinstance(mlp, MLP)
-                inner = mlp.inner(part)
-            found.append(inner if each.roots is None else inner * each.roots[: len(part)])
-        return found
+        inputs = layer.mlp_norm(x[_joined(own)])
+        branches, _, kinds = zip(*(stages[each.stage].rpartition(".") for each in rows), strict=True)
+        if kinds[0] == "inner":
+            experts = [cast(MLP, layer.get_submodule(branch)) for branch in branches]
+            wide = [expert.widen(part) for expert, part in zip(experts, inputs.split(list(counts)), strict=True)]
+            inputs = experts[0].activate(_joined(wide))
+        parts = inputs.split(list(counts))
+        roots = [None if each.roots is None else each.roots[:count] for each, count in zip(rows, counts, strict=True)]
+        return [part if root is None else part * root for part, root in zip(parts, roots, strict=True)]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _batches(rows: Iterator[_Rows]) -> Iterator[list[_Rows]]:

@@ -60,7 +60,7 @@ from warpbus.quantization.written import (
     written_config,
 )
 
-_TURN_SECONDS = 0.0005
+_TURN_SECONDS = 0.0001
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""

@@ -74,6 +74,7 @@ class Collector:
         self._shapes: dict[str, tuple[int, ...]] = {key: shape for key, shape in shapes.items() if key in needed}
         self._sums = {key: TreeSum(group, shape) for key, shape in self._shapes.items()}
         self._open: dict[str, Tensor] = {}
+        self._panels: list[list[tuple[int, Tensor]]] = []  # of the open moments of each layer
         self._largest = torch.zeros(count, columns, device=group.device)
         self._counts = [[0, 0] for _ in names]  # tokens, and those that are compared
 
@@ -94,14 +95,20 @@ class Collector:
             self._close()
             self._share = share
             self._open = {key: torch.zeros(shape, device=x.device) for key, shape in self._shapes.items()}
+            if MOMENTS in self._open:
+                self._panels = [list(_panels(packed, self._columns)) for packed in self._open[MOMENTS]]
         self._counts[layer][0] += len(x)
+        # Few and large steps: the host has many thousands of these for the experts of a layer.
+        wide = x.float() if x.device.type == "cpu" or x.dtype not in (torch.float16, torch.bfloat16) else x
+        turned = wide.T
         if MOMENTS in self._open:
-            for start, panel in _panels(self._open[MOMENTS][layer], self._columns):
-                _add_product(panel, x[:, start:], x[:, start : start + panel.shape[1]])
+            for start, panel in self._panels[layer]:
+                add_product(panel, turned[start:], wide[:, start : start + panel.shape[1]])
         if DRIFT in self._open and original is not None:
-            own = x[: len(original)]
-            self._counts[layer][1] += len(own)
-            _add_product(self._open[DRIFT][layer], original - own, own)
+            count = len(original)
+            self._counts[layer][1] += count
+            moved = (original - x[:count]).to(wide.dtype)
+            add_product(self._open[DRIFT][layer], moved.T, wide[:count])
         if MEAN_ABS in self._open:
             self._open[MEAN_ABS][layer] += x.abs().sum(0, dtype=torch.float32)
         if MAX_ABS in self._needed:
@@ -147,16 +154,7 @@ class Collector:
         """Hand the share that is complete over."""
         for key, tensor in self._open.items():
             self._sums[key].add(self._share, tensor)
-        self._open = {}
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T right."""
-    if left.device.type == "cpu" or left.dtype not in (torch.float16, torch.bfloat16):
-        left, right = left.float(), right.float()
-    for start in range(0, total.shape[1], _PANEL):
-        panel = slice(start, start + _PANEL)
-        add_product(total[:, panel], left.T, right[:, panel])
+        self._open, self._panels = {}, []
 
 
 def _whole(packed: Tensor, columns: int) -> Tensor:

@@ -22,8 +22,8 @@ RUNS = [("gptq", "w4a16-g64"), ("gptq", "w3a16-g32-asym"), ("awq", "w4a16-g64"),
 
 
 def poet(model: Path, output: Path, algorithm: str, scheme: str, **options: Any) -> Report:
-    """The small mixture of experts, calibrated on 8 conversations: some of its experts get few tokens."""
-    settings = {"device": "cuda:0", "calibration": calibration_path(), "samples": 8}
+    """The small mixture of experts, calibrated on 10 conversations: some of its experts get few tokens."""
+    settings = {"device": "cuda:0", "calibration": calibration_path(), "samples": 10}
     return quantize(model, output, algorithm=algorithm, scheme=scheme, **{**settings, **options})
 
 

@@ -339,6 +339,14 @@ class MLP(nn.Module):
         """The input of `down`, `[..., ffn]`, from x `[..., hidden]`."""
         return project(getattr(self, self._widening), x, norm=norm, activation=self._activation)
 
+    def widen(self, x: Tensor) -> Tensor:
+        """The first step of `inner`, up to `activate`."""
+        return project(getattr(self, self._widening), x)
+
+    def activate(self, wide: Tensor) -> Tensor:
+        """The second step of `inner`, which may have rows of several experts."""
+        return _activated(wide, self._activation)
+
     def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """The output `[..., hidden]`, plus `residual` if there is one."""
         return project(self.down, self.inner(x, norm=norm), residual=residual)
