@@ -210,8 +210,8 @@ for _name, _help in {
     """,
     "moe": """Experts of one layer with 4-bit weights, compared with torch's grouped product in 16 bits. Needs a GPU.
 
-    Variants are shapes of models: glm-4.7-flash, glm-4.5-air (both by default), glm-5 and qwen3-30b-a3b. With --size,
-    only these numbers of tokens.
+    Variants are shapes of models: glm-4.7-flash, glm-4.5-air (both by default), glm-5 and qwen3-30b-a3b. With :16-bit
+    or :w8a8-fp8 behind the shape, experts are unquantized or in FP8. With --size, only these numbers of tokens.
     """,
     "attention": """Decode attention over the KV cache, compared with torch's fused attention. Needs a GPU.
 

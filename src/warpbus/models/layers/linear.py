@@ -127,6 +127,11 @@ class QuantizedLinear(nn.Module):
         return self._form
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the activations; None if the form does not depend on it."""
+        return self._dtype
+
+    @property
     def weight(self) -> QTensor:
         """The quantized matrix `[out, in]`; a packed weight is unpacked at every call."""
         if isinstance(self._form, QTensor):

@@ -12,6 +12,9 @@
 // A block sums k_per_split of k (a multiple of TILE_K). Where that is less than k, gridDim.y blocks share a tile and
 // write scaled float32 sums into partial [gridDim.y, m, n rounded up to 8] for gemm/split_k_reduce.cu.
 //
+// EXPERTS=1: the products of a mixture of experts, as in gemm/sm80_hgemm.cu. b and b_scale hold the weights and scales of all
+// experts, [experts, n, k] and [experts, n], and `list` says which rows of a and out a row of tiles has.
+//
 // To shared memory and ldmatrix, two codes are one element of 16 bits: m16n8k32 wants its registers filled as m16n8k16
 // does, with twice as many elements in each. Sums of e4m3 are carried over to float32 registers after each stage, since
 // the tensor cores add them up with fewer bits.
@@ -122,7 +125,7 @@ __device__ __forceinline__ void store_pair(ELEMENT* row, int column, int n, floa
 extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     sm80_w8a8(const unsigned char* a, const unsigned char* b, const float* a_scale, const float* b_scale,
               const ELEMENT* bias, ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k,
-              long long a_stride, long long b_stride, int k_per_split) {
+              long long a_stride, long long b_stride, int k_per_split, const int4* list) {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
@@ -130,9 +133,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     alignas(128) extern __shared__ unsigned char shared[];
     Pair* stages = reinterpret_cast<Pair*>(shared);
 
-    const auto place = tile_place(blockIdx.x, (m + TILE_M - 1u) / TILE_M, (n + TILE_N - 1u) / TILE_N, kGroup);
-    const int row0 = place.row * TILE_M;
-    const int column0 = place.column * TILE_N;
+    int row0, column0;
+    if constexpr (EXPERTS == 1) {
+        const unsigned tile_columns = (n + TILE_N - 1u) / TILE_N;
+        const int index = blockIdx.x / tile_columns;
+        if (index >= list[-1].x) return;
+        const int4 entry = list[index];
+        row0 = entry.y;
+        column0 = blockIdx.x % tile_columns * TILE_N;
+        m = entry.y + entry.z;
+        b += static_cast<long long>(entry.x) * n * b_stride;
+        b_scale += static_cast<long long>(entry.x) * n;
+    } else {
+        const auto place = tile_place(blockIdx.x, (m + TILE_M - 1u) / TILE_M, (n + TILE_N - 1u) / TILE_N, kGroup);
+        row0 = place.row * TILE_M;
+        column0 = place.column * TILE_N;
+    }
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kWarpsN * kWarpM;
