@@ -89,7 +89,9 @@ def test_8_bits(scheme):
     with torch.enable_grad():
         expected, alone = plain(x).float(), stacked(x).float()
     torch.testing.assert_close(alone, expected)
-    assert (stacked(x).float() - expected).norm() < 0.02 * expected.norm()
+    # A sum that differs in its last bit moves some of the second rounding's codes: up to 1/8 apart in e4m3.
+    bound = 0.045 if scheme == "w8a8-fp8" else 0.02
+    assert (stacked(x).float() - expected).norm() < bound * expected.norm()
 
 
 def test_gradients_pass_the_experts():
