@@ -2,7 +2,7 @@
 
     python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python
     python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python --part http --clients 64,256
-    python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python --activations 16,fp8
+    python benchmarks/beside_vllm.py MODEL --vllm ~/vllm/bin/python --activation-dtype auto,fp8
 
 MODEL is a checkpoint that both load, such as what `warpbus quantize` writes in the format compressed-tensors; its
 weights may be random. `--vllm` is a Python that has vLLM. The engines run one after the other, each in a process of its
@@ -32,13 +32,13 @@ import torch
 
 from warpbus.bench.cases import versions
 from warpbus.bench.records import RESULTS, Parameter, Peer, Record, now, ratio, write
+from warpbus.cuda.dtype_names import ACTIVATION_DTYPES
 from warpbus.errors import DeviceError, WarpbusError
 
 WORKER = Path(__file__).with_name("beside_vllm_worker.py")
 VLLM = ("-m", "vllm.entrypoints.cli.main")
 NAME = "model"  # of the model in both servers
 STARTING = 600.0  # seconds that a server may take
-FLAGS = {"16": (), "fp8": ("--fp8-activations",)}  # of our engine, by the activations of prompts
 METRICS = {  # of `vllm bench serve`: what it is, metric, unit
     "output_throughput": ("output", "speed", "tokens/s"),
     "mean_ttft_ms": ("first token, mean", "latency", "ms"),
@@ -53,7 +53,7 @@ class Measured:
     """One case of both: a record without what all records share."""
 
     case: Mapping[str, Parameter]
-    activations: str  # of our prompts: 16 or fp8
+    activations: str  # of our prompts: one of ACTIVATION_DTYPES
     metric: str
     unit: str
     ours: list[float]
@@ -172,8 +172,8 @@ def engines(options: argparse.Namespace) -> Iterator[Measured]:
     asked = [str(options.model), "--requests", ",".join(map(str, options.clients)), "--context", str(options.context)]
     asked += ["--prompt", str(options.prompt), "--answer", str(options.answer)]
     version, theirs = run_engine([options.vllm, str(WORKER), "vllm", *asked])
-    for activations in options.activations:
-        _, ours = run_engine([sys.executable, str(WORKER), "warpbus", *asked, *FLAGS[activations]])
+    for activations in options.activation_dtype:
+        _, ours = run_engine([sys.executable, str(WORKER), "warpbus", *asked, "--activation-dtype", activations])
         for load, samples in ours.items():
             metric, unit = ("latency", "ms") if load == "first token" else ("speed", "tokens/s")
             case: dict[str, Parameter] = {"level": "engine", "load": load}
@@ -190,8 +190,8 @@ def servers(options: argparse.Namespace) -> Iterator[Measured]:
     command = [options.vllm, *VLLM, "serve", *shared, "--no-enable-prefix-caching"]
     theirs = measure_server([*command, "--gpu-memory-utilization", "0.85"], port, options)
     command = [sys.executable, "-m", "warpbus", "serve", *shared, "--no-prefix-caching"]
-    for activations in options.activations:
-        ours = measure_server([*command, *FLAGS[activations]], port, options)
+    for activations in options.activation_dtype:
+        ours = measure_server([*command, "--activation-dtype", activations], port, options)
         for (clients, key), samples in ours.items():
             of, metric, unit = METRICS[key]
             case: dict[str, Parameter] = {"level": "http", "clients": clients, "of": of}
@@ -203,8 +203,8 @@ def numbers(text: str) -> list[int]:
 
 
 def kinds(text: str) -> list[str]:
-    if not set(text.split(",")) <= set(FLAGS):
-        raise argparse.ArgumentTypeError(f"{text}: expected {' or '.join(FLAGS)}")
+    if not set(text.split(",")) <= set(ACTIVATION_DTYPES):
+        raise argparse.ArgumentTypeError(f"{text}: expected {' or '.join(ACTIVATION_DTYPES)}")
     return text.split(",")
 
 
@@ -219,7 +219,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192, help="8192 by default")
     parser.add_argument("--rounds", type=int, default=2, help="over HTTP; 2 by default")
     parser.add_argument(
-        "--activations", type=kinds, default=["16"], help="of our prompts: 16 (bits; the default), fp8, or 16,fp8"
+        "--activation-dtype",
+        type=kinds,
+        default=["auto"],
+        help="of our prompts: auto (16 bits), fp8, int8; or auto,fp8",
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
@@ -234,7 +237,7 @@ def main() -> None:
                 bench="vllm",
                 case={
                     "model": options.model.name,
-                    "fp8_activations": found.activations == "fp8",
+                    "activation_dtype": found.activations,
                     "prompt": options.prompt,
                     "generated": options.answer,
                     **found.case,

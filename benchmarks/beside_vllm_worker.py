@@ -28,7 +28,9 @@ def warpbus_engine(model: Path, most: int, options: argparse.Namespace) -> tuple
     import warpbus
     from warpbus.engine import SamplingParams
 
-    llm = warpbus.LLM(model, max_num_seqs=most, max_model_len=options.context, fp8_activations=options.fp8_activations)
+    llm = warpbus.LLM(
+        model, max_num_seqs=most, max_model_len=options.context, activation_dtype=options.activation_dtype
+    )
 
     def generate(prompts: list[list[int]], tokens: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -98,7 +100,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each of many requests")
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--fp8-activations", action="store_true")
+    parser.add_argument("--activation-dtype", default="auto")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     options = parser.parse_args()
     build = {"warpbus": warpbus_engine, "vllm": vllm_engine}[options.engine]

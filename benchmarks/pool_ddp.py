@@ -4,6 +4,10 @@
     python benchmarks/pool_ddp.py --device cpu   # beside gloo
 
 Each rank is a process. Over the pool it has a lease; without, a GPU of this machine. The first epoch is not counted.
+"per_step" says where the time of a step over the pool goes: the clients' operators, batches of them, round trips, and
+seconds of the main thread in forward, backward, optimizer and the wait for the loss; of the leases' processes the steps
+of collective operations (an all-reduce of a bucket is two), their bytes, the seconds in which the thread launches
+nothing else, and the part of it for which it waits for the other rank's process.
 """
 
 import argparse
@@ -12,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,8 +34,46 @@ RANKS = 2
 SHAPE = GptShape(vocabulary=8192, width=512, layers=8, heads=8, context=256, batch=16, autocast=False)
 
 
-def epochs(device: torch.device, shape: GptShape, rank: int, steps: int, count: int) -> dict[str, list[float]]:
-    """Seconds of each epoch but the first, and the loss at the end of each."""
+class Phases:
+    """Seconds of the program's thread in each phase of a step.
+
+    Args:
+        usage: the counters of the lease; None without a pool.
+    """
+
+    def __init__(self, usage: Callable[[], dict[str, float]] | None) -> None:
+        self._usage = usage
+        self._seconds: Counter[str] = Counter()
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._seconds.clear()
+        self._before = {} if self._usage is None else self._usage()
+        self._last = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """A phase of a step has ended."""
+        now = time.perf_counter()
+        self._seconds[phase] += now - self._last
+        self._last = now
+
+    def per_step(self, steps: int) -> dict[str, float]:
+        """Of so many steps since `begin`."""
+        found = {} if self._usage is None else self._usage()
+        counted = {name: (found[name] - self._before[name]) / steps for name in found}
+        return {**{f"{name}_seconds": value / steps for name, value in self._seconds.items()}, **counted}
+
+
+def counters(gpu: Any) -> dict[str, float]:
+    """The counters of a lease and of its client."""
+    client = asdict(gpu.statistics)
+    lease = {f"lease_{name}": value for name, value in gpu.usage()["groups"].items()}
+    return {name: client[name] for name in ("operators", "batches", "round_trips")} | lease
+
+
+def epochs(device: torch.device, shape: GptShape, rank: int, steps: int, count: int, phases: Phases) -> dict[str, Any]:
+    """Seconds of each epoch but the first, the loss at the end of each, and what `Phases` says of the last."""
     model = DistributedDataParallel(Gpt(shape).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
@@ -38,36 +82,42 @@ def epochs(device: torch.device, shape: GptShape, rank: int, steps: int, count: 
     seconds, losses = [], []
     for _ in range(count + 1):
         dist.barrier()
+        phases.begin()
         started = time.perf_counter()
         for batch in batches:
             tokens = batch.to(device)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            phases.end("forward")
             loss.backward()
+            phases.end("backward")
             optimizer.step()
+            phases.end("optimizer")
         losses.append(loss.item())
+        phases.end("wait")
         seconds.append(time.perf_counter() - started)
-    return {"seconds": seconds[1:], "losses": losses}
+    return {"seconds": seconds[1:], "losses": losses, "per_step": phases.per_step(steps)}
 
 
 def run_rank(job: dict[str, Any]) -> None:
     """One rank of a run; prints what `epochs` gives."""
     rank, shape = job["rank"], GptShape(**job["shape"])
     store = dist.FileStore(job["store"], RANKS)
+    usage = None
     if job["address"]:
         gpu = warpbus.pool.connect(job["address"], memory=job["memory"], share=0.4, on=job["on"])
-        backend, device = "warpbus", gpu.device
+        backend, device, usage = "warpbus", gpu.device, lambda: counters(gpu)
     elif job["device"] == "cuda":
         torch.cuda.set_device(rank)
         backend, device = "nccl", torch.device("cuda", rank)
     else:
         backend, device = "gloo", torch.device("cpu")
     dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
-    print(json.dumps(epochs(device, shape, rank, job["steps"], job["epochs"])), flush=True)
+    print(json.dumps(epochs(device, shape, rank, job["steps"], job["epochs"], Phases(usage))), flush=True)
     dist.destroy_process_group()
 
 
-def run(job: dict[str, Any]) -> list[dict[str, list[float]]]:
+def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run all ranks of a job; what each gives."""
     with tempfile.TemporaryDirectory() as directory:
         processes = []
@@ -116,6 +166,7 @@ def main() -> None:
         "local_seconds": [max(each) for each in zip(*(rank["seconds"] for rank in local), strict=True)],
         "pool_losses": [rank["losses"] for rank in remote],
         "local_losses": [rank["losses"] for rank in local],
+        "per_step": {"pool": remote[0]["per_step"], "local": local[0]["per_step"]},
         "losses_equal": [rank["losses"] for rank in remote] == [rank["losses"] for rank in local],
     }
     print(json.dumps(figures, indent=1))

@@ -52,7 +52,7 @@ class ServingBenchOptions:
     tokens: int | None = None
     url: str | None = None
     serve: str | None = None
-    fp8_activations: bool = False
+    activation_dtype: str = "auto"
     peer: bool = True
 
 

@@ -27,6 +27,7 @@ from warpbus.bench.dense import LAYERS
 from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call, Inputs
+from warpbus.cuda.jit import architecture
 from warpbus.errors import UsageError
 from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.packed import PackedWeight, pack
@@ -132,6 +133,7 @@ def layer_case(
     rivals: Sequence[PeerContender],
     *,
     rate: float = 1,
+    bits: float | None = None,
 ) -> Case:
     """The case of one of `LAYERS`, whose floor is the larger of two times: of the weight, x `[m, in]` and the result at
     the copy bandwidth, and of the product at the rate of the tensor cores.
@@ -140,9 +142,11 @@ def layer_case(
         variant: the weight's scheme, or a name of 8-bit weights.
         make, ours, rivals: see `Case`.
         rate: of the tensor cores, relative to that for `dtype`.
+        bits: of a weight; by default those of the scheme, or 8.
     """
     n, k, _ = LAYERS[name]
-    bits = variant.bits_per_weight(k) if isinstance(variant, Scheme) else 8
+    if bits is None:
+        bits = variant.bits_per_weight(k) if isinstance(variant, Scheme) else 8
     moved = int(bits * n * k / 8) + m * (n + k) * dtype.itemsize
     flops = 2 * m * n * k
     return Case(
@@ -158,18 +162,29 @@ def layer_case(
 
 
 def _wna8_cases(run: Run) -> list[Callable[[], Case]]:
-    schemes = [Scheme.parse(name) for name in run.variants or (_SCHEME,)]
-    for scheme in schemes:
-        if not wna8.supports(scheme):
-            raise UsageError(f"wna8 has no kernel for {scheme}: give up to 4 bits in groups of 64 or 128")
+    variants = [_prompt_variant(name) for name in run.variants or (_SCHEME,)]
     rows = run.choose_sizes(_PROMPT_ROWS, _PROMPT_ROWS[1:3])
     if min(rows) < wna8.LEAST_ROWS:
         raise UsageError(f"wna8 multiplies {wna8.LEAST_ROWS} rows and more, not {min(rows)}: wna16 takes fewer")
     shelf = Shelf()
-    return [partial(_prompt_layer, run, scheme, name, m, shelf) for scheme in schemes for name in LAYERS for m in rows]
+    return [partial(_prompt_layer, run, each, name, m, shelf) for each in variants for name in LAYERS for m in rows]
 
 
-def _prompt_layer(run: Run, scheme: Scheme, name: str, m: int, shelf: Shelf) -> Case:
+def _prompt_variant(name: str) -> tuple[Scheme, str]:
+    """A scheme and the type of the activations: of "w4a16-g128+int8", or "w4a16-g128", which is FP8."""
+    text, _, word = name.partition("+")
+    scheme, word = Scheme.parse(text), word or "fp8"
+    if word not in _8_BIT:
+        raise UsageError(f"variant {name}: activations are fp8 or int8: give {text}+int8")
+    if not wna8.supports(scheme, _8_BIT[word]):
+        raise UsageError(f"wna8 has no kernel for {scheme} and {word}: give up to 4 bits in groups of 64 or 128")
+    return scheme, word
+
+
+def _prompt_layer(run: Run, variant: tuple[Scheme, str], name: str, m: int, shelf: Shelf) -> Case:
+    scheme, word = variant
+    if run.on_gpu and not wna8.runs_on(arch := architecture(run.device), _8_BIT[word]):
+        raise UsageError(f"wna8 in {word} needs an Ada, Hopper or later GPU, this one is {arch}: give {scheme}+int8")
     dtype = run.dtype or torch.bfloat16
     n, k, _ = LAYERS[name]
 
@@ -183,13 +198,14 @@ def _prompt_layer(run: Run, scheme: Scheme, name: str, m: int, shelf: Shelf) -> 
         return normal(m, k, run.device, dtype), supply()
 
     def ours(x: Tensor, weight: tuple[PackedWeight, Tensor]) -> Tensor:
-        return wna16_linear(x, weight[0], fp8=True)
+        return wna16_linear(x, weight[0], activation_dtype=_8_BIT[word])
 
     rivals = [
         cublas_rival(lambda x, weight: F.linear(x, weight[1])),
         PeerContender("wna16", warpbus.__version__, lambda x, weight: wna16_linear(x, weight[0])),
     ]
-    return layer_case(run, name, m, dtype, scheme, make, ours, rivals, rate=_8_BIT_RATE)
+    label = scheme if word == "fp8" else f"{scheme}+{word}"
+    return layer_case(run, name, m, dtype, label, make, ours, rivals, rate=_8_BIT_RATE, bits=scheme.bits_per_weight(k))
 
 
 def random_weight(scheme: Scheme, n: int, k: int, device: torch.device) -> QTensor:
@@ -288,7 +304,7 @@ WNA16 = Benchmark(
 
 WNA8 = Benchmark(
     name="wna8",
-    title="A linear layer with weights of few bits, activations rounded to FP8",
+    title="A linear layer with weights of few bits, activations rounded to 8 bits",
     cases=_wna8_cases,
     plot=Plot(x="m", x_label="rows of x", panels=("shape",)),
     needs_gpu=True,

@@ -24,12 +24,13 @@ from warpbus.bench.serving_peer import transformers_figures
 from warpbus.bench.serving_plot import serving_figure, serving_finding
 from warpbus.bench.serving_rows import PeerFigures, closed_rows, host_rows, open_rows
 from warpbus.cuda.devices import default_dtype
+from warpbus.cuda.dtype_names import rounds_activations
 from warpbus.engine.engine import Engine
 from warpbus.engine.kv_cache import token_bytes
 from warpbus.engine.offload import OffloadableModel
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, ModelConfig, random_model
-from warpbus.models.layers.linear import use_fp8_activations
+from warpbus.models.layers.activation_dtype import round_activations
 from warpbus.qtensor import Scheme
 
 SMALL = "small"
@@ -90,8 +91,8 @@ def _cases(run: Run, work: ServingBenchOptions, progress: Progress) -> list[Task
     if work.url is not None and work.serve is not None:
         raise UsageError("--url and --serve: give one of them")
     over_http = work.url is not None or work.serve is not None
-    if over_http and work.fp8_activations:
-        raise UsageError("--fp8-activations: a server has its own options: leave it out")
+    if rounds_activations(work.activation_dtype) and over_http:
+        raise UsageError("--activation-dtype: a server has its own options: leave it out")
     if over_http and work.shape is not None:
         raise UsageError("--shape: a server has its own model: leave it out")
     shapes = {**SHAPES, SMALL: SMALL_SHAPE}
@@ -155,7 +156,8 @@ def _in_process(
     dtype = default_dtype(run.device, torch.float16)
     floors = ServingFloors.measured(config, scheme, dtype, run.device) if run.on_gpu else None
     _release(run)
-    variant = f"{scheme}, fp8 activations" if work.fp8_activations else str(scheme)
+    rounded = rounds_activations(work.activation_dtype)
+    variant = f"{scheme}, {work.activation_dtype} activations" if rounded else str(scheme)
     base: dict[str, Parameter] = {
         "level": "engine",
         "shape": shape,
@@ -167,8 +169,7 @@ def _in_process(
     named: dict[str, Parameter] = {"shape": shape, "dtype": dtype_name(dtype), "variant": variant}
     progress("making the model", 0, 1)
     model = random_model(config, scheme, run.device, dtype)
-    if work.fp8_activations:
-        use_fp8_activations(model)
+    round_activations(model, work.activation_dtype)
     offloadable = OffloadableModel(model)
     most = max(effort.concurrency)
     engine = Engine(model, max_num_seqs=most, offloadable=offloadable)

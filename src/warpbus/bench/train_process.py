@@ -138,7 +138,7 @@ def _built(task: TrainBenchTask, group: Group) -> tuple[nn.Module, Callable[[Ten
 
 def _ours(task: TrainBenchTask, device: torch.device) -> TrainingMethod:
     config, settings = task.config, task.settings
-    model = random_model(config, None, device, _weights_dtype(settings))
+    model = random_model(config, None, device, _weights_dtype(settings), stacked=False)
     if settings.quantize is not None:
         _round(model, Scheme.parse(settings.quantize), device, _weights_dtype(settings))
     torch.manual_seed(0)  # of what is trained beside the weights: the same in every process
@@ -171,7 +171,7 @@ def _round(model: Decoder, scheme: Scheme, device: torch.device, dtype: torch.dt
 def _plain(task: TrainBenchTask, device: torch.device) -> PlainModel:
     """The model of the peer, with the weights that ours has."""
     settings = task.settings
-    source = random_model(task.config, None, device, _weights_dtype(settings))
+    source = random_model(task.config, None, device, _weights_dtype(settings), stacked=False)
     with torch.device("meta"):
         model = PlainModel(task.config)
     model.load_state_dict(source.state_dict(), assign=True)

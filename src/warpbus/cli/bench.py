@@ -196,9 +196,10 @@ for _name, _help in {
     Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens. humming is
     measured if the package humming-kernels is installed.
     """,
-    "wna8": """Layers with weights of few bits and activations in FP8, compared with cuBLAS and wna16. Needs Hopper.
+    "wna8": """Layers with weights of few bits, activations in FP8 or INT8, compared with cuBLAS and wna16. Needs a GPU.
 
-    Variants are quantization schemes; w4a16-g128 by default. With --size, only these numbers of tokens, 512 or more.
+    Variants are quantization schemes, w4a16-g128 by default: in FP8 (from Ada on), or in INT8 (from Ampere on) as
+    w4a16-g128+int8. With --size, only these numbers of tokens, 512 or more.
     """,
     "w8a8": """8-bit weights and activations, compared with cuBLAS in 16 bits and torch in 8 bits. Needs a GPU.
 
@@ -210,8 +211,8 @@ for _name, _help in {
     """,
     "moe": """Experts of one layer with 4-bit weights, compared with torch's grouped product in 16 bits. Needs a GPU.
 
-    Variants are shapes of models: glm-4.7-flash, glm-4.5-air (both by default), glm-5 and qwen3-30b-a3b. With --size,
-    only these numbers of tokens.
+    Variants are shapes of models: glm-4.7-flash, glm-4.5-air (both by default), glm-5 and qwen3-30b-a3b. With :16-bit
+    or :w8a8-fp8 behind the shape, experts are unquantized or in FP8. With --size, only these numbers of tokens.
     """,
     "attention": """Decode attention over the KV cache, compared with torch's fused attention. Needs a GPU.
 
@@ -268,7 +269,7 @@ MODEL_BENCHMARKS = {
             tokens="tokens per answer",
             url="measure the server at this URL",
             serve="serve this model directory, or demo, and measure that server",
-            fp8_activations="Hopper GPUs: round activations of prompts to FP8",
+            activation_dtype="activations of prompts: auto (16 bits), fp8 (from Ada on) or int8 (Ampere)",
             peer="also measure transformers, which takes a minute",
             quick=_QUICK,
         ),

@@ -75,7 +75,7 @@ DEMO_GREETING = """\
     max_model_len="maximum context length of the conversation in tokens",
     memory="GPU memory for weights, cache and workspace: 6GB, 5.5GiB, 50%; prints a plan",
     kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8, int4 or unquantized", field="kv_dtype"),
-    fp8_activations="Hopper GPUs, weights of up to 4 bits: round activations of prompts to FP8, for speed",
+    activation_dtype="activations of prompts: auto (16 bits), fp8 (from Ada on) or int8 (Ampere); weights of 4 bits",
 )
 def chat(
     model: Annotated[

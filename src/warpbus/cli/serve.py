@@ -48,7 +48,7 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
     max_queue="maximum number of waiting requests",
     memory="GPU memory per model: 6GB, 5.5GiB, 50%",
     kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8, fp8, int4 or unquantized", field="kv_dtype"),
-    fp8_activations="Hopper GPUs, weights of up to 4 bits: round activations of prompts to FP8, for speed",
+    activation_dtype="activations of prompts: auto (16 bits), fp8 (from Ada on) or int8 (Ampere); weights of 4 bits",
     kv_cache_tokens=FieldOption(
         "maximum number of tokens in the KV cache; requests beyond that wait", field="cache_tokens"
     ),

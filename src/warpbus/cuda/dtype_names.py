@@ -1,8 +1,13 @@
-"""The names of the dtypes that models compute in. Imports no torch: options are checked before torch is loaded."""
+"""The names of the dtypes that models compute in, and of rounded activations.
+
+Imports no torch: options are checked before torch is loaded.
+"""
 
 from warpbus.errors import UsageError
 
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
+ACTIVATION_DTYPES = ("auto", "fp8", "int8")
+"""The words of the option `activation_dtype`: "auto" does not round activations."""
 
 
 def dtype_name(dtype: object) -> str:
@@ -15,3 +20,14 @@ def dtype_name(dtype: object) -> str:
     if name not in DTYPE_NAMES:
         raise UsageError(f"dtype is {str(dtype)!r}: give auto, {', '.join(DTYPE_NAMES)}")
     return name
+
+
+def rounds_activations(activation_dtype: str) -> bool:
+    """Whether the option rounds activations to 8 bits.
+
+    Raises:
+        UsageError: not one of `ACTIVATION_DTYPES`.
+    """
+    if activation_dtype not in ACTIVATION_DTYPES:
+        raise UsageError(f"activation_dtype is {activation_dtype!r}: give {', '.join(ACTIVATION_DTYPES)}")
+    return activation_dtype != "auto"

@@ -78,6 +78,44 @@ class IpcExport:
         return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
 
+class IpcMemory:
+    """An allocation of this process's GPU that is made to be shared, and that no tensor of torch's is in.
+
+    Args:
+        size: bytes.
+        device: a GPU with its index.
+
+    Attributes:
+        address: of its first byte.
+        handle: by which other processes open it, `HANDLE_BYTES` bytes.
+
+    Raises:
+        DeviceError: the GPU has not so much memory, or the driver does not share it.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._driver = driver.library()
+        address = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.set_device(device)  # a thread that has not used CUDA yet has no current context
+            status = self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
+            driver.check(status, f"{device}: cuMemAlloc")
+            self.address = address.value
+            handle = _Handle()
+            status = self._driver.cuIpcGetMemHandle(ctypes.byref(handle), address)
+            if status:
+                self.free()
+            driver.check(status, f"{device}: cuIpcGetMemHandle")
+        self.handle = ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+
+    def free(self) -> None:
+        """Free it. No process may have it open."""
+        with torch.cuda.device(self._device):
+            torch.cuda.set_device(self._device)
+            driver.check(self._driver.cuMemFree_v2(ctypes.c_uint64(self.address)), f"{self._device}: cuMemFree")
+
+
 class IpcMapping:
     """Memory that other processes of this host share, opened for a GPU of this process."""
 
@@ -102,12 +140,21 @@ class IpcMapping:
                     )
                 status = self._driver.cuMemcpyAsync(
                     ctypes.c_uint64(tensor.data_ptr()),
-                    ctypes.c_uint64(self._base(location.handle) + location.offset),
+                    ctypes.c_uint64(self.opened(location.handle) + location.offset),
                     ctypes.c_size_t(tensor.nbytes),
                     ctypes.c_void_p(stream.cuda_stream),
                 )
                 driver.check(status, f"{self._device}: cuMemcpyAsync from another process's memory")
         stream.synchronize()
+
+    def holds(self, address: int, size: int) -> bool:
+        """Whether an allocation that was opened at an address has so many bytes, as far as the driver tells."""
+        base, found = ctypes.c_uint64(), ctypes.c_size_t()
+        with torch.cuda.device(self._device):
+            status = self._driver.cuMemGetAddressRange_v2(
+                ctypes.byref(base), ctypes.byref(found), ctypes.c_uint64(address)
+            )
+        return status != 0 or base.value + found.value >= address + size
 
     def close(self) -> None:
         """Unmap all of it."""
@@ -117,7 +164,8 @@ class IpcMapping:
                 driver.check(status, f"{self._device}: cuIpcCloseMemHandle")
         self._bases.clear()
 
-    def _base(self, handle: bytes) -> int:
+    def opened(self, handle: bytes) -> int:
+        """The address of an allocation here. Raises DeviceError if it cannot be opened."""
         if handle not in self._bases:
             base = ctypes.c_uint64()
             given = _Handle.from_buffer_copy(handle)

@@ -17,17 +17,20 @@ from warpbus.qtensor import Scheme
 
 @dataclass(frozen=True)
 class OffloadableExperts:
-    """The experts of a model that can be offloaded.
+    """The experts of a model that can be offloaded, and those that are stacked and cannot.
 
     Attributes:
         counts: for each layer the maximum number of offloaded experts; 0 in a dense layer.
         sizes: for each layer the bytes of an expert.
         shared: for each layer, whether it has a shared expert, which is stacked with the others.
+        others: for each layer the bytes of its experts if they are stacked and cannot be offloaded: in 16 bits, or with
+            activations of 8 bits; else 0.
     """
 
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
     shared: tuple[bool, ...]
+    others: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -40,7 +43,7 @@ class OffloadableExperts:
             quantized: the schemes of the parameters that are quantized.
             sizes: bytes of the parameters.
         """
-        counts, each, shared = [], [], []
+        counts, each, shared, others = [], [], [], []
         for index, layer in enumerate(config.all_layers):
             experts = len(layer.mlp.numbers) if isinstance(layer.mlp, MoESpec) else 0
             names = [f"layers.{index}.{matrix.name}.weight" for matrix in layer.matrices if matrix.expert is not None]
@@ -48,7 +51,9 @@ class OffloadableExperts:
             counts.append(experts - 1 if able else 0)
             each.append(sum(sizes[name] for name in names) // experts if able else 0)
             shared.append(isinstance(layer.mlp, MoESpec) and layer.mlp.shared is not None)
-        return cls(tuple(counts), tuple(each), tuple(shared))
+            grouped = dtype in HALVES and bool(names) and not able and len({quantized.get(name) for name in names}) == 1
+            others.append(sum(sizes[name] for name in names) // experts * (experts + shared[-1]) if grouped else 0)
+        return cls(tuple(counts), tuple(each), tuple(shared), tuple(others))
 
     @property
     def most(self) -> int:
@@ -80,13 +85,11 @@ class OffloadableExperts:
             offloaded: for each layer how many are not on the GPU; empty: none.
         """
         away = offloaded or (0,) * len(self.counts)
-        return max(
-            (
-                size * (most + 1 - own + shared)
-                for most, size, own, shared in zip(self.counts, self.sizes, away, self.shared, strict=True)
-            ),
-            default=0,
+        offloadable = (
+            size * (most + 1 - own + shared)
+            for most, size, own, shared in zip(self.counts, self.sizes, away, self.shared, strict=True)
         )
+        return max((*offloadable, *self.others), default=0)
 
 
 def _alike(config: ModelConfig, names: list[str], quantized: Mapping[str, Scheme]) -> bool:

@@ -41,7 +41,7 @@ def kv_fingerprint(opened: "OpenedModel", options: ServiceOptions) -> str:
         "cache": options.kv_dtype if plan is None else plan.kv_dtype,
         "dtype": str(opened.dtype),
         "embedding": None if plan is None else plan.embedding,
-        "fp8_activations": options.fp8_activations,
+        "activation_dtype": options.activation_dtype,
         "int8_activations": activations_in_8_bits(),
         "mtp": Speculation.parse(options.speculation).mtp,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -104,8 +104,8 @@ class LLM:
             or the one that `memory` requires); "int8" or "fp8", with the checkpoint's scales for this dtype, else with
             one scale per token and head; "int4", rounded after a Hadamard rotation, with one scale per token and head;
             or "unquantized", the dtype of the activations.
-        fp8_activations: on a Hopper GPU, round the activations of prefill to FP8, which is faster; see
-            `ServiceOptions`.
+        activation_dtype: "fp8" or "int8": on a GPU, round the activations of prefill to 8 bits, which is faster;
+            "auto": they keep their 16 bits. See `ServiceOptions`.
         adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2), by the names for `generate` and
             `chat`; see `warpbus.models.adapters.load_adapter`.
         progress: called while weights are downloaded and read; see `warpbus.models.Progress`.
@@ -138,7 +138,7 @@ class LLM:
         max_num_seqs: int = 16,
         memory: str | int | None = None,
         kv_dtype: str = "auto",
-        fp8_activations: bool = False,
+        activation_dtype: str = "auto",
         adapters: Mapping[str, str | Path] | None = None,
         progress: Progress | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
@@ -150,7 +150,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             memory=memory,
             kv_dtype=kv_dtype,
-            fp8_activations=fp8_activations,
+            activation_dtype=activation_dtype,
             adapters=tuple((name, str(directory)) for name, directory in (adapters or {}).items()),
         )
         opened = open_model(model, self.device, options, progress)

@@ -37,7 +37,7 @@ from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config
 from warpbus.models.adapters import load_adapter
-from warpbus.models.layers.linear import use_fp8_activations
+from warpbus.models.layers.activation_dtype import round_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
 from warpbus.models.stored_schemes import dtype_of_weights
@@ -164,8 +164,7 @@ def build_engine(
         offloaded=() if plan is None else plan.offloaded,
         int8_activations=activations_in_8_bits(),
     )
-    if options.fp8_activations:
-        use_fp8_activations(decoder)
+    round_activations(decoder, options.activation_dtype)
     adapters = opened.adapters
     if group is not None and group.world > 1:
         part = Part(opened.config, group.rank, group.world, options.expert_parallel)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from warpbus.cuda.dtype_names import dtype_name
+from warpbus.cuda.dtype_names import dtype_name, rounds_activations
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
@@ -34,9 +34,10 @@ class ServiceOptions:
         max_queue: the most requests that wait besides these; further ones are refused.
         memory: the GPU memory of the engine's process: "6GB", "50%", or bytes; see `LLM`.
         kv_dtype: the storage type of the KV cache: "auto", "int8", "fp8", "int4" or "unquantized"; see `LLM`.
-        fp8_activations: on a Hopper GPU, products of 512 tokens and more with weights of up to 4 bits round the tokens
-            to FP8: prompts are read faster, see docs/quantized_kernels.md. Not with `memory`, whose plan has no room
-            for the rounded tokens.
+        activation_dtype: "fp8" (Ada, Hopper and later GPUs) or "int8" (Ampere and later): products of 512 tokens and
+            more with weights of up to 4 bits round the tokens to 8 bits: prompts are read faster, see
+            docs/quantized_kernels.md. "auto": nothing is rounded. Not with `memory`, whose plan has no room for the
+            rounded tokens.
         cache_tokens: the size of the KV cache in tokens, rounded up to whole blocks; requests for which there is no
             block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
         max_num_batched_tokens: the most tokens of a step, of prompts and of decoding requests; None: the engine's
@@ -77,7 +78,7 @@ class ServiceOptions:
     max_queue: int = 1024
     memory: str | int | None = None
     kv_dtype: str = "auto"
-    fp8_activations: bool = False
+    activation_dtype: str = "auto"
     cache_tokens: int | None = None
     max_num_batched_tokens: int | None = None
     inter_token_latency: str | float | None = None
@@ -139,8 +140,8 @@ class ServiceOptions:
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):
             raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")
-        if self.fp8_activations and self.memory is not None:
-            raise UsageError("memory plans activations of 16 bits: leave out either memory or fp8_activations")
+        if rounds_activations(self.activation_dtype) and self.memory is not None:
+            raise UsageError("memory plans activations of 16 bits: leave out either memory or activation_dtype")
         if self.cache_tokens is not None:
             if self.memory is not None:
                 raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")

@@ -13,8 +13,8 @@ from warpbus.models.loading import (
     load_model,
     quantized_parameters,
     read_config,
-    tensor_map,
 )
+from warpbus.models.parameter_source import tensor_map
 from warpbus.models.random import random_model
 from warpbus.models.shapes import SHAPES
 

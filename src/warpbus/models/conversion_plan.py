@@ -21,8 +21,9 @@ from warpbus.models.families import BY_NAME
 from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
 from warpbus.models.gguf.export import TARGETS
 from warpbus.models.layer_spec import MLPSpec
-from warpbus.models.loading import quantized_parameters, read_config, tensor_map
+from warpbus.models.loading import quantized_parameters, read_config
 from warpbus.models.padding import padded_size
+from warpbus.models.parameter_source import tensor_map
 from warpbus.qtensor import Scheme
 
 PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}

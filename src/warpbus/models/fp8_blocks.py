@@ -20,7 +20,8 @@ from warpbus.formats.format import format_of
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.safetensors_io import raw_bytes
 from warpbus.kernels.reference.grid import LARGEST, nearest_values
-from warpbus.models.loading import read_config, tensor_map
+from warpbus.models.loading import read_config
+from warpbus.models.parameter_source import tensor_map
 
 TARGET = "fp8-block"
 BLOCK = 128

@@ -41,6 +41,7 @@ def random_model(
     expert_parallel: bool = False,
     offloaded: Sequence[int] = (),
     int8_activations: bool = False,
+    stacked: bool = True,
 ) -> Decoder:
     """A decoder with random weights; nothing is made that it does not keep.
 
@@ -59,6 +60,7 @@ def random_model(
         expert_parallel: as `load_model`.
         offloaded: experts in the memory of the host, as `load_model`; the weights are the same as without.
         int8_activations: on a CPU, quantized layers round their inputs to 8 bits; see `QuantizedLinear`.
+        stacked: arrange experts for the kernels, where these take them.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -113,7 +115,7 @@ def random_model(
             module.weight = _fixed(torch.ones(weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:
                 module.bias = _fixed(torch.zeros(weight.shape, dtype=dtype, device=device))
-        if name in layer_of and isinstance(mlp := model.layers[layer_of[name]].mlp, MoE):
+        if stacked and name in layer_of and isinstance(mlp := model.layers[layer_of[name]].mlp, MoE):
             mlp.stack(offloaded[layer_of[name]] if offloaded else 0)
     if config.tie_embeddings and isinstance(model.embedding, nn.Embedding):
         tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)

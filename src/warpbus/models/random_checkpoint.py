@@ -26,7 +26,8 @@ from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import AttentionSpec, MLPSpec, MoESpec
-from warpbus.models.loading import part_rows, read_config, tensor_map
+from warpbus.models.loading import part_rows, read_config
+from warpbus.models.parameter_source import tensor_map
 from warpbus.models.shapes import SHAPES
 
 _SHARD_BYTES = 2 * 10**9

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from warpbus.models.decoder import Decoder
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS
-from warpbus.models.loading import part_rows, tensor_map
+from warpbus.models.loading import part_rows
+from warpbus.models.parameter_source import tensor_map
 from warpbus.models.row_order import in_file_order
 
 

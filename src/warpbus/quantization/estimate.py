@@ -184,7 +184,10 @@ def estimate(
     def made(*, keep: bool) -> QuantizationEstimate:
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
         together = max(batch_tokens, ROUTED_TOKENS[kind] if plan.config.has_experts else 0)
-        working = _working_memory(plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep)
+        stacks = kind == "cuda" and plan.config.has_experts
+        working = _working_memory(
+            plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep, stacks=stacks
+        )
         waiting = {"finished layers": (WAITING + 2) * part}  # with the first rank; one is copied as a whole
         gpus = []
         for number, rank in enumerate(ranks if kind == "cuda" else ()):
@@ -232,8 +235,14 @@ def _working_memory(
     itemsize: int,
     *,
     keep: bool,
+    stacks: bool,
 ) -> dict[str, int]:
-    """Bytes that the rank with most to do needs on its device; `at_once`: how many matrices of a shape are solved."""
+    """Bytes that the rank with most to do needs on its device.
+
+    Args:
+        at_once: how many matrices of a shape are solved together.
+        stacks: experts are copied to be computed together.
+    """
     config, matrices = plan.config, plan.shapes
     if not tokens:
         # One matrix at a time: itself, in float32, and what it becomes.
@@ -259,7 +268,7 @@ def _working_memory(
         "activations": own * max(models * attended, keep * inner) * itemsize,
         "a batch": min(own, batch_tokens) * (6 * inner * itemsize + 16 * config.hidden_size),
         # While one is worked on, the next one is read.
-        "layers": max(layer.num_weights for layer in layers) * (models + 1) * itemsize,
+        "layers": max(layer.num_weights for layer in layers) * (models + 1 + stacks) * itemsize,
         "moments and solve": max(gathering, math.ceil(solving)),
     }
 

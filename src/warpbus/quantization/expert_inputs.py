@@ -109,7 +109,13 @@ class ExpertInputs:
                     yield ExpertInput(tokens.share, each.stage, x, original)
 
     def move(self) -> None:
-        """Put what leaves the sublayer in the place of what entered it, in the layer and in the unquantized one."""
+        """Put what leaves the sublayer in the place of what entered it, in the layer and in the unquantized one.
+
+        On a GPU this arranges the experts of both for the kernels: no expert can be replaced afterwards.
+        """
+        for layer in (self.layer, self.unquantized):
+            if layer is not None and isinstance(layer.mlp, MoE):
+                layer.mlp.stack()
         while self.tokens:
             each = self.tokens.pop(0)  # its memory is free afterwards
             original = each.original

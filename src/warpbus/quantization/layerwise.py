@@ -171,13 +171,15 @@ class LayerQuantization:
     def skip(self, restore: Callable[[], None]) -> None:
         """Load the weights of an earlier run into the layer by `restore`, and replace the states by the outputs of the
         layer."""
-        if self._unquantized is not None:
-            for state in self._states:
-                if state.original is not None:
-                    state.original = self._moved(self._unquantized, state.original, state)
         restore()
+        experts = isinstance(self.layer.mlp, MoE)
+        move = self._attended if experts else self._moved
         for state in self._states:
-            state.x = self._moved(self.layer, state.x, state)
+            if self._unquantized is not None and state.original is not None:
+                state.original = move(self._unquantized, state.original, state)
+            state.x = move(self.layer, state.x, state)
+        if experts:  # as `_visit_experts`, so that the bits are the same
+            ExpertInputs.route(self.layer, self._unquantized, self._states, self.group).move()
         self.watch.lap("forward")
 
     def weight(self, matrix: Matrix) -> Tensor:
@@ -436,6 +438,11 @@ class LayerQuantization:
 
     def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
         return layer(x, self._index, state.positions, state.angles, self._context(layer, state))
+
+    def _attended(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
+        """The output of the attention sublayer."""
+        stage = self.layer.spec.branches["attention"][-1][-1]
+        return layer.leave("attention", x, self._entering(layer, stage, x, state))
 
     def _context(self, layer: DecoderLayer, state: States) -> CausalAttention:
         return state.original_context if layer is self._unquantized else state.context

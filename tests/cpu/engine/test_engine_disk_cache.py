@@ -372,7 +372,7 @@ def test_what_the_fingerprint_covers(tiny_glm, tmp_path):
         return kv_fingerprint(open_model(directory, CPU, changed), changed)
 
     kept = {of(), of(kv_dtype="int8"), of(kv_dtype="fp8"), of(kv_dtype="int4")}
-    found = {*kept, of(dtype="bfloat16"), of(dtype="float32", fp8_activations=True)}
+    found = {*kept, of(dtype="bfloat16"), of(dtype="float32", activation_dtype="int8")}
     assert len(found) == 6
     assert of() == of(max_num_seqs=3, cache_tokens=640)
     copy = tmp_path / "copy"

@@ -69,6 +69,23 @@ def test_stacking_needs_the_layer_with_most_experts_on_the_gpu_again():
     assert OffloadableExperts((), (), ()).stacking_bytes(()) == 0
 
 
+def test_experts_with_activations_of_8_bits_are_stacked():
+    experts = Stored.uniform(SHAPES["glm-4.7-flash"], torch.bfloat16, Scheme.parse("w8a8-fp8")).offloadable
+    assert experts.most == 0
+    assert experts.stacking_bytes(()) == (64 + 1) * (3 * 2048 * 1536 + 4 * (2 * 1536 + 2048))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unquantized_experts_are_stacked_in_16_bits(dtype):
+    stored = Stored.uniform(SHAPES["glm-4.7-flash"], dtype, None)
+    experts = stored.offloadable
+    layer = (64 + 1) * 3 * 2048 * 1536 * 2
+    assert experts.most == 0
+    assert experts.stacking_bytes(()) == (layer if dtype == torch.bfloat16 else 0)
+    if dtype == torch.bfloat16:
+        assert plan_memory(stored, 80 * GB, max_num_seqs=1).parts["workspace"] > layer
+
+
 @pytest.mark.parametrize("memory", [48, 60])
 def test_the_workspace_holds_what_stacking_takes(memory):
     """The experts of a layer of GLM-4.5-Air are more than the activations of a piece."""

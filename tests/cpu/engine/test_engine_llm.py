@@ -190,6 +190,9 @@ def test_errors_come_before_the_stream_begins(llm):
         ({"max_num_seqs": 0}, UsageError, "max_num_seqs is 0"),
         ({"memory": "6GB"}, UsageError, "--memory 6GB limits GPU memory, but this run is on the CPU"),
         ({"kv_dtype": "int3"}, UsageError, "kv_dtype is 'int3': give auto, int8, fp8, int4, unquantized"),
+        ({"activation_dtype": "fp4"}, UsageError, "activation_dtype is 'fp4': give auto, fp8, int8"),
+        ({"activation_dtype": "int8"}, UsageError, "activation_dtype int8 needs matrices .* on a GPU"),
+        ({"activation_dtype": "fp8", "memory": "6GB"}, UsageError, "leave out either memory or activation_dtype"),
     ],
 )
 def test_arguments_out_of_range_are_refused(tiny_glm, arguments, error, message):

@@ -15,7 +15,15 @@ pytest.importorskip("cuda.bindings", reason="the compiler comes with the extra c
 from ptx_loads import compile_ptx, kernels_of, read_only_parameters, representatives
 
 # The parameters that a kernel may load so: weights, which no kernel of a step writes.
-WEIGHTS = {"hgemv": {"weight"}, "moe_route": {"weight"}, "mla_queries": {"norm"}, "mla_rope_and_cache": {"norm"}}
+WEIGHTS = {
+    "hgemv": {"weight"},
+    "mla_queries": {"norm"},
+    "mla_rope_and_cache": {"norm"},
+    "moe_gemv_gated": {"weight"},
+    "moe_gemv_summed": {"weight"},
+    "moe_route": {"weight"},
+    "sm80_wna8": {"scales", "zeros"},
+}
 WAIT = "griddepcontrol.wait"
 
 

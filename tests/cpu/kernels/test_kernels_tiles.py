@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from warpbus.kernels.ops import gemm_sm80, gemm_sm90, w8a8, wna8, wna16_sm80, wna16_sm90
+from warpbus.kernels.ops import gemm_sm80, gemm_sm90, w8a8, wna8_sm80, wna8_sm90, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.split_k import cheapest
 from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling, choose, clocks
 from warpbus.kernels.ops.tiles_sm90 import Sm90Tiling, shared_bytes
@@ -62,13 +62,15 @@ def compiled():
     """Kernels with their threads, of every tiling."""
     for (tiling, *_), kernel in (*gemm_sm80._KERNELS.items(), *w8a8._AMPERE_KERNELS.items()):
         yield kernel, tiling.threads
-    for (tiling, *_), kernel in (*wna16_sm80._KERNELS.items(), *w8a8._HOPPER_KERNELS.items()):
+    for (tiling, *_), kernel in (*wna16_sm80._KERNELS.items(), *wna8_sm80._KERNELS.items()):
+        yield kernel, tiling.threads
+    for (tiling, *_), kernel in w8a8._HOPPER_KERNELS.items():
         yield kernel, tiling.threads
     for tiling in gemm_sm90.TILINGS:
         yield gemm_sm90._kernel(torch.float16, tiling, 0, 0, 0), tiling.threads
     for tiling in wna16_sm90.TILINGS:
         yield tiling.kernel(torch.float16, 4), tiling.threads
-    for kernel in wna8._KERNELS.values():
+    for kernel in wna8_sm90._KERNELS.values():
         yield kernel, 384
 
 

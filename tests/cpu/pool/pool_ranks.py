@@ -1,7 +1,7 @@
 """A rank of a distributed training: python pool_ranks.py ADDRESS STORE RANK SIZE PROGRAM.
 
-`train` trains over leases and over gloo, by DistributedDataParallel and by fully_shard, and compares the bits. `wait`
-waits for a rank that never comes.
+`train` trains over leases and over gloo, by DistributedDataParallel and by fully_shard, and compares the bits; `direct`
+is the same where bytes go from GPU to GPU. `wait` waits for a rank that never comes.
 """
 
 import sys
@@ -47,6 +47,7 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
 
 
 def both(device: torch.device, rank: int) -> list[list[str]]:
+    dist.barrier()
     found = [trained(device, wrap, rank) for wrap in (DistributedDataParallel, sharded)]
     objects: list = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
@@ -73,6 +74,8 @@ def main(address: str, path: str, rank: int, size: int, program: str) -> None:
         return
     before = gpu.statistics.bytes_received
     remote = both(gpu.device, rank)
+    steps = gpu.usage()["groups"]
+    assert steps["launched"] == (steps["steps"] if program == "direct" else 0)
     assert gpu.statistics.bytes_received - before < 10_000
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}-local", size), **options)
     local = both(torch.device("cpu"), rank)

@@ -11,10 +11,11 @@ from pool_daemons import serving
 _RANKS = Path(__file__).parent / "pool_ranks.py"
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("mill"), 2, "warpbus.pool.tenant.process", spare=0, grace=3.0) as mill:
-        yield str(mill.address)
+@pytest.fixture(scope="module", params=["warpbus.pool.tenant.process", "pool_direct_tenant"])
+def pool(request, tmp_path_factory):
+    """The address, and whether leases have slots as on GPUs."""
+    with serving(tmp_path_factory.mktemp("mill"), 2, request.param, spare=0, grace=3.0) as mill:
+        yield str(mill.address), request.param == "pool_direct_tenant"
 
 
 def _started(address: str, store: Path, program: str) -> list[subprocess.Popen]:
@@ -25,15 +26,16 @@ def _started(address: str, store: Path, program: str) -> list[subprocess.Popen]:
     ]
 
 
-def test_ddp_and_fsdp_train_as_over_gloo(address, tmp_path):
-    for rank in _started(address, tmp_path / "store", "train"):
+def test_ddp_and_fsdp_train_as_over_gloo(pool, tmp_path):
+    address, direct = pool
+    for rank in _started(address, tmp_path / "store", "direct" if direct else "train"):
         said, errors = rank.communicate(timeout=300)
         assert rank.returncode == 0, errors
         assert said.splitlines()[-1] == "equal"
 
 
-def test_a_rank_that_is_killed_ends_the_operation_of_the_others(address, tmp_path):
-    waiting, killed = _started(address, tmp_path / "store", "wait")
+def test_a_rank_that_is_killed_ends_the_operation_of_the_others(pool, tmp_path):
+    waiting, killed = _started(pool[0], tmp_path / "store", "wait")
     for rank in (waiting, killed):
         assert rank.stdout.readline() == "joined\n", rank.communicate()
     killed.send_signal(signal.SIGKILL)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tile_errors import assert_close_everywhere
+from gpu_experts import check, normal, slots_of
 from torch.nn import functional as F
 
 from warpbus.cuda.capabilities import Capabilities, capabilities
@@ -33,10 +33,6 @@ def _seed():
     del [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(4)][:]
 
 
-def normal(*shape, dtype):
-    return torch.randn(shape, device="cuda").to(dtype)
-
-
 def stacked(scheme, experts, n, k, dtype):
     scheme = Scheme.parse(scheme).fitting(k)
     shape = n, scheme.groups(k)
@@ -58,23 +54,6 @@ def exact(x, experts, weights, gate_up, down, residual):
         y = (F.silu(gate) * up) @ back.T
         total.index_add_(0, tokens, y * weights[tokens, slots, None].double())
     return total if residual is None else total + residual.double()
-
-
-def check(out, expected):
-    error = (out.double() - expected).norm() / expected.norm()
-    assert torch.isfinite(out).all()
-    assert error.item() <= 2 * torch.finfo(out.dtype).eps
-    assert_close_everywhere(out, expected, 2 * torch.finfo(out.dtype).eps)
-
-
-def slots_of(tokens, experts, top_k, shared):
-    """Random experts, without repetition in a token, and weights; the shared one is the last."""
-    scores = torch.rand(tokens, experts, device="cuda")
-    scores[:, : experts // 3] += 0.5  # some experts get more tokens than others
-    weights, chosen = scores.topk(top_k, dim=1)
-    if shared:
-        chosen, weights = F.pad(chosen, (1, 0), value=experts), F.pad(weights, (1, 0), value=1.0)
-    return chosen.int().contiguous(), weights.float().contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

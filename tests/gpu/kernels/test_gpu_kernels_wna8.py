@@ -1,14 +1,13 @@
-"""Activations of 8 bits times weights of up to 4: codes, sums and products against float64, at odd sizes too."""
+"""Activations in e4m3 times weights of up to 4 bits by wgmma, against float64, at odd sizes too."""
 
 import pytest
 import torch
 from gpu_random_weights import quantized
-from tile_errors import assert_close_everywhere
+from gpu_wna8_products import TOLERANCE, check, product
 
-from warpbus.kernels.ops import wna8
+from warpbus.kernels.ops import wna8_sm90
 from warpbus.kernels.ops.packed import pack
-from warpbus.kernels.reference.w8a8 import quantize
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor import Scheme
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
@@ -34,8 +33,6 @@ SIZES = [
     (1025, 264, 13696),
     (513, 4608, 4096),
 ]
-# Of sums of 128 products by tensor cores that keep about 14 bits, for factors with random signs.
-TOLERANCE = 6e-4
 
 
 @pytest.fixture(autouse=True)
@@ -48,49 +45,10 @@ def multiply(x, weight, bias=None, gated=False):
     m, n = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
     whole = torch.full((m + 2, n), float("nan"), dtype=x.dtype, device="cuda")
     out = whole[1:-1]
-    wna8.multiply(x, pack(weight, x.dtype), bias, out, gated=gated)
+    wna8_sm90.multiply(x, pack(weight, x.dtype), bias, out, gated=gated)
     assert whole[0].isnan().all()
     assert whole[-1].isnan().all()
     return out
-
-
-def rounded(x):
-    """By the reference on the CPU, which divides: torch's operators on a GPU multiply by the reciprocal of a number."""
-    codes, scales = quantize(x.cpu(), torch.float8_e4m3fn)
-    return codes.cuda(), scales.cuda()
-
-
-def product(x, weight, bias=None):
-    """What the rounded activations give, in float64."""
-    codes, scales = rounded(x)
-    values = codes.double() * scales.double()[:, None]
-    scales_of_x_dtype = QTensor.from_codes(
-        weight.scheme, weight.codes(), weight.scales.to(x.dtype).float(), weight.zeros
-    )
-    exact = values @ scales_of_x_dtype.dequantize(torch.float64).T
-    return exact if bias is None else exact + bias.double()
-
-
-def check(out, expected, tolerance=TOLERANCE):
-    assert torch.isfinite(out).all()
-    tolerance += torch.finfo(out.dtype).eps / 2
-    assert ((out.double() - expected).norm() / expected.norm()).item() <= tolerance
-    assert_close_everywhere(out, expected, tolerance)
-
-
-@pytest.mark.parametrize("columns", [64, 128])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "k"), [(1, 16), (3, 144), (5, 4096), (130, 13696), (2, 16384), (3, 40000)])
-def test_codes_and_their_sums(m, k, dtype, columns):
-    x = torch.randn(m, k, device="cuda").mul(3).to(dtype)
-    x[0, : k // 2] = 0
-    codes, scales, sums = wna8._quantize(x, columns)
-    expected, of_rows = rounded(x)
-    assert torch.equal(scales, of_rows)
-    restored = codes.view(torch.uint8).view(m, k // 16, 4, 2, 2).permute(0, 1, 4, 2, 3)  # block, t, e, p -> p, t, e
-    assert torch.equal(restored.reshape(m, k), expected.view(torch.uint8))
-    padded = torch.nn.functional.pad(expected.double(), (0, -k % columns)).view(m, -1, columns).sum(-1)
-    assert torch.allclose(sums.double(), padded, rtol=2**-11, atol=1e-2)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -150,10 +108,3 @@ def test_the_same_bits_at_every_run_and_in_any_batch():
     for _ in range(5):
         assert torch.equal(multiply(x, weight), first)
     assert torch.equal(multiply(x[300:1000], weight), first[300:1000])
-
-
-def test_what_is_supported():
-    supported = {
-        str(scheme): wna8.supports(Scheme.parse(scheme)) for scheme in (*SCHEMES, "w4a16-g32", "w8a16", "w8a16-g128")
-    }
-    assert supported == {scheme: scheme in SCHEMES for scheme in supported}

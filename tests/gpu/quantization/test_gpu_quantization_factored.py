@@ -57,7 +57,9 @@ def test_the_same_bits_each_time_and_in_a_graph():
 
 def test_where_the_products_are_too_rough_the_library_decides(monkeypatch):
     matrix = moments(300)
-    monkeypatch.setattr(linear_algebra, "_by_blocks", lambda matrix: (*[matrix] * 3, torch.ones(1, dtype=torch.int32).cuda()))
+    monkeypatch.setattr(
+        linear_algebra, "_by_blocks", lambda matrix: (*[matrix] * 3, torch.ones(1, dtype=torch.int32).cuda())
+    )
     found = factored(matrix, damping=0.0, activation_order=False, name="q")
     product = found.upper.double() * found.pivots.double() @ found.upper.double().T
     assert (product - matrix).abs().max() < 1e-5 * matrix.abs().max()

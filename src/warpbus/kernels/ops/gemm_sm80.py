@@ -20,7 +20,8 @@ from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
     "const ELEMENT* a, const ELEMENT* b, const ELEMENT* bias, ELEMENT* out, float* partial, int m, int n, "
-    "int k, long long a_stride, long long b_stride, long long out_stride, int k_per_split, int activation"
+    "int k, long long a_stride, long long b_stride, long long out_stride, int k_per_split, int activation, "
+    "const int4* list"
 )
 _CHUNK = 8  # elements in 16 bytes
 
@@ -44,8 +45,8 @@ class GemmSm80Tiling(Sm80Tiling):
         """Bytes of shared memory of a block."""
         return self.stages * (self.tile_m + self.tile_n) * self.tile_k * 2
 
-    def kernel(self, dtype: torch.dtype, layout_a: str, layout_b: str) -> Kernel:
-        """The kernel for operands of two layouts, "row" or "column"."""
+    def kernel(self, dtype: torch.dtype, layout_a: str, layout_b: str, *, experts: bool = False) -> Kernel:
+        """The kernel for operands of two layouts, "row" or "column", or that for a mixture of experts."""
         return unit(
             "gemm/sm80_hgemm.cu",
             ELEMENT=ELEMENTS[dtype],
@@ -59,6 +60,7 @@ class GemmSm80Tiling(Sm80Tiling):
             ALIGN=self.align,
             A_LAYOUT=layout_a,
             B_LAYOUT=layout_b,
+            EXPERTS=int(experts),
             SHARED_BYTES=self.shared,
         ).kernel("sm80_hgemm", _PARAMETERS)
 
@@ -109,6 +111,12 @@ _KERNELS = {
     )
     if not (tiling is WIDE and layout_a == layout_b == "column")
 }
+OF_EXPERTS = (SMALL, SQUARE)
+"""The tilings for experts."""
+_EXPERT_KERNELS = {
+    (tiling, dtype): tiling.kernel(dtype, "row", "column", experts=True)
+    for tiling, dtype in product(OF_EXPERTS, HALVES)
+}
 
 
 def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
@@ -141,6 +149,7 @@ def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
         out_stride=n,
         k_per_split=k,
         activation=0,
+        list=None,
         shared=tiling.shared,
     )
 
@@ -181,9 +190,43 @@ def sm80_gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: T
         out_stride=out.stride(0),
         k_per_split=part,
         activation=activation,
+        list=None,
         shared=tiling.shared,
     )
     reduce(partial, bias, out, activation)
+
+
+def multiply_experts(x: Tensor, weights: Tensor, tiles: Tensor, most: int, tiling: GemmSm80Tiling, out: Tensor) -> None:
+    """Products of a mixture of experts: rows of `out` are rows of x times their expert's weight.
+
+    Args:
+        x: `[rows, k]`, sorted by expert, contiguous, 16-byte aligned.
+        weights: `[experts, n, k]`, contiguous; k is a multiple of 8.
+        tiles: int32 `[1 + most, 4]`, see `moe/sort.cu`.
+        most: rows of tiles, at most.
+        tiling: one of `OF_EXPERTS`.
+        out: `[rows, n]`, contiguous.
+    """
+    n, k = weights.shape[1:]
+    _EXPERT_KERNELS[tiling, x.dtype](
+        most * blocks((n, tiling.tile_n)),
+        tiling.threads,
+        a=x,
+        b=weights,
+        bias=None,
+        out=out,
+        partial=None,
+        m=len(out),
+        n=n,
+        k=k,
+        a_stride=k,
+        b_stride=k,
+        out_stride=n,
+        k_per_split=k,
+        activation=0,
+        list=tiles[1:],
+        shared=tiling.shared,
+    )
 
 
 def _layout(matrix: Tensor) -> tuple[str, int, bool]:

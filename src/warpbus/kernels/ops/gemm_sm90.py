@@ -16,7 +16,8 @@ from warpbus.kernels.ops.tiles_sm90 import BOX, ROW_BYTES, Sm90Tiling
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
-    "TileMaps map_a, TensorMap map_b, TensorMap map_out, const ELEMENT* bias, ELEMENT* out, Problem p",
+    "TileMaps map_a, TensorMap map_b, TensorMap map_out, const ELEMENT* bias, ELEMENT* out, Problem p, "
+    "const int4* list",
     Problem="int m, int n, int k, int group, int direct",
 )
 _TILE_K = ROW_BYTES // 2  # elements of one stage
@@ -25,6 +26,7 @@ _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 1024  # of the output that are walked together: wide enough that L2 serves a wave of tiles
 _L2 = 50e6  # bytes
 _LARGEST_FOR_SILU = 128 * 128  # elements of a tile: with more, the registers of a thread do not suffice
+_FEW_ROWS = 16  # kFewRows in gemm/sm90_hgemm.cu
 _EPILOGUE = 350  # what a tile costs beside its products, in elements of k: filling the ring, writing the result
 
 
@@ -66,6 +68,14 @@ TILINGS = (
     GemmSm90Tiling(128, 64, 8, 2, 0.70),
     GemmSm90Tiling(64, 128, 8, 2, 0.73, variety=1),
 )
+
+OF_EXPERTS = (
+    GemmSm90Tiling(64, 64, 12, 2, 0.4),
+    GemmSm90Tiling(64, 128, 8, 2, 0.73),
+    GemmSm90Tiling(128, 128, 6, 2, 0.97),
+    GemmSm90Tiling(128, 256, 4, 2, 1.0),
+)
+"""The tilings for experts."""
 
 _LARGEST = TILINGS[0]
 _MANY_WAVES = 8  # from which on a last one that is not full does not count
@@ -126,8 +136,45 @@ def gemm(
         k=k,
         group=group,
         direct=direct,
+        list=None,
         shared=tiling.shared(_COLUMN_BYTES),
         cluster=tiling.cluster,
+        dependent=True,
+    )
+
+
+def multiply_experts(
+    x: Tensor, weights: Tensor, tiles: Tensor, most: int, tiling: GemmSm90Tiling, out: Tensor, *, gated: bool = False
+) -> None:
+    """Products of a mixture of experts: rows of `out` are rows of x times their expert's weight.
+
+    Args:
+        x: `[rows, k]`, sorted by expert, contiguous, at least `tiling.tile_m` rows.
+        weights: `[experts, n, k]`, contiguous; k is a multiple of 8.
+        tiles: int32 `[1 + most, 4]`, see `moe/sort.cu`.
+        most: rows of tiles, at most.
+        tiling: one of `OF_EXPERTS`.
+        out: `[rows, n]`, contiguous; with a gate `[rows, n / 2]`, `silu(gate) * up` of weights whose first half of the
+            rows is the gate.
+    """
+    n = out.shape[1]
+    columns = tiling.tile_n // (2 if gated else 1)
+    direct = not fits(out)
+    _kernel(x.dtype, tiling, 0, 0, ACTIVATIONS["none"], 2 if gated else 1)(
+        min(most * blocks((n, columns)), multiprocessors(x.device)),
+        tiling.threads,
+        map_a=tensor_map(x, tiling.tile_m, BOX) + tensor_map(x, _FEW_ROWS, BOX),
+        map_b=tensor_map(weights.flatten(0, 1), columns, BOX),
+        map_out=_NO_MAP if direct else tensor_map(out, BOX, BOX),
+        bias=None,
+        out=out,
+        m=len(out),
+        n=n,
+        k=x.shape[1],
+        group=1,
+        direct=direct,
+        list=tiles[1:],
+        shared=tiling.shared(_COLUMN_BYTES),
         dependent=True,
     )
 
@@ -160,7 +207,9 @@ def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, 
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: int, activation: int) -> Kernel:
+def _kernel(
+    dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: int, activation: int, experts: int = 0
+) -> Kernel:
     declared = unit(
         "gemm/sm90_hgemm.cu",
         needs="sm_90a",
@@ -173,6 +222,7 @@ def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: i
         A_MAJOR=a_major,
         B_MAJOR=b_major,
         ACTIVATION=activation,
+        EXPERTS=experts,
         SHARED_BYTES=tiling.shared(_COLUMN_BYTES),
     )
     return declared.kernel("sm90_hgemm", _PARAMETERS)
@@ -181,3 +231,6 @@ def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: i
 for _dtype, _tiling, _a, _b, _activation in itertools.product(HALVES, TILINGS, (0, 1), (0, 1), ACTIVATIONS.values()):
     if _tiling.fits(_a, _b, _activation):
         _kernel(_dtype, _tiling, _a, _b, _activation)
+
+for _dtype, _tiling, _experts in itertools.product(HALVES, OF_EXPERTS, (1, 2)):
+    _kernel(_dtype, _tiling, 0, 0, ACTIVATIONS["none"], _experts)

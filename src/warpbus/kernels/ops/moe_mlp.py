@@ -23,27 +23,12 @@ from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
-from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.expert_rows import SortedRows
 from warpbus.kernels.ops.packed import TILE_ROWS
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
 
-_SORT = per_dtype(
-    "moe/sort.cu",
-    "moe_sort",
-    "const int* experts, int* order, int* place, int4* tiles, int slots, int count, int rows_of_tile",
-    HALVES,
-)
-_PERMUTE = per_dtype(
-    "moe/sort.cu", "moe_permute", "const ELEMENT* x, const int* order, ELEMENT* out, int width, int per_token", HALVES
-)
-_COMBINE = per_dtype(
-    "moe/sort.cu",
-    "moe_combine",
-    "const ELEMENT* y, const int* place, const float* weights, const ELEMENT* residual, ELEMENT* out, int width, "
-    "int per_token",
-    HALVES,
-)
 _FEW_TOKENS = 2  # up to which slots are products of their own: of more tokens, too many share experts
 
 
@@ -167,49 +152,18 @@ def _by_tile(
     able: Capabilities,
 ) -> Tensor:
     (tokens, per_token), hidden, ffn = experts.shape, x.shape[1], down.weights.shape[1]
-    rows, count = tokens * per_token, gate_up.count
-    height, by_decode = _rows_of_tile(rows / (count + absent), able, ffn)
-    most = (rows + (height - 1) * min(rows, count)) // height
-    order, place = (torch.empty(rows, dtype=torch.int32, device=x.device) for _ in range(2))
-    tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=x.device)
-    _SORT[x.dtype](
-        1,
-        1024,
-        experts=experts,
-        order=order,
-        place=place,
-        tiles=tiles,
-        slots=rows,
-        count=count,
-        rows_of_tile=height,
-        shared=4 * count,
-        dependent=True,
-    )
-    # A copy of a tile brings as many rows as it has at most, also where there are fewer.
-    sorted_x = x.new_empty(max(rows, height), hidden)
-    _PERMUTE[x.dtype](rows, 256, x=x, order=order, out=sorted_x, width=hidden, per_token=per_token, dependent=True)
-    y = x.new_empty(rows, hidden)
+    height, by_decode = _rows_of_tile(tokens * per_token / (gate_up.count + absent), able, ffn)
+    rows = SortedRows.sort(x, experts, gate_up.count, height)
+    tiles, most = rows.tiles, rows.most
+    y = x.new_empty(rows.count, hidden)
     if by_decode:
-        inner = x.new_empty(max(rows, height), ffn)
-        wna16_decode.multiply_experts(sorted_x, gate_up, height, inner, gated=True, count=most, tiles=tiles)
+        inner = x.new_empty(len(rows.x), ffn)
+        wna16_decode.multiply_experts(rows.x, gate_up, height, inner, gated=True, count=most, tiles=tiles)
         wna16_decode.multiply_experts(inner, down, height, y, gated=False, count=most, tiles=tiles)
     else:
-        inner = _gated(sorted_x, gate_up, tiles, most, height, able)
+        inner = _gated(rows.x, gate_up, tiles, most, height, able)
         _multiply(inner, down, tiles, most, height, y, able)
-    out = torch.empty_like(x)
-    _COMBINE[x.dtype](
-        tokens,
-        256,
-        y=y,
-        place=place,
-        weights=weights,
-        residual=residual,
-        out=out,
-        width=hidden,
-        per_token=per_token,
-        dependent=True,
-    )
-    return out
+    return rows.combine(y, weights, residual)
 
 
 def _gated(x: Tensor, gate_up: PackedExperts, tiles: Tensor, most: int, height: int, able: Capabilities) -> Tensor:

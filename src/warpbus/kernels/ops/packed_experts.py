@@ -9,10 +9,9 @@ from torch import Tensor
 from warpbus.cuda.staging import pinned_bytes
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.arguments import blocks
+from warpbus.kernels.ops.expert_rows import MOST_EXPERTS
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
 from warpbus.qtensor import QTensor, Scheme
-
-_MOST_EXPERTS = 1023  # of moe_sort
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class PackedExperts:
                     f"experts: expert {number} is {list(part.shape)} {part.scheme} {part.dtype}, expert 0 is "
                     f"{list(first.shape)} {first.scheme} {first.dtype}: expected all alike"
                 )
-        if len(every) > _MOST_EXPERTS:
-            raise TensorError(f"experts: {len(every)}, expected at most {_MOST_EXPERTS}")
+        if len(every) > MOST_EXPERTS:
+            raise TensorError(f"experts: {len(every)}, expected at most {MOST_EXPERTS}")
         join = _pinned if first.device.type == "cuda" else torch.cat
         return cls(_joined(parts, torch.cat), len(every), _joined(offloaded, join) if offloaded else None)
 

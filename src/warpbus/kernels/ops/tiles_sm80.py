@@ -1,4 +1,5 @@
-"""The tiles of products on `mma.sync`, and the cost model by which `gemm_sm80` and `wna16_sm80` choose among them.
+"""The tiles of products on `mma.sync`, and the cost model by which `gemm_sm80`, `wna16_sm80` and
+`wna8_sm80` choose among them.
 
 Costs are in clocks of a multiprocessor. The rates are an A100's; what matters is how the costs of two tilings compare.
 """
@@ -18,6 +19,7 @@ _START = 2000  # of a block: the first tiles, and the results
 _LAUNCH = 4000  # of split_k_reduce
 _LEAST_PART = 256  # of k, below which splitting is not considered
 _MOST_SPLITS = 32
+_RESERVED = 1024  # bytes of shared memory that the system takes of each block
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
@@ -62,6 +64,16 @@ def choose(tilings: Sequence[_AnyTiling], k: int, cost: Callable[[_AnyTiling, in
     return cheapest(tilings, k, splits, lambda tiling: tiling.tile_k, cost)
 
 
+def resident_within(registers: int, shared: int, shared_memory: int) -> int:
+    """Blocks that a multiprocessor with so many bytes of shared memory holds at a time.
+
+    Args:
+        registers: blocks that have room for their registers.
+        shared: bytes of a block.
+    """
+    return max(1, min(registers, shared_memory // (shared + _RESERVED)))
+
+
 def clocks(
     tiling: Sm80Tiling,
     *,
@@ -73,6 +85,7 @@ def clocks(
     multiprocessors: int,
     bytes_per_k: float,
     weight_bytes: float = 0,
+    rate: float = 1,
 ) -> float:
     """The expected time: a multiprocessor computes, reads or waits, and the slowest decides.
 
@@ -81,11 +94,12 @@ def clocks(
         resident: blocks of a multiprocessor at a time.
         bytes_per_k: of both operands, that a block reads per element of k.
         weight_bytes: that come from global memory once.
+        rate: of the tensor cores, relative to that for 16 bits.
     """
     splits = blocks((max(k, 1), part))
     share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
     rounds = blocks((share, resident))
-    computing = share * part * (tiling.tile_m * tiling.tile_n) / (_PRODUCTS * tiling.efficiency)
+    computing = share * part * (tiling.tile_m * tiling.tile_n) / (rate * _PRODUCTS * tiling.efficiency)
     reading = share * part * bytes_per_k / _BYTES
     loading = weight_bytes / (_MEMORY * multiprocessors)
     waiting = rounds * part / tiling.tile_k * _LATENCY / (tiling.stages - 1)

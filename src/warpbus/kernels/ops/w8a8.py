@@ -16,6 +16,7 @@ from torch import Tensor
 from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.errors import DeviceError, TensorError
@@ -40,11 +41,11 @@ from warpbus.kernels.units import unit
 _SM80_PARAMETERS = Parameters(
     "const unsigned char* a, const unsigned char* b, const float* a_scale, const float* b_scale, "
     "const ELEMENT* bias, ELEMENT* out, float* partial, int m, int n, int k, long long a_stride, "
-    "long long b_stride, int k_per_split"
+    "long long b_stride, int k_per_split, const int4* list"
 )
 _SM90_PARAMETERS = Parameters(
     "TileMaps map_a, TensorMap map_b, TensorMap map_out, const float* a_scale, const float* b_scale, "
-    "const ELEMENT* bias, ELEMENT* out, float* partial, Problem p",
+    "const ELEMENT* bias, ELEMENT* out, float* partial, Problem p, const int4* list",
     Problem="int m, int n, int k, int part, int splits, int group, int direct",
 )
 _QUANTIZE_PARAMETERS = Parameters("const unsigned short* x, unsigned char* codes, float* scales, int k, int whole")
@@ -231,7 +232,9 @@ HOPPER = {
 # A warp computes what kWarpM and kWarpN in sm80_w8a8.cu say.
 AMPERE = (Sm80Tiling(128, 128, 64, 64, 32, 4, 0.4), Sm80Tiling(64, 64, 128, 32, 32, 3, 0.25))
 
-_COLUMN_BYTES = 8  # of shared memory on Hopper: a scale and the bias
+COLUMN_BYTES = 8
+"""Of shared memory on Hopper per column of a tile: a scale and the bias."""
+
 _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 2048  # of the output that are walked together, so that L2 serves a wave of tiles
 _STEP = 128  # parts of k are a multiple of this
@@ -247,13 +250,19 @@ _TILE = 1500  # a tile beside its products: filling the ring, writing the result
 _REDUCTION = 5000  # launching split_k_reduce
 
 
-def _sm80_shared(tiling: Sm80Tiling) -> int:
+def sm80_shared(tiling: Sm80Tiling) -> int:
     """Bytes of shared memory of a block of sm80_w8a8.cu."""
     return (tiling.tile_m + tiling.tile_n) * tiling.tile_k * tiling.stages
 
 
-_HOPPER_KERNELS = {
-    (tiling, codes, dtype): unit(
+def hopper_kernel(tiling: Sm90Tiling, codes: torch.dtype, dtype: torch.dtype, experts: int = 0) -> Kernel:
+    """The kernel for Hopper.
+
+    Args:
+        codes, dtype: of the operands and of the result.
+        experts: 0; or for a mixture of experts 1, or 2 with a gate.
+    """
+    return unit(
         "w8a8/sm90_w8a8.cu",
         needs="sm_90a",
         ELEMENT=ELEMENTS[dtype],
@@ -261,14 +270,14 @@ _HOPPER_KERNELS = {
         TILE_N=tiling.tile_n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
-        SHARED_BYTES=tiling.shared(_COLUMN_BYTES),
+        EXPERTS=experts,
+        SHARED_BYTES=tiling.shared(COLUMN_BYTES),
     ).kernel("sm90_w8a8", _SM90_PARAMETERS)
-    for codes, tilings in HOPPER.items()
-    for tiling in tilings
-    for dtype in HALVES
-}
-_AMPERE_KERNELS = {
-    (tiling, codes, dtype): unit(
+
+
+def ampere_kernel(tiling: Sm80Tiling, codes: torch.dtype, dtype: torch.dtype, experts: int = 0) -> Kernel:
+    """The kernel for other GPUs; `experts`: 1 for a mixture of experts."""
+    return unit(
         "w8a8/sm80_w8a8.cu",
         needs=_NEEDS[codes],
         ELEMENT=ELEMENTS[dtype],
@@ -277,11 +286,20 @@ _AMPERE_KERNELS = {
         TILE_N=tiling.tile_n,
         TILE_K=tiling.tile_k,
         STAGES=tiling.stages,
-        SHARED_BYTES=_sm80_shared(tiling),
+        EXPERTS=experts,
+        SHARED_BYTES=sm80_shared(tiling),
     ).kernel("sm80_w8a8", _SM80_PARAMETERS)
-    for tiling in AMPERE
-    for codes in CODES
+
+
+_HOPPER_KERNELS = {
+    (tiling, codes, dtype): hopper_kernel(tiling, codes, dtype)
+    for codes, tilings in HOPPER.items()
+    for tiling in tilings
     for dtype in HALVES
+}
+_AMPERE_KERNELS = {
+    (tiling, codes, dtype): ampere_kernel(tiling, codes, dtype)
+    for tiling, codes, dtype in itertools.product(AMPERE, CODES, HALVES)
 }
 
 
@@ -337,7 +355,8 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Sm90Tiling
         splits=splits,
         group=_ROWS_OF_TILES // tiling.tile_m,
         direct=direct,
-        shared=tiling.shared(_COLUMN_BYTES),
+        list=None,
+        shared=tiling.shared(COLUMN_BYTES),
         dependent=True,
     )
     reduce(partial, bias, out)
@@ -365,7 +384,8 @@ def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Sm80Tiling
         a_stride=a.stride(0),
         b_stride=b.stride(0),
         k_per_split=part,
-        shared=_sm80_shared(tiling),
+        list=None,
+        shared=sm80_shared(tiling),
         dependent=True,
     )
     reduce(partial, bias, out)

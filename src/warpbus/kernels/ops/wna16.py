@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from warpbus.cuda.capabilities import capabilities
@@ -34,7 +35,7 @@ def wna16_linear(
     eps: float = 0.0,
     residual: Tensor | None = None,
     activation: str = "none",
-    fp8: bool = False,
+    activation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
@@ -50,8 +51,8 @@ def wna16_linear(
         norm: weight `[k]` of an RMSNorm that x goes through first, with `eps`.
         residual: in the shape of the result.
         activation: "none", or "swiglu": `silu(gate) * up`, where the first half of the weight's rows gives the gate.
-        fp8: from 512 tokens on, round `norm(x)` to e4m3, with a scale per token, where the GPU is a Hopper one and
-            `wna8.supports` the scheme.
+        activation_dtype: int8 or float8_e4m3fn: from 512 tokens on, round `norm(x)` to it, with a scale per token,
+            where `wna8.runs_on` the GPU and `wna8.supports` the scheme.
 
     Returns:
         `[..., n]`, or `[..., n / 2]` with swiglu, in the dtype of `x`; summed in float32. The same bits at every run.
@@ -71,7 +72,8 @@ def wna16_linear(
     out = _wna16(
         x.reshape(m, k),
         *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),
-        *(bias, norm, eps, None if residual is None else residual.reshape(m, columns), activation, fp8),
+        *(bias, norm, eps, None if residual is None else residual.reshape(m, columns), activation),
+        activation_dtype,
     )
     # A view is nothing that LoRA could add its part to in place.
     return out if x.dim() == 2 else out.view(*x.shape[:-1], columns)
@@ -85,11 +87,11 @@ class _Around(NamedTuple):
     eps: float
     residual: Tensor | None
     activation: str
-    fp8: bool
+    activation_dtype: torch.dtype | None
 
 
 def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
-    bias, norm, eps, residual, activation, fp8 = around
+    bias, norm, eps, residual, activation, codes = around
     m, (n, k) = len(x), weight.shape
     gated = activation == "swiglu"
     if 0 in (m, n, k):
@@ -107,10 +109,12 @@ def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
         return out
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    joined = gated and whole_tiles and able.wgmma  # by the product's own kernel
+    rounded = None if codes is None or not wna8.fits(x, weight, codes) else codes
+    joins = able.wgmma if rounded is None else wna8.joins_gates(able.arch, rounded)
+    joined = gated and whole_tiles and joins  # by the product's own kernel
     out = x.new_empty(m, n // 2 if joined else n)
-    if fp8 and wna8.fits(x, weight):
-        wna8.multiply(x, weight, bias, out, gated=joined)
+    if rounded is not None:
+        wna8.multiply(x, weight, bias, out, rounded, gated=joined)
     elif able.wgmma:
         wna16_sm90.multiply(x, weight, bias, out, gated=joined)
     else:
@@ -121,12 +125,12 @@ def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
 
 
 def _reference(x: Tensor, packed: PackedWeight, around: _Around) -> Tensor:
-    weight, (bias, norm, eps, residual, activation, fp8) = unpack(packed), around
-    if not (fp8 and len(x) >= wna8.LEAST_ROWS and wna8.supports(weight.scheme)):
+    weight, (bias, norm, eps, residual, activation, codes) = unpack(packed), around
+    if codes is None or len(x) < wna8.LEAST_ROWS or not wna8.supports(weight.scheme, codes):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    return finish(reference_wna8(x, weight, bias), residual, activation)
+    return finish(reference_wna8(x, weight, bias, codes), residual, activation)
 
 
 def _fake(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, *others: Any) -> Tensor:
@@ -148,7 +152,7 @@ def _packing(implementation: Callable[[Tensor, PackedWeight, _Around], Tensor]) 
 
 _wna16 = operator(
     "wna16(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int n, int bits, int group, Tensor? bias, "
-    "Tensor? norm, float eps, Tensor? residual, str activation, bool fp8) -> Tensor",
+    "Tensor? norm, float eps, Tensor? residual, str activation, ScalarType? activation_dtype) -> Tensor",
     cuda=_packing(_launch),
     reference=_packing(_reference),
     fake=_fake,

@@ -19,7 +19,7 @@ from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.split_k import partial_sums, reduce
-from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling, choose, clocks
+from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling, choose, clocks, resident_within
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -33,7 +33,6 @@ _EXPERTS = Parameters(
     "int group_shift, int middle, int resident"
 )
 _STAGES = 3  # kStages in sm80_wna16.cu
-_RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
 
 
@@ -53,7 +52,7 @@ class Wna16Sm80Tiling(Sm80Tiling):
 
     def resident_within(self, bits: int, shared_memory: int) -> int:
         """Blocks that a multiprocessor with so many bytes of shared memory holds at a time."""
-        return max(1, min(self.resident, shared_memory // (self.shared(bits) + _RESERVED)))
+        return resident_within(self.resident, self.shared(bits), shared_memory)
 
     def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False) -> Kernel:
         """The kernel for activations of a dtype and codes of so many bits; `experts`: of a mixture of experts."""

@@ -1,160 +1,67 @@
-"""`wna8`: many tokens, rounded to e4m3, times weights of 2 to 4 bits, on Hopper's 8-bit tensor cores.
+"""`wna8`: many tokens, rounded to 8 bits, times packed weights of few bits, on the 8-bit tensor cores.
 
 The weights are those that `wna16` multiplies with activations of 16 bits, in the same packed form. Each token has a
-scale of its own, as in `w8a8`. Two kernels: `wna8/quantize.cu` rounds the activations, `wna8/sm90_wna8.cu` multiplies.
+scale of its own, as in `w8a8`. `wna8/quantize.cu` rounds the activations; `wna8/sm90_wna8.cu` multiplies e4m3 on
+Hopper, `wna8/sm80_wna8.cu` e4m3 on other GPUs from Ada on, and int8 on every GPU since Ampere.
 """
 
 import torch
 from torch import Tensor
 
 from warpbus.cuda.capabilities import capabilities
-from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.parameters import Parameters
-from warpbus.cuda.tensor_map import fits as addressed
-from warpbus.cuda.tensor_map import tensor_map, tile_maps
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
-from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight
-from warpbus.kernels.ops.tiles_sm90 import BOX, shared_bytes
-from warpbus.kernels.units import unit
+from warpbus.kernels.ops import wna8_sm80, wna8_sm90
+from warpbus.kernels.ops.arguments import aligned
+from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.kernels.ops.wna8_quantize import UNIT
 from warpbus.qtensor import Scheme
 
 LEAST_ROWS = 512
 """With fewer rows of x, `wna16` is used."""
 
-_QUANTIZE_PARAMETERS = Parameters(
-    "const uint4* x, uint4* codes, float* scales, uint32* sums, int units, int stride, float factor"
-)
-_PARAMETERS = Parameters(
-    "Maps maps, const float* x_scale, const uint32* scales, const uint32* zeros, const ELEMENT* bias, ELEMENT* out, "
-    "Problem p",
-    Maps="TileMaps map_x, TileMaps map_sums, TensorMap map_codes, TensorMap map_scales, TensorMap map_out",
-    Problem="int m, int n, int k, int gate_tiles, int sums, int groups, int shift, int group, int direct",
-)
-_NO_MAP = bytes(128)
-_TILE = 128  # rows of the weight and tokens of a tile, and columns of a stage
-_LEAST_CODE = 2.0**-9  # the number that the bits of code 1 are in e4m3
-_UNIT = 16  # columns that a thread of quantize.cu rounds at a time
-_KEPT = 4  # kKept in quantize.cu
-_MOST_THREADS = 256
-_STAGES = 8
-_SUMS_AT_ONCE = 32  # kSumsAtOnce in sm90_wna8.cu
-_ROWS_OF_TILES = 2048  # of x that are processed together, so that a wave of tiles shares L2
+_GROUPS = (None, 64, 128)
 
 
-def supports(scheme: Scheme) -> bool:
-    """Whether weights of a scheme can be multiplied: up to 4 bits, groups of 64, of 128 or more, or whole rows."""
-    size = scheme.group_size
-    return scheme.bits <= 4 and (size is None or size == _TILE // 2 or size % _TILE == 0)
+def supports(scheme: Scheme, codes: torch.dtype) -> bool:
+    """Whether weights of a scheme can be multiplied with such activations.
+
+    Groups have 64 or 128 columns, or are whole rows. Weights have up to 4 bits; with int8 also 8, if symmetric.
+    """
+    bits = scheme.bits <= 4 or (scheme.bits == 8 and scheme.symmetric and codes == torch.int8)
+    return bits and scheme.group_size in _GROUPS
 
 
-def fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether the kernels can multiply these: rows of whole units of 16, and enough of them, on a Hopper GPU."""
-    able = capabilities(architecture(x.device))
-    return (
-        able.wgmma and x.shape[0] >= LEAST_ROWS and x.shape[1] % _UNIT == 0 and aligned(x) and supports(weight.scheme)
-    )
+def runs_on(arch: str, codes: torch.dtype) -> bool:
+    """Whether an architecture such as "sm_86" has tensor cores for such activations, int8 or float8_e4m3fn."""
+    able = capabilities(arch)
+    return able.mma if codes == torch.int8 else able.e4m3
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> None:
-    """`out = x @ weight.T + bias`, or `silu(gate) * up` of it, each row of x rounded to e4m3 with a scale of its own.
+def joins_gates(arch: str, codes: torch.dtype) -> bool:
+    """Whether the kernel for such activations computes `silu(gate) * up` itself; see `multiply`."""
+    return capabilities(arch).wgmma and codes == torch.float8_e4m3fn
+
+
+def fits(x: Tensor, weight: PackedWeight, codes: torch.dtype) -> bool:
+    """Whether the kernels can multiply these: rows of whole units of 16, and enough of them, on a GPU that can."""
+    whole = x.shape[0] >= LEAST_ROWS and x.shape[1] % UNIT == 0 and aligned(x)
+    return whole and runs_on(architecture(x.device), codes) and supports(weight.scheme, codes)
+
+
+def multiply(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, codes: torch.dtype, *, gated: bool = False
+) -> None:
+    """`out = x @ weight.T + bias`, or `silu(gate) * up` of it, each row of x rounded to 8 bits with a scale of its own.
 
     Args:
         x: `[m, k]` in the dtype of the weight, contiguous, as `fits` says.
-        bias: `[n]`, contiguous, or `None`.
+        bias: of the rows of the weight, contiguous, or `None`.
         out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
-        gated: the first half of the weight's rows is the gate, the second half up; n / 2 is a multiple of 16.
+        codes: int8 or float8_e4m3fn.
+        gated: the first half of the weight's rows is the gate, the second half up; n / 2 is a multiple of 16. Only
+            where `joins_gates` says so.
     """
-    (m, k), n = x.shape, out.shape[1]
-    size = weight.scheme.group_size
-    groups = 2 if size == _TILE // 2 else 1
-    symmetric = weight.zeros is None
-    factor = -_LEAST_CODE * (weight.scheme.middle_code if symmetric else 1)
-    codes, scales, sums = _quantize(x, _TILE // groups, factor)
-    rows, tile_rows, columns = blocks((weight.shape[0], TILE_ROWS)), _TILE // TILE_ROWS, _TILE
-    if gated:
-        tile_rows, columns = tile_rows // 2, columns // 2  # of the gate, and as many of up
-    words = weight.scales.view(torch.int32)
-    direct = not addressed(out)
-    shared = _shared(weight.bits, groups)
-    _KERNELS[x.dtype, weight.bits, groups, symmetric, gated](
-        min(blocks((m, _TILE), (n, columns)), multiprocessors(x.device)),
-        384,
-        map_x=tile_maps(codes, _TILE, _TILE),
-        map_codes=tensor_map(weight.codes.view(rows, -1), tile_rows, 64 * weight.bits, swizzled=False),
-        map_scales=tensor_map(words.view(rows, -1), tile_rows, 8 * groups, swizzled=False),
-        map_sums=tile_maps(sums, _TILE, _SUMS_AT_ONCE),
-        map_out=_NO_MAP if direct else tensor_map(out, BOX, BOX // 2 if gated else BOX),
-        x_scale=scales,
-        scales=words,
-        zeros=weight.zeros,
-        bias=bias,
-        out=out,
-        m=m,
-        n=n,
-        k=k,
-        gate_tiles=n // TILE_ROWS if gated else 0,
-        sums=blocks((k, _TILE // groups)),
-        groups=weight.scales.shape[1],
-        shift=31 if size is None else max(size // _TILE, 1).bit_length() - 1,
-        group=_ROWS_OF_TILES // _TILE,
-        direct=direct,
-        shared=shared,
-        dependent=True,
-    )
-
-
-def _quantize(x: Tensor, columns: int, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `[m, k]` in the order of the kernel, scales `[m]`, `factor` times sums `[m, k / columns rounded up]`."""
-    m, k = x.shape
-    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = x.new_empty(m, dtype=torch.float32)
-    stride = blocks((k, 4 * columns)) * 4
-    sums = x.new_empty(m, stride, dtype=torch.float32)[:, : blocks((k, columns))]
-    units = k // _UNIT
-    _QUANTIZE[x.dtype, columns](
-        m,
-        min(_MOST_THREADS, 32 * blocks((units, 32 * _KEPT))),
-        x=x,
-        codes=codes,
-        scales=scales,
-        sums=sums,
-        units=units,
-        stride=stride,
-        factor=factor,
-        dependent=True,
-    )
-    return codes, scales, sums
-
-
-def _shared(bits: int, groups: int) -> int:
-    """Bytes of shared memory: the ring with its barriers, staging buffers, and room to align."""
-    stage = _TILE * _TILE + _TILE * _TILE * bits // 8 + _TILE // TILE_ROWS * groups * 32
-    return shared_bytes(_STAGES, stage, 2 * BOX * BOX * 2)
-
-
-_QUANTIZE = {
-    (dtype, columns): unit("wna8/quantize.cu", needs="sm_90a", ELEMENT=ELEMENTS[dtype], COLUMNS=columns).kernel(
-        "quantize_wna8", _QUANTIZE_PARAMETERS
-    )
-    for dtype in HALVES
-    for columns in (_TILE // 2, _TILE)
-}
-_KERNELS = {
-    (dtype, bits, groups, symmetric, gated): unit(
-        "wna8/sm90_wna8.cu",
-        needs="sm_90a",
-        ELEMENT=ELEMENTS[dtype],
-        BITS=bits,
-        GROUPS=groups,
-        SYMMETRIC=int(symmetric),
-        STAGES=_STAGES,
-        SHARED_BYTES=_shared(bits, groups),
-        GATED=int(gated),
-    ).kernel("sm90_wna8", _PARAMETERS)
-    for dtype in HALVES
-    for bits in (2, 3, 4)
-    for groups in (1, 2)
-    for symmetric in (True, False)
-    for gated in (False, True)
-}
+    if joins_gates(architecture(x.device), codes):
+        wna8_sm90.multiply(x, weight, bias, out, gated=gated)
+    else:
+        wna8_sm80.multiply(x, weight, bias, out, codes)

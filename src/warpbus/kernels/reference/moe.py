@@ -1,5 +1,6 @@
 """Reference of the kernels for mixtures of experts: in plain PyTorch, on any device."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -7,9 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.kernels.reference.norm import rms_norm
+from warpbus.kernels.reference.w8a8 import quantize, scaled_gemm
 from warpbus.qtensor import QTensor
 
 Scoring = Literal["sigmoid", "softmax"]
+Matrix = QTensor | Tensor | tuple[Tensor, Tensor]
+"""The weight of an expert: quantized, in 16 bits, or 8-bit codes with the scales of their rows; then x is rounded."""
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -105,18 +109,26 @@ def moe_mlp(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up: list[QTensor],
-    down: list[QTensor],
+    gate_up: Sequence[Matrix],
+    down: Sequence[Matrix],
     residual: Tensor | None,
 ) -> Tensor:
-    """`kernels.ops.moe_mlp.moe_mlp`, expert by expert, in float32 but for the inputs of each product."""
-    total = x.new_zeros(x.shape[0], down[0].shape[0], dtype=torch.float32)
+    """`moe_mlp` and `grouped_mlp` in `kernels.ops`, expert by expert, in float32 but for the inputs of each product."""
+    total = x.new_zeros(x.shape, dtype=torch.float32)
     for number, (widening, back) in enumerate(zip(gate_up, down, strict=True)):
         tokens, slots = (experts == number).nonzero(as_tuple=True)
         if not len(tokens):
             continue
-        gate, up = F.linear(x[tokens].float(), widening.dequantize(torch.float32)).chunk(2, dim=-1)
-        inner = (F.silu(gate) * up).to(x.dtype).float()
-        y = F.linear(inner, back.dequantize(torch.float32))
+        gate, up = _product(x[tokens], widening).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up).to(x.dtype)
+        y = _product(inner, back)
         total.index_add_(0, tokens, y * weights[tokens, slots][:, None])
     return (total if residual is None else total + residual).to(x.dtype)
+
+
+def _product(x: Tensor, weight: Matrix) -> Tensor:
+    """`x @ weight.T` in float32."""
+    if isinstance(weight, tuple):
+        codes, scales = quantize(x, weight[0].dtype)
+        return scaled_gemm(codes, scales, *weight, None, torch.float32)
+    return F.linear(x.float(), weight.dequantize(torch.float32) if isinstance(weight, QTensor) else weight.float())

@@ -7,7 +7,7 @@ from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats.peft import PeftLora
 from warpbus.formats.safetensors_io import shown
 from warpbus.models.config import ModelConfig
-from warpbus.models.loading import tensor_map
+from warpbus.models.parameter_source import tensor_map
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ from warpbus.formats.gguf.view import directory_of
 from warpbus.models.config import ModelConfig
 from warpbus.models.gguf.vocabulary import vocabulary_metadata
 from warpbus.models.layer_spec import AttentionSpec, MatrixSpec
-from warpbus.models.loading import quantized_parameters, read_config, tensor_map
+from warpbus.models.loading import quantized_parameters, read_config
+from warpbus.models.parameter_source import tensor_map
 from warpbus.qtensor import QTensor, Scheme
 
 TARGETS = ("gguf", *(f"gguf-{name.lower()}" for name in TYPES))

@@ -29,8 +29,13 @@ Form = QTensor | PackedWeight | PackedTrellis | CpuCodes | CpuTable
 _COLUMNS = 32  # whole words for any number of bits
 
 
-def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None, *, fp8: bool = False) -> Tensor:
-    """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`, and `wna16_linear` for `fp8`."""
+def quantized_linear(
+    x: Tensor, weight: Form, bias: Tensor | None, *, activation_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x @ weight.T + bias` by the kernels of the device.
+
+    See `QuantizedLinear`, and `wna16_linear` for `activation_dtype`.
+    """
     if isinstance(weight, CpuCodes):
         return codes_linear(x, weight, bias)
     if isinstance(weight, CpuTable):
@@ -41,7 +46,7 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None, *, fp8: bool 
         kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
         linear = w8a8_linear if kernels else reference_w8a8_linear
         return linear(x, weight.qweight, weight.scales.view(-1).float(), bias)
-    return wna16_linear(x, weight, bias, fp8=fp8)
+    return wna16_linear(x, weight, bias, activation_dtype=activation_dtype)
 
 
 def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpbus.cuda.capabilities import capabilities
-from warpbus.cuda.jit import architecture
-from warpbus.errors import UsageError
 from warpbus.kernels import ops
-from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES, gpu_has_kernels, has_kernels
 from warpbus.kernels.ops.cpu_codes import CpuCodes, codes_linear, fuses_gates, pack_codes
@@ -101,8 +97,8 @@ class QuantizedLinear(nn.Module):
     """
 
     bias: Tensor | None
-    fp8_activations: bool
-    """Products of many tokens round x to e4m3; see `use_fp8_activations`."""
+    activation_dtype: torch.dtype | None
+    """The dtype of 8 bits to which products of many tokens round x; see `activation_dtype.round_activations`."""
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class QuantizedLinear(nn.Module):
         int8_activations: bool = False,
     ) -> None:
         super().__init__()
-        self.fp8_activations = False
+        self.activation_dtype = None
         self.scheme = weight.scheme
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias)
@@ -127,6 +123,11 @@ class QuantizedLinear(nn.Module):
         return self._form
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the activations; None if the form does not depend on it."""
+        return self._dtype
+
+    @property
     def weight(self) -> QTensor:
         """The quantized matrix `[out, in]`; a packed weight is unpacked at every call."""
         if isinstance(self._form, QTensor):
@@ -136,7 +137,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if _differentiated(x):
             return frozen_linear(x, self._form, self.bias)
-        return quantized_linear(x, self._form, self.bias, fp8=self.fp8_activations)
+        return quantized_linear(x, self._form, self.bias, activation_dtype=self.activation_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme}"
@@ -189,29 +190,6 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, tensor)
 
 
-def use_fp8_activations(model: nn.Module) -> None:
-    """From now on products of 512 tokens and more round them to e4m3, one scale per token, on a Hopper GPU.
-
-    Decoding, whose steps have fewer rows, is not affected. Weights keep their codes.
-
-    Raises:
-        UsageError: another device, or no matrix of the model is quantized as `wna8` supports it.
-    """
-    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    packed = [linear.form for linear in linears if isinstance(linear.form, PackedWeight)]
-    supported = [form for form in packed if wna8.supports(form.scheme)]
-    if not supported:
-        schemes = ", ".join(sorted({str(linear.scheme) for linear in linears})) or "not quantized"
-        raise UsageError(
-            f"fp8_activations needs matrices of up to 4 bits in groups of 64 or 128 on a GPU; the model is {schemes}: "
-            "leave it out"
-        )
-    if not capabilities(architecture(supported[0].device)).wgmma:
-        raise UsageError(f"fp8_activations needs a Hopper GPU (sm_90); {supported[0].device} is not one: leave it out")
-    for linear in linears:
-        linear.fp8_activations = True
-
-
 def project(
     linear: nn.Module,
     x: Tensor,
@@ -251,7 +229,7 @@ def project(
                 eps=eps,
                 residual=residual,
                 activation=activation,
-                fp8=linear.fp8_activations,
+                activation_dtype=linear.activation_dtype,
             )
         if isinstance(form, PackedTrellis) and not _differentiated(x, weight, residual):
             return trellis_linear(x, form, bias, norm=weight, eps=eps, residual=residual, activation=activation)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from warpbus.errors import UsageError
 from warpbus.kernels.ops.arguments import has_kernels
-from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
 from warpbus.models.layers.cpu_experts import CpuStackedExperts
+from warpbus.models.layers.grouped_experts import GroupedExperts, is_groupable
 from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear
 from warpbus.models.layers.parallel import Parallel
 from warpbus.models.layers.stacked_experts import StackedExperts
@@ -118,7 +118,7 @@ class MoE(nn.Module):
         numbers: of the routed experts that this process has: all, or with expert parallelism some. Those of the other
             processes add nothing here.
         experts: these experts by their numbers; where kernels compute them together, and all are quantized alike,
-            `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU.
+            `StackedExperts` on a GPU and `CpuStackedExperts` on a CPU; in 16 bits or w8a8 `GroupedExperts` on a GPU.
         shared: the shared expert, or None. Its matrices may be views of the stacked ones.
         output: the module that the sum passes through: the identity, or with tensor or expert parallelism the
             all-reduce of the processes' partial sums.
@@ -129,7 +129,7 @@ class MoE(nn.Module):
         assert isinstance(spec.mlp, MoESpec)
         self.router = Router(spec.mlp.router, spec.hidden_size)
         self.numbers = spec.mlp.numbers
-        self.experts: nn.ModuleDict | StackedExperts | CpuStackedExperts = nn.ModuleDict(
+        self.experts: nn.ModuleDict | StackedExperts | GroupedExperts | CpuStackedExperts = nn.ModuleDict(
             {
                 str(index): MLP(
                     *map(spec.matrix, (f"mlp.experts.{index}.gate_up", f"mlp.experts.{index}.down")), gated=True
@@ -145,11 +145,11 @@ class MoE(nn.Module):
     @property
     def stacked(self) -> bool:
         """Whether the experts are arranged for the kernels."""
-        return isinstance(self.experts, StackedExperts)
+        return isinstance(self.experts, StackedExperts | GroupedExperts)
 
     def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """The output `[..., hidden]`, plus `residual` if there is one."""
-        if isinstance(self.experts, StackedExperts) and has_kernels(x):
+        if isinstance(self.experts, StackedExperts | GroupedExperts) and has_kernels(x):
             return self._by_kernels(self.experts, x, norm, residual)
         x = x if norm is None else norm(x)
         rows = x.flatten(0, -2)
@@ -183,6 +183,14 @@ class MoE(nn.Module):
         if on_cpu is not None:
             self.experts = on_cpu
             return
+        grouped = (
+            None
+            if offloaded
+            else GroupedExperts.of(every, self.shared, routed=self.router.spec.experts, numbers=self.numbers)
+        )
+        if grouped is not None:
+            self.experts = grouped
+            return
         packed = [_packed(each) for each in every]
         if not _kind(packed[0]) or any(_kind(pair) != _kind(packed[0]) for pair in packed):
             if offloaded:
@@ -202,10 +210,11 @@ class MoE(nn.Module):
                 view = stacked.expert(resident)
                 self.shared.add_module(name, QuantizedLinear(view, dtype=view.dtype))
 
-    def _by_kernels(self, experts: StackedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
-        gate_up, down = experts.matrices("gate_up"), experts.matrices("down")
+    def _by_kernels(
+        self, experts: StackedExperts | GroupedExperts, x: Tensor, norm: Norm | None, residual: Tensor | None
+    ) -> Tensor:
         # An adapter on the shared expert is computed with that expert alone.
-        joined = gate_up.count > len(self.numbers) and self.shared is not None and _packed(self.shared) is not None
+        joined = experts.has_shared and self.shared is not None and _is_bare(self.shared)
         table = None if experts.slots is None else experts.slots[: self.router.spec.experts + joined]
         rows, slots, weights = self.router.slots(
             x.flatten(0, -2), norm, shared=joined, slots=table, counts=experts.counts
@@ -215,9 +224,8 @@ class MoE(nn.Module):
         before = None if residual is None or later is not None else residual.flatten(0, -2)
         if self.shared is not None and not joined:
             before = self.shared(rows, residual=before)
-        absent = self.router.spec.experts - len(self.numbers)
-        total = moe_mlp(rows, slots, weights, gate_up, down, residual=before, shared=joined, absent=absent).view_as(x)
-        return self._written(total, later)
+        total: Tensor = experts(rows, slots, weights, residual=before, shared=joined)
+        return self._written(total.view_as(x), later)
 
     def _on_cpu(self, experts: CpuStackedExperts, x: Tensor, residual: Tensor | None) -> Tensor:
         rows = x.flatten(0, -2)
@@ -230,10 +238,10 @@ class MoE(nn.Module):
         return self._written(experts(rows, routing.experts, routing.weights, before).view_as(x), later)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        if isinstance(self.experts, StackedExperts | CpuStackedExperts):
-            return self.experts.expert(number, x)
-        y: Tensor = self.experts[str(number)](x)
-        return y
+        if isinstance(self.experts, nn.ModuleDict):
+            y: Tensor = self.experts[str(number)](x)
+            return y
+        return self.experts.expert(number, x)
 
     def _written(self, total: Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(self.output, Parallel):
@@ -242,6 +250,11 @@ class MoE(nn.Module):
 
 
 _PackedPair = tuple[PackedWeight, PackedWeight]
+
+
+def _is_bare(expert: nn.Module) -> bool:
+    """Whether nothing, such as an adapter, is added to the matrices of an expert that the kernels take."""
+    return _packed(expert) is not None or is_groupable(expert)
 
 
 def _packed(expert: nn.Module) -> _PackedPair | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpbus.errors import UsageError
+from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.models.layers.frozen import frozen_linear
@@ -32,6 +33,7 @@ class StackedExperts(nn.Module):
     Attributes:
         slots: int32 `[experts]`, the slot of each expert, a shared one last, -1 of an expert that is not here; None if
             all are here and none is offloaded, where a slot is the expert's number.
+        has_shared: whether the shared expert has a slot.
         counts: int32 `[routed]`, how many tokens chose each expert: `moe_route` adds to them; None if none is
             offloaded.
     """
@@ -51,9 +53,11 @@ class StackedExperts(nn.Module):
         device = gate_up.weights.device
         table = None
         here = range(routed) if numbers is None else numbers
+        self._absent = routed - len(here)
         shared = gate_up.count - len(here)
+        self.has_shared = shared > 0
         self.order: list[int] = []
-        if len(here) < routed:
+        if self._absent:
             self.order = [here.index(number) if number in here else -1 for number in range(routed)]
             self.order += [len(here)] * shared
         elif gate_up.offloaded is not None:
@@ -76,6 +80,11 @@ class StackedExperts(nn.Module):
         here = self._held(f"{name}_", stacked.weights)
         far = None if stacked.offloaded is None else self._held(f"{name}_host_", stacked.offloaded)
         return PackedExperts(here, stacked.count, far)
+
+    def forward(self, x: Tensor, slots: Tensor, weights: Tensor, *, residual: Tensor | None, shared: bool) -> Tensor:
+        """`residual` plus the sum of each token's experts that are here; see `moe_mlp`."""
+        gate_up, down = self.matrices("gate_up"), self.matrices("down")
+        return moe_mlp(x, slots, weights, gate_up, down, residual=residual, shared=shared, absent=self._absent)
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """The output `[n, hidden]` of one expert for x `[n, hidden]`; it can be differentiated by x."""

@@ -32,7 +32,7 @@ from warpbus.errors import (
 )
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.checkpoint_files import CheckpointFiles, send_files
-from warpbus.pool.daemon.lease_links import LinkMemories, opened_link
+from warpbus.pool.daemon.lease_links import LinkMemories, log_indirect, opened_link
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.swaps import Swapper
@@ -455,6 +455,8 @@ class LocalHost:
             self.swaps.wanted(tenancy)
         elif event == "unshared":
             self.link_memories.unshared(tenancy.order, facts["group"], facts["why"])
+        elif event == "indirect":
+            log_indirect(tenancy.order, facts["why"])
         elif event == "arrived" and self._arriving.get(lease) is tenancy:
             self.tenancies[lease] = self._arriving.pop(lease)
             self._gone.pop(lease, None)

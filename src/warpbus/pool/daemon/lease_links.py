@@ -32,6 +32,23 @@ _log = logging.getLogger(__name__)
 _MOST_REMEMBERED = 10_000
 
 
+def log_indirect(order: "Order", why: str) -> None:
+    """Log that a lease exchanges bytes with another one of this machine through host memory.
+
+    Args:
+        order: of the lease.
+        why: the reason.
+    """
+    _log.warning(
+        "lease %s of tenant %s on %s: it exchanges bytes with another lease of this machine through host memory, not "
+        "from GPU to GPU, which takes longer: %s",
+        order.lease,
+        order.tenant,
+        order.gpu,
+        why,
+    )
+
+
 class LinkMemories:
     """The memory that leases of this machine share, of which there is a limit for all of them together.
 

@@ -61,6 +61,11 @@ class ExchangeStep:
         """The handles of the storages that it writes."""
         return [region.handle for _, region in self.receives if region.nbytes]
 
+    @property
+    def regions(self) -> list[Region]:
+        """All that it reads and writes."""
+        return [region for _, region in (*self.sends, *self.receives)]
+
     def encode(self) -> bytes:
         """The payload of the instruction."""
         sides = [[[rank, *region] for rank, region in side] for side in (self.sends, self.receives)]
@@ -90,6 +95,11 @@ class ReduceStep:
     def written(self) -> list[int]:
         """The handles of the storages that it writes."""
         return [self.result.handle] if self.result.nbytes else []
+
+    @property
+    def regions(self) -> list[Region]:
+        """All that it reads and writes."""
+        return [*self.shares, self.result]
 
     def encode(self) -> bytes:
         """The payload of the instruction."""

@@ -2,7 +2,7 @@
 
 The daemon makes it together with the connection; its `LinkMemories` limits how much there is. Each direction has a ring
 of slots; the connection says how many bytes are in the next slot, and a semaphore (eventfd) counts the slots that may
-be filled.
+be filled. Each process also has a page that only it and its GPU write: `tenant.device_link` says what is in it.
 """
 
 import fcntl
@@ -25,7 +25,10 @@ SLOTS = 4
 DESCRIPTORS = 3
 """The memory, and the semaphore of each direction, of the process that connects first."""
 
-SIZE = 2 * SLOTS * SLOT
+PAGE = 4096
+"""Bytes of the page that a process writes and the other one reads."""
+
+SIZE = 2 * (SLOTS * SLOT + PAGE)
 """Bytes of the memory of two leases."""
 
 
@@ -82,6 +85,10 @@ class LinkMemory:
         connects: whether this process connects, or lets the other one in.
         device: of the lease. For a GPU the memory is pinned.
 
+    Attributes:
+        own_page, other_page: uint8 `[PAGE]`: what this process and the other one tell. The other one may change its own
+            at any time if it is hostile. They are zero at first.
+
     Raises:
         DeviceError: it cannot be mapped or pinned; the descriptors are closed.
     """
@@ -104,8 +111,9 @@ class LinkMemory:
                 raise DeviceError(f"memory that two leases share cannot be pinned: CUDA error {code}")
             pinned = whole.data_ptr()
         weakref.finalize(self, _release, whole, pinned, semaphores)
-        sides = whole.split(SLOTS * SLOT)
-        self._outgoing, self._incoming = sides if connects else sides[::-1]
+        slots, pages = whole.split([2 * SLOTS * SLOT, 2 * PAGE])
+        sides = [(*slots.split(SLOTS * SLOT), *pages.split(PAGE))[at::2] for at in range(2)]
+        (self._outgoing, self.own_page), (self._incoming, self.other_page) = sides if connects else sides[::-1]
         self._may_fill, self._emptied = semaphores if connects else semaphores[::-1]
         self._filled = self._taken = 0
 

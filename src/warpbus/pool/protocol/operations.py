@@ -189,6 +189,7 @@ EVENTS = {
     "suspended": Operation({"seconds": int | float, "bytes": int}),
     "linked": Operation(),  # with the process of another lease; or "failed"
     "unshared": Operation({"group": bytes, "why": str}),  # a link to a lease of this machine has no shared memory
+    "indirect": Operation({"why": str}),  # a link to a lease of this machine goes through host memory
     # It is in host memory, or in GPU memory again.
     "swapped_out": Operation({"seconds": int | float, "bytes": int}),
     "swapped_in": Operation({"seconds": int | float, "bytes": int}),

@@ -9,6 +9,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class Executor:
         if number != self.executed + 1:
             raise ProtocolError(f"batch {number} came after batch {self.executed}: those between are missing")
         self.executed = number
-        self._failed = []
+        self._failed = self.failed_in_flight()
         definitions, call, programs = self._definitions, self._call, self._programs
         try:
             with torch.inference_mode():
@@ -113,6 +114,17 @@ class Executor:
         finally:
             self.failures.extend(self._failed)
         return self._failed
+
+    def failed_in_flight(self) -> list[CallFailure]:
+        """What failed in a step of a group after it was launched. All that was written since it began is poisoned: it
+        may have been computed from what did not come."""
+        found = []
+        while (failed := self.groups.failure()) is not None:
+            flight, why = failed
+            failure = CallFailure.of(StateError(f"{flight.label}: {why}"), flight.label, self.executed)
+            self._poison(self.storages.since(flight.clock), failure, new=0)
+            found.append(failure)
+        return found
 
     def answer(self, question: list[Any]) -> Iterator[memoryview | Value]:
         """Answer a question of a client.
@@ -160,6 +172,7 @@ class Executor:
             "executed": self.executed,
             "calls": self.calls,
             **self._programs.usage(),
+            "groups": asdict(self.groups.times),
         }
 
     def state(self) -> dict[str, Value]:
@@ -438,6 +451,7 @@ class Executor:
             self.storages.written_all(step.written)
 
     def _run(self, program: int) -> None:
+        self.storages.join_all()
         try:
             self._programs.run(program)
         except PoisonedError as error:

@@ -1,290 +1,22 @@
-"""The groups that a lease is in, and the steps that it does with the other leases of a group.
+"""The groups that a lease is in, and the memory that it shares with other leases for them."""
 
-Processes of a group have a connection for each pair of them, a `Channel`, which the daemons have opened. Bytes between
-two ranks go in messages of DATA frames, each with the number of the message between the two, what the program called
-and the size of the message, so that ranks that do not do the same get an error and not each other's bytes. On one
-machine the bytes lie in memory that both processes share (`LinkMemory`), and a frame says how many came. A rank that is
-gone, or fails, ends the group for all: each tells the others why, and every later step fails with this reason.
-"""
-
-import struct
-import threading
-import time
 import weakref
-import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
-import torch
-from torch import Tensor
-
-from warpbus.errors import ConnectionLostError, DeviceError, PeerTimeoutError, PoolError, ProtocolError, StateError
+from warpbus.cuda.signal_stream import SignalStream
+from warpbus.errors import DeviceError, StateError
 from warpbus.pool.protocol import link_memory
-from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.failures import CallFailure, PoisonedError
-from warpbus.pool.protocol.frames import Frame, Kind
-from warpbus.pool.protocol.group_steps import MAX_GROUPS, Combination, ExchangeStep, GroupPlace, ReduceStep, Region
-from warpbus.pool.protocol.link_memory import SLOT, LinkMemory
-from warpbus.pool.protocol.wire import decode, encode
-from warpbus.pool.tenant.slot_copies import SlotCopies
-from warpbus.pool.tenant.staging import CHUNK, ByteStaging
+from warpbus.pool.protocol.group_steps import MAX_GROUPS, GroupPlace
+from warpbus.pool.protocol.link_memory import LinkMemory
+from warpbus.pool.tenant.device_link import DeviceLink, GpuSlots
+from warpbus.pool.tenant.flights import Flight, StepStream, StepTimes
+from warpbus.pool.tenant.lease_group import LeaseGroup
 from warpbus.pool.tenant.storages import Storages
 
-_HEAD = struct.Struct("<IQ")  # a hash of the label, the bytes of the message
-_IN_SLOT = struct.Struct("<I")  # bytes of the message in a slot of shared memory
-_MOST = _HEAD.size + CHUNK
-_PIECE = 16 << 20
-"""Bytes of a share that are combined at once: what a rank holds of each other rank's."""
-_LOOKED_EVERY = 0.1
-_MAX_REASON = 1000
 _MOST_MEMORIES = 16
-"""Other leases with which a lease shares memory, 32 MiB each; with more it exchanges bytes over sockets."""
-
-_COMBINE: dict[Combination, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": Tensor.add_,
-    "avg": Tensor.add_,
-    "product": Tensor.mul_,
-    "min": lambda total, share: torch.minimum(total, share, out=total),
-    "max": lambda total, share: torch.maximum(total, share, out=total),
-    "band": Tensor.bitwise_and_,
-    "bor": Tensor.bitwise_or_,
-    "bxor": Tensor.bitwise_xor_,
-}
-
-
-class _NeverComputedError(PoisonedError):
-    """One rank's data for another was never computed; both know why, and the group goes on."""
-
-
-class LeaseGroup:
-    """A group that the lease is in.
-
-    Args:
-        membership: the lease's place.
-        storages: of the lease.
-        attend: called from time to time while it waits for another rank. What it raises ends the wait and the group.
-    """
-
-    def __init__(self, membership: GroupPlace, storages: Storages, attend: Callable[[], None]) -> None:
-        self.membership = membership
-        self._storages = storages
-        self._attend = attend
-        self._channels: dict[int, Channel] = {}
-        self._memories: dict[int, LinkMemory] = {}
-        self._lock = threading.Lock()
-        self._sent: Counter[int] = Counter()  # messages to each rank
-        self._taken: Counter[int] = Counter()  # from each rank
-        self._broken: str | None = None
-        self._takes_only = False  # this rank waits for one other in this step, and no rank for this one
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="group")
-        # One for each thread.
-        self._outgoing, self._incoming = ByteStaging(storages.device), ByteStaging(storages.device)
-        self._to_slots, self._from_slots = SlotCopies(storages.device), SlotCopies(storages.device)
-
-    @property
-    def linked(self) -> list[int]:
-        """The ranks that there is a connection to."""
-        return sorted(self._channels)
-
-    def link(self, rank: int, channel: Channel, memory: LinkMemory | None) -> None:
-        """Take over a connection to another rank, from any thread. Raises StateError if there is one or cannot be.
-
-        Args:
-            memory: shared with that rank's process, which uses it too; None if there is none.
-        """
-        with self._lock:
-            if self._broken is not None or rank in self._channels or not 0 <= rank < self.membership.size:
-                raise StateError(f"rank {rank} of the group is connected already, or the group has ended")
-            channel.peer = f"rank {rank} of the group"
-            self._channels[rank] = channel
-            if memory is not None:
-                self._memories[rank] = memory
-
-    def close(self, why: str) -> None:
-        """End the group: say why to the other ranks that can hear it now, and close the connections."""
-        with self._lock:
-            if self._broken is not None:
-                return
-            self._broken = why
-            channels = list(self._channels.values())
-        for channel in channels:
-            with suppress(PoolError):
-                channel.offer(Kind.ERROR, 0, why[:_MAX_REASON].encode())
-            channel.close()
-        self._sender.shutdown(wait=False)
-
-    def run(self, step: ExchangeStep | ReduceStep) -> None:
-        """Do a step.
-
-        Raises:
-            StateError: the ranks do not do the same, another rank is gone or has failed, or the group had ended before.
-            PeerTimeoutError: another rank does not do its part in time. The group has ended.
-            PoisonedError: the data to send was never computed. If only this rank sends in the step, the others get the
-                same error, and the group goes on; else it has ended, since they wait for the bytes.
-            ProtocolError: as `Storages`; the group has ended.
-        """
-        if self._broken is not None:
-            raise StateError(f"{step.label}: the group has ended: {self._broken}")
-        try:
-            if isinstance(step, ExchangeStep):
-                self._exchange(step)
-            else:
-                self._reduce(step)
-        except _NeverComputedError:
-            raise  # the other rank knows
-        except Exception as error:
-            reason, first = f"{step.label}: {error}", self._broken
-            self.close(f"rank {self.membership.rank}: {reason}")
-            if first is not None:  # what the other thread met
-                raise StateError(f"{step.label}: {first}") from None
-            if isinstance(error, ConnectionLostError):  # to the client this would mean its own connection
-                raise StateError(reason) from None
-            raise
-
-    def _exchange(self, step: ExchangeStep) -> None:
-        head = zlib.crc32(step.label.encode())
-        for rank, _ in (*step.sends, *step.receives):
-            self._channel(rank)
-        self._takes_only = not step.sends and len(step.receives) == 1
-        try:
-            messages = [(rank, self._bytes(region)) for rank, region in self._in_turn(step.sends, 1)]
-        except PoisonedError as error:
-            if step.receives:
-                raise
-            for rank, _ in step.sends:  # they wait for nothing else
-                self._sent[rank] += 1
-                self._channel(rank).send(Kind.ERROR, self._sent[rank], encode(error.failure.plain()))
-            raise _NeverComputedError(error.failure) from None
-        sending = self._send(head, messages)
-        for rank, region in self._in_turn(step.receives, -1):
-            self._receive(head, step.label, rank, self._bytes(region))
-        self._finish(sending)
-
-    def _reduce(self, step: ReduceStep) -> None:
-        me, size = self.membership.rank, self.membership.size
-        if len(step.shares) != size or step.shares[me].nbytes != step.result.nbytes:
-            raise ProtocolError(f"{len(step.shares)} shares in a group of {size} ranks, or a result of another size")
-        head, self._takes_only = zlib.crc32(step.label.encode()), False
-        # The result may lie in this rank's shares: nothing of a piece is written before all ranks have the piece.
-        for start in range(0, max(share.nbytes for share in step.shares) or 1, _PIECE):
-            pieces = [_piece(share, start) for share in step.shares]
-            others = [(rank, piece) for rank, piece in enumerate(pieces) if rank != me and piece.nbytes]
-            sending = self._send(head, [(rank, self._bytes(piece)) for rank, piece in self._in_turn(others, 1)])
-            shares = [self._bytes(pieces[me])] * size
-            if pieces[me].nbytes:
-                for rank, piece in self._in_turn([(r, pieces[me]) for r in range(size) if r != me], -1):
-                    shares[rank] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._storages.device)
-                    self._receive(head, step.label, rank, shares[rank])
-            self._finish(sending)
-            if pieces[me].nbytes:
-                _combine(step, self._bytes(_piece(step.result, start)), shares)
-
-    def _in_turn(self, transfers: Sequence[tuple[int, Region]], direction: int) -> list[tuple[int, Region]]:
-        """Transfers in an order in which no rank waits for one that waits for it: each rank sends to the next one
-        first (1), and receives from the one before it first (-1)."""
-        me, size = self.membership.rank, self.membership.size
-        return sorted(transfers, key=lambda transfer: direction * (transfer[0] - me) % size)
-
-    def _send(self, head: int, messages: list[tuple[int, Tensor]]) -> "Future[None]":
-        numbered = []
-        for rank, source in messages:
-            self._sent[rank] += 1
-            numbered.append((rank, self._sent[rank], source))
-        self._to_slots.follow()  # in this thread: the stream of what has computed the bytes is its own
-        return self._sender.submit(self._send_all, head, numbered)
-
-    def _send_all(self, head: int, messages: list[tuple[int, int, Tensor]]) -> None:
-        try:
-            for rank, number, source in messages:
-                begin = _HEAD.pack(head, len(source))
-                if not len(source):
-                    self._channels[rank].send(Kind.DATA, number, begin)
-                    continue
-                if rank in self._memories:
-                    self._send_in_slots(rank, number, begin, source)
-                    continue
-                for _, parts in self._outgoing.read((None, [piece]) for piece in source.split(CHUNK)):
-                    self._channels[rank].send(Kind.DATA, number, begin, *parts)
-        except Exception as error:
-            self.close(str(error))  # wakes the thread that receives
-            raise
-
-    def _send_in_slots(self, rank: int, number: int, begin: bytes, source: Tensor) -> None:
-        channel = self._channels[rank]
-        slots = ((self._to_fill(rank), piece) for piece in source.split(SLOT))
-        for nbytes in self._to_slots.copy((slot[: len(piece)], piece) for slot, piece in slots):
-            channel.send(Kind.DATA, number, begin, _IN_SLOT.pack(nbytes))
-
-    def _to_fill(self, rank: int) -> Tensor:
-        while (slot := self._memories[rank].to_fill(_LOOKED_EVERY)) is None:
-            if self._broken is not None:
-                raise ConnectionLostError(self._broken)
-        return slot
-
-    def _finish(self, sending: "Future[None]") -> None:
-        """Wait until everything is sent."""
-        until = time.monotonic() + self.membership.seconds
-        while not wait([sending], _LOOKED_EVERY).done:
-            self._look(until, "another rank does not take in what is sent to it")
-        sending.result()
-
-    def _receive(self, head: int, label: str, rank: int, target: Tensor) -> None:
-        self._taken[rank] += 1
-        expected = (self._taken[rank], head, len(target))
-        came, memory = 0, self._memories.get(rank)
-        self._from_slots.follow()
-        while True:
-            frame = self._next(rank, label)
-            found, announced = _HEAD.unpack_from(frame.payload) if len(frame.payload) >= _HEAD.size else (0, 0)
-            data = frame.payload[_HEAD.size :]
-            nbytes = len(data)
-            if memory is not None and nbytes == _IN_SLOT.size:
-                (nbytes,) = _IN_SLOT.unpack(data)
-                nbytes = nbytes if nbytes <= SLOT else announced + 1
-            if (frame.number, found, announced) != expected or came + nbytes > announced:
-                raise StateError(
-                    f"rank {rank} does something else, or with {announced} bytes where {len(target)} were expected: "
-                    "all ranks have to call the same operations in the same order, with tensors of the same size"
-                )
-            if nbytes and memory is not None:
-                self._from_slots.take(target[came : came + nbytes], memory.filled(), memory.empty)
-            elif nbytes:
-                self._incoming.write([(target[came : came + nbytes], data)])
-            came += nbytes
-            if came == announced:
-                self._from_slots.finish()
-                return
-
-    def _next(self, rank: int, label: str) -> Frame:
-        channel, until = self._channel(rank), time.monotonic() + self.membership.seconds
-        while (frame := channel.receive(_LOOKED_EVERY, most=_MOST)) is None:
-            self._look(until, f"rank {rank} does not come to {label}")
-        if frame.kind is Kind.ERROR and frame.number == self._taken[rank] and self._takes_only:
-            raise _NeverComputedError(CallFailure.read(decode(frame.payload)))
-        if frame.kind is Kind.ERROR:
-            raise ConnectionLostError(bytes(frame.payload[:_MAX_REASON]).decode(errors="replace"))
-        if frame.kind is not Kind.DATA:
-            raise ProtocolError(f"{channel.peer} sent a {frame.kind.name} frame")
-        return frame
-
-    def _look(self, until: float, what: str) -> None:
-        self._attend()
-        if time.monotonic() > until:
-            raise PeerTimeoutError(f"{what}: waited {self.membership.seconds:g} s")
-
-    def _channel(self, rank: int) -> Channel:
-        channel = self._channels.get(rank)
-        if channel is None:
-            raise StateError(f"rank {rank} is not connected: the group has {self.membership.size} ranks")
-        return channel
-
-    def _bytes(self, region: Region) -> Tensor:
-        """The bytes of a region, uint8 [n]."""
-        if not region.nbytes:
-            return torch.empty(0, dtype=torch.uint8, device=self._storages.device)
-        return self._storages.slice(region.handle, region.offset, region.nbytes)
+"""Other leases with which a lease shares memory, 32 MiB each of the host and 32 MiB of its GPU; with more it exchanges
+bytes over sockets."""
 
 
 class LeaseGroups:
@@ -295,13 +27,16 @@ class LeaseGroups:
 
     Attributes:
         attend: see `LeaseGroup`.
+        times: of all steps.
     """
 
     def __init__(self, storages: Storages) -> None:
         self.attend: Callable[[], None] = lambda: None
+        self.times = StepTimes()
         self._storages = storages
         self._groups: dict[bytes, LeaseGroup] = {}
         self._memories: weakref.WeakSet[LinkMemory] = weakref.WeakSet()
+        self._ended: list[DeviceLink] = []  # whose slots the other process may still have open
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -317,7 +52,7 @@ class LeaseGroups:
             return
         if found is not None or len(self._groups) >= MAX_GROUPS:
             raise StateError(f"the lease is in this group already, or in {MAX_GROUPS} others: leave one first")
-        self._groups[membership.group] = LeaseGroup(membership, self._storages, lambda: self.attend())
+        self._groups[membership.group] = LeaseGroup(membership, self._storages, lambda: self.attend(), self.times)
 
     def memory(self, descriptors: Sequence[int], *, connects: bool) -> LinkMemory | None:
         """Memory for a connection, of the daemon's descriptors; None if there are none.
@@ -328,6 +63,7 @@ class LeaseGroups:
         if len(descriptors) != link_memory.DESCRIPTORS:
             link_memory.close(descriptors)
             return None
+        self._free()
         if len(self._memories) >= _MOST_MEMORIES:
             link_memory.close(descriptors)
             raise DeviceError(f"the lease shares memory with {_MOST_MEMORIES} other leases, which is the limit")
@@ -335,16 +71,54 @@ class LeaseGroups:
         self._memories.add(memory)
         return memory
 
+    def direct(self, memory: LinkMemory | None) -> DeviceLink | None:
+        """Slots on the GPU for a connection that has memory; None on a CPU.
+
+        Raises:
+            DeviceError: the GPU cannot share memory; the connection's memory does without.
+        """
+        device = self._storages.device
+        return None if memory is None or device.type != "cuda" else DeviceLink(memory, GpuSlots(device))
+
+    def streams(self) -> tuple[StepStream, StepStream]:
+        """Two streams of the GPU."""
+        return SignalStream(self._storages.device), SignalStream(self._storages.device)
+
+    def discard(self, direct: DeviceLink | None) -> None:
+        """Close the slots of a connection, and free them when the other process has closed them, too."""
+        if direct is not None:
+            with suppress(DeviceError):  # the GPU has failed
+                direct.close()
+            if direct not in self._ended:
+                self._ended.append(direct)
+            self._free()
+
     def leave(self, group: bytes) -> None:
         """Leave a group. Nothing happens if the lease is not in it."""
-        found = self._groups.pop(group, None)
+        found = self._groups.get(group)
         if found is not None:
-            found.close(f"rank {found.membership.rank} has left it")
+            found.land()
+            self._close(found)
+            for direct in found.unlink():
+                self.discard(direct)
 
     def leave_all(self) -> None:
-        """Leave all groups."""
-        for group in list(self._groups):
-            self.leave(group)
+        """Leave all groups at once: the lease ends."""
+        for found in list(self._groups.values()):
+            self._close(found)
+
+    def failure(self) -> tuple[Flight, str] | None:
+        """A step that was launched and not completed, and why; each once."""
+        failed = [group for group in self._groups.values() if group.watch.failed]
+        return failed[0].watch.failure() if failed else None
+
+    def _close(self, found: LeaseGroup) -> None:
+        self._groups.pop(found.membership.group, None)
+        found.close(f"rank {found.membership.rank} has left it")
+
+    def _free(self) -> None:
+        with suppress(DeviceError):
+            self._ended = [each for each in self._ended if not each.free()]
 
     def get(self, group: bytes) -> LeaseGroup:
         """A group that the lease is in. Raises StateError if it is not."""
@@ -352,17 +126,3 @@ class LeaseGroups:
         if found is None:
             raise StateError("the lease is not in this group: its client has to join first")
         return found
-
-
-def _piece(region: Region, start: int) -> Region:
-    return Region(region.handle, region.offset + start, max(0, min(_PIECE, region.nbytes - start)))
-
-
-def _combine(step: ReduceStep, result: Tensor, shares: Sequence[Tensor]) -> None:
-    """Combine shares in the order of their ranks, so that all ranks compute the same bits."""
-    total = shares[0].view(step.dtype).clone()
-    for share in shares[1:]:
-        _COMBINE[step.combination](total, share.view(step.dtype))
-    if step.combination == "avg":
-        total.div_(len(shares))
-    result.view(step.dtype).copy_(total)

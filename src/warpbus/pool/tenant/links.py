@@ -33,6 +33,7 @@ from warpbus.pool.protocol.messages import decode_dict
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, encode
 from warpbus.pool.tenant.acceptor import refuse
+from warpbus.pool.tenant.device_link import DeviceLink
 from warpbus.pool.tenant.groups import LeaseGroups
 
 Report = Callable[[str, dict[str, Value]], None]
@@ -80,12 +81,14 @@ class LinkOpener:
 
         def run() -> None:
             memory = _memory(self._groups, group, shared, self._report, connects=True)
+            direct = _direct(self._groups, memory, self._report)
             try:
                 channel = _greeted(sock, address, ca, link_id, link_key)
-                self._join(channel, group, rank, memory)
+                self._join(channel, group, rank, memory, direct)
                 done: tuple[str, dict[str, Value]] = ("linked", {})
             except WarpbusError as error:
                 sock.close()
+                self._groups.discard(direct)
                 done = ("failed", error_value(error))
             self._report(*done)
 
@@ -95,7 +98,9 @@ class LinkOpener:
         self._finished.put((event, facts))
         os.eventfd_write(self._wake, 1)
 
-    def _join(self, channel: Channel, group: bytes, rank: int, memory: LinkMemory | None) -> None:
+    def _join(
+        self, channel: Channel, group: bytes, rank: int, memory: LinkMemory | None, direct: DeviceLink | None
+    ) -> None:
         found = self._groups.get(group)
         own = found.membership
         if not 0 <= rank < own.rank:
@@ -111,7 +116,9 @@ class LinkOpener:
                 raise _refusal(sent_error(decode_dict(frame.payload)))
             if frame.kind is not Kind.WELCOME:
                 raise ProtocolError(f"the process of rank {rank} greets with a {frame.kind.name} frame")
-            found.link(rank, channel, memory if decode_dict(frame.payload).get("memory") is True else None)
+            memory = memory if decode_dict(frame.payload).get("memory") is True else None
+            direct = None if memory is None else _opened(self._groups, direct, self._report)
+            found.link(rank, channel, memory, direct, self._groups.streams)
         except BaseException:
             channel.close()
             raise
@@ -146,6 +153,26 @@ def _memory(
         return None
 
 
+def _direct(groups: LeaseGroups, memory: LinkMemory | None, report: Report) -> DeviceLink | None:
+    """See `LeaseGroups.direct`. If it cannot be had, this is reported to the daemon, and the result is None."""
+    try:
+        return groups.direct(memory)
+    except DeviceError as error:
+        report("indirect", {"why": str(error)})
+        return None
+
+
+def _opened(groups: LeaseGroups, direct: DeviceLink | None, report: Report) -> DeviceLink | None:
+    """The link of two GPUs once the other process's slots are open here; else None, which is reported."""
+    try:
+        if direct is not None and direct.open(groups.streams()[0]):
+            return direct
+    except DeviceError as error:
+        report("indirect", {"why": str(error)})
+    groups.discard(direct)
+    return None
+
+
 def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: list[int], report: Report) -> None:
     """Handle a HELLO of another lease's process: connect it to its group, or refuse it.
 
@@ -164,6 +191,7 @@ def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: 
         memory = _memory(groups, group, shared, report, connects=False)
     else:
         link_memory.close(shared)
+    direct = _opened(groups, _direct(groups, memory, report), report)
     try:
         if hello.get("protocol") != PROTOCOL or not isinstance(group, bytes) or type(rank) is not int:
             raise ProtocolError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus")
@@ -171,7 +199,8 @@ def admit(channel: Channel, hello: dict[str, Any], groups: LeaseGroups, shared: 
         own = found.membership
         if (hello.get("to"), size) != (own.rank, own.size) or not own.rank < rank < own.size:
             raise StateError(f"rank {own.rank} of {own.size} is not what rank {rank} of {size} wants to connect to")
-        found.link(rank, channel, memory)
+        found.link(rank, channel, memory, direct, groups.streams)
         channel.send(Kind.WELCOME, 0, encode({"protocol": PROTOCOL, "memory": memory is not None}))
     except WarpbusError as error:
+        groups.discard(direct)
         refuse(channel, error)

@@ -64,6 +64,8 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
     """Set up the lease. If that fails, send the reason to the daemon and return None."""
     try:
         os.environ.update(setup["environment"])
+        # Streams that wait for other GPUs (`device_link`) must not share a hardware queue, of which 8 are the default.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.set_num_threads(setup["threads"])
         device = torch.device(setup["device"])
         if device.type == "cpu":

@@ -425,10 +425,13 @@ class TenantServer:
         handle, offset, nbytes = read_request(frame)
         if self._owed:
             self._acknowledge(more=True)
+        self._fail_in_flight()
         storages = self.executor.storages
         try:
             if nbytes > _SMALL:
                 for part in storages.stream(handle, offset, nbytes):
+                    if failed := self.executor.failed_in_flight():  # the bytes may be of what did not come
+                        raise PoisonedError(failed[0])
                     channel.send(_DATA, frame.number, part)
             elif self._on_gpu:
                 # The GPU goes on with what the client has sent meanwhile.
@@ -505,6 +508,9 @@ class TenantServer:
             try:
                 if not leaving.arrived:
                     return
+                self._fail_in_flight()
+                if not self._leaving:
+                    return
                 self.channel.send(Kind.DATA, number, leaving.take())
             except ConnectionLostError:
                 self.hang_up()
@@ -514,6 +520,17 @@ class TenantServer:
                 with suppress(ConnectionLostError):
                     self.channel.send(Kind.ERROR, number, encode(failure.plain()))
             self._leaving.popleft()
+
+    def _fail_in_flight(self) -> None:
+        """See to a step of a group that has failed: answers that are on their way were read after it."""
+        failures = self.executor.failed_in_flight()
+        if not failures or self.channel is None:
+            return
+        self.executor.failures.extend(failures)
+        self._report(failures)
+        while self._leaving:
+            number, _ = self._leaving.popleft()
+            self.channel.send(Kind.ERROR, number, encode(failures[0].plain()))
 
     def _report(self, failures: list[CallFailure]) -> None:
         for failure in failures:

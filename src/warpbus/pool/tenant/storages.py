@@ -16,6 +16,7 @@ from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
+from warpbus.pool.tenant.flights import Flight
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopies, HostCopy
 
 MAX_STORAGES = 1 << 20
@@ -62,6 +63,8 @@ class Storage:
         result: its geometry if only the pool knows that: of the result of a dynamic call.
         value: a result that is no tensor.
         pinned: programs have its address.
+        flight: the copies between leases that use it and that the current stream does not wait for yet, or None.
+            Then it has no `views`.
     """
 
     nbytes: int
@@ -72,6 +75,7 @@ class Storage:
     result: Geometry | None = None
     value: Value = None
     pinned: bool = False
+    flight: Flight | None = None
 
 
 class Storages:
@@ -100,6 +104,7 @@ class Storages:
         self.clock = 0
         self.moved = 0
         self.writes: dict[int, tuple[int, int, int, int]] | None = None
+        self._flying: set[Storage] = set()
         self._sizes: dict[int, int] = {}
         self._checked: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
@@ -219,6 +224,8 @@ class Storages:
             raise PoisonedError(storage.failure)
         if storage.base is None:
             raise ProtocolError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
+        if storage.flight is not None:
+            self._join(storage)
         checked.check(storage.nbytes)
         geometry, base = checked.geometry, storage.base
         if base.dtype is geometry.dtype and torch.is_inference_mode_enabled():  # see `whole`
@@ -364,9 +371,36 @@ class Storages:
             raise ProtocolError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
         return storage
 
-    def slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
-        """Bytes of a storage, uint8 `[nbytes]`, over its memory. Raises ProtocolError if they are not inside."""
+    def depart(self, handles: Iterable[int], flight: Flight) -> None:
+        """Copies were launched that use these storages, and only what uses them too waits for them."""
+        for storage in self._present(handles):
+            storage.flight = flight
+            storage.views.clear()
+            self._flying.add(storage)
+
+    def flights(self, handles: Iterable[int]) -> list[Flight]:
+        """The copies that use storages, in which none, or the same, may stand several times."""
+        found = [storage.flight for storage in self._present(handles)]
+        return list({id(flight): flight for flight in found if flight is not None}.values())
+
+    def join_all(self) -> None:
+        """Let the current stream wait for all copies that have departed."""
+        for storage in list(self._flying):
+            self._join(storage)
+
+    def since(self, clock: int) -> list[int]:
+        """The handles of storages that were written after `clock` had this value."""
+        return [handle for handle, storage in self.live.items() if storage.version > clock]
+
+    def slice(self, handle: int, offset: int, nbytes: int, *, join: bool = True) -> Tensor:
+        """Bytes of a storage, uint8 `[nbytes]`, over its memory. Raises ProtocolError if they are not inside.
+
+        Args:
+            join: what is launched next waits for the copies that use the storage.
+        """
         storage = self.memory_of(handle)
+        if join and storage.flight is not None:
+            self._join(storage)
         if offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
             raise ProtocolError(
                 f"bytes {offset} to {offset + nbytes} of a storage of {storage.nbytes}: they must be inside"
@@ -374,6 +408,17 @@ class Storages:
         assert storage.base is not None
         part = torch.empty(0, dtype=torch.uint8, device=self.device)
         return part.set_(storage.base.untyped_storage(), offset, (nbytes,), (1,))
+
+    def _present(self, handles: Iterable[int]) -> list[Storage]:
+        """The storages that have memory."""
+        found = [self.live.get(handle) for handle in handles]
+        return [storage for storage in found if storage is not None and storage.base is not None]
+
+    def _join(self, storage: Storage) -> None:
+        if storage.flight is not None:
+            storage.flight.join()
+            storage.flight = None
+        self._flying.discard(storage)
 
     def _add(self, handle: int, storage: Storage) -> None:
         self.live[handle] = storage

@@ -144,6 +144,16 @@ __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32 (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with tf32 operands, of which a register holds one: A 16x8, B 8x8. a[0] (g, t) a[1] (g+8, t) a[2] (g, t+4)
+// a[3] (g+8, t+4); b0 (t, g) b1 (t+4, g).
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- Arithmetic ----
 
 // 1 / x within one unit in the last place; x and the result count as zero where they are smaller than a normal number.

@@ -17,6 +17,11 @@
 // that is less than k, gridDim.y blocks share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded
 // up to 8] for split_k_reduce.cu, which finishes them in fixed order.
 //
+// EXPERTS=1: the products of a mixture of experts. b holds the weights of all experts, [experts, n, k], and a and out have
+// rows that are sorted by expert. list[i] = {expert, first row, rows, 0} says which rows a row of tiles has; list[-1].x is
+// the number of entries (moe/sort.cu). The grid has a row of tiles for each entry that there may be; gridDim.y is 1, no
+// bias, a is row-major and b column-major. m is not used.
+//
 // Launch: grid (tiles, splits), kThreads threads, kStages * (TILE_M + TILE_N) * TILE_K * 2 bytes of dynamic shared
 // memory; no configuration takes more than the 99 KB that sm_86 and sm_89 give to a block.
 #include "common/schedule.cuh"
@@ -30,6 +35,7 @@ constexpr int kWarpM = WARP_M, kWarpN = WARP_N;
 constexpr int kStages = STAGES;
 constexpr unsigned kGroup = BLOCK_SWIZZLE;
 constexpr bool kAligned = ALIGN == 8;
+constexpr bool kExperts = EXPERTS == 1;
 constexpr Layout kLayoutA = Layout::A_LAYOUT;
 constexpr Layout kLayoutB = Layout::B_LAYOUT;
 
@@ -193,13 +199,25 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) sm80_hgemm(
     const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, const ELEMENT* __restrict__ bias,
     ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k, long long a_stride, long long b_stride,
-    long long out_stride, int k_per_split, int activation) {
+    long long out_stride, int k_per_split, int activation, const int4* list) {
     alignas(128) extern __shared__ unsigned char shared[];
     ELEMENT* stages = reinterpret_cast<ELEMENT*>(shared);
 
-    const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
-    const int row0 = place.row * kTileM;
-    const int column0 = place.column * kTileN;
+    int row0, column0;
+    if constexpr (kExperts) {
+        const unsigned tile_columns = (n + kTileN - 1u) / kTileN;
+        const int index = blockIdx.x / tile_columns;
+        if (index >= list[-1].x) return;
+        const int4 entry = list[index];
+        row0 = entry.y;
+        column0 = blockIdx.x % tile_columns * kTileN;
+        m = entry.y + entry.z;
+        b += static_cast<long long>(entry.x) * n * b_stride;
+    } else {
+        const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
+        row0 = place.row * kTileM;
+        column0 = place.column * kTileN;
+    }
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kWarpsN * kWarpM;
     const int warp_column = warp % kWarpsN * kWarpN;

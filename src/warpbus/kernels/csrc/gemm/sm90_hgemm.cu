@@ -9,8 +9,16 @@
 //   A_MAJOR, B_MAJOR  0 where k is the contiguous axis of the operand, 1 where m or n is; an N-major b needs TILE_N / CLUSTER
 //                     to be a multiple of 64
 //   ACTIVATION        a number of numeric.cuh
+//   EXPERTS           0; or the products of a mixture of experts: 1, or 2 with a gate. Then CLUSTER = 1, A_MAJOR = B_MAJOR = 0,
+//                     ACTIVATION = 0, no bias
 // Operands are loaded through tensor maps, so every leading dimension is a multiple of 8 elements and every pointer of 16
 // bytes. Any m, n, k >= 1: TMA fills with zeros beyond the edges of k and n and does not write beyond those of out.
+//
+// Experts: b holds the weights of all experts, one below the other: [experts * n, k], with a gate [experts * 2 n, k], of each
+// expert the gate's rows first. a and out have rows that are sorted by expert, and `list` says which rows a tile has: list[i] =
+// {expert, first row, rows, 0}, list[-1].x is the number of entries (moe/sort.cu). Each entry is a row of tiles. map_a.rest has
+// boxes of kFewRows rows, for entries with no more. With a gate half of a tile's columns are of the gate and half of up, and out
+// [m, n] = silu(gate) * up. p.m is not used.
 //
 // Warp specialization: warpgroup 0 is the producer; it releases registers, and one of its threads fills a ring of STAGES
 // buffers by TMA. The other warpgroups are consumers, which multiply by wgmma, each its rows of the tile. A full barrier
@@ -29,7 +37,11 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kBytesA = TILE_M * kTileK * 2;
 constexpr int kBytesB = TILE_N * kTileK * 2;
 constexpr int kBlock64 = 64 * kTileK * 2;  // 64 by 64 elements: one box of an MN-major operand or of the output
-constexpr int kStaged = TILE_N / 64 * 64;  // columns that are stored by TMA; the others by ordinary stores
+constexpr bool kGated = EXPERTS == 2;
+constexpr int kColumns = kGated ? TILE_N / 2 : TILE_N;  // of out in a tile
+constexpr int kStaged = kColumns / 64 * 64;  // columns that are stored by TMA; the others by ordinary stores
+constexpr int kFewRows = 16;
+static_assert(EXPERTS == 0 || (CLUSTER == 1 && A_MAJOR == 0 && B_MAJOR == 0), "experts have one layout, and no clusters");
 
 // The register file has 64 K registers: those that the producer does not need go to the consumers.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56;
@@ -43,22 +55,40 @@ struct Problem {
 
 struct Tile {
     int row, column;  // of the first element
+    int end;          // the row behind the last one
+    int of_b;         // of experts: the row of all weights that the columns begin with; those of up follow p.n behind
 };
 
 // The `index`-th tile of a cluster, for its block `rank`.
-__device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p) {
+__device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p, const int4* list) {
+    if constexpr (EXPERTS > 0) {
+        const int columns = (p.n + kColumns - 1) / kColumns;
+        const int4 entry = list[index / columns];
+        const int column = index % columns * kColumns;
+        return {entry.y, column, entry.y + entry.z, entry.x * EXPERTS * p.n + column};
+    }
     const int rows = (p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
     const int columns = (p.n + TILE_N - 1) / TILE_N;
     const auto place = tile_place(index, rows, columns, p.group);
-    return {(place.row * CLUSTER + rank) * TILE_M, place.column * TILE_N};
+    return {(place.row * CLUSTER + rank) * TILE_M, place.column * TILE_N, p.m, 0};
 }
 
-__device__ __forceinline__ int tiles(const Problem& p) {
+__device__ __forceinline__ int tiles(const Problem& p, int entries) {
+    if constexpr (EXPERTS > 0) return entries * ((p.n + kColumns - 1) / kColumns);
     return ((p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)) * ((p.n + TILE_N - 1) / TILE_N);
 }
 
 __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TileMaps* map_a,
-                                           const ptx::TensorMap* map_b, Tile tile, int rows, int depth, int rank) {
+                                           const ptx::TensorMap* map_b, Tile tile, int rows, int depth, int rank, int up) {
+    if constexpr (EXPERTS > 0) {
+        // Rows that are not loaded hold whatever was there: a row of the product depends only on its own row of a.
+        const bool few = rows <= kFewRows;
+        ptx::mbarrier_expect(full, (few ? kFewRows * kTileK * 2 : kBytesA) + kBytesB);
+        ptx::tma_load(a, few ? &map_a->rest : &map_a->whole, full, depth, tile.row);
+        ptx::tma_load(b, map_b, full, depth, tile.of_b);
+        if constexpr (kGated) ptx::tma_load(b + kBytesB / 2, map_b, full, depth, tile.of_b + up);
+        return;
+    }
     ptx::mbarrier_expect(full, (A_MAJOR == 0 ? rows * kTileK * 2 : kBytesA) + kBytesB);
     if constexpr (A_MAJOR == 0) {
         if (rows > 0) ptx::tma_load(a, map_a->of<TILE_M>(rows), full, depth, tile.row);
@@ -120,15 +150,21 @@ __device__ __forceinline__ void finish(float (&d)[TILE_N / 2], const ELEMENT* sh
     }
 }
 
+// With a gate, silu(gate) * up takes the place of the first half of the accumulators of 64 rows.
+__device__ __forceinline__ void join_gate(float (&d)[TILE_N / 2]) {
+#pragma unroll
+    for (int j = 0; j < TILE_N / 4; ++j) d[j] = activate(kSilu, d[j]) * d[j + TILE_N / 4];
+}
+
 // Writes columns of 64 rows, from the tile's column `From` on, with ordinary stores: in pairs if rows are aligned to them.
 template <int From>
 __device__ __forceinline__ void store_direct(const float (&d)[TILE_N / 2], ELEMENT* out, int row, int column,
-                                             const Problem& p) {
+                                             int end, const Problem& p) {
 #pragma unroll
-    for (int j = From / 2; j < TILE_N / 2; j += 2) {
+    for (int j = From / 2; j < kColumns / 2; j += 2) {
         const int y = row + (j & 2 ? 8 : 0);
         const int x = column + 8 * (j / 4);
-        if (y >= p.m || x >= p.n) continue;
+        if (y >= end || x >= p.n) continue;
         ELEMENT* target = out + static_cast<long long>(y) * p.n + x;
         if (p.n % 2 == 0) {
             *reinterpret_cast<ptx::uint32*>(target) = pack_pair<ELEMENT>(d[j], d[j + 1]);
@@ -141,7 +177,8 @@ __device__ __forceinline__ void store_direct(const float (&d)[TILE_N / 2], ELEME
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sm90_hgemm(const __grid_constant__ ptx::TileMaps map_a, const __grid_constant__ ptx::TensorMap map_b,
-               const __grid_constant__ ptx::TensorMap map_out, const ELEMENT* bias, ELEMENT* out, const Problem p) {
+               const __grid_constant__ ptx::TensorMap map_out, const ELEMENT* bias, ELEMENT* out, const Problem p,
+               const int4* list) {
     extern __shared__ unsigned char memory[];
     // The swizzle pattern repeats every 1024 bytes of address.
     const ptx::uint32 base = (ptx::shared_address(memory) + 1023) & ~1023u;
@@ -176,18 +213,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::griddepcontrol_wait();
 
     const int clusters = gridDim.x / CLUSTER;
+    const int entries = EXPERTS > 0 ? list[-1].x : 0;
     const int blocks_k = (p.k + kTileK - 1) / kTileK;
     Ring<STAGES> ring;
     if (warpgroup == 0) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
-                const Tile tile = tile_at(index, rank, p);
-                const int rows = rows_of<TILE_M>(tile.row, p.m);  // the other block of a cluster may have none
+            for (int index = blockIdx.x / CLUSTER; index < tiles(p, entries); index += clusters) {
+                const Tile tile = tile_at(index, rank, p, list);
+                const int rows = rows_of<TILE_M>(tile.row, tile.end);  // the other block of a cluster may have none
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
-                               &map_b, tile, rows, block * kTileK, rank);
+                               &map_b, tile, rows, block * kTileK, rank, p.n);
                 }
             }
         }
@@ -210,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
         };
         float d[kProducts][TILE_N / 2];
-        for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
-            const Tile tile = tile_at(index, rank, p);
+        for (int index = blockIdx.x / CLUSTER; index < tiles(p, entries); index += clusters) {
+            const Tile tile = tile_at(index, rank, p, list);
             if (bias != nullptr) {
                 // Loaded here, the bias arrives while the products run. The barrier: all threads are done with the last
                 // tile's bias.
@@ -241,9 +279,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const int row = tile.row + consumer * kRows + 64 * i;
                 const int mine_row = row + 16 * warp + lane / 4;
                 const int mine_column = tile.column + 2 * (lane % 4);
-                finish(d[i], shift, bias != nullptr);
-                if (p.direct) {
-                    store_direct<0>(d[i], out, mine_row, mine_column, p);
+                if constexpr (kGated) {
+                    join_gate(d[i]);
+                } else {
+                    finish(d[i], shift, bias != nullptr);
+                }
+                // The copy engine would overwrite the rows of the next expert.
+                if (p.direct || (EXPERTS > 0 && row + 64 > tile.end)) {
+                    store_direct<0>(d[i], out, mine_row, mine_column, tile.end, p);
                     continue;
                 }
 #pragma unroll
@@ -266,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     }
                     if (BUFFERS == 2) buffer ^= 1;
                 }
-                store_direct<kStaged>(d[i], out, mine_row, mine_column, p);
+                store_direct<kStaged>(d[i], out, mine_row, mine_column, tile.end, p);
             }
         }
         // The staging buffers must outlive the stores that read them.

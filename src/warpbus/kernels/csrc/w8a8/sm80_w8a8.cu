@@ -12,15 +12,14 @@
 // A block sums k_per_split of k (a multiple of TILE_K). Where that is less than k, gridDim.y blocks share a tile and
 // write scaled float32 sums into partial [gridDim.y, m, n rounded up to 8] for gemm/split_k_reduce.cu.
 //
-// To shared memory and ldmatrix, two codes are one element of 16 bits: m16n8k32 wants its registers filled as m16n8k16
-// does, with twice as many elements in each. Sums of e4m3 are carried over to float32 registers after each stage, since
-// the tensor cores add them up with fewer bits.
+// EXPERTS=1: the products of a mixture of experts, as in gemm/sm80_hgemm.cu. b and b_scale hold the weights and scales of all
+// experts, [experts, n, k] and [experts, n], and `list` says which rows of a and out a row of tiles has.
+//
+// Sums of e4m3 are carried over to float32 registers after each stage, since the tensor cores add them up with fewer bits.
 //
 // Launch: grid (tiles, splits), 2 * TILE_N threads, STAGES * (TILE_M + TILE_N) * TILE_K bytes of dynamic shared memory.
+#include "common/byte_tiles.cuh"
 #include "common/schedule.cuh"
-#include "common/tile.cuh"
-
-using Pair = unsigned short;  // two codes
 
 constexpr int kWarpM = TILE_M / 2, kWarpN = 32;  // what a warp computes
 constexpr int kWarpsN = TILE_N / kWarpN;
@@ -36,48 +35,6 @@ static_assert(STAGES * (kSizeA + kSizeB) * sizeof(Pair) == SHARED_BYTES, "the ho
 static_assert(kWarpM % 16 == 0 && TILE_N % kWarpN == 0, "a warp has fragments of 16 rows, and 32 columns");
 
 using Sums = SUM[kBlocksM][kBlocksN][4];
-
-// A thread's share in copying the tiles of an operand: one 16-byte chunk of every kRowStep-th row.
-template <int Rows>
-class TileCopy {
-    static constexpr int kChunks = TILE_K / 16;
-    static constexpr int kRowStep = kThreads / kChunks;
-    static constexpr int kPasses = Rows / kRowStep;
-    static_assert(kPasses * kRowStep == Rows && kRowStep % 8 == 0, "a thread has one chunk_key");
-
-public:
-    // The tiles begin at (row0, depth) of a matrix with `rows` rows, `stride` bytes apart; they end before `depth_end`.
-    __device__ TileCopy(const unsigned char* matrix, long long stride, int rows, int row0, int depth, int depth_end)
-        : matrix_(matrix), stride_(stride) {
-        const int row = threadIdx.x / kChunks;
-        const int chunk = threadIdx.x % kChunks;
-        source_ = matrix + (row0 + row) * stride + depth + chunk * 16;
-        rows_left_ = rows - row0 - row;
-        bytes_left_ = depth_end - depth - chunk * 16;
-        target_ = chunk_offset<kPairs>(row, chunk);
-    }
-
-    // Starts copying the tile into a stage, zeros where the matrix ends, and goes on to the tile after it along k.
-    __device__ __forceinline__ void next(Pair* stage) {
-        const int inside = max(0, min(bytes_left_, 16));
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const int valid = pass * kRowStep < rows_left_ ? inside : 0;
-            // cp.async needs a valid address even if it reads nothing.
-            const unsigned char* source = valid > 0 ? source_ + pass * kRowStep * stride_ : matrix_;
-            ptx::cp_async_16(ptx::shared_address(stage + target_ + pass * kRowStep * kPairs), source, valid);
-        }
-        source_ += TILE_K;
-        bytes_left_ -= TILE_K;
-    }
-
-private:
-    const unsigned char* matrix_;
-    const unsigned char* source_;
-    long long stride_;
-    int rows_left_, bytes_left_;
-    int target_;
-};
 
 // The products of one step of 32 along k, for a warp.
 __device__ __forceinline__ void multiply_step(Sums& sums, const Pair* stage, int warp_row, int warp_column, int step) {
@@ -122,7 +79,7 @@ __device__ __forceinline__ void store_pair(ELEMENT* row, int column, int n, floa
 extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     sm80_w8a8(const unsigned char* a, const unsigned char* b, const float* a_scale, const float* b_scale,
               const ELEMENT* bias, ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k,
-              long long a_stride, long long b_stride, int k_per_split) {
+              long long a_stride, long long b_stride, int k_per_split, const int4* list) {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
@@ -130,9 +87,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     alignas(128) extern __shared__ unsigned char shared[];
     Pair* stages = reinterpret_cast<Pair*>(shared);
 
-    const auto place = tile_place(blockIdx.x, (m + TILE_M - 1u) / TILE_M, (n + TILE_N - 1u) / TILE_N, kGroup);
-    const int row0 = place.row * TILE_M;
-    const int column0 = place.column * TILE_N;
+    int row0, column0;
+    if constexpr (EXPERTS == 1) {
+        const unsigned tile_columns = (n + TILE_N - 1u) / TILE_N;
+        const int index = blockIdx.x / tile_columns;
+        if (index >= list[-1].x) return;
+        const int4 entry = list[index];
+        row0 = entry.y;
+        column0 = blockIdx.x % tile_columns * TILE_N;
+        m = entry.y + entry.z;
+        b += static_cast<long long>(entry.x) * n * b_stride;
+        b_scale += static_cast<long long>(entry.x) * n;
+    } else {
+        const auto place = tile_place(blockIdx.x, (m + TILE_M - 1u) / TILE_M, (n + TILE_N - 1u) / TILE_N, kGroup);
+        row0 = place.row * TILE_M;
+        column0 = place.column * TILE_N;
+    }
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kWarpsN * kWarpM;
@@ -141,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     const int begin = blockIdx.y * k_per_split;
     const int end = min(k - begin, k_per_split) + begin;
     const int tiles = (end - begin + TILE_K - 1) / TILE_K;
-    TileCopy<TILE_M> copy_a(a, a_stride, m, row0, begin, end);
-    TileCopy<TILE_N> copy_b(b, b_stride, n, column0, begin, end);
+    TileCopy<TILE_M, TILE_K, kThreads> copy_a(a, a_stride, m, row0, begin, end);
+    TileCopy<TILE_N, TILE_K, kThreads> copy_b(b, b_stride, n, column0, begin, end);
 
     // Each iteration commits one group of copies, an empty one at the end, so that "all but the last STAGES - 2 groups"
     // always means "the next tile has arrived".

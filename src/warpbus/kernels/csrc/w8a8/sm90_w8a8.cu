@@ -6,12 +6,16 @@
 //   TILE_N   columns of `out` that a block computes at a time, for 128 rows: a multiple of 64
 //   STAGES   tiles of a and b in flight
 //   BUFFERS  64 by 64 staging buffers of a consumer, through which its part of the tile is written: 1 to TILE_N / 64
+//   EXPERTS  0; or the products of a mixture of experts: 1, or 2 with a gate. Then splits = 1 and bias is null
 // a, b and out are accessed through tensor maps, so rows start at multiples of 16 bytes; `direct`: those of out do not. The
 // scales are float32, bias is null or as long as the rows of out. Any m, n, k >= 1.
 //
 // If there are fewer tiles than multiprocessors, `splits` blocks share a tile: each multiplies `part` of k (a multiple of
 // 128; the last one has the remainder) and writes scaled float32 sums into partial [splits, m, n rounded up to 8], which
 // gemm/split_k_reduce.cu adds up in the order of the splits. int32 holds sums of up to 131071 of k.
+//
+// Experts: as in gemm/sm90_hgemm.cu. b and b_scale hold the weights and scales of all experts, [experts * n, k] and [experts * n],
+// with a gate [experts * 2 n]; `list` says which rows of a and out a row of tiles has, and map_a.rest has boxes of kFewRows rows.
 //
 // Warp specialization as in gemm/sm90_hgemm.cu: a thread of warpgroup 0 fills a ring of STAGES buffers by TMA, the other two
 // warpgroups multiply 64 rows each; blocks are persistent. The difference: the tensor cores add e4m3 products with about 14
@@ -30,6 +34,9 @@ constexpr int kRows = kTileM / kConsumers;  // rows of the tile per consumer: th
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kBytesA = kTileM * kTileK;
 constexpr int kBytesB = TILE_N * kTileK;
+constexpr bool kGated = EXPERTS == 2;
+constexpr int kColumns = kGated ? TILE_N / 2 : TILE_N;  // of out in a tile
+constexpr int kFewRows = 16;
 constexpr int kBox = 64 * 64 * 2;               // bytes of the output per TMA store
 constexpr int kRegisters = TILE_N / 2;          // accumulator registers per thread
 constexpr int kFetched = (TILE_N + 127) / 128;  // columns whose scale and bias a thread loads
@@ -50,8 +57,23 @@ struct Work {
     int row, column;  // of the tile's first element
     int split;
     int depth, blocks;  // the first of k, and the number of blocks of kTileK
+    int end;            // the row behind the last one
+    int of_b;           // of experts: the row of all weights that the columns begin with; those of up follow p.n behind
 
-    __device__ __forceinline__ Work(int index, const Problem& p) {
+    __device__ __forceinline__ Work(int index, const Problem& p, const int4* list) {
+        if constexpr (EXPERTS > 0) {
+            const int columns = (p.n + kColumns - 1) / kColumns;
+            const int4 entry = list[index / columns];
+            row = entry.y;
+            end = entry.y + entry.z;
+            column = index % columns * kColumns;
+            of_b = entry.x * EXPERTS * p.n + column;
+            split = depth = 0;
+            blocks = (p.k + kTileK - 1) / kTileK;
+            return;
+        }
+        end = p.m;
+        of_b = 0;
         const int tile = index / p.splits;
         split = index % p.splits;
         const auto place = tile_place(tile, (p.m + kTileM - 1) / kTileM, (p.n + TILE_N - 1) / TILE_N, p.group);
@@ -62,7 +84,8 @@ struct Work {
     }
 };
 
-__device__ __forceinline__ int works(const Problem& p) {
+__device__ __forceinline__ int works(const Problem& p, int entries) {
+    if constexpr (EXPERTS > 0) return entries * ((p.n + kColumns - 1) / kColumns);
     return (p.m + kTileM - 1) / kTileM * ((p.n + TILE_N - 1) / TILE_N) * p.splits;
 }
 
@@ -103,12 +126,12 @@ __device__ __forceinline__ void finish(float (&value)[8], const Sum* sums, int g
 // Writes eight elements, as `finish` gives them, with ordinary stores: in pairs if rows are aligned to them.
 template <typename T>
 __device__ __forceinline__ void store_direct(const float (&value)[8], T* out, long long stride, int row, int column,
-                                             const Problem& p) {
+                                             int end, const Problem& p) {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
         const int y = row + (i & 2 ? 8 : 0);
         const int x = column + (i & 4 ? 8 : 0);
-        if (y >= p.m || x >= p.n) continue;
+        if (y >= end || x >= p.n) continue;
         T* target = out + y * stride + x;
         if constexpr (sizeof(T) == 4) {
             *reinterpret_cast<float2*>(target) = make_float2(value[i], value[i + 1]);
@@ -124,7 +147,7 @@ __device__ __forceinline__ void store_direct(const float (&value)[8], T* out, lo
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sm90_w8a8(const __grid_constant__ ptx::TileMaps map_a, const __grid_constant__ ptx::TensorMap map_b,
               const __grid_constant__ ptx::TensorMap map_out, const float* a_scale, const float* b_scale,
-              const ELEMENT* bias, ELEMENT* out, float* partial, const Problem p) {
+              const ELEMENT* bias, ELEMENT* out, float* partial, const Problem p, const int4* list) {
     extern __shared__ unsigned char memory[];
     // The swizzle pattern repeats every 1024 bytes of address.
     const ptx::uint32 base = (ptx::shared_address(memory) + 1023) & ~1023u;
@@ -146,26 +169,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx::mbarrier_fence_init();
         // Weights are loaded while the previous kernel still computes the activations.
-        const Work work(blockIdx.x, p);
-        for (int block = 0; block < min(work.blocks, STAGES); ++block) {
-            ptx::tma_prefetch(&map_b, work.depth + block * kTileK, work.column);
+        if constexpr (EXPERTS == 0) {
+            const Work work(blockIdx.x, p, list);
+            for (int block = 0; block < min(work.blocks, STAGES); ++block) {
+                ptx::tma_prefetch(&map_b, work.depth + block * kTileK, work.column);
+            }
         }
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 
+    const int entries = EXPERTS > 0 ? list[-1].x : 0;
     Ring<STAGES> ring;
     if (warpgroup == 0) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) {
-            for (int index = blockIdx.x; index < works(p); index += gridDim.x) {
-                const Work work(index, p);
-                const int rows = rows_of<kTileM>(work.row, p.m);
+            for (int index = blockIdx.x; index < works(p, entries); index += gridDim.x) {
+                const Work work(index, p, list);
+                const int rows = rows_of<kTileM>(work.row, work.end);
                 for (int block = 0; block < work.blocks; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     const ptx::uint32 arrived = full + 8 * ring.stage;
                     const int depth = work.depth + block * kTileK;
+                    if constexpr (EXPERTS > 0) {
+                        // Rows that are not loaded hold whatever was there: a row of the product depends only on its own.
+                        const bool few = rows <= kFewRows;
+                        const ptx::uint32 target = ring_b + ring.stage * kBytesB;
+                        ptx::mbarrier_expect(arrived, (few ? kFewRows * kTileK : kBytesA) + kBytesB);
+                        ptx::tma_load(ring_a + ring.stage * kBytesA, few ? &map_a.rest : &map_a.whole, arrived, depth, work.row);
+                        ptx::tma_load(target, &map_b, arrived, depth, work.of_b);
+                        if constexpr (kGated) {
+                            ptx::tma_load(target + kBytesB / 2, &map_b, arrived, depth, work.of_b + p.n);
+                        }
+                        continue;
+                    }
                     ptx::mbarrier_expect(arrived, rows * kTileK + kBytesB);
                     ptx::tma_load(ring_a + ring.stage * kBytesA, map_a.of<kTileM>(rows), arrived, depth, work.row);
                     ptx::tma_load(ring_b + ring.stage * kBytesB, &map_b, arrived, depth, work.column);
@@ -189,20 +227,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         };
         SUM d[kRegisters];
         float carried[kRounds ? kRegisters : 1];
-        for (int index = blockIdx.x; index < works(p); index += gridDim.x) {
-            const Work work(index, p);
+        for (int index = blockIdx.x; index < works(p, entries); index += gridDim.x) {
+            const Work work(index, p, list);
             const int row = work.row + consumer * kRows + 16 * warp + lane / 4;
             const int column = work.column + 2 * (lane % 4);
             // Loaded here, the scales arrive while the products run.
             float2 of_column[kFetched];
 #pragma unroll
             for (int i = 0; i < kFetched; ++i) {
+                if constexpr (EXPERTS > 0) {
+                    const int at = thread + 128 * i;
+                    const bool up = at >= kColumns;
+                    const int within = up ? at - kColumns : at;
+                    const bool there = at < TILE_N && work.column + within < p.n;
+                    of_column[i] = make_float2(there ? b_scale[work.of_b + within + (up ? p.n : 0)] : 0.0f, 0.0f);
+                    continue;
+                }
                 const int at = work.column + thread + 128 * i;
                 const bool adds = at < p.n && bias != nullptr && partial == nullptr;
                 of_column[i] = make_float2(at < p.n ? b_scale[at] : 0.0f, adds ? to_float(bias[at]) : 0.0f);
             }
             const float2 scale =
-                make_float2(row < p.m ? a_scale[row] : 0.0f, row + 8 < p.m ? a_scale[row + 8] : 0.0f);
+                make_float2(row < work.end ? a_scale[row] : 0.0f, row + 8 < work.end ? a_scale[row + 8] : 0.0f);
 
             if constexpr (kRounds) {
 #pragma unroll
@@ -245,21 +291,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 } else {
                     finish(value, d, group, scale, of_mine);
                 }
+                if constexpr (kGated) {
+                    float up[8];
+                    if constexpr (kRounds) {
+                        finish(up, carried, group + kColumns / 16, scale, of_mine);
+                    } else {
+                        finish(up, d, group + kColumns / 16, scale, of_mine);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) value[i] = activate(kSilu, value[i]) * up[i];
+                }
             };
             float value[8];
-            if (partial != nullptr || p.direct) {
+            // The copy engine would overwrite the rows of the next expert.
+            if (partial != nullptr || p.direct || (EXPERTS > 0 && work.row + (consumer + 1) * kRows > work.end)) {
                 const long long stride = (p.n + 7) / 8 * 8;
                 float* slice = partial + work.split * (p.m * stride);
 #pragma unroll
-                for (int group = 0; group < TILE_N / 16; ++group) {
+                for (int group = 0; group < kColumns / 16; ++group) {
                     finished(value, group);
-                    if (partial != nullptr) store_direct(value, slice, stride, row, column + 16 * group, p);
-                    else store_direct(value, out, p.n, row, column + 16 * group, p);
+                    if (partial != nullptr) store_direct(value, slice, stride, row, column + 16 * group, work.end, p);
+                    else store_direct(value, out, p.n, row, column + 16 * group, work.end, p);
                 }
                 continue;
             }
 #pragma unroll
-            for (int chunk = 0; chunk < TILE_N / 64; ++chunk) {
+            for (int chunk = 0; chunk < kColumns / 64; ++chunk) {
                 if (thread == 0) ptx::tma_store_wait_read<BUFFERS - 1>();
                 ptx::named_barrier(1 + consumer, 128);
                 const ptx::uint32 target = mine + buffer * kBox;

@@ -1,13 +1,14 @@
-// The activations of wna8: codes [rows, k] e4m3 and scales [rows] of x [rows, k], one scale per row, as w8a8/quantize.cu
-// computes them (LARGEST = 448), and sums of the codes.
+// The activations of wna8: codes [rows, k] and scales [rows] of x [rows, k], one scale per row, as w8a8/quantize.cu computes
+// them, and sums of the codes.
 //
 // Macros
 //   ELEMENT  of x: __half or __nv_bfloat16
-//   COLUMNS  columns that are summed: 64 or 128
+//   E4M3     1: codes are e4m3 (sm_89), a scale is the row's largest magnitude / 448; 0: int8, / 127
+//   COLUMNS  columns that are summed: 64 or 128; 0: none, and `sums` is not written (int8)
 //
-// Two things differ. The codes of each 16 columns are in the order in which sm90_wna8.cu multiplies them: for t = 0 to 3
-// the columns 2t, 2t+8, 2t+1, 2t+9. And sums [rows, stride] has the sum of each COLUMNS codes of a row times `factor`,
-// rounded to tf32, for the zero points of the weight; `stride` >= ceil(k / COLUMNS).
+// Two things differ. The codes of each 16 columns are in the order in which sm80_wna8.cu and sm90_wna8.cu multiply them: for
+// t = 0 to 3 the columns 2t, 2t+8, 2t+1, 2t+9. And sums [rows, stride] has the sum of each COLUMNS codes of a row times
+// `factor`, rounded to tf32, for the zero points of the weight; `stride` >= ceil(k / COLUMNS).
 //
 // x is contiguous, rows start at multiples of 16 bytes, and k is a multiple of 16. Rows with NaN or infinity have a scale of
 // NaN or infinity. One block per row, of up to kMostThreads threads, as many as keep the row in registers; the part of a row
@@ -18,8 +19,7 @@
 
 constexpr int kMostThreads = 256;
 constexpr int kKept = 4;              // units of 16 columns that a thread keeps
-constexpr int kLanes = COLUMNS / 16;  // of a sum
-constexpr float kLargest = 448.0f;
+constexpr float kLargest = E4M3 ? 448.0f : 127.0f;
 constexpr float kSmallestNormal = 1.17549435e-38f;
 
 // 16 columns of a row.
@@ -27,17 +27,23 @@ struct Unit {
     uint4 low, high;
 };
 
-__device__ __forceinline__ unsigned int round_pair(unsigned int pair, float inverse) {
+// The codes of two columns, and the sum of their values added to `sum`.
+__device__ __forceinline__ unsigned int round_pair(unsigned int pair, float inverse, [[maybe_unused]] float& sum) {
     const float2 value = unpack_pair<ELEMENT>(pair);
-    return ptx::pack_e4m3(value.x * inverse, value.y * inverse);
+#if E4M3
+    const unsigned int codes = ptx::pack_e4m3(value.x * inverse, value.y * inverse);
+    const float2 rounded = ptx::unpack_e4m3(codes);
+    sum += rounded.x + rounded.y;
+    return codes;
+#else
+    return __byte_perm(ptx::round_s8(value.x * inverse), ptx::round_s8(value.y * inverse), 0x0040);
+#endif
 }
 
-// The codes of columns 2t, 2t+8, 2t+1 and 2t+9, the first one first in memory, and their sum added to `sum`.
+// The codes of columns 2t, 2t+8, 2t+1 and 2t+9, the first one first in memory.
 __device__ __forceinline__ unsigned int round_four(unsigned int low, unsigned int high, float inverse, float& sum) {
-    const unsigned int first = round_pair(low, inverse), second = round_pair(high, inverse);
-    const float2 one = ptx::unpack_e4m3(first), other = ptx::unpack_e4m3(second);
-    sum += (one.x + one.y) + (other.x + other.y);
-    return __byte_perm(first, second, 0x5140);
+    const unsigned int first = round_pair(low, inverse, sum);
+    return __byte_perm(first, round_pair(high, inverse, sum), 0x5140);
 }
 
 // Writes the codes of a unit and, by the first lane of each sum, the sum. All lanes of a warp call it.
@@ -50,18 +56,23 @@ __device__ __forceinline__ void write(const Unit& unit, int index, int units, fl
                                   round_four(unit.low.z, unit.high.z, inverse, sum),
                                   round_four(unit.low.w, unit.high.w, inverse, sum));
     }
+#if COLUMNS > 0
+    constexpr int kLanes = COLUMNS / 16;  // of a sum
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
     if (index < units && index % kLanes == 0) sums[index / kLanes] = ptx::round_tf32(factor * sum);
+#endif
 }
 
 // The previous kernel may write x: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
     quantize_wna8(const uint4* x, uint4* __restrict__ codes, float* __restrict__ scales,
                   ptx::uint32* __restrict__ sums, int units, int stride, float factor) {
+#if __CUDA_ARCH__ >= 900
     constexpr int kAtOnce = 128;  // while more rows wait, the dependent product would occupy whole multiprocessors
     if (gridDim.x <= kAtOnce) ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
+#endif
     const uint4* row = x + static_cast<long long>(blockIdx.x) * units * 2;
     codes += static_cast<long long>(blockIdx.x) * units;
     sums += static_cast<long long>(blockIdx.x) * stride;
@@ -93,5 +104,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
         if (index < units) unit = {row[2 * index], row[2 * index + 1]};
         write(unit, index, units, inverse, codes, sums, factor);
     }
+#if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
+#endif
 }

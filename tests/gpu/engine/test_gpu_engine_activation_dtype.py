@@ -1,4 +1,4 @@
-"""Prompts read with activations in FP8: what the model says stays close, and decoding is what it was."""
+"""Prompts read with activations of 8 bits: what the model says stays close, and decoding is what it was."""
 
 import pytest
 import torch
@@ -6,11 +6,13 @@ from gpu_engine_models import GPU, model_of
 
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
-from warpbus.models.layers.linear import use_fp8_activations
+from warpbus.models.layers.activation_dtype import round_activations
 from warpbus.qtensor import Scheme
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
+available = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available, reason="needs an NVIDIA GPU")]
+e4m3 = pytest.mark.skipif(not available or torch.cuda.get_device_capability() < (8, 9), reason="needs an Ada GPU")
+each_word = pytest.mark.parametrize("word", ["int8", pytest.param("fp8", marks=e4m3)])
 
 
 def answers(engine, prompts, tokens=8):
@@ -22,24 +24,26 @@ def answers(engine, prompts, tokens=8):
     return [list(each.token_ids) for each in asked]
 
 
-def test_logits_of_a_prompt_move_by_the_rounding_alone():
+@each_word
+def test_logits_of_a_prompt_move_by_the_rounding_alone(word):
     model = model_of(scheme=Scheme.parse("w4a16"))
     tokens = torch.randint(0, model.config.vocab_size, (1, 600), device=GPU)
     with torch.no_grad():
         exact = model(tokens).double()
-        use_fp8_activations(model)
+        round_activations(model, word)
         rounded, short = model(tokens).double(), model(tokens[:, :100]).double()
         for linear in model.modules():
-            linear.fp8_activations = False
+            linear.activation_dtype = None
         assert torch.equal(model(tokens[:, :100]).double(), short)
     moved = ((rounded - exact).norm() / exact.norm()).item()
     assert 1e-3 < moved < 0.1
 
 
-def test_an_engine_answers_prompts_in_chunks_and_beside_each_other():
+@each_word
+def test_an_engine_answers_prompts_in_chunks_and_beside_each_other(word):
     """The same requests twice give the same answers: all kernels are deterministic."""
     model = model_of(scheme=Scheme.parse("w4a16"))
-    use_fp8_activations(model)
+    round_activations(model, word)
     engine = Engine(model, max_num_seqs=4, prefix_caching=False)
     generator = torch.Generator().manual_seed(0)
     prompts = [
@@ -48,6 +52,9 @@ def test_an_engine_answers_prompts_in_chunks_and_beside_each_other():
     assert answers(engine, prompts) == answers(engine, prompts)
 
 
-def test_models_without_a_matrix_for_it_are_refused():
-    with pytest.raises(UsageError, match=r"fp8_activations needs matrices of up to 4 bits .* the model is w8a16"):
-        use_fp8_activations(model_of(scheme=Scheme.parse("w8a16")))
+@each_word
+def test_models_without_a_matrix_for_it_are_refused(word):
+    with pytest.raises(
+        UsageError, match=rf"activation_dtype {word} needs matrices of up to 4 bits.* the model is w6a16"
+    ):
+        round_activations(model_of(scheme=Scheme.parse("w6a16")), word)

@@ -1,0 +1,104 @@
+"""Many tokens, rounded to e4m3, times weights of 2 to 4 bits, by Hopper's `wgmma`.
+
+Nothing here checks shapes or dtypes: the operators that call it have done so.
+"""
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.green import multiprocessors
+from warpbus.cuda.parameters import Parameters
+from warpbus.cuda.tensor_map import fits as addressed
+from warpbus.cuda.tensor_map import tensor_map, tile_maps
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.tiles_sm90 import BOX, shared_bytes
+from warpbus.kernels.ops.wna8_quantize import round_e4m3
+from warpbus.kernels.units import unit
+
+_PARAMETERS = Parameters(
+    "Maps maps, const float* x_scale, const uint32* scales, const uint32* zeros, const ELEMENT* bias, ELEMENT* out, "
+    "Problem p",
+    Maps="TileMaps map_x, TileMaps map_sums, TensorMap map_codes, TensorMap map_scales, TensorMap map_out",
+    Problem="int m, int n, int k, int gate_tiles, int sums, int groups, int shift, int group, int direct",
+)
+_NO_MAP = bytes(128)
+_TILE = 128  # rows of the weight and tokens of a tile, and columns of a stage
+_LEAST_CODE = 2.0**-9  # the number that the bits of code 1 are in e4m3
+_STAGES = 8
+_SUMS_AT_ONCE = 32  # kSumsAtOnce in sm90_wna8.cu
+_ROWS_OF_TILES = 2048  # of x that are processed together, so that a wave of tiles shares L2
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, *, gated: bool = False) -> None:
+    """`out = x @ weight.T + bias`, or `silu(gate) * up` of it, each row of x rounded to e4m3 with a scale of its own.
+
+    Args:
+        x: `[m, k]` in the dtype of the weight, as `wna8.fits` says.
+        bias: of the rows of the weight, contiguous, or `None`.
+        out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
+        gated: the first half of the weight's rows is the gate, the second half up; n / 2 is a multiple of 16.
+    """
+    (m, k), n = x.shape, out.shape[1]
+    size = weight.scheme.group_size
+    groups = 2 if size == _TILE // 2 else 1
+    symmetric = weight.zeros is None
+    factor = -_LEAST_CODE * (weight.scheme.middle_code if symmetric else 1)
+    codes, scales, sums = round_e4m3(x, _TILE // groups, factor)
+    rows, tile_rows, columns = blocks((weight.shape[0], TILE_ROWS)), _TILE // TILE_ROWS, _TILE
+    if gated:
+        tile_rows, columns = tile_rows // 2, columns // 2  # of the gate, and as many of up
+    words = weight.scales.view(torch.int32)
+    direct = not addressed(out)
+    shared = _shared(weight.bits, groups)
+    _KERNELS[x.dtype, weight.bits, groups, symmetric, gated](
+        min(blocks((m, _TILE), (n, columns)), multiprocessors(x.device)),
+        384,
+        map_x=tile_maps(codes, _TILE, _TILE),
+        map_codes=tensor_map(weight.codes.view(rows, -1), tile_rows, 64 * weight.bits, swizzled=False),
+        map_scales=tensor_map(words.view(rows, -1), tile_rows, 8 * groups, swizzled=False),
+        map_sums=tile_maps(sums, _TILE, _SUMS_AT_ONCE),
+        map_out=_NO_MAP if direct else tensor_map(out, BOX, BOX // 2 if gated else BOX),
+        x_scale=scales,
+        scales=words,
+        zeros=weight.zeros,
+        bias=bias,
+        out=out,
+        m=m,
+        n=n,
+        k=k,
+        gate_tiles=n // TILE_ROWS if gated else 0,
+        sums=blocks((k, _TILE // groups)),
+        groups=weight.scales.shape[1],
+        shift=31 if size is None else max(size // _TILE, 1).bit_length() - 1,
+        group=_ROWS_OF_TILES // _TILE,
+        direct=direct,
+        shared=shared,
+        dependent=True,
+    )
+
+
+def _shared(bits: int, groups: int) -> int:
+    """Bytes of shared memory: the ring with its barriers, staging buffers, and room to align."""
+    stage = _TILE * _TILE + _TILE * _TILE * bits // 8 + _TILE // TILE_ROWS * groups * 32
+    return shared_bytes(_STAGES, stage, 2 * BOX * BOX * 2)
+
+
+_KERNELS = {
+    (dtype, bits, groups, symmetric, gated): unit(
+        "wna8/sm90_wna8.cu",
+        needs="sm_90a",
+        ELEMENT=ELEMENTS[dtype],
+        BITS=bits,
+        GROUPS=groups,
+        SYMMETRIC=int(symmetric),
+        STAGES=_STAGES,
+        SHARED_BYTES=_shared(bits, groups),
+        GATED=int(gated),
+    ).kernel("sm90_wna8", _PARAMETERS)
+    for dtype in HALVES
+    for bits in (2, 3, 4)
+    for groups in (1, 2)
+    for symmetric in (True, False)
+    for gated in (False, True)
+}
