@@ -21,8 +21,8 @@
 // warpgroups multiply 64 rows each; blocks are persistent. The difference: the tensor cores add e4m3 products with about 14
 // bits and truncate the rest. After 13696 of k the error is 0.3% of a sum whose terms have random signs and a fifth of one
 // whose terms are all positive (simulated). So the consumers add their sums to float32 registers every 256 of k, which leaves
-// 0.02% and 0.2%. The two consumers do this half an interval apart, so that the products of one keep the tensor cores busy
-// while the other adds.
+// 0.02% and 0.2%. Except for experts, the two consumers do this half an interval apart, so that the products of one keep the
+// tensor cores busy while the other adds.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
 #include "common/wgmma.cuh"
@@ -254,7 +254,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
                 for (int i = 0; i < kRegisters; ++i) carried[i] = 0.0f;
             }
-            int interval = kRounds ? kCarry - consumer * (kCarry / 2) : work.blocks;
+            // The order of an expert's rows differs from run to run: their sums must not depend on the consumer.
+            const int shorter = EXPERTS > 0 ? 0 : consumer * (kCarry / 2);
+            int interval = kRounds ? kCarry - shorter : work.blocks;
             for (int block = 0; block < work.blocks;) {
                 const int end = min(block + interval, work.blocks);
                 int before = 0;  // the stage whose products may still be in flight
