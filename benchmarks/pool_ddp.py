@@ -161,7 +161,8 @@ def main() -> None:
     }
     local = run(job)
     flags = ["--name", "here", *(() if on_gpus else ("--cpu-memory", "4GB"))]
-    flags += [flag for flag, given in (("--no-sandbox", options.no_sandbox), ("--gpu-links", options.gpu_links)) if given]
+    passed_on = {"--no-sandbox": options.no_sandbox, "--gpu-links": options.gpu_links}
+    flags += [flag for flag, given in passed_on.items() if given]
     with daemon(*flags) as address:
         remote = run({**job, "address": address})
     figures = {

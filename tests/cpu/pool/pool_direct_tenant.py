@@ -1,5 +1,5 @@
-"""A tenant's process with slots as on a GPU of its own (in a daemon with the option `gpu_links`), in the memory that it shares with other leases, and with
-threads for streams."""
+"""A tenant's process with slots as on a GPU of its own, in the memory that it shares with other leases, and with
+threads for streams. Like GPUs it has them only in a daemon with the option `gpu_links`."""
 
 import os
 from typing import NoReturn
