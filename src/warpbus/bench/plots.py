@@ -53,6 +53,9 @@ def _panels(records: Sequence[Record], plot: Plot) -> Figure:
     ignored = {*plot.panels, "timed"}
     if plot.x is None:
         heights = [0.7 + 0.2 * bar_count(each, {*ignored, plot.stacked}) for each in panels.values()]
+        if plot.stacked:  # the legend names all pieces and the limit
+            pieces = [len({record.case[plot.stacked] for record in each}) for each in panels.values()]
+            heights = [max(height, 0.2 * (count + 1)) for height, count in zip(heights, pieces, strict=True)]
         drawn = paper(8.5, sum(heights))
         axes = drawn.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     else:

@@ -88,8 +88,9 @@ class ExpertInputs:
         every = -(-(sum(everywhere) // router.top_k) // FALLBACK_TOKENS)
         return cls(layer, unquantized, tokens, counts[1:].tolist(), everywhere, every)
 
-    def of(self, stages: Sequence[str], *, drift: bool) -> Iterator[ExpertInput]:
-        """The inputs of stages of experts, such as `mlp.experts.3.inner`, all of one kind; shares in rising order.
+    def of(self, stages: Sequence[str], *, drift: bool) -> Iterator[list[ExpertInput]]:
+        """The inputs of stages of experts, such as `mlp.experts.3.inner`, all of one kind; those of several experts at
+        a time, and shares in rising order.
 
         They are those of the tokens that are routed to an expert or, if these are fewer than `LEAST_TOKENS`, of
         `FALLBACK_TOKENS` of all tokens, each weighted by the router's score.
@@ -105,8 +106,10 @@ class ExpertInputs:
                 if drift and self.unquantized is not None and tokens.original is not None:
                     compared = [each.compared for each in rows]
                     originals = self._entering(self.unquantized, stages, tokens.original, rows, compared)
-                for each, x, original in zip(rows, found, originals, strict=True):
-                    yield ExpertInput(tokens.share, each.stage, x, original)
+                yield [
+                    ExpertInput(tokens.share, each.stage, x, original)
+                    for each, x, original in zip(rows, found, originals, strict=True)
+                ]
 
     def move(self) -> None:
         """Put what leaves the sublayer in the place of what entered it, in the layer and in the unquantized one.

@@ -371,14 +371,17 @@ class _QuantizationRun:
         """The tensors outside of the layers, unchanged."""
         if self.writer is None or self.sources is None:
             return
-        for part, end in self.plan.quantized_ends.items():
-            if not is_readable(self.writer, part):
-                check_finite(self.plan.checkpoint, [end.source])  # before the layers, not after all the work
-        for part, names in end_parts(self.plan):
-            if not is_readable(self.writer, part):
-                check_finite(self.plan.checkpoint, names)
-                tensors = {name: self.plan.checkpoint.tensor(name) for name in names}
-                self.writer.commit(part, tensors, self.sources.end_facts(names))
+        kept = {part: names for part, names in end_parts(self.plan) if not is_readable(self.writer, part)}
+        checked = [name for names in kept.values() for name in names]
+        self.sources.begin(checked)
+        # Those that are quantized at the end are checked now, not after all the work.
+        quantized = self.plan.quantized_ends.items()
+        checked += [end.source for part, end in quantized if not is_readable(self.writer, part)]
+        with ThreadPoolExecutor(thread_name_prefix="checking") as pool:
+            tuple(pool.map(lambda name: check_finite(self.plan.checkpoint, [name]), checked))
+        for part, names in kept.items():
+            tensors = {name: self.plan.checkpoint.tensor(name) for name in names}
+            self.writer.commit(part, tensors, self.sources.end_facts(names))
 
     def _commit_quantized_ends(self) -> None:
         """Round the head and the embedding, if that was asked for, as an engine does at load (`models.placement`)."""

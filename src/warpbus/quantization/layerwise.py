@@ -269,9 +269,10 @@ class LayerQuantization:
         """
         assert self._experts is not None
         collector = self._collector(stages, needed)
-        for found in self._experts.of(stages, drift=DRIFT in needed):
+        for inputs in self._experts.of(stages, drift=DRIFT in needed):
             self.watch.lap("forward")
-            collector.add(found.x, found.original, share=found.share, layer=found.stage)
+            for each in inputs:
+                collector.add(each.x, each.original, share=each.share, layer=each.stage)
             self.watch.lap("statistics")
         return self._total(collector)
 

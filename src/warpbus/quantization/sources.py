@@ -124,9 +124,15 @@ class Sources:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
+    def begin(self, names: Collection[str]) -> None:
+        """Start to hash tensors."""
+        for name in names:
+            if name not in self._hashes:
+                self._hashes[name] = self._pool.submit(_hash, self._plan.checkpoint, name)
+
     def begin_layer(self, index: int) -> None:
         """Start to hash the tensors of a decoder layer; with the first layer, also the embedding."""
-        self._begin((*self._embedding, *self._layer(index)))
+        self.begin((*self._embedding, *self._layer(index)))
 
     def layer_facts(self, index: int) -> dict[str, Any]:
         """The facts that the part of a layer records; waits for its hashes and those of all layers before it."""
@@ -134,7 +140,7 @@ class Sources:
 
     def end_facts(self, names: Collection[str]) -> dict[str, Any]:
         """The facts that a part with unchanged tensors records."""
-        self._begin(names)
+        self.begin(names)
         return {"sources": self._found(names)}
 
     def check(self, parts: FinishedParts, finished: Collection[int], tell: Callable[[Checked], None]) -> None:
@@ -182,20 +188,15 @@ class Sources:
         """One hash of the embedding and of all layers before one."""
         whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for names in (self._embedding, *map(self._layer, range(index))):
-            self._begin(names)
+            self.begin(names)
             whole.update("".join(self._found(names).values()).encode())
         return whole.hexdigest()
-
-    def _begin(self, names: Collection[str]) -> None:
-        for name in names:
-            if name not in self._hashes:
-                self._hashes[name] = self._pool.submit(_hash, self._plan.checkpoint, name)
 
     def _found(self, names: Collection[str]) -> dict[str, str]:
         return {name: self._hashes[name].result() for name in names}
 
     def _wait(self, names: Sequence[str], tell: Callable[[Checked], None]) -> None:
-        self._begin(names)
+        self.begin(names)
         sizes = {self._hashes[name]: self._plan.checkpoint.nbytes(name) for name in names}
         done = 0
         for future in as_completed(sizes):
