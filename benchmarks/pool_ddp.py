@@ -1,6 +1,7 @@
 """An epoch of DistributedDataParallel over two leases of two GPUs and without a pool: seconds, and the losses.
 
     python benchmarks/pool_ddp.py                # two GPUs, beside NCCL
+    python benchmarks/pool_ddp.py --gpu-links    # the same, with gradients from GPU to GPU
     python benchmarks/pool_ddp.py --device cpu   # beside gloo
 
 Each rank is a process. Over the pool it has a lease; without, a GPU of this machine. The first epoch is not counted.
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of an epoch")
     parser.add_argument("--epochs", type=int, default=3, help="that are counted")
     parser.add_argument("--no-sandbox", action="store_true", help="passed on to `pool serve`")
+    parser.add_argument("--gpu-links", action="store_true", help="passed on to `pool serve`")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -159,7 +161,9 @@ def main() -> None:
     }
     local = run(job)
     flags = ["--name", "here", *(() if on_gpus else ("--cpu-memory", "4GB"))]
-    with daemon(*flags, *(("--no-sandbox",) if options.no_sandbox else ())) as address:
+    passed_on = {"--no-sandbox": options.no_sandbox, "--gpu-links": options.gpu_links}
+    flags += [flag for flag, given in passed_on.items() if given]
+    with daemon(*flags) as address:
         remote = run({**job, "address": address})
     figures = {
         "pool_seconds": [max(each) for each in zip(*(rank["seconds"] for rank in remote), strict=True)],
@@ -167,6 +171,7 @@ def main() -> None:
         "pool_losses": [rank["losses"] for rank in remote],
         "local_losses": [rank["losses"] for rank in local],
         "per_step": {"pool": remote[0]["per_step"], "local": local[0]["per_step"]},
+        "gpu_links": options.gpu_links,
         "losses_equal": [rank["losses"] for rank in remote] == [rank["losses"] for rank in local],
     }
     print(json.dumps(figures, indent=1))

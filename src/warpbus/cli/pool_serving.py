@@ -39,6 +39,7 @@ from warpbus.pool.daemon.options import PoolOptions
     swap_time_slice="seconds of two busy leases' turns in GPU memory",
     sharing="how GPUs are shared: auto, mps or slices (of time)",
     sandbox="confine tenants' processes: files, network, programs",
+    gpu_links="let leases on two GPUs of this machine exchange a group's bytes directly; experimental",
     checkpoints="directory of checkpoints that leases may load",
     spare="processes that wait, with torch loaded, for a lease",
     grace="seconds without its client until a lease is reclaimed",

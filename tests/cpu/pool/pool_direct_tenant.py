@@ -1,5 +1,5 @@
 """A tenant's process with slots as on a GPU of its own, in the memory that it shares with other leases, and with
-threads for streams."""
+threads for streams. Like GPUs it has them only in a daemon with the option `gpu_links`."""
 
 import os
 from typing import NoReturn
@@ -35,7 +35,7 @@ class _SharedSlots:
 
 class _DirectGroups(groups.LeaseGroups):
     def direct(self, memory):
-        return None if memory is None else DeviceLink(memory, _SharedSlots(memory))
+        return DeviceLink(memory, _SharedSlots(memory)) if memory is not None and self._gpu_links else None
 
     def streams(self):
         return ThreadStream(), WaitedStream()

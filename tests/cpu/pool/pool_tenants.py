@@ -36,6 +36,7 @@ SETUP = {
     "movable": True,
     "content": None,
     "sandbox": True,
+    "gpu_links": False,
     "swapped_out": False,
 }
 

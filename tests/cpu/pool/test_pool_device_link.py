@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.group_steps import ExchangeStep, GroupPlace, ReduceStep, Region
 from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.quota import Quota
-from warpbus.pool.tenant import flights
+from warpbus.pool.tenant import flights, groups
 from warpbus.pool.tenant.device_link import DEVICE_SLOT, DEVICE_SLOTS, DeviceLink
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.groups import LeaseGroups
@@ -193,7 +194,7 @@ def test_slots_are_freed_when_the_other_process_has_closed_them():
     for executor in executors:
         executor.groups.discard(None)
         executor.groups.memory([], connects=True)
-    LeaseGroups(executors[0].storages).direct(None)
+    LeaseGroups(executors[0].storages, gpu_links=True).direct(None)
 
 
 def test_slots_of_one_gpu_are_not_opened():
@@ -210,8 +211,29 @@ def test_slots_of_one_gpu_are_not_opened():
     assert not other.sends
 
 
-def test_a_lost_lease_ends_what_waits_for_it(tmp_path):
+@pytest.mark.parametrize("option", [{}, {"gpu_links": False}, {"gpu_links": True}])
+def test_only_the_option_gives_slots_on_a_gpu(monkeypatch, option):
+    descriptors, watch = link_memory.create()
+    os.close(watch)
+    memory = LinkMemory(descriptors, CPU, connects=True)
+    monkeypatch.setattr(groups, "GpuSlots", lambda device: HostSlots({}, 0))
+    leases = LeaseGroups(SimpleNamespace(device=torch.device("cuda", 0)), **option)
+    assert (leases.direct(memory) is not None) is option.get("gpu_links", False)
+
+
+def test_leases_of_a_daemon_without_the_option_use_shared_memory(tmp_path):
     with serving(tmp_path, 2, "pool_direct_tenant", spare=0) as mill:
+        pair = [warpbus.pool.connect(str(mill.address), memory="100MB", share=0.3, on=f"mill/{gpu}") for gpu in (0, 1)]
+        x = torch.randn(1_000_003)
+        assert torch.equal(x.to(pair[0].device).to(pair[1].device).cpu(), x)
+        done = pair[0].usage()["groups"]
+        assert (done["steps"], done["launched"]) == (1, 0)
+        for gpu in pair:
+            gpu.close()
+
+
+def test_a_lost_lease_ends_what_waits_for_it(tmp_path):
+    with serving(tmp_path, 2, "pool_direct_tenant", spare=0, gpu_links=True) as mill:
         address = str(mill.address)
         pair = [warpbus.pool.connect(address, memory="500MB", share=0.3, on=f"mill/{gpu}") for gpu in range(2)]
         x = [torch.full((NBYTES // 4,), 1.0 + rank, device=gpu.device) for rank, gpu in enumerate(pair)]

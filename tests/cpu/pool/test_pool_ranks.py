@@ -14,8 +14,9 @@ _RANKS = Path(__file__).parent / "pool_ranks.py"
 @pytest.fixture(scope="module", params=["warpbus.pool.tenant.process", "pool_direct_tenant"])
 def pool(request, tmp_path_factory):
     """The address, and whether leases have slots as on GPUs."""
-    with serving(tmp_path_factory.mktemp("mill"), 2, request.param, spare=0, grace=3.0) as mill:
-        yield str(mill.address), request.param == "pool_direct_tenant"
+    direct = request.param == "pool_direct_tenant"
+    with serving(tmp_path_factory.mktemp("mill"), 2, request.param, spare=0, grace=3.0, gpu_links=direct) as mill:
+        yield str(mill.address), direct
 
 
 def _started(address: str, store: Path, program: str) -> list[subprocess.Popen]:

@@ -22,7 +22,7 @@ SIZES = [1, 1000, (4 << 20) // 4 + 3, 10_000_019]  # elements: a slot and a litt
 
 @pytest.fixture(scope="module")
 def gpus():
-    with daemon("--name", "here") as address:
+    with daemon("--gpu-links", "--name", "here") as address:
         found = [warpbus.pool.connect(address, memory="2GB", share=0.3, on=f"here/{rank}") for rank in range(2)]
         yield found
         for gpu in reversed(found):
@@ -90,7 +90,7 @@ def test_copies_between_leases_are_exact(gpus):
 
 
 def test_a_lost_lease_ends_a_step_that_gpus_wait_in(gpus):
-    with daemon("--name", "there") as address:
+    with daemon("--gpu-links", "--name", "there") as address:
         pair = [warpbus.pool.connect(address, memory="1GB", share=0.2, on=f"there/{rank}") for rank in range(2)]
         found = joined(pair)
         x = [torch.ones(30_000_000, device=gpu.device) for gpu in pair]

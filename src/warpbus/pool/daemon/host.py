@@ -401,6 +401,7 @@ class LocalHost:
             # Each lease has its own: who knows a hash must not learn that somebody else has these bytes.
             "content": str(directory / "content"),
             "sandbox": self._options.sandbox,
+            "gpu_links": self._options.gpu_links,
         }
 
     async def _listen(self, tenancy: Tenancy) -> None:

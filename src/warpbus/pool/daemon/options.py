@@ -43,6 +43,8 @@ class PoolOptions:
         spare: processes that have loaded torch and wait for a lease.
         grace: seconds without its client after which a lease is reclaimed.
         sandbox: tenants' processes are confined, see `warpbus.pool.tenant.sandbox`.
+        gpu_links: leases on two GPUs of this machine exchange a group's bytes from GPU to GPU, see
+            `warpbus.pool.tenant.device_link`; else through memory of the host. Experimental.
         sharing: how a GPU is shared: "mps", "slices" of time, or "auto": MPS where there is one.
         cpu_memory: the memory for leases if there is no GPU, such as 8GB or 50%.
         oversubscribe: how many times each GPU's memory and compute are promised to leases. Above 1, leases that have
@@ -81,6 +83,7 @@ class PoolOptions:
     spare: int = 1
     grace: float = 60.0
     sandbox: bool = True
+    gpu_links: bool = False
     sharing: Sharing = "auto"
     cpu_memory: str = "50%"
     gpu_memory_reserve: str = "10%"

@@ -48,6 +48,7 @@ class Executor:
         device: "cpu" or a CUDA device.
         quota: of the lease; its memory is in bytes.
         content: the store of earlier uploads, or None.
+        gpu_links: see `LeaseGroups`.
 
     Attributes:
         executed: the number of the last executed batch.
@@ -57,7 +58,9 @@ class Executor:
         groups: the groups of leases that the lease is in. They are not a part of the state.
     """
 
-    def __init__(self, device: torch.device, quota: Quota, content: ContentStore | None = None) -> None:
+    def __init__(
+        self, device: torch.device, quota: Quota, content: ContentStore | None = None, *, gpu_links: bool = False
+    ) -> None:
         self.executed = 0
         self.storages = Storages(device, quota.memory)
         self.device = self.storages.device
@@ -68,7 +71,7 @@ class Executor:
         self._definitions: dict[int, Definition] = {}
         self._defined_bytes = 0
         self._programs = Programs(self.storages)
-        self.groups = LeaseGroups(self.storages)
+        self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
         self._failed: list[CallFailure] = []
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,

@@ -15,8 +15,8 @@ from warpbus.pool.tenant.lease_group import LeaseGroup
 from warpbus.pool.tenant.storages import Storages
 
 _MOST_MEMORIES = 16
-"""Other leases with which a lease shares memory, 32 MiB each of the host and 32 MiB of its GPU; with more it exchanges
-bytes over sockets."""
+"""Other leases with which a lease shares memory, 32 MiB each of the host and, with `gpu_links`, 32 MiB of its GPU; with
+more it exchanges bytes over sockets."""
 
 
 class LeaseGroups:
@@ -24,16 +24,18 @@ class LeaseGroups:
 
     Args:
         storages: of the lease.
+        gpu_links: connections to leases on other GPUs of the machine may have slots on both GPUs.
 
     Attributes:
         attend: see `LeaseGroup`.
         times: of all steps.
     """
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: Storages, *, gpu_links: bool = False) -> None:
         self.attend: Callable[[], None] = lambda: None
         self.times = StepTimes()
         self._storages = storages
+        self._gpu_links = gpu_links
         self._groups: dict[bytes, LeaseGroup] = {}
         self._memories: weakref.WeakSet[LinkMemory] = weakref.WeakSet()
         self._ended: list[DeviceLink] = []  # whose slots the other process may still have open
@@ -72,13 +74,15 @@ class LeaseGroups:
         return memory
 
     def direct(self, memory: LinkMemory | None) -> DeviceLink | None:
-        """Slots on the GPU for a connection that has memory; None on a CPU.
+        """Slots on the GPU for a connection that has memory; None on a CPU, or without `gpu_links`.
 
         Raises:
             DeviceError: the GPU cannot share memory; the connection's memory does without.
         """
         device = self._storages.device
-        return None if memory is None or device.type != "cuda" else DeviceLink(memory, GpuSlots(device))
+        if memory is None or not self._gpu_links or device.type != "cuda":
+            return None
+        return DeviceLink(memory, GpuSlots(device))
 
     def streams(self) -> tuple[StepStream, StepStream]:
         """Two streams of the GPU."""

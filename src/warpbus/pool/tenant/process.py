@@ -64,8 +64,9 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
     """Set up the lease. If that fails, send the reason to the daemon and return None."""
     try:
         os.environ.update(setup["environment"])
-        # Streams that wait for other GPUs (`device_link`) must not share a hardware queue, of which 8 are the default.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if setup["gpu_links"]:
+            # Streams that wait for other GPUs (`device_link`) must not share a hardware queue; the default is 8 queues.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.set_num_threads(setup["threads"])
         device = torch.device(setup["device"])
         if device.type == "cpu":
@@ -74,7 +75,8 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
             wanted = setup["environment"].get("CUDA_VISIBLE_DEVICES", "")
             _check_gpu(device, wanted, sandboxed=setup["sandbox"])
         content = None if setup["content"] is None else ContentStore(Path(setup["content"]), setup["memory"])
-        executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
+        quota = Quota(setup["memory"], setup["share"])
+        executor = Executor(device, quota, content, gpu_links=setup["gpu_links"])
         if setup["saved"] is not None:
             resume(Path(setup["saved"]), executor)
         if setup["sandbox"]:
