@@ -31,8 +31,9 @@ from warpbus.kernels.ops.w8a8 import CODES, check_device
 from warpbus.kernels.reference.moe import Matrix
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
 
-# Up to which slots are products of their own: of more tokens, some share experts, whose weights tiles read once. On an
-# H200 two tokens in 16 bits take 160 us by slots and 143 by tiles in GLM-4.5-Air, 51 and 52 in GLM-4.7-Flash.
+# Up to which slots are products of their own: of more tokens, some share experts, whose weights tiles read once. In two
+# runs on an H200, two tokens in 16 bits took 160 and 159 us by slots and 143 and 157 by tiles in GLM-4.5-Air, 51 and 48
+# by slots and 52 and 51 by tiles in GLM-4.7-Flash.
 _FEW_TOKENS, _FEW_IN_8_BITS = 1, 2
 
 

@@ -23,9 +23,10 @@ _SUMMED = Parameters(
     "const int* experts, const float* factors, const ELEMENT* residual, ELEMENT* out, int n, int k, int per_token"
 )
 _WARPS, _ROWS = 4, 2  # kWarps and kRows in moe/gemv.cu
-# Of one token on an H200, 16 bits: with 2, 3 and 4 GLM-4.7-Flash takes 28.2, 29.9 and 30.4 us, GLM-4.5-Air 86.9, 83.1
-# and 87.0. 8 bits were not compared.
-_UNROLL, _UNROLL_IN_8_BITS = 2, 4
+# One token on an H200, us of GLM-4.7-Flash and of GLM-4.5-Air. 16 bits: 28.4 and 82.6 with 2, 29.8 and 82.6 with 3,
+# 27.5 and 83.3 with 3 in the gated kernel only. e4m3: 20.5 and 48.3 with 1, 20.4 and 50.2 with 2, 23.1 and 52.7 with 4.
+# int8 was not timed: 1 spills registers on sm_86, sm_89 and sm_120, 2 on sm_80.
+_UNROLL, _UNROLL_IN_8_BITS = 2, {torch.int8: 4, torch.float8_e4m3fn: 1}
 
 MOST_SLOTS = 32
 """Of a token: kMostSlots in moe/gemv.cu."""
@@ -35,7 +36,7 @@ def kernel(dtype: torch.dtype, codes: torch.dtype, gated: bool, unroll: int | No
     """The kernel for outputs in `dtype` and weights in `codes`, which may be the same."""
     number = CODES.index(codes) + 1 if codes in CODES else 0
     if unroll is None:
-        unroll = _UNROLL_IN_8_BITS if number else _UNROLL
+        unroll = _UNROLL_IN_8_BITS.get(codes, _UNROLL)
     declared = unit(
         "moe/gemv.cu",
         needs="sm_89" if codes == torch.float8_e4m3fn else "sm_80",
