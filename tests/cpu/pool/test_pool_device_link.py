@@ -21,7 +21,7 @@ from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.group_steps import ExchangeStep, GroupPlace, ReduceStep, Region
 from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.quota import Quota
-from warpbus.pool.tenant import flights, groups
+from warpbus.pool.tenant import groups, pending_steps
 from warpbus.pool.tenant.device_link import DEVICE_SLOT, DEVICE_SLOTS, DeviceLink
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.groups import LeaseGroups
@@ -148,19 +148,19 @@ def test_only_what_uses_the_storages_waits():
     executors, _ = linked(2)
     storages = executors[0].storages
     mark = ThreadMark()
-    flight = flights.Flight("send", ThreadStream(), mark, storages.clock, time.monotonic() + 60)
+    pending = pending_steps.PendingStep("send", ThreadStream(), mark, storages.clock, time.monotonic() + 60)
     view = storages.raw(2)
-    storages.depart([2], flight)
+    storages.mark_pending([2], pending)
     storages.raw(1)
-    assert storages.flights([1, 2]) == [flight]
+    assert storages.pending_steps([1, 2]) == [pending]
     threading.Timer(0.2, mark.reach).start()
     assert storages.raw(2).data_ptr() == view.data_ptr()
     assert mark.query()
-    assert not storages.flights([1, 2])
+    assert not storages.pending_steps([1, 2])
 
 
 def test_steps_that_cannot_be_completed_poison_what_was_written_since(monkeypatch):
-    monkeypatch.setattr(flights, "_GRACE", 0.1)
+    monkeypatch.setattr(pending_steps, "_GRACE", 0.1)
     executors, _ = linked(2)
     first, second = executors
     first.storages.create(3, 8)

@@ -123,9 +123,9 @@ class Executor:
         may have been computed from what did not come."""
         found = []
         while (failed := self.groups.failure()) is not None:
-            flight, why = failed
-            failure = CallFailure.of(StateError(f"{flight.label}: {why}"), flight.label, self.executed)
-            self._poison(self.storages.since(flight.clock), failure, new=0)
+            pending, why = failed
+            failure = CallFailure.of(StateError(f"{pending.label}: {why}"), pending.label, self.executed)
+            self._poison(self.storages.since(pending.clock), failure, new=0)
             found.append(failure)
         return found
 

@@ -10,8 +10,8 @@ from warpbus.pool.protocol import link_memory
 from warpbus.pool.protocol.group_steps import MAX_GROUPS, GroupPlace
 from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.tenant.device_link import DeviceLink, GpuSlots
-from warpbus.pool.tenant.flights import Flight, StepStream, StepTimes
 from warpbus.pool.tenant.lease_group import LeaseGroup
+from warpbus.pool.tenant.pending_steps import PendingStep, StepStream, StepTimes
 from warpbus.pool.tenant.storages import Storages
 
 _MOST_MEMORIES = 16
@@ -111,7 +111,7 @@ class LeaseGroups:
         for found in list(self._groups.values()):
             self._close(found)
 
-    def failure(self) -> tuple[Flight, str] | None:
+    def failure(self) -> tuple[PendingStep, str] | None:
         """A step that was launched and not completed, and why; each once."""
         failed = [group for group in self._groups.values() if group.watch.failed]
         return failed[0].watch.failure() if failed else None

@@ -32,7 +32,7 @@ from warpbus.pool.protocol.sockets import hung_up
 from warpbus.pool.protocol.wire import decode, encode
 from warpbus.pool.tenant.combine import combine
 from warpbus.pool.tenant.device_link import DeviceLink
-from warpbus.pool.tenant.flights import Flight, FlightWatch, StepStream, StepTimes
+from warpbus.pool.tenant.pending_steps import PendingStep, StepStream, StepTimes, StepWatch
 from warpbus.pool.tenant.slot_copies import SlotCopies
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import Storages
@@ -45,7 +45,7 @@ _PIECE = 16 << 20
 """Bytes of a share that are combined at once: what a rank holds of each other rank's."""
 _LOOKED_EVERY = 0.1
 _MAX_REASON = 1000
-_SECONDS_TO_LAND = 10.0
+_SECONDS_TO_DRAIN = 10.0
 
 
 class _NeverComputedError(PoisonedError):
@@ -74,7 +74,7 @@ class LeaseGroup:
         self._direct: dict[int, DeviceLink] = {}
         self._streams: tuple[StepStream, StepStream] | None = None  # outgoing and incoming, if a link is direct
         self._kept: list[Tensor] = []  # the tensors of a step with streams
-        self.watch = FlightWatch(self._release, self._gone, self._cannot_complete)
+        self.watch = StepWatch(self._release, self._gone, self._cannot_complete)
         self._lock = threading.Lock()
         self._sent: Counter[int] = Counter()  # messages to each rank
         self._taken: Counter[int] = Counter()  # from each rank
@@ -133,13 +133,13 @@ class LeaseGroup:
     def unlink(self) -> list[DeviceLink]:
         """After `close`: the links of GPUs, of which nothing is in use any more, or none while that is not known."""
         with suppress(PoolError):
-            self.watch.landed(self._attend, 0, _SECONDS_TO_LAND)
-        return [] if self.watch.flying else list(self._direct.values())
+            self.watch.drain(self._attend, 0, _SECONDS_TO_DRAIN)
+        return [] if self.watch.has_pending else list(self._direct.values())
 
     def land(self) -> None:
         """Wait until nothing is under way: the others may need what this rank sends."""
         with suppress(PoolError):
-            self.watch.landed(self._attend, 0, _SECONDS_TO_LAND)
+            self.watch.drain(self._attend, 0, _SECONDS_TO_DRAIN)
 
     def run(self, step: ExchangeStep | ReduceStep) -> None:
         """Do a step.
@@ -182,7 +182,7 @@ class LeaseGroup:
 
     def _launch(self, step: ExchangeStep | ReduceStep, streams: tuple[StepStream, StepStream]) -> None:
         """Do a step in streams. All that goes from GPU to GPU is only launched."""
-        self.watch.landed(self._attend)
+        self.watch.drain(self._attend)
         storages, clock = self._storages, self._storages.clock
         outgoing, incoming = streams
         handles = {region.handle for region in step.regions if region.nbytes}
@@ -191,8 +191,8 @@ class LeaseGroup:
             return
         for stream in streams:
             stream.follow()
-            for flight in storages.flights(handles):
-                stream.after(flight.mark)
+            for pending in storages.pending_steps(handles):
+                stream.after(pending.mark)
         self._kept = []
         try:
             with incoming.current():
@@ -200,9 +200,9 @@ class LeaseGroup:
         finally:
             incoming.after(outgoing.mark())
             until = time.monotonic() + self.membership.seconds
-            flight = Flight(step.label, incoming, incoming.mark(), clock, until, self._kept)
-            self.watch.add(flight)
-            storages.depart(handles, flight)
+            pending = PendingStep(step.label, incoming, incoming.mark(), clock, until, self._kept)
+            self.watch.add(pending)
+            storages.mark_pending(handles, pending)
 
     def _exchange(self, step: ExchangeStep) -> None:
         head = zlib.crc32(step.label.encode())

@@ -16,7 +16,7 @@ from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.flights import Flight
+from warpbus.pool.tenant.pending_steps import PendingStep
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopies, HostCopy
 
 MAX_STORAGES = 1 << 20
@@ -63,7 +63,7 @@ class Storage:
         result: its geometry if only the pool knows that: of the result of a dynamic call.
         value: a result that is no tensor.
         pinned: programs have its address.
-        flight: the copies between leases that use it and that the current stream does not wait for yet, or None.
+        pending: the copies between leases that use it and that the current stream does not wait for yet, or None.
             Then it has no `views`.
     """
 
@@ -75,7 +75,7 @@ class Storage:
     result: Geometry | None = None
     value: Value = None
     pinned: bool = False
-    flight: Flight | None = None
+    pending: PendingStep | None = None
 
 
 class Storages:
@@ -104,7 +104,7 @@ class Storages:
         self.clock = 0
         self.moved = 0
         self.writes: dict[int, tuple[int, int, int, int]] | None = None
-        self._flying: set[Storage] = set()
+        self._with_pending: set[Storage] = set()
         self._sizes: dict[int, int] = {}
         self._checked: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
@@ -224,7 +224,7 @@ class Storages:
             raise PoisonedError(storage.failure)
         if storage.base is None:
             raise ProtocolError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
-        if storage.flight is not None:
+        if storage.pending is not None:
             self._join(storage)
         checked.check(storage.nbytes)
         geometry, base = checked.geometry, storage.base
@@ -371,21 +371,21 @@ class Storages:
             raise ProtocolError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
         return storage
 
-    def depart(self, handles: Iterable[int], flight: Flight) -> None:
+    def mark_pending(self, handles: Iterable[int], pending: PendingStep) -> None:
         """Copies were launched that use these storages, and only what uses them too waits for them."""
         for storage in self._present(handles):
-            storage.flight = flight
+            storage.pending = pending
             storage.views.clear()
-            self._flying.add(storage)
+            self._with_pending.add(storage)
 
-    def flights(self, handles: Iterable[int]) -> list[Flight]:
+    def pending_steps(self, handles: Iterable[int]) -> list[PendingStep]:
         """The copies that use storages, in which none, or the same, may stand several times."""
-        found = [storage.flight for storage in self._present(handles)]
-        return list({id(flight): flight for flight in found if flight is not None}.values())
+        found = [storage.pending for storage in self._present(handles)]
+        return list({id(pending): pending for pending in found if pending is not None}.values())
 
     def join_all(self) -> None:
         """Let the current stream wait for all copies that have departed."""
-        for storage in list(self._flying):
+        for storage in list(self._with_pending):
             self._join(storage)
 
     def since(self, clock: int) -> list[int]:
@@ -399,7 +399,7 @@ class Storages:
             join: what is launched next waits for the copies that use the storage.
         """
         storage = self.memory_of(handle)
-        if join and storage.flight is not None:
+        if join and storage.pending is not None:
             self._join(storage)
         if offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
             raise ProtocolError(
@@ -415,10 +415,10 @@ class Storages:
         return [storage for storage in found if storage is not None and storage.base is not None]
 
     def _join(self, storage: Storage) -> None:
-        if storage.flight is not None:
-            storage.flight.join()
-            storage.flight = None
-        self._flying.discard(storage)
+        if storage.pending is not None:
+            storage.pending.join()
+            storage.pending = None
+        self._with_pending.discard(storage)
 
     def _add(self, handle: int, storage: Storage) -> None:
         self.live[handle] = storage

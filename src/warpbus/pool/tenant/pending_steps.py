@@ -55,7 +55,7 @@ class StepTimes:
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingStep:
     """A step that is under way.
 
     Attributes:
@@ -84,7 +84,7 @@ class Flight:
         self.stream.join(self.mark)
 
 
-class FlightWatch:
+class StepWatch:
     """Watches the steps of a group in a thread of its own: while a GPU waits for one that does not come, the thread
     that launches may wait for that GPU.
 
@@ -98,14 +98,14 @@ class FlightWatch:
         self, release: Callable[[], None], gone: Callable[[], str | None], broken: Callable[[str], None]
     ) -> None:
         self._release, self._gone, self._broken = release, gone, broken
-        self._flights: deque[Flight] = deque()
+        self._steps: deque[PendingStep] = deque()
         self._changed = threading.Condition()
         self._ended = False
-        self._failure: tuple[Flight, str] | None = None
+        self._failure: tuple[PendingStep, str] | None = None
         self._has_failed = False
         self._thread: threading.Thread | None = None
 
-    def failure(self) -> tuple[Flight, str] | None:
+    def failure(self) -> tuple[PendingStep, str] | None:
         """The first step that was not completed, and why; once."""
         found, self._failure = self._failure, None
         return found
@@ -115,26 +115,26 @@ class FlightWatch:
         """Whether `failure` has something to tell."""
         return self._failure is not None
 
-    def add(self, flight: Flight) -> None:
+    def add(self, pending: PendingStep) -> None:
         """A step has been launched."""
         with self._changed:
-            self._flights.append(flight)
+            self._steps.append(pending)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="flights", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="pending-steps", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     @property
-    def flying(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a step is under way."""
-        return bool(self._flights)
+        return bool(self._steps)
 
-    def landed(self, attend: Callable[[], None], most: int = _MOST - 1, seconds: float = math.inf) -> None:
+    def drain(self, attend: Callable[[], None], most: int = _MOST - 1, seconds: float = math.inf) -> None:
         """Wait until no more than `most` steps are under way, or for so long. `attend` is called from time to time."""
         until = time.monotonic() + seconds
-        while len(self._flights) > most and time.monotonic() < until:
+        while len(self._steps) > most and time.monotonic() < until:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._flights) <= most, _LOOKED_EVERY)
+                self._changed.wait_for(lambda: len(self._steps) <= most, _LOOKED_EVERY)
             attend()
 
     def end(self) -> None:
@@ -147,31 +147,31 @@ class FlightWatch:
         alone_since: float | None = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._flights or self._ended)
-                if not self._flights:
+                self._changed.wait_for(lambda: self._steps or self._ended)
+                if not self._steps:
                     return
-            flight, now = self._flights[0], time.monotonic()
+            pending, now = self._steps[0], time.monotonic()
             try:
-                done = flight.done
+                done = pending.done
             except (RuntimeError, WarpbusError) as error:  # CUDA's: nothing on this GPU will be done any more
-                self._fail(flight, str(error).partition("\n")[0])
+                self._fail(pending, str(error).partition("\n")[0])
                 done = True
             if done:
                 with self._changed:
-                    self._flights.popleft()
+                    self._steps.popleft()
                     self._changed.notify_all()
                 continue
             why = self._gone()
             alone_since = None if why is None else alone_since or now
             if why is not None and alone_since is not None and now > alone_since + _GRACE:
-                self._fail(flight, why)
-            elif now > flight.until:
-                self._fail(flight, "another rank's GPU does not do its part in time")
+                self._fail(pending, why)
+            elif now > pending.until:
+                self._fail(pending, "another rank's GPU does not do its part in time")
             time.sleep(_LOOKED_EVERY)
 
-    def _fail(self, flight: Flight, why: str) -> None:
+    def _fail(self, pending: PendingStep, why: str) -> None:
         if not self._has_failed:  # a failure covers all steps after it
             self._has_failed = True
-            self._failure = flight, why
+            self._failure = pending, why
             self._broken(why)
         self._release()
