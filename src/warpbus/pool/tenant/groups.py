@@ -101,7 +101,7 @@ class LeaseGroups:
         """Leave a group. Nothing happens if the lease is not in it."""
         found = self._groups.get(group)
         if found is not None:
-            found.land()
+            found.drain()
             self._close(found)
             for direct in found.unlink():
                 self.discard(direct)

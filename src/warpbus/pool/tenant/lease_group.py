@@ -136,7 +136,7 @@ class LeaseGroup:
             self.watch.drain(self._attend, 0, _SECONDS_TO_DRAIN)
         return [] if self.watch.has_pending else list(self._direct.values())
 
-    def land(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is under way: the others may need what this rank sends."""
         with suppress(PoolError):
             self.watch.drain(self._attend, 0, _SECONDS_TO_DRAIN)
