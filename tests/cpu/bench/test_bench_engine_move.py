@@ -26,5 +26,7 @@ def test_an_engine_moves_and_its_pause_is_reported(monkeypatch: pytest.MonkeyPat
     assert found["context"] > 100
     assert found["sequences"] == 2
     assert 0 < found["pause"] < found["gap"]
-    for figure in ("ahead", "paused", "weights", "step", "step_after"):
+    # Which of the cache's bytes are left for the pause depends on when the steps are done: none may be.
+    assert found["ahead"] + found["paused"] > 0
+    for figure in ("weights", "step", "step_after"):
         assert found[figure] > 0
