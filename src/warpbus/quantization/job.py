@@ -372,14 +372,17 @@ class _QuantizationRun:
         if self.writer is None or self.sources is None:
             return
         kept = {part: names for part, names in end_parts(self.plan) if not is_readable(self.writer, part)}
-        checked = [name for names in kept.values() for name in names]
-        self.sources.begin(checked)
-        # Those that are quantized at the end are checked now, not after all the work.
-        quantized = self.plan.quantized_ends.items()
-        checked += [end.source for part, end in quantized if not is_readable(self.writer, part)]
-        with ThreadPoolExecutor(thread_name_prefix="checking") as pool:
-            tuple(pool.map(lambda name: check_finite(self.plan.checkpoint, [name]), checked))
+        quantized = [e.source for part, e in self.plan.quantized_ends.items() if not is_readable(self.writer, part)]
+        check_finite(self.plan.checkpoint, quantized)  # before the layers, not after all the work
+        side_by_side = self.group.device.type == "cuda"  # a CPU would only keep more in memory
+        if side_by_side:
+            names = [name for part in kept.values() for name in part]
+            self.sources.begin(names)
+            with ThreadPoolExecutor(thread_name_prefix="checking") as pool:
+                tuple(pool.map(lambda name: check_finite(self.plan.checkpoint, [name]), names))
         for part, names in kept.items():
+            if not side_by_side:
+                check_finite(self.plan.checkpoint, names)
             tensors = {name: self.plan.checkpoint.tensor(name) for name in names}
             self.writer.commit(part, tensors, self.sources.end_facts(names))
 
