@@ -19,10 +19,12 @@ def check_weight(weight: Tensor, name: str) -> None:
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """`check_weight` of several matrices, with one wait for the GPU if all are finite."""
     # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
-    sums = torch.stack(
-        [torch.stack([weight[part].float().sum() for part in slices(weight)]).sum() for weight in weights]
-    )
-    for weight, name, finite in zip(weights, names, sums.isfinite().tolist(), strict=True):
+    # Sums are added at once: a list of them would lie between the freed slices, and the heap could not shrink.
+    sums = [torch.zeros((), device=weight.device) for weight in weights]
+    for weight, total in zip(weights, sums, strict=True):
+        for part in slices(weight):
+            total += weight[part].float().sum()
+    for weight, name, finite in zip(weights, names, torch.stack(sums).isfinite().tolist(), strict=True):
         for part in () if finite else slices(weight):
             count = int((~torch.isfinite(weight[part])).sum())
             if count:
