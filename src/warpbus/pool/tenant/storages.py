@@ -379,12 +379,12 @@ class Storages:
             self._with_pending.add(storage)
 
     def pending_steps(self, handles: Iterable[int]) -> list[PendingStep]:
-        """The copies that use storages, in which none, or the same, may stand several times."""
+        """The pending copies that use storages, each once."""
         found = [storage.pending for storage in self._present(handles)]
         return list({id(pending): pending for pending in found if pending is not None}.values())
 
     def join_all(self) -> None:
-        """Let the current stream wait for all copies that have departed."""
+        """Let the current stream wait for all pending copies."""
         for storage in list(self._with_pending):
             self._join(storage)
 

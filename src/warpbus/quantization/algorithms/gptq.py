@@ -161,7 +161,7 @@ def gptq_matrices(
         _solve, *(weight, drift, *hessians), count=scheme.groups(size, names[0]), **settings
     )
     found = []
-    for index, _ in enumerate(names):
+    for index in range(len(names)):
         own = slice(index * parts, (index + 1) * parts)
         flat = (each[own].transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
         own_codes, own_scales, own_zeros = flat
