@@ -50,6 +50,7 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = TOKENS * kTileK * 2;
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
+constexpr int kEmptyAfterFull = 8 * STAGES;       // from the barrier of a full stage to that of the empty one
 constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
 constexpr int kProducerRegisters = 40;
@@ -153,7 +154,7 @@ struct Buffers {
         scales = codes + STAGES * kCodeBytes;
         zeros = scales + STAGES * kScaleBytes;
         full = zeros + STAGES * kScaleBytes;
-        empty = full + 8 * STAGES;
+        empty = full + kEmptyAfterFull;
     }
 };
 
@@ -224,36 +225,52 @@ __device__ __forceinline__ int tile_offset(int tile, const Problem& p) {
     return tile / kTilesOfCopy * (kScaleBytes / kCopies) + tile % kTilesOfCopy * p.scale_words * 4;
 }
 
+// Where a warp finds its 16 rows of the first stage, and what all stages have in common.
+struct Operands {
+    ptx::uint32 codes, scales, full;
+    ptx::uint64 x;               // the descriptor of x
+    typename Packed::Zeros zero;  // of a symmetric scheme
+
+    __device__ __forceinline__ Operands(const Buffers& buffers, const Problem& p) {
+        const int lane = threadIdx.x % 32, tile = packed_tile_of_warp<GATED, kConsumers>();
+        codes = buffers.codes + tile * 128 * BITS;
+        scales = buffers.scales + tile_offset(tile, p) + lane / 4 * 4;
+        full = buffers.full;
+        ptx::uint32 low = static_cast<ptx::uint32>(ptx::wgmma_descriptor(buffers.x, 0, 1024));
+        // Else the compiler derives them again in each step, from the address of shared memory on.
+        asm volatile("" : "+r"(codes), "+r"(scales), "+r"(full), "+r"(low));
+        x = ptx::wgmma_descriptor(0, 0, 1024) | low;
+        zero = Packed::zeros(pack_pair<ELEMENT>(p.middle, p.middle));
+    }
+};
+
 // The operands A of a block of k, for the 16 rows of this warp.
-__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
-                                           const Problem& p) {
-    const int lane = threadIdx.x % 32, tile = packed_tile_of_warp<GATED, kConsumers>();
+template <bool Symmetric, bool OneGroup>
+__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operands& own, int stage) {
     ptx::uint32 words[Packed::kLoads][Packed::kLoadWords];
-    const ptx::uint32 codes = buffers.codes + stage * kCodeBytes + tile * 128 * BITS;
+    const ptx::uint32 codes = own.codes + stage * kCodeBytes;
 #pragma unroll
-    for (int i = 0; i < Packed::kLoads; ++i) read_codes(words[i], codes + i * 128 * Packed::kLoadWords, lane);
-    const ptx::uint32 offset = stage * kScaleBytes + tile_offset(tile, p) + lane / 4 * 4;
-    const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
+    for (int i = 0; i < Packed::kLoads; ++i) read_codes(words[i], codes + i * 128 * Packed::kLoadWords, threadIdx.x % 32);
+    const ptx::uint32 from = own.scales + stage * kScaleBytes;
+    RowPairs scales = spread_rows(ptx::load_shared(from));
+    auto zeros = Symmetric ? own.zero : Packed::zeros(ptx::load_shared(from + STAGES * kScaleBytes));
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const RowPairs scales = spread_rows(ptx::load_shared(buffers.scales + offset + h * second));
-        const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
-        const auto zeros = Packed::zeros(symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second));
-#pragma unroll
-        for (int s = 2 * h; s < 2 * h + 2; ++s) {
-            Packed::integers(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps, zeros);
-            scale_fragment<ELEMENT>(a[s], scales);
+    for (int s = 0; s < 4; ++s) {
+        if (!OneGroup && s == 2) {
+            scales = spread_rows(ptx::load_shared(from + 32));
+            if (!Symmetric) zeros = Packed::zeros(ptx::load_shared(from + 32 + STAGES * kScaleBytes));
         }
+        Packed::integers(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps, zeros);
+        scale_fragment<ELEMENT>(a[s], scales);
     }
 }
 
 // Starts the products of a block of k.
-__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint32 x, int keep) {
-    const ptx::uint64 from = ptx::wgmma_descriptor(x, 0, 1024);
+__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint64 from) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-        ptx::wgmma_from_registers<ELEMENT, TOKENS>(d, a[s], from + s * (32 / ptx::kDescriptorUnit), s > 0 ? 1 : keep);
+        ptx::wgmma_from_registers<ELEMENT, TOKENS>(d, a[s], from + s * (32 / ptx::kDescriptorUnit), 1);
     }
     ptx::wgmma_commit();
 }
@@ -262,6 +279,36 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint
 __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+
+// Multiplies `count` blocks of k. OneGroup: a block has one group.
+template <bool Symmetric, bool OneGroup>
+__device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<STAGES>& ring, const Operands& own, int count) {
+    ptx::uint32 even[4][4], odd[4][4];
+    ptx::uint32 running = 0;  // the barrier of the block whose products run
+    const bool first_thread = threadIdx.x % 128 == 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
+    auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int block) {
+        const ptx::uint32 full = own.full + 8 * ring.stage;
+        ptx::mbarrier_wait(full, ring.parity);
+        dequantize<Symmetric, OneGroup>(a, own, ring.stage);
+        multiply(d, a, own.x + ring.stage * (kXBytes / ptx::kDescriptorUnit));
+        if (block > 0) {
+            ptx::wgmma_wait<1>();
+            read_by_products(other);
+            if (first_thread) ptx::mbarrier_arrive(running + kEmptyAfterFull);
+        }
+        running = full;
+        ring.advance();
+    };
+    for (int block = 0; block < count; block += 2) {
+        step(even, odd, block);
+        if (block + 1 < count) step(odd, even, block + 1);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_arrived(d);
+    if (first_thread) ptx::mbarrier_arrive(running + kEmptyAfterFull);
 }
 
 // Writes what a warpgroup has of a tile, as columns of out, through staging buffers and TMA.
@@ -378,33 +425,19 @@ __device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const f
 __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const ELEMENT* bias, ELEMENT* out,
                                         float* partials, int* flags, bool symmetric, const Problem& p) {
     const int consumer = threadIdx.x / 128 - 1;
-    const int thread = threadIdx.x % 128;
+    const Operands own(buffers, p);
+    const bool one_group = p.scale_words == 8;
     Schedule schedule(p);
     Segment segment;
     Ring<STAGES> ring;
     float d[TOKENS / 2];
-    ptx::uint32 even[4][4], odd[4][4];
     while (schedule.next(segment, p)) {
         const Place place = place_of(segment.tile, p);
         const int count = segment.end - segment.begin;
-        auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int block) {
-            ptx::mbarrier_wait(buffers.full + 8 * ring.stage, ring.parity);
-            dequantize(a, buffers, ring.stage, symmetric, p);
-            multiply(d, a, buffers.x + ring.stage * kXBytes, block > 0);
-            if (block > 0) {
-                ptx::wgmma_wait<1>();
-                read_by_products(other);
-                if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * ring.previous());
-            }
-            ring.advance();
-        };
-        for (int block = 0; block < count; block += 2) {
-            step(even, odd, block);
-            if (block + 1 < count) step(odd, even, block + 1);
-        }
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_arrived(d);
-        if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * ring.previous());
+        if (symmetric && one_group) multiply_blocks<true, true>(d, ring, own, count);
+        else if (one_group) multiply_blocks<false, true>(d, ring, own, count);
+        else if (symmetric) multiply_blocks<true, false>(d, ring, own, count);
+        else multiply_blocks<false, false>(d, ring, own, count);
 
         if (p.splits > 1) {
             share(d, buffers, maps, bias, out, place, consumer, p);
@@ -420,7 +453,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         store(d, staging, maps, out, place, consumer, p);
     }
     // The staging buffers must outlive the stores that read them.
-    if (thread == 0) ptx::tma_store_wait_read<0>();
+    if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
