@@ -228,7 +228,7 @@ __device__ __forceinline__ int tile_offset(int tile, const Problem& p) {
 // Where a warp finds its 16 rows of the first stage, and what all stages have in common.
 struct Operands {
     ptx::uint32 codes, scales, full;
-    ptx::uint64 x;               // the descriptor of x
+    ptx::uint32 x;               // the low word of the descriptor of x
     typename Packed::Zeros zero;  // of a symmetric scheme
 
     __device__ __forceinline__ Operands(const Buffers& buffers, const Problem& p) {
@@ -236,10 +236,9 @@ struct Operands {
         codes = buffers.codes + tile * 128 * BITS;
         scales = buffers.scales + tile_offset(tile, p) + lane / 4 * 4;
         full = buffers.full;
-        ptx::uint32 low = static_cast<ptx::uint32>(ptx::wgmma_descriptor(buffers.x, 0, 1024));
+        x = static_cast<ptx::uint32>(ptx::wgmma_descriptor(buffers.x, 0, 1024));
         // Else the compiler derives them again in each step, from the address of shared memory on.
-        asm volatile("" : "+r"(codes), "+r"(scales), "+r"(full), "+r"(low));
-        x = ptx::wgmma_descriptor(0, 0, 1024) | low;
+        asm volatile("" : "+r"(codes), "+r"(scales), "+r"(full), "+r"(x));
         zero = Packed::zeros(pack_pair<ELEMENT>(p.middle, p.middle));
     }
 };
@@ -265,12 +264,13 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operand
     }
 }
 
-// Starts the products of a block of k.
-__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint64 from) {
+// Starts the products of a block of k. `x` is the low word of the descriptor: arithmetic on all of it would delay products.
+__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint32 x) {
+    constexpr ptx::uint64 kUpperWord = ptx::wgmma_descriptor(0, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-        ptx::wgmma_from_registers<ELEMENT, TOKENS>(d, a[s], from + s * (32 / ptx::kDescriptorUnit), 1);
+        ptx::wgmma_from_registers<ELEMENT, TOKENS>(d, a[s], kUpperWord | (x + s * (32 / ptx::kDescriptorUnit)), 1);
     }
     ptx::wgmma_commit();
 }
