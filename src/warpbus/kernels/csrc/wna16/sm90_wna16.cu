@@ -50,7 +50,10 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = TOKENS * kTileK * 2;
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
-constexpr int kEmptyAfterFull = 8 * STAGES;       // from the barrier of a full stage to that of the empty one
+// Blocks of k that share a stage and its barriers: waiting takes time where a product is short.
+constexpr int kBlocks = TOKENS <= 64 ? 2 : 1;
+constexpr int kStages = STAGES / kBlocks;
+constexpr int kEmptyAfterFull = 8 * kStages;  // from the barrier of a full stage to that of the empty one
 constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
 constexpr int kProducerRegisters = 40;
@@ -158,7 +161,7 @@ struct Buffers {
     }
 };
 
-// The producer's position: the blocks of k of all segments, in order. A tile's position takes integer divisions, which are
+// The producer's position: the stages of all segments, in order. A tile's position takes integer divisions, which are
 // too slow for each block of k, so it is computed once per segment.
 struct Blocks {
     Schedule schedule;
@@ -168,8 +171,11 @@ struct Blocks {
     bool there;
 
     __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
+    // Of the next stage.
+    __device__ __forceinline__ int count() const { return min(kBlocks, segment.end - segment.begin); }
     __device__ __forceinline__ void advance(const Problem& p) {
-        if (++segment.begin == segment.end) begin_segment(p);
+        segment.begin += kBlocks;
+        if (segment.begin >= segment.end) begin_segment(p);
     }
 
 private:
@@ -185,33 +191,43 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
                                              bool symmetric, const Problem& p) {
     const ptx::uint32 full = buffers.full + 8 * stage;
     const int scale_bytes = kRows / 16 * p.scale_words * 4;
-    ptx::mbarrier_expect(full, blocks.rows * kTileK * 2 + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
-    const int block = blocks.segment.begin;
-    const int tile = blocks.place.weight_tile;
-    const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
+    const int block_bytes = blocks.rows * kTileK * 2 + kCodeBytes + scale_bytes * (symmetric ? 1 : 2);
+    ptx::mbarrier_expect(full, blocks.count() * block_bytes);
     const ptx::TensorMap *codes = &maps.map_codes, *scales = &maps.map_scales, *zeros = &maps.map_zeros;
     if (EXPERTS && blocks.place.offloaded) {
         codes = &maps.host_codes, scales = &maps.host_scales, zeros = &maps.host_zeros;
     }
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-        const int from = tile + i * p.gate_tiles, offset = stage * kScaleBytes + i * (kScaleBytes / kCopies);
-        ptx::tma_load(buffers.codes + stage * kCodeBytes + i * (kCodeBytes / kCopies), codes, full, block * 32 * BITS, from);
-        ptx::tma_load(buffers.scales + offset, scales, full, group * 8, from);
-        if (!symmetric) ptx::tma_load(buffers.zeros + offset, zeros, full, group * 8, from);
+    for (int b = 0; b < kBlocks; ++b) {
+        const int block = blocks.segment.begin + b, slot = stage * kBlocks + b;
+        if (block >= blocks.segment.end) break;
+        const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const int from = blocks.place.weight_tile + i * p.gate_tiles;
+            const int offset = slot * kScaleBytes + i * (kScaleBytes / kCopies);
+            ptx::tma_load(buffers.codes + slot * kCodeBytes + i * (kCodeBytes / kCopies), codes, full, block * 32 * BITS, from);
+            ptx::tma_load(buffers.scales + offset, scales, full, group * 8, from);
+            if (!symmetric) ptx::tma_load(buffers.zeros + offset, zeros, full, group * 8, from);
+        }
     }
 }
 
 // Rows beyond m: the stage's old contents give columns of the result that are not stored.
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks) {
-    ptx::tma_load(buffers.x + stage * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
-                  blocks.segment.begin * kTileK, blocks.place.token);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+        const int block = blocks.segment.begin + b;
+        if (block >= blocks.segment.end) break;
+        ptx::tma_load(buffers.x + (stage * kBlocks + b) * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
+                      block * kTileK, blocks.place.token);
+    }
 }
 
-// Calls load(stage, blocks) for each block of k when its stage is free.
+// Calls load(stage, blocks) for each stage when it is free.
 template <typename Load>
 __device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p, Load load) {
-    Ring<STAGES> ring;
+    Ring<kStages> ring;
     for (Blocks blocks(p); blocks.there; blocks.advance(p), ring.advance()) {
         ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
         load(ring.stage, blocks);
@@ -283,32 +299,43 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
 
 // Multiplies `count` blocks of k. OneGroup: a block has one group.
 template <bool Symmetric, bool OneGroup>
-__device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<STAGES>& ring, const Operands& own, int count) {
+__device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count) {
     ptx::uint32 even[4][4], odd[4][4];
-    ptx::uint32 running = 0;  // the barrier of the block whose products run
+    ptx::uint32 running = 0;  // the barrier of the stage whose last products run
     const bool first_thread = threadIdx.x % 128 == 0;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
-    auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int block) {
-        const ptx::uint32 full = own.full + 8 * ring.stage;
-        ptx::mbarrier_wait(full, ring.parity);
-        dequantize<Symmetric, OneGroup>(a, own, ring.stage);
-        multiply(d, a, own.x + ring.stage * (kXBytes / ptx::kDescriptorUnit));
-        if (block > 0) {
-            ptx::wgmma_wait<1>();
-            read_by_products(other);
-            if (first_thread) ptx::mbarrier_arrive(running + kEmptyAfterFull);
-        }
-        running = full;
+    auto wait = [&] { ptx::mbarrier_wait(own.full + 8 * ring.stage, ring.parity); };
+    auto release = [&] {
+        if (first_thread) ptx::mbarrier_arrive(running + kEmptyAfterFull);
+    };
+    // Leaves the products of a block running, and waits for those of the block before.
+    auto start = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int slot, bool first) {
+        dequantize<Symmetric, OneGroup>(a, own, slot);
+        multiply(d, a, own.x + slot * (kXBytes / ptx::kDescriptorUnit));
+        if (first) return;
+        ptx::wgmma_wait<1>();
+        read_by_products(other);
+    };
+    auto next_stage = [&] {
+        running = own.full + 8 * ring.stage;
         ring.advance();
     };
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
     for (int block = 0; block < count; block += 2) {
-        step(even, odd, block);
-        if (block + 1 < count) step(odd, even, block + 1);
+        wait();
+        start(even, odd, ring.stage * kBlocks, block == 0);
+        if (block > 0) release();
+        if (kBlocks == 1) next_stage();
+        if (block + 1 < count) {
+            if (kBlocks == 1) wait();
+            start(odd, even, ring.stage * kBlocks + kBlocks - 1, false);
+            if (kBlocks == 1) release();
+        }
+        if (kBlocks == 2 || block + 1 < count) next_stage();
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_arrived(d);
-    if (first_thread) ptx::mbarrier_arrive(running + kEmptyAfterFull);
+    release();
 }
 
 // Writes what a warpgroup has of a tile, as columns of out, through staging buffers and TMA.
@@ -429,7 +456,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
     const bool one_group = p.scale_words == 8;
     Schedule schedule(p);
     Segment segment;
-    Ring<STAGES> ring;
+    Ring<kStages> ring;
     float d[TOKENS / 2];
     while (schedule.next(segment, p)) {
         const Place place = place_of(segment.tile, p);
@@ -461,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                int symmetric, const Problem p) {
     const Buffers buffers;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
+        for (int i = 0; i < kStages; ++i) {
             ptx::mbarrier_init(buffers.full + 8 * i, 1);
             ptx::mbarrier_init(buffers.empty + 8 * i, kConsumers);
         }
