@@ -302,40 +302,54 @@ template <bool Symmetric, bool OneGroup>
 __device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count) {
     ptx::uint32 even[4][4], odd[4][4];
     ptx::uint32 running = 0;  // the barrier of the stage whose last products run
+    ptx::uint32 full = own.full + 8 * ring.stage;
+    bool is_full = false;  // what a test said before, whose time the products hide
     const bool first_thread = threadIdx.x % 128 == 0;
-    auto wait = [&] { ptx::mbarrier_wait(own.full + 8 * ring.stage, ring.parity); };
-    auto release = [&] {
-        if (first_thread) ptx::mbarrier_arrive(running + kEmptyAfterFull);
+    auto wait = [&] {
+        if (!is_full) ptx::mbarrier_wait(full, ring.parity);
     };
-    // Leaves the products of a block running, and waits for those of the block before.
-    auto start = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int slot, bool first) {
+    // Starts the products of a block.
+    auto start = [&](ptx::uint32 (&a)[4][4], int slot) {
         dequantize<Symmetric, OneGroup>(a, own, slot);
         multiply(d, a, own.x + slot * (kXBytes / ptx::kDescriptorUnit));
-        if (first) return;
-        ptx::wgmma_wait<1>();
-        read_by_products(other);
     };
     auto next_stage = [&] {
-        running = own.full + 8 * ring.stage;
+        running = full;
         ring.advance();
+        full = own.full + 8 * ring.stage;
+        is_full = ptx::mbarrier_test(full, ring.parity);
+    };
+    // Waits for the products of all blocks but the last, of which `a` was the last to be read.
+    auto finish = [&](ptx::uint32 (&a)[4][4]) {
+        ptx::wgmma_wait<1>();
+        read_by_products(a);
+    };
+    auto release = [&](ptx::uint32 barrier) {
+        if (first_thread) ptx::mbarrier_arrive(barrier + kEmptyAfterFull);
     };
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
     for (int block = 0; block < count; block += 2) {
         wait();
-        start(even, odd, ring.stage * kBlocks, block == 0);
-        if (block > 0) release();
-        if (kBlocks == 1) next_stage();
-        if (block + 1 < count) {
-            if (kBlocks == 1) wait();
-            start(odd, even, ring.stage * kBlocks + kBlocks - 1, false);
-            if (kBlocks == 1) release();
+        start(even, ring.stage * kBlocks);
+        const ptx::uint32 before = running;
+        if (kBlocks == 1 || block + 1 == count) next_stage();
+        if (block > 0) {
+            finish(odd);
+            release(before);
         }
-        if (kBlocks == 2 || block + 1 < count) next_stage();
+        if (block + 1 == count) break;
+        if (kBlocks == 1) wait();
+        const int stage = ring.stage;
+        const ptx::uint32 first = running;
+        start(odd, stage * kBlocks + kBlocks - 1);
+        next_stage();
+        finish(even);
+        if (kBlocks == 1) release(first);
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_arrived(d);
-    release();
+    release(running);
 }
 
 // Writes what a warpgroup has of a tile, as columns of out, through staging buffers and TMA.
