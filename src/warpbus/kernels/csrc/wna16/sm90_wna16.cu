@@ -6,6 +6,7 @@
 //   BITS      2, 3, 4 or 8: bits of a packed code; kernels/ops/packed.py describes the layout
 //   TOKENS    rows of x per tile: 16, 32, 64, 128 or 256
 //   CONSUMERS consumer warpgroups, 64 rows of the weight each: 2, or 3 if TOKENS leaves enough registers
+//   GROUPS    1: a scale covers 64 columns or more; 2: it covers 32
 //   STAGES    blocks of 64 columns in flight
 //   EXPERTS   0: one product; 1: the products of a mixture of experts. Rows of x are sorted by expert and multiplied by the
 //             expert's weights, which are contiguous, from number `resident` on in pinned host memory. tiles[i] = {expert,
@@ -49,10 +50,11 @@ constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = TOKENS * kTileK * 2;
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
+constexpr int kScaleWords = 8 * GROUPS;           // of a tile of 16 rows, per block of k
 constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
-// Blocks of k that share a stage and its barriers: waiting takes time where a product is short.
-constexpr int kBlocks = TOKENS <= 64 ? 2 : 1;
-constexpr int kStages = STAGES / kBlocks;
+// Blocks of k that share a stage and its barriers: with few tokens, waiting takes much of the time of a block.
+constexpr int kBlocksOfStage = TOKENS <= 64 ? 2 : 1;
+constexpr int kStages = STAGES / kBlocksOfStage;
 constexpr int kEmptyAfterFull = 8 * kStages;  // from the barrier of a full stage to that of the empty one
 constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
@@ -66,7 +68,6 @@ struct Problem {
     int chunks;       // chunks of 64 columns per row of the weight
     int shift;        // a group has 2^shift chunks
     int middle;       // the code of zero in a symmetric scheme
-    int scale_words;  // 32-bit words of scales of a tile of 16 rows that a block of k needs: 8, or 16 if a chunk has two groups
     int group;        // tiles along m that are processed together, so that a wave of blocks shares L2
     int waves;        // whole tiles per block
     int direct;       // write with ordinary stores: out has no tensor map
@@ -172,9 +173,9 @@ struct Blocks {
 
     __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
     // Of the next stage.
-    __device__ __forceinline__ int count() const { return min(kBlocks, segment.end - segment.begin); }
+    __device__ __forceinline__ int count() const { return min(kBlocksOfStage, segment.end - segment.begin); }
     __device__ __forceinline__ void advance(const Problem& p) {
-        segment.begin += kBlocks;
+        segment.begin += kBlocksOfStage;
         if (segment.begin >= segment.end) begin_segment(p);
     }
 
@@ -190,18 +191,17 @@ private:
 __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
                                              bool symmetric, const Problem& p) {
     const ptx::uint32 full = buffers.full + 8 * stage;
-    const int scale_bytes = kRows / 16 * p.scale_words * 4;
-    const int block_bytes = blocks.rows * kTileK * 2 + kCodeBytes + scale_bytes * (symmetric ? 1 : 2);
-    ptx::mbarrier_expect(full, blocks.count() * block_bytes);
+    const int scale_bytes = kRows / 16 * kScaleWords * 4 * (symmetric ? 1 : 2);
+    ptx::mbarrier_expect(full, blocks.count() * (blocks.rows * kTileK * 2 + kCodeBytes + scale_bytes));
     const ptx::TensorMap *codes = &maps.map_codes, *scales = &maps.map_scales, *zeros = &maps.map_zeros;
     if (EXPERTS && blocks.place.offloaded) {
         codes = &maps.host_codes, scales = &maps.host_scales, zeros = &maps.host_zeros;
     }
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-        const int block = blocks.segment.begin + b, slot = stage * kBlocks + b;
+    for (int b = 0; b < kBlocksOfStage; ++b) {
+        const int block = blocks.segment.begin + b, slot = stage * kBlocksOfStage + b;
         if (block >= blocks.segment.end) break;
-        const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
+        const int group = GROUPS == 2 ? 2 * block : block >> p.shift;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
             const int from = blocks.place.weight_tile + i * p.gate_tiles;
@@ -216,10 +216,10 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
 // Rows beyond m: the stage's old contents give columns of the result that are not stored.
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks) {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
+    for (int b = 0; b < kBlocksOfStage; ++b) {
         const int block = blocks.segment.begin + b;
         if (block >= blocks.segment.end) break;
-        ptx::tma_load(buffers.x + (stage * kBlocks + b) * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
+        ptx::tma_load(buffers.x + (stage * kBlocksOfStage + b) * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
                       block * kTileK, blocks.place.token);
     }
 }
@@ -236,42 +236,43 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p
 
 // Where the scales of a packed tile begin in a stage. Copies have to begin at multiples of 128 bytes, so those of up begin in
 // the middle.
-__device__ __forceinline__ int tile_offset(int tile, const Problem& p) {
+__device__ __forceinline__ int tile_offset(int tile) {
     constexpr int kTilesOfCopy = kRows / 16 / kCopies;
-    return tile / kTilesOfCopy * (kScaleBytes / kCopies) + tile % kTilesOfCopy * p.scale_words * 4;
+    return tile / kTilesOfCopy * (kScaleBytes / kCopies) + tile % kTilesOfCopy * kScaleWords * 4;
 }
 
-// Where a warp finds its 16 rows of the first stage, and what all stages have in common.
+// Where a warp finds its operands in the first block of the ring.
 struct Operands {
-    ptx::uint32 codes, scales, full;
-    ptx::uint32 x;               // the low word of the descriptor of x
-    typename Packed::Zeros zero;  // of a symmetric scheme
+    ptx::uint32 codes, scales;  // of its 16 rows
+    ptx::uint32 x;              // the low word of the descriptor
+    ptx::uint32 full;           // the barrier
+    typename Packed::Zeros zeros;  // of a symmetric scheme, the same in all blocks
 
     __device__ __forceinline__ Operands(const Buffers& buffers, const Problem& p) {
         const int lane = threadIdx.x % 32, tile = packed_tile_of_warp<GATED, kConsumers>();
         codes = buffers.codes + tile * 128 * BITS;
-        scales = buffers.scales + tile_offset(tile, p) + lane / 4 * 4;
-        full = buffers.full;
+        scales = buffers.scales + tile_offset(tile) + lane / 4 * 4;
         x = static_cast<ptx::uint32>(ptx::wgmma_descriptor(buffers.x, 0, 1024));
-        // Else the compiler derives them again in each step, from the address of shared memory on.
-        asm volatile("" : "+r"(codes), "+r"(scales), "+r"(full), "+r"(x));
-        zero = Packed::zeros(pack_pair<ELEMENT>(p.middle, p.middle));
+        full = buffers.full;
+        // Else the compiler computes them again for each block.
+        asm volatile("" : "+r"(codes), "+r"(scales), "+r"(x), "+r"(full));
+        zeros = Packed::zeros(pack_pair<ELEMENT>(p.middle, p.middle));
     }
 };
 
-// The operands A of a block of k, for the 16 rows of this warp.
-template <bool Symmetric, bool OneGroup>
-__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operands& own, int stage) {
+// The operands A of a block of k, number `slot` of the ring, for the 16 rows of this warp.
+template <bool Symmetric>
+__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operands& own, int slot) {
     ptx::uint32 words[Packed::kLoads][Packed::kLoadWords];
-    const ptx::uint32 codes = own.codes + stage * kCodeBytes;
+    const ptx::uint32 codes = own.codes + slot * kCodeBytes;
 #pragma unroll
     for (int i = 0; i < Packed::kLoads; ++i) read_codes(words[i], codes + i * 128 * Packed::kLoadWords, threadIdx.x % 32);
-    const ptx::uint32 from = own.scales + stage * kScaleBytes;
+    const ptx::uint32 from = own.scales + slot * kScaleBytes;
     RowPairs scales = spread_rows(ptx::load_shared(from));
-    auto zeros = Symmetric ? own.zero : Packed::zeros(ptx::load_shared(from + STAGES * kScaleBytes));
+    auto zeros = Symmetric ? own.zeros : Packed::zeros(ptx::load_shared(from + STAGES * kScaleBytes));
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-        if (!OneGroup && s == 2) {
+        if (GROUPS == 2 && s == 2) {
             scales = spread_rows(ptx::load_shared(from + 32));
             if (!Symmetric) zeros = Packed::zeros(ptx::load_shared(from + 32 + STAGES * kScaleBytes));
         }
@@ -280,7 +281,7 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operand
     }
 }
 
-// Starts the products of a block of k. `x` is the low word of the descriptor: arithmetic on all of it would delay products.
+// Starts the products of a block of k. `x` is the low word of the descriptor: arithmetic on 64 bits takes longer.
 __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint32 x) {
     constexpr ptx::uint64 kUpperWord = ptx::wgmma_descriptor(0, 0, 1024);
     ptx::wgmma_fence();
@@ -297,59 +298,44 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Multiplies `count` blocks of k. OneGroup: a block has one group.
-template <bool Symmetric, bool OneGroup>
+// The products of `count` blocks of k. The codes of a block are dequantized while the products of the one before run.
+template <bool Symmetric>
 __device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count) {
     ptx::uint32 even[4][4], odd[4][4];
     ptx::uint32 running = 0;  // the barrier of the stage whose last products run
-    ptx::uint32 full = own.full + 8 * ring.stage;
-    bool is_full = false;  // what a test said before, whose time the products hide
-    const bool first_thread = threadIdx.x % 128 == 0;
-    auto wait = [&] {
-        if (!is_full) ptx::mbarrier_wait(full, ring.parity);
-    };
-    // Starts the products of a block.
-    auto start = [&](ptx::uint32 (&a)[4][4], int slot) {
-        dequantize<Symmetric, OneGroup>(a, own, slot);
-        multiply(d, a, own.x + slot * (kXBytes / ptx::kDescriptorUnit));
+    auto wait = [&] { ptx::mbarrier_wait(own.full + 8 * ring.stage, ring.parity); };
+    auto release = [&] {
+        if (threadIdx.x % 128 == 0) ptx::mbarrier_arrive(running + kEmptyAfterFull);
     };
     auto next_stage = [&] {
-        running = full;
+        running = own.full + 8 * ring.stage;
         ring.advance();
-        full = own.full + 8 * ring.stage;
-        is_full = ptx::mbarrier_test(full, ring.parity);
     };
-    // Waits for the products of all blocks but the last, of which `a` was the last to be read.
-    auto finish = [&](ptx::uint32 (&a)[4][4]) {
+    // Starts the products of block number `slot` of the ring, and waits for those of the one before, which read `other`.
+    auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int slot, bool first) {
+        dequantize<Symmetric>(a, own, slot);
+        multiply(d, a, own.x + slot * (kXBytes / ptx::kDescriptorUnit));
+        if (first) return;
         ptx::wgmma_wait<1>();
-        read_by_products(a);
-    };
-    auto release = [&](ptx::uint32 barrier) {
-        if (first_thread) ptx::mbarrier_arrive(barrier + kEmptyAfterFull);
+        read_by_products(other);
     };
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
     for (int block = 0; block < count; block += 2) {
         wait();
-        start(even, ring.stage * kBlocks);
-        const ptx::uint32 before = running;
-        if (kBlocks == 1 || block + 1 == count) next_stage();
-        if (block > 0) {
-            finish(odd);
-            release(before);
+        step(even, odd, ring.stage * kBlocksOfStage, block == 0);
+        if (block > 0) release();
+        if (kBlocksOfStage == 1) next_stage();
+        if (block + 1 < count) {
+            if (kBlocksOfStage == 1) wait();
+            step(odd, even, ring.stage * kBlocksOfStage + kBlocksOfStage - 1, false);
+            if (kBlocksOfStage == 1) release();
         }
-        if (block + 1 == count) break;
-        if (kBlocks == 1) wait();
-        const int stage = ring.stage;
-        const ptx::uint32 first = running;
-        start(odd, stage * kBlocks + kBlocks - 1);
-        next_stage();
-        finish(even);
-        if (kBlocks == 1) release(first);
+        if (kBlocksOfStage == 2 || block + 1 < count) next_stage();
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_arrived(d);
-    release(running);
+    release();
 }
 
 // Writes what a warpgroup has of a tile, as columns of out, through staging buffers and TMA.
@@ -463,11 +449,11 @@ __device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const f
     }
 }
 
+template <bool Symmetric>
 __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const ELEMENT* bias, ELEMENT* out,
-                                        float* partials, int* flags, bool symmetric, const Problem& p) {
+                                        float* partials, int* flags, const Problem& p) {
     const int consumer = threadIdx.x / 128 - 1;
     const Operands own(buffers, p);
-    const bool one_group = p.scale_words == 8;
     Schedule schedule(p);
     Segment segment;
     Ring<kStages> ring;
@@ -475,10 +461,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
     while (schedule.next(segment, p)) {
         const Place place = place_of(segment.tile, p);
         const int count = segment.end - segment.begin;
-        if (symmetric && one_group) multiply_blocks<true, true>(d, ring, own, count);
-        else if (one_group) multiply_blocks<false, true>(d, ring, own, count);
-        else if (symmetric) multiply_blocks<true, false>(d, ring, own, count);
-        else multiply_blocks<false, false>(d, ring, own, count);
+        multiply_blocks<Symmetric>(d, ring, own, count);
 
         if (p.splits > 1) {
             share(d, buffers, maps, bias, out, place, consumer, p);
@@ -532,6 +515,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         ptx::setmaxnreg_increase<kConsumerRegisters>();
         ptx::griddepcontrol_wait();
-        consume(buffers, maps, bias, out, partials, flags, symmetric, p);
+        // One function for both, with a branch around the loop over k, is up to 15 % slower with three warpgroups.
+        if (symmetric) consume<true>(buffers, maps, bias, out, partials, flags, p);
+        else consume<false>(buffers, maps, bias, out, partials, flags, p);
     }
 }
