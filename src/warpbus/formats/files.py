@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import CheckpointError, StorageError
+from warpbus.errors import CheckpointError, StorageError, WarpbusError
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -30,7 +30,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         with suppress(OSError):
             partial.unlink()
         # torch.save reports a failed write as a RuntimeError, with the OSError as its context.
-        if isinstance(error, OSError | RuntimeError):
+        if isinstance(error, OSError | RuntimeError) and not isinstance(error, WarpbusError):
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = " ".join((getattr(cause, "strerror", None) or str(cause)).split())
             raise StorageError(
