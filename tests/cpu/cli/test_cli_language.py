@@ -178,6 +178,9 @@ def chinese_output(words: list[str], monkeypatch) -> int | str | None:
     [
         (["quantiz"], 2, "错误：没有命令 'quantiz'。是否想用 'quantize'？"),
         (["quantize"], 2, "错误：缺少参数 'MODEL'。"),
+        (["chat", "demo", "x", "y"], 2, "错误：多余的参数（x y）"),
+        (["chat", "demo", "--prompt", "x", "--top-p", "2"], 2, "错误：--top-p 为 2.0：请给出大于 0 且不超过 1 的数"),
+        (["chat", "demo", "--prompt", "x", "--activation-dtype", "fp8"], 2, "错误：--activation-dtype fp8 需要 GPU 上"),
         (["doctor", "--arch", "sm_90a"], None, "错误：--arch 须与 --compile 同用：它指定为哪种架构编译"),
         (["plan", "demo", "--scheme", "int5"], 2, "错误：未知方案 'int5'：应为 w<比特数>a16[-g<组>][-asym]，"),
         (["serve", "demo", "--host", "0.0.0.0"], 2, "错误：--host 0.0.0.0 可以从其他机器访问："),
