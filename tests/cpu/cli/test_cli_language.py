@@ -233,3 +233,14 @@ def test_every_command_prints_through_the_console_that_translates() -> None:
     plain = re.compile(r"rich\.console import.*\bConsole\b")
     found = {file.name for file in files if plain.search(file.read_text(encoding="utf-8"))}
     assert found == {"language.py", "learn.py"}  # exercises have --lang
+
+
+def test_what_convert_did_is_said_in_chinese(tmp_path: Path, chinese, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert chinese_output(["quantize", "demo", "w4", "--algorithm", "rtn", "--device", "cpu"], monkeypatch) == 0
+    capsys.readouterr()
+    for words in (["convert", "w4", "w4-gptq", "--to", "gptq"], ["convert", "w4", "w4.gguf", "--to", "gguf"]):
+        assert chinese_output(words, monkeypatch) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith(f"{words[2]}：") and said[-1] == "已读回，逐比特相同"
+        assert all("matrices" not in line for line in said)
