@@ -44,7 +44,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
 
     try:
         with terminated(), Progress(*columns, console=console, disable=silent) as bar:
-            task = bar.add_task("reading model and data", total=None, steps="", figures="")
+            task = bar.add_task(translated("reading model and data"), total=None, steps="", figures="")
 
             def begun(start: TrainingStarted) -> None:
                 if start.step:
@@ -52,7 +52,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
                 share = start.trained / start.parameters
                 say(f"trainable parameters: {start.trained:,} of {start.parameters:,} ({share:.1%})")
                 # The remaining time is estimated from the steps of this session only.
-                bar.reset(task, total=start.steps, completed=start.step, description="training")
+                bar.reset(task, total=start.steps, completed=start.step, description=translated("training"))
                 bar.update(task, steps=f"{start.step:,}/{start.steps:,}")
 
             def report(step: TrainingProgress) -> None:

@@ -79,7 +79,7 @@ class ServiceModel:
         """
         mtp = Speculation.parse(options.speculation).mtp
         config = read_config(checkpoint, mtp="required" if mtp else "unused")
-        Part(config, 0, options.tensor_parallel, options.expert_parallel)  # refused before processes are started
+        Part(config, 0, options.tensor_parallel, options.expert_parallel)  # refused before weights are read
         longest = options.max_model_len or config.max_context
         if longest > config.max_context:
             raise UsageError(f"max_model_len is {longest:,}: give 2 to {config.max_context:,}, the model's context")

@@ -219,7 +219,7 @@ def test_a_message_that_names_the_option_is_translated():
         assert mistake("serve", "demo", "--data-parallel-size", "0") == "--data-parallel-size 为 0：请给出不小于 1 的整数"
 
 
-def test_a_model_that_cannot_be_sharded_is_refused_before_processes_are_started(capsys):
+def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(capsys):
     assert mistake("serve", "demo", "--port", "0", "--tensor-parallel-size", "7").startswith(
         "7 GPUs: the model has 4 heads"
     )
