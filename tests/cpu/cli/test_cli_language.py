@@ -242,5 +242,6 @@ def test_what_convert_did_is_said_in_chinese(tmp_path: Path, chinese, capsys, mo
     for words in (["convert", "w4", "w4-gptq", "--to", "gptq"], ["convert", "w4", "w4.gguf", "--to", "gguf"]):
         assert chinese_output(words, monkeypatch) == 0
         said = capsys.readouterr().out.splitlines()
-        assert said[0].startswith(f"{words[2]}：") and said[-1] == "已读回，逐比特相同"
+        assert said[0].startswith(f"{words[2]}：")
+        assert said[-1] == "已读回，逐比特相同"
         assert all("matrices" not in line for line in said)

@@ -200,7 +200,10 @@ def test_calibration_on_a_directory(tmp_path):
     [
         (("chat", "demo", "--prompt", "x", "--kv-cache-dtype", "int3"), "--kv-cache-dtype is 'int3': give auto, int8"),
         (("chat", "demo", "--prompt", "x", "--max-model-len", "9999"), "--max-model-len is 9,999: give 2 to 512"),
-        (("chat", "demo", "--prompt", "x", "--generation-config", "no"), "--generation-config is 'no': give auto, none"),
+        (
+            ("chat", "demo", "--prompt", "x", "--generation-config", "no"),
+            "--generation-config is 'no': give auto, none",
+        ),
         (("plan", "glm-4-9b", "--gpu", "l4", "--kv-cache-dtype", "int2"), "--kv-cache-dtype is 'int2': give auto"),
         (("serve", "demo", "--data-parallel-size", "0"), "--data-parallel-size is 0: give a whole number, 1 or more"),
         (("serve", "demo", "--tensor-parallel-size", "0"), "--tensor-parallel-size is 0: give a whole number"),
@@ -216,7 +219,8 @@ def test_a_message_names_the_option(words, said):
 
 def test_a_message_that_names_the_option_is_translated():
     with in_language("zh"):
-        assert mistake("serve", "demo", "--data-parallel-size", "0") == "--data-parallel-size 为 0：请给出不小于 1 的整数"
+        said = mistake("serve", "demo", "--data-parallel-size", "0")
+    assert said == "--data-parallel-size 为 0：请给出不小于 1 的整数"
 
 
 def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(capsys):

@@ -158,9 +158,7 @@ def test_a_shard_without_a_tensor_of_the_index(tmp_path: Path) -> None:
     write_model(tmp_path, "safetensors shards")
     write_index(tmp_path, "model.safetensors", {"b": "part-00002-of-00002.safetensors"})
     shard = re.escape(str(tmp_path / "part-00002-of-00002.safetensors"))
-    with pytest.raises(
-        CheckpointError, match=rf"^{shard}: tensor b, which model\.safetensors\.index\.json puts there"
-    ):
+    with pytest.raises(CheckpointError, match=rf"^{shard}: tensor b, which model\.safetensors\.index\.json puts there"):
         Checkpoint(tmp_path)
 
 
