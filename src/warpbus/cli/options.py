@@ -145,8 +145,6 @@ def _parameter(name: str, option: FieldOption, field: Field[Any], kind: Any, lim
 
 def _converted(name: str, kind: Any, value: Any) -> Any:
     """The value of a field of type `kind`, from the value of its option."""
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise UsageError(f"--{name.replace('_', '-')} is {value!r}: give {', '.join(get_args(kind))}")
     if get_origin(kind) is not tuple:
         return value
     element = get_args(kind)[0]

@@ -202,7 +202,7 @@ def test_calibration_on_a_directory(tmp_path):
         (("chat", "demo", "--prompt", "x", "--max-model-len", "9999"), "--max-model-len is 9,999: give 2 to 512"),
         (
             ("chat", "demo", "--prompt", "x", "--generation-config", "no"),
-            "--generation-config is 'no': give auto, none",
+            "--generation-config is 'no': give auto or none",
         ),
         (("plan", "glm-4-9b", "--gpu", "l4", "--kv-cache-dtype", "int2"), "--kv-cache-dtype is 'int2': give auto"),
         (("serve", "demo", "--data-parallel-size", "0"), "--data-parallel-size is 0: give a whole number, 1 or more"),
