@@ -81,6 +81,7 @@ def _measure(
 
     if dtype not in (None, "float16", "bfloat16"):
         raise UsageError(f"--dtype {dtype}: give float16 or bfloat16")
+    _check_output(output, plot)
     benchmark = BENCHMARKS[str(context.info_name)]
     settings = Run(
         resolve_device(device),
@@ -128,6 +129,7 @@ def measure_model(options: type, **listed: str | FieldOption) -> Callable[..., N
         from warpbus.bench import run as run_benchmark
         from warpbus.cuda.devices import resolve_device
 
+        _check_output(output, plot)
         name = str(context.info_name)
         benchmark_of = getattr(importlib.import_module(f"warpbus.bench.{name}"), f"{name}_benchmark")
         settings = Run(resolve_device(device), _command(context), **run)
@@ -137,6 +139,15 @@ def measure_model(options: type, **listed: str | FieldOption) -> Callable[..., N
         _show(benchmark, settings, records, output, plot, as_json)
 
     return measure_this
+
+
+def _check_output(output: Path | None, plot: Path | None) -> None:
+    """Refuse an output that could not be written, before anything is measured."""
+    from warpbus.bench.records import RESULTS
+    from warpbus.formats.files import check_files, check_parent
+
+    check_parent((output or RESULTS) / "record.json")
+    check_files(plot)
 
 
 def _show(

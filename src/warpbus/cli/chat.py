@@ -102,6 +102,7 @@ def chat(
     text = None if prompt is None else _read_stdin().rstrip("\n") if prompt == "-" else prompt
     if text is not None and not text.strip():
         raise UsageError("--prompt is empty: give the text to answer")
+    ServiceOptions(generation_config=engine["generation_config"])  # refuses other values
     directory = model_directory(model)
     named = None if adapter is None else one_adapter(adapter)
     with permanent_objects():

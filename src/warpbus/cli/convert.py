@@ -49,4 +49,5 @@ def convert(
     if as_json:
         print(json.dumps(done.to_json(), ensure_ascii=False))
     else:
-        Console().print(done.summary(), highlight=False, markup=False, soft_wrap=True)
+        for line in done.summary().splitlines():
+            Console().print(line, highlight=False, markup=False, soft_wrap=True)

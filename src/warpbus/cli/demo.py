@@ -12,6 +12,7 @@ from rich.panel import Panel
 from warpbus.cli.language import Console
 from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
+from warpbus.errors import UsageError
 
 REQUEST = "写一首题为《春夜》的五言绝句。"
 
@@ -27,10 +28,14 @@ def demo(
 
     The model is glm-poet, a small GLM that was trained with this program on classical Chinese poems.
     """
+    if not request.strip():
+        raise UsageError("--request is empty: give the prompt for the models")
     from warpbus.cuda.devices import resolve_device
     from warpbus.demo import showcase
     from warpbus.evaluation import report
+    from warpbus.formats.files import check_parent
 
+    check_parent(output / "comparison.html")
     chosen = resolve_device(device)
     with progress_bar() as show:
         models = showcase.quantize_all(output, str(chosen), show)

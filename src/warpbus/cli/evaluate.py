@@ -65,7 +65,9 @@ def evaluate(
         from warpbus.demo import data_path
         from warpbus.evaluation import evaluate as measure
         from warpbus.evaluation import report
+        from warpbus.formats.files import check_files
 
+    check_files(plot, html)
     if data is None:
         if models[0] != DEMO:
             raise UsageError("--data is missing: give a .jsonl of conversations or texts, or a .txt, to predict")

@@ -16,6 +16,6 @@ class PlainGroup(TyperGroup):
             command = self.get_command(ctx, name)
             if command is not None and not command.hidden:
                 paragraph = " ".join((command.help or "").split("\n\n")[0].split())
-                rows.append((name, re.split(r"\. |。", paragraph)[0].removesuffix(".")))
+                rows.append((name, re.split(r"(?<!\.)\. |。", paragraph)[0].removesuffix(".")))
         with formatter.section("Commands"):
             formatter.write_dl(rows)

@@ -5,6 +5,7 @@ The field gives the type, the default and the lower limit of its option, the com
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import wraps
@@ -15,7 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from warpbus.cli.completion import one_of
-from warpbus.errors import UsageError
+from warpbus.errors import UsageError, WarpbusError
+from warpbus.language import translated
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N", autocompletion=one_of("auto", "cpu", "cuda"))]
 
@@ -80,6 +82,8 @@ def options_of(
         for name, parameter in declared.items():
             parameters.setdefault(name, parameter)
 
+        options = {field: option for option, (_, field, _) in targets.items() if "_" in field}
+
         @wraps(command)
         def run(**values: Any) -> None:
             filled: dict[str, dict[str, Any]] = {target: {} for target in sources}
@@ -87,7 +91,11 @@ def options_of(
                 value = values.pop(name)
                 if value is not None and value != []:
                     filled[target][field] = _converted(name, kind, value)
-            command(**values, **filled)
+            try:
+                command(**values, **filled)
+            except WarpbusError as error:
+                error.args = tuple(_with_options(text, options) for text in error.args)
+                raise
 
         run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
         run.__dict__["__signature__"] = Signature(list(parameters.values()))
@@ -95,6 +103,15 @@ def options_of(
         return run
 
     return decorate
+
+
+def _with_options(text: Any, options: Mapping[str, str]) -> Any:
+    """A message that names options, not the fields behind them: `options` has the option for each field."""
+    if not isinstance(text, str) or not any(field in text for field in options):
+        return text
+    # The catalogue has the text with the fields' names.
+    fields_here = re.compile(rf"(?<![\w.])({'|'.join(options)})(?![\w.])", re.ASCII)
+    return fields_here.sub(lambda match: "--" + options[match[1]].replace("_", "-"), translated(text))
 
 
 def _field(sources: Mapping[str, type], name: str) -> tuple[str, Field[Any]]:

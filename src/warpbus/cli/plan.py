@@ -50,6 +50,7 @@ def plan(
     """Plan MODEL for a GPU: where its weights go, room for the KV cache, and tokens per second. Nothing is loaded."""
     from warpbus.cli.tables import forecast_table
     from warpbus.engine.forecast import forecast
+    from warpbus.engine.kv_cache import stored_dtype
 
     stored = _stored(model, scheme)
     card = _card_here() if gpu is None else card_named(gpu)
@@ -61,6 +62,7 @@ def plan(
         )
     if options.tensor_parallel > 1:
         stored = stored.shared(options.tensor_parallel, expert_parallel=options.expert_parallel)
+    stored_dtype(stored.config, options.kv_dtype, stored.dtype)
     try:
         found = forecast(
             stored,

@@ -1,25 +1,20 @@
 """The terminal output of a quantization run, on stderr."""
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import typer
 
 from warpbus.cli.language import Console
 from warpbus.cli.progress import progress_bar
+from warpbus.cli.signals import Terminated, terminated
 from warpbus.cli.tables import estimate_table
 from warpbus.formats import FinishedParts
 from warpbus.language import translated
 from warpbus.quantization import Progress, QuantizationEstimate
 from warpbus.quantization.job import Begun
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a run as Ctrl-C does."""
 
 
 @contextmanager
@@ -59,7 +54,7 @@ def shown(output: Path) -> Iterator[Progress]:
 
         progress = Progress(estimated=estimated, checked=checked, begun=begun)
         try:
-            with _terminated():
+            with terminated():
                 yield progress
         except KeyboardInterrupt as stopped:
             checking.close()
@@ -75,22 +70,3 @@ def shown(output: Path) -> Iterator[Progress]:
             )
             number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
             raise typer.Exit(128 + number) from None
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """A block in which the first SIGTERM raises `Terminated`; later ones are ignored while parts are being written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        signal.signal(number, signal.SIG_IGN)
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -60,11 +60,13 @@ def story(
     from warpbus.bench.records import to_json, write
     from warpbus.cuda.devices import resolve_device
     from warpbus.demo import calibration_path, data_path
+    from warpbus.formats.files import check_parent
     from warpbus.story import report
     from warpbus.story.measure import Work, partially_kept, tell
 
     directory, name = model_directory(model), model_name(model)
     place = output or Path(f"story-{name}")
+    check_parent(place / PAGE)
     if data is None:
         data = data_path("validation.jsonl" if model == DEMO else "wikitext-page.txt")
     if calibration is None and model == DEMO:

@@ -148,4 +148,5 @@ def train(
         if "expert_load" in summary:
             losses += f", busiest expert {summary['expert_load']:.2f} times the mean"
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
-        console.print(f"{text}\nloss curve: {curve}", highlight=False, markup=False)
+        for line in (text, f"loss curve: {curve}"):
+            console.print(line, highlight=False, markup=False)

@@ -10,6 +10,8 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from warpbus.cli.language import Console
+from warpbus.cli.signals import Terminated, terminated
+from warpbus.language import translated
 from warpbus.train import Stopped, TrainingProgress, TrainingStarted
 
 
@@ -41,8 +43,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
             console.print(text, highlight=False, markup=False)
 
     try:
-        with Progress(*columns, console=console, disable=silent) as bar:
-            task = bar.add_task("reading model and data", total=None, steps="", figures="")
+        with terminated(), Progress(*columns, console=console, disable=silent) as bar:
+            task = bar.add_task(translated("reading model and data"), total=None, steps="", figures="")
 
             def begun(start: TrainingStarted) -> None:
                 if start.step:
@@ -50,7 +52,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
                 share = start.trained / start.parameters
                 say(f"trainable parameters: {start.trained:,} of {start.parameters:,} ({share:.1%})")
                 # The remaining time is estimated from the steps of this session only.
-                bar.reset(task, total=start.steps, completed=start.step, description="training")
+                bar.reset(task, total=start.steps, completed=start.step, description=translated("training"))
                 bar.update(task, steps=f"{start.step:,}/{start.steps:,}")
 
             def report(step: TrainingProgress) -> None:
@@ -68,6 +70,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
         resume = "" if stopped.state is None else "; run the same command to resume"
         say(f"{stopped}{resume}")
         raise typer.Exit(128 + stopped.signal) from None
-    except KeyboardInterrupt:
-        say("Interrupted. Run the same command to resume from the last checkpoint, if there is one.")
-        raise typer.Exit(128 + signal.SIGINT) from None
+    except KeyboardInterrupt as stopped:  # before the first step; from then on it is `Stopped`
+        number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
+        cause = translated("Terminated" if number == signal.SIGTERM else "Interrupted")
+        say(f"{cause}. Run the same command to resume from the last checkpoint, if there is one.")
+        raise typer.Exit(128 + number) from None

@@ -106,7 +106,7 @@ def check_output(
 
     Raises:
         UsageError: if a flag is wrong, or needs --evaluate.
-        WarpbusError: see `check_data`.
+        WarpbusError: see `check_data` and `check_files`.
     """
     for flag, value in (
         ("--questions", questions),
@@ -115,6 +115,10 @@ def check_output(
     ):
         if value is not None and evaluate is None:
             raise UsageError(f"{flag} needs --evaluate: name the texts that the models are to be compared on")
+    if plot is not None or html is not None:
+        from warpbus.formats.files import check_files
+
+        check_files(plot, html)
     allowed = None if max_perplexity_increase is None else _share(max_perplexity_increase)
     data, limit = None if evaluate is None else Path(evaluate), None
     if evaluate == DEMO:

@@ -13,6 +13,7 @@ from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.models import ModelConfig, check_loadable, read_config
 from warpbus.models.generation_defaults import read_generation_defaults
+from warpbus.models.parallel import Part
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -73,11 +74,12 @@ class ServiceModel:
         """Read them from the files of a checkpoint.
 
         Raises:
-            UsageError: `options.max_model_len` is beyond the model's context.
+            UsageError: `options.max_model_len` is beyond the model's context, or the model cannot be sharded.
             CheckpointError: a file is missing, damaged or not understood.
         """
         mtp = Speculation.parse(options.speculation).mtp
         config = read_config(checkpoint, mtp="required" if mtp else "unused")
+        Part(config, 0, options.tensor_parallel, options.expert_parallel)  # refused before weights are read
         longest = options.max_model_len or config.max_context
         if longest > config.max_context:
             raise UsageError(f"max_model_len is {longest:,}: give 2 to {config.max_context:,}, the model's context")

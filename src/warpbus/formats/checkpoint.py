@@ -188,7 +188,7 @@ class Checkpoint:
         )
 
     def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, StoredTensor]:
-        weight_map = shards_by_tensor(index_name, index)
+        weight_map = shards_by_tensor(str(self.directory / index_name), index)
         shards: dict[str, dict[str, StoredTensor]] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self.directory / shard).is_file():
@@ -196,7 +196,8 @@ class Checkpoint:
             shards[shard] = reader(self.directory / shard)
         for name, shard in weight_map.items():
             if name not in shards[shard]:
-                raise CheckpointError(f"{shard}: tensor {shown(name)}, which {index_name} puts there, is missing")
+                file = self.directory / shard
+                raise CheckpointError(f"{file}: tensor {shown(name)}, which {index_name} puts there, is missing")
         return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
@@ -247,7 +248,7 @@ class _Pickled(ComputedTensor):
         """The whole tensor, mapped from the file."""
         tensor = _load_pickle(self.file).get(self.name)
         if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
+            raise CheckpointError(f"{self.file}: changed while it was being read: start again")
         return tensor.contiguous()
 
 
@@ -258,7 +259,7 @@ def _read_pickle(file: Path) -> dict[str, StoredTensor]:
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if nbytes > limit:  # strides of 0 make any size of a few bytes
             raise CheckpointError(
-                f"{file.name}: tensor {shown(name)} would have {nbytes:,} bytes, the file has {limit:,}: "
+                f"{file}: tensor {shown(name)} would have {nbytes:,} bytes, the file has {limit:,}: "
                 "convert it to safetensors"
             )
         found[name] = _Pickled(tuple(tensor.shape), tensor.dtype, file, name)
@@ -281,14 +282,14 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged or hostile pickle can make the unpickler raise anything
         raise CheckpointError(
-            f"{file.name}: cannot be loaded as tensors alone (nothing in it was executed): it is damaged, written by "
+            f"{file}: cannot be loaded as tensors alone (nothing in it was executed): it is damaged, written by "
             f"PyTorch before 1.6, or holds other objects: convert it to safetensors ({_first_line(error)})"
         ) from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{file.name}: expected tensors by name, found {type(loaded).__name__}")
+        raise CheckpointError(f"{file}: expected tensors by name, found {type(loaded).__name__}")
     for name, value in loaded.items():
         if not (isinstance(name, str) and isinstance(value, Tensor) and _is_plain(value)):
-            raise CheckpointError(f"{file.name}: expected a dense tensor under {name!a}: convert it to safetensors")
+            raise CheckpointError(f"{file}: expected a dense tensor under {name!a}: convert it to safetensors")
     return {name: value.detach() for name, value in loaded.items()}
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import CheckpointError, StorageError
+from warpbus.errors import CheckpointError, StorageError, WarpbusError
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -30,7 +30,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         with suppress(OSError):
             partial.unlink()
         # torch.save reports a failed write as a RuntimeError, with the OSError as its context.
-        if isinstance(error, OSError | RuntimeError):
+        if isinstance(error, OSError | RuntimeError) and not isinstance(error, WarpbusError):
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = " ".join((getattr(cause, "strerror", None) or str(cause)).split())
             raise StorageError(
@@ -60,6 +60,33 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def check_parent(path: Path) -> None:
+    """Check, before work begins, that a file or directory can be created at `path` later.
+
+    Raises:
+        StorageError: one of its parents is a file, or the nearest that exists cannot be written.
+    """
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise StorageError(f"{path}: cannot be created below {nearest}, which is a file: choose another path")
+    if not os.access(nearest, os.W_OK):
+        raise StorageError(f"{path}: no permission to write to {nearest}: choose another output")
+
+
+def check_files(*paths: Path | None) -> None:
+    """Check, before work begins, that the files that are not None can be written later, replacing earlier ones.
+
+    Raises:
+        StorageError: one of them is a directory, or see `check_parent`.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise StorageError(f"{path}: is a directory: give the name of a file")
+        check_parent(path)
+
+
 def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = ("config.json",)) -> None:
     """Check that a model or adapter may be written to a directory.
 
@@ -69,8 +96,9 @@ def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = (
         configs: the files that identify a model or adapter.
 
     Raises:
-        StorageError: it exists and `overwrite` is not set, or it is not a model directory.
+        StorageError: it exists and `overwrite` is not set, it is not a model directory, or see `check_parent`.
     """
+    check_parent(directory)
     if not directory.exists():
         return
     if not directory.is_dir():

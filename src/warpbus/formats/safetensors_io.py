@@ -73,7 +73,7 @@ class MappedFile:
         try:
             # Accessing a map beyond the end of its file kills the process (SIGBUS).
             if self.path.stat().st_size != self._nbytes:
-                raise CheckpointError(f"{self.path.name}: changed while it was being read: start again")
+                raise CheckpointError(f"{self.path}: changed while it was being read: start again")
             mapped = self._map
             if mapped is None or self._read + nbytes > MAPPED_BYTES:
                 mapped = self._map = safe_open(self.path, framework="pt")
@@ -122,11 +122,11 @@ class Entry:
                 while left:
                     chunk = stream.read(min(left, CHUNK_BYTES))
                     if not chunk:
-                        raise CheckpointError(f"{self.file.path.name}: changed while it was being read: start again")
+                        raise CheckpointError(f"{self.file.path}: changed while it was being read: start again")
                     left -= len(chunk)
                     yield chunk
         except OSError as error:
-            raise CheckpointError(f"{self.file.path.name}: cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"{self.file.path}: cannot be read: {error.strerror or error}") from error
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -157,7 +157,7 @@ def read_entries(stream: BinaryIO, file: Path) -> dict[str, Entry]:
         raise _truncated(file, 8, file_bytes)
     header_bytes = int.from_bytes(stream.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file.name}: not a safetensors file: its header would have {header_bytes:,} bytes")
+        raise CheckpointError(f"{file}: not a safetensors file: its header would have {header_bytes:,} bytes")
     if 8 + header_bytes > file_bytes:
         raise _truncated(file, 8 + header_bytes, file_bytes)
     text = stream.read(header_bytes)
@@ -256,7 +256,7 @@ def _entry(file: Path, mapped: MappedFile, start: int, name: str, described: obj
     dtype = DTYPES.get(described["dtype"]) if isinstance(described["dtype"], str) else None
     if dtype is None:
         raise CheckpointError(
-            f"{file.name}: {label} has dtype {shown(str(described['dtype']))}, which is not supported: "
+            f"{file}: {label} has dtype {shown(str(described['dtype']))}, which is not supported: "
             f"expected one of {', '.join(DTYPES)}"
         )
     shape, offsets = described["shape"], described["data_offsets"]
@@ -276,14 +276,14 @@ def _sizes(value: object) -> bool:
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}")
+    return CheckpointError(f"{file}: cannot be read: {error.strerror or error}")
 
 
 def _truncated(file: Path, promised: int, found: int) -> CheckpointError:
     return CheckpointError(
-        f"{file.name}: truncated: its header promises {promised:,} bytes, the file has {found:,}: download it again"
+        f"{file}: truncated: its header promises {promised:,} bytes, the file has {found:,}: download it again"
     )
 
 
 def _damaged(file: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{file.name}: damaged: {reason}: download it again")
+    return CheckpointError(f"{file}: damaged: {reason}: download it again")

@@ -13,6 +13,7 @@ from torch import Tensor
 from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
+from warpbus.formats.files import check_target
 from warpbus.formats.safetensors_io import raw_bytes
 from warpbus.models.conversion_plan import ConversionPlan, ConvertedMatrix, prepare, refuse_kv_scales
 from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
@@ -109,6 +110,7 @@ def convert(
         if pad_ffn != "none":
             raise UsageError(f"--pad-ffn {pad_ffn}: an FFN is not widened in GGUF: drop it")
         return export_gguf(model, output, to=to, overwrite=overwrite, progress=progress)
+    check_target(Path(output), overwrite=overwrite)  # before the tensors are read
     started = time.perf_counter()
     if to == FP8_BLOCK:
         if pad_ffn != "none":

@@ -49,6 +49,8 @@ def read_calibration(
     Raises:
         DataError: if the file is missing, is not text, holds nothing to use, or has a malformed line (named).
     """
+    if path.is_dir():
+        raise DataError(f"{path}: is a directory: expected a .txt, or a .jsonl of texts or conversations")
     if not path.is_file():
         raise DataError(f"{path}: no such calibration file: expected a .txt, or a .jsonl of texts or conversations")
     if path.suffix == ".txt":

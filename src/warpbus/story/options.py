@@ -1,6 +1,8 @@
 """The options of `warpbus bench story`; this module imports nothing that is slow to load."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,10 @@ class StoryOptions:
         price: dollars per hour of a GPU, with the machine around it.
         cpu_price: dollars per hour of this machine without a GPU.
         restart: measure parts again that an earlier run has measured.
+        least: the lower limits of numbers.
     """
+
+    least: ClassVar[Mapping[str, float]] = {"samples": 1, "documents": 1, "tokens": 1, "price": 0, "cpu_price": 0}
 
     counts: tuple[int, ...] = ()
     samples: int | None = None

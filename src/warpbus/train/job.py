@@ -12,7 +12,7 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist import Patience, Processes, ProcessStalledError, joined_group
 from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
-from warpbus.errors import DeviceError, StorageError, UsageError
+from warpbus.errors import DeviceError, UsageError
 from warpbus.formats.files import FileLock, check_target
 from warpbus.train.run import Finished, Halted, TrainingProgress, TrainingStarted, TrainingTask, work
 from warpbus.train.settings import TrainingSettings
@@ -173,9 +173,6 @@ def devices_of(device: str, gpus: int, processes: int) -> Sequence[torch.device]
 @contextmanager
 def _alone(state: StateFile) -> Iterator[None]:
     """Hold the lock of the output: no other process can train to it."""
-    parent = next(directory for directory in state.output.resolve().parents if directory.is_dir())
-    if not os.access(parent, os.W_OK):
-        raise StorageError(f"{state.output}: no permission to write to {parent}: choose another output")
     state.output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(state.output.with_name(f".{state.output.name}.training.lock"), state.output)
     try:

@@ -121,7 +121,7 @@ def test_a_seed_makes_the_conversation_repeatable_and_its_answers_differ(tiny_gl
         (("--json",), UsageError, "--json needs --prompt"),
         (("--prompt", " "), UsageError, "--prompt is empty"),
         (("--prompt", "1", "--temperature", "-1"), UsageError, "temperature is -1"),
-        (("--prompt", "1", "--top-p", "2"), UsageError, "top_p is 2"),
+        (("--prompt", "1", "--top-p", "2"), UsageError, "--top-p is 2"),
         (("--prompt", "1", "--dtype", "int4"), UsageError, "dtype is 'int4'"),
         (("--prompt", "明" * 600), ContextLengthError, "the context holds 512"),
     ],

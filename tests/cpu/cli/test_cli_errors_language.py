@@ -147,6 +147,22 @@ def test_what_is_left_out_exists() -> None:
             "temperature is 200: give a number from 0 to 100 (0 is greedy)",
             "temperature 为 200：请给出 0 至 100 的数（0 表示贪心）",
         ),
+        (
+            "prompt 0 has 14 tokens, the context holds 4 with the answer: shorten it or raise max_model_len",
+            "提示词 0 有 14 个 token，上下文连同回答只能容纳 4 个：请缩短它或增大 max_model_len",
+        ),
+        (
+            "m: is a file: expected the directory of an adapter, with adapter_config.json",
+            "m：是一个文件：应为适配器的目录，含 adapter_config.json",
+        ),
+        (
+            "o: 64 tokens in 27 s, loss 3.7236, validation 2.9144",
+            "o：64 个 token，用时 27 秒，损失 3.7236，验证损失 2.9144",
+        ),
+        (
+            "w4: 34.5 MB -> 13.5 MB in 1.1 s on cpu, peak memory 0.35 GB",
+            "w4：34.5 MB -> 13.5 MB，用时 1.1 秒，设备 cpu，内存峰值 0.35 GB",
+        ),
         ("an unknown error: the model changed", "an unknown error: the model changed"),  # not half of it
     ],
 )

@@ -178,6 +178,9 @@ def chinese_output(words: list[str], monkeypatch) -> int | str | None:
     [
         (["quantiz"], 2, "错误：没有命令 'quantiz'。是否想用 'quantize'？"),
         (["quantize"], 2, "错误：缺少参数 'MODEL'。"),
+        (["chat", "demo", "x", "y"], 2, "错误：多余的参数（x y）"),
+        (["chat", "demo", "--prompt", "x", "--top-p", "2"], 2, "错误：--top-p 为 2.0：请给出大于 0 且不超过 1 的数"),
+        (["chat", "demo", "--prompt", "x", "--activation-dtype", "fp8"], 2, "错误：--activation-dtype fp8 需要 GPU 上"),
         (["doctor", "--arch", "sm_90a"], None, "错误：--arch 须与 --compile 同用：它指定为哪种架构编译"),
         (["plan", "demo", "--scheme", "int5"], 2, "错误：未知方案 'int5'：应为 w<比特数>a16[-g<组>][-asym]，"),
         (["serve", "demo", "--host", "0.0.0.0"], 2, "错误：--host 0.0.0.0 可以从其他机器访问："),
@@ -230,3 +233,15 @@ def test_every_command_prints_through_the_console_that_translates() -> None:
     plain = re.compile(r"rich\.console import.*\bConsole\b")
     found = {file.name for file in files if plain.search(file.read_text(encoding="utf-8"))}
     assert found == {"language.py", "learn.py"}  # exercises have --lang
+
+
+def test_what_convert_did_is_said_in_chinese(tmp_path: Path, chinese, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert chinese_output(["quantize", "demo", "w4", "--algorithm", "rtn", "--device", "cpu"], monkeypatch) == 0
+    capsys.readouterr()
+    for words in (["convert", "w4", "w4-gptq", "--to", "gptq"], ["convert", "w4", "w4.gguf", "--to", "gguf"]):
+        assert chinese_output(words, monkeypatch) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0].startswith(f"{words[2]}：")
+        assert said[-1] == "已读回，逐比特相同"
+        assert all("matrices" not in line for line in said)

@@ -149,3 +149,82 @@ def test_own_warnings_are_one_line_in_the_language_of_the_user(monkeypatch, caps
     assert capsys.readouterr().err == f"warning: {warning}\n"
     warnings.showwarning(warning, UserWarning, "/other/program.py", 7)
     assert (others, capsys.readouterr().err) == (["/other/program.py"], "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "demo", "out", "--evaluate", "demo", "--html", "there"),
+        ("quantize", "demo", "out", "--plot", "there"),
+        ("eval", "demo", "--html", "there"),
+        ("eval", "demo", "--plot", "there"),
+        ("bench", "vector-add", "--plot", "there"),
+    ],
+    ids=" ".join,
+)
+def test_a_report_that_could_not_be_written_is_refused_before_the_work(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert mistake(*words) == "there: is a directory: give the name of a file"
+    assert capsys.readouterr().err == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "demo", "file/out"),
+        ("train", "demo", "file/out", "--data", "file"),
+        ("quantize", "demo", "out", "--plot", "file/x.png"),
+        ("eval", "demo", "--plot", "file/x.png"),
+        ("bench", "vector-add", "--output", "file"),
+        ("bench", "story", "--output", "file"),
+        ("demo", "--output", "file"),
+    ],
+    ids=" ".join,
+)
+def test_an_output_below_a_file_is_refused_before_the_work(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert f"cannot be created below {tmp_path}/file, which is a file: choose another path" in mistake(*words)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_calibration_on_a_directory(tmp_path):
+    said = mistake("quantize", "demo", str(tmp_path / "out"), "--calibration", str(tmp_path))
+    assert said.startswith(f"{tmp_path}: is a directory: expected a .txt")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("chat", "demo", "--prompt", "x", "--kv-cache-dtype", "int3"), "--kv-cache-dtype is 'int3': give auto, int8"),
+        (("chat", "demo", "--prompt", "x", "--max-model-len", "9999"), "--max-model-len is 9,999: give 2 to 512"),
+        (
+            ("chat", "demo", "--prompt", "x", "--generation-config", "no"),
+            "--generation-config is 'no': give auto or none",
+        ),
+        (("plan", "glm-4-9b", "--gpu", "l4", "--kv-cache-dtype", "int2"), "--kv-cache-dtype is 'int2': give auto"),
+        (("serve", "demo", "--data-parallel-size", "0"), "--data-parallel-size is 0: give a whole number, 1 or more"),
+        (("serve", "demo", "--tensor-parallel-size", "0"), "--tensor-parallel-size is 0: give a whole number"),
+        (("serve", "demo", "--kv-cache-tokens", "0"), "--kv-cache-tokens is 0: give a whole number, 64 or more"),
+        (("demo", "--request", " "), "--request is empty"),
+        (("pool", "serve", "--port", "0", "--cpu-memory", "x"), "--cpu-memory is 'x': give a size such as 6GB"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_message_names_the_option(words, said):
+    assert mistake(*words).startswith(said)
+
+
+def test_a_message_that_names_the_option_is_translated():
+    with in_language("zh"):
+        said = mistake("serve", "demo", "--data-parallel-size", "0")
+    assert said == "--data-parallel-size 为 0：请给出不小于 1 的整数"
+
+
+def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(capsys):
+    assert mistake("serve", "demo", "--port", "0", "--tensor-parallel-size", "7").startswith(
+        "7 GPUs: the model has 4 heads"
+    )
+    assert "loading" not in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_gpus_that_share_a_model():
         ("chatglm2-6b", (2, "--expert-parallel"), "this model has none: leave it out"),
         ("glm-4.7-flash", (65, "--expert-parallel"), "65 GPUs: the model has 64 experts per layer"),
         ("glm-4.5-air", (2,), "each of 2 GPUs needs 11[.0-9]* GB for a context of 2,048 .* share it among more GPUs"),
-        ("glm-4.5-air", (1, "--expert-parallel"), "over the GPUs of tensor_parallel, which is 1"),
+        ("glm-4.5-air", (1, "--expert-parallel"), "over the GPUs of --tensor-parallel-size, which is 1"),
     ],
 )
 def test_what_gpus_cannot_share(model, options, message):
@@ -132,7 +132,7 @@ def test_what_cannot_be_planned_is_said_in_one_line():
         invoke("nowhere", "--gpu", "h100")
     with pytest.raises(UsageError, match="GPU 'gtx' is not known: choose the nearest of h100"):
         invoke("demo", "--gpu", "gtx")
-    with pytest.raises(UsageError, match="max_model_len is 9,999,999: the model's context is 512"):
+    with pytest.raises(UsageError, match="--max-model-len is 9,999,999: the model's context is 512"):
         invoke("demo", "--gpu", "h100", "--max-model-len", 9999999)
     with pytest.raises(SchemeError):
         invoke("demo", "--gpu", "h100", "--scheme", "w5")

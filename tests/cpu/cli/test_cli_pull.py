@@ -111,7 +111,7 @@ def test_what_cannot_be_loaded_is_not_downloaded(listed: StandIn, tiny_model: Pa
         invoke(*shared, 3)
     assert {asked.path.rpartition("/")[2] for asked in listed.files_asked()} == {"config.json"}
     listed.asked.clear()
-    with pytest.raises(UsageError, match="tensor_parallel is 0"):
+    with pytest.raises(UsageError, match="--tensor-parallel-size is 0"):
         invoke(*shared, 0)
     assert listed.asked == []
 

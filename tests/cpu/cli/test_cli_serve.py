@@ -77,7 +77,7 @@ def test_it_says_how_it_can_be_asked(calls):
         (("demo", "demo"), UsageError, "two models are called glm-poet"),
         (("demo", "--served-model-name", "a", "--served-model-name", "b"), UsageError, "2 for 1 models"),
         (("demo", "--api-key-file", "no-such-file"), DataError, "no-such-file"),
-        (("demo", "--max-num-seqs", "0"), UsageError, "max_num_seqs"),
+        (("demo", "--max-num-seqs", "0"), UsageError, "--max-num-seqs"),
         (("demo", "--ssl-certfile", "a.pem"), UsageError, "go together"),
         (("demo", "--ssl-certfile", "a.pem", "--ssl-keyfile", "b.pem"), UsageError, "a.pem"),
     ],

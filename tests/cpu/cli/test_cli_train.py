@@ -75,7 +75,7 @@ def test_what_cannot_be(blank_model, tmp_path, data):
         invoke(*given, "--rank", 4)
     with pytest.raises(UsageError, match="targets: only for method lora, not ptuning"):
         invoke(*given, "--method", "ptuning", "--target", "mlp.down")
-    with pytest.raises(UsageError, match="prefix_tokens: only for method ptuning, not lora"):
+    with pytest.raises(UsageError, match="--prefix-tokens: only for method ptuning, not lora"):
         invoke(*given, "--method", "lora", "--prefix-tokens", 16)
     with pytest.raises(UsageError, match="--cluster: set the number of GPUs with --processes"):
         invoke(*given, "--cluster", "auto", "--gpus", 2)

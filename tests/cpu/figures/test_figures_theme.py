@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -194,3 +195,14 @@ def test_the_text_of_a_dot_is_on_the_side_away_from_the_first_one() -> None:
     sides = {text.get_text(): text.get_horizontalalignment() for text in axis.texts}
     assert sides == {"48.63": "left", "48.55": "right", "49.44": "left"}
     assert axis.get_xlim()[0] < 48.1
+
+
+def test_a_table_of_short_values_fits_a_phone(tmp_path: Path, chromium: Any) -> None:
+    rows = [["perplexity, 95 % interval", "", "", "[-1.18%, +4.74%]"], ["cost, estimated", "", "not known: no GPU", ""]]
+    rows.append(["largest error", "488.8 MB", "453.5 MB", "layers.0.attention.o"])
+    path = tmp_path / "page.html"
+    table = PageTable(["", "before", "after", "change"], [rows])
+    write_page(path, title="glm", tables=[table], pictures=[], terms=[], command="warpbus eval")
+    page = chromium.new_context(viewport={"width": 390, "height": 800}, locale="en-US").new_page()
+    page.goto(path.as_uri())
+    assert page.eval_on_selector("article:visible .wide", "wide => wide.scrollWidth - wide.clientWidth") == 0

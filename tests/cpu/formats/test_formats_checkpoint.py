@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -149,16 +150,15 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     write_model(tmp_path, "safetensors shards")
     shard = tmp_path / "part-00002-of-00002.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"^part-00002-of-00002\.safetensors: truncated"):
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(shard))}: truncated"):
         Checkpoint(tmp_path)
 
 
 def test_a_shard_without_a_tensor_of_the_index(tmp_path: Path) -> None:
     write_model(tmp_path, "safetensors shards")
     write_index(tmp_path, "model.safetensors", {"b": "part-00002-of-00002.safetensors"})
-    with pytest.raises(
-        CheckpointError, match=r"part-00002.*: tensor b, which model\.safetensors\.index\.json puts there"
-    ):
+    shard = re.escape(str(tmp_path / "part-00002-of-00002.safetensors"))
+    with pytest.raises(CheckpointError, match=rf"^{shard}: tensor b, which model\.safetensors\.index\.json puts there"):
         Checkpoint(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,12 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(StorageError, match="cannot be written"):
         replace_file(tmp_path / "a" / "b.txt", lambda partial: partial.write_text("x"))
+
+
+def test_a_writer_that_says_why_is_not_wrapped(tmp_path: Path) -> None:
+    def write(partial: Path) -> None:
+        raise StorageError(f"{tmp_path}: disk full")
+
+    with pytest.raises(StorageError, match=rf"^{re.escape(str(tmp_path))}: disk full$"):
+        replace_file(tmp_path / "model.gguf", write)
+    assert list(tmp_path.iterdir()) == []

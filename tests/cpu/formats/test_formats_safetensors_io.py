@@ -164,7 +164,7 @@ def test_damage_is_reported_in_one_line(kind: str, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
         read_header(file)
-    assert str(caught.value).startswith("model-00002.safetensors: ")
+    assert str(caught.value).startswith(f"{file}: ")
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -176,7 +176,7 @@ def test_a_truncated_download_says_how_much_is_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_header(file)
     promised = f"its header promises {whole:,} bytes, the file has 1,000"
-    assert str(caught.value) == f"model-00002.safetensors: truncated: {promised}: download it again"
+    assert str(caught.value) == f"{file}: truncated: {promised}: download it again"
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -267,6 +267,8 @@ def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(StorageError, match="exists: name another file, or pass --overwrite"):
         convert(source, tmp_path / "m.gguf", to="gguf")
     assert (tmp_path / "m.gguf").read_text() == "kept"
+    with pytest.raises(StorageError, match=r"cannot be created below .*/m\.gguf, which is a file"):
+        convert(source, tmp_path / "m.gguf" / "n.gguf", to="gguf")
     (source / "tokenizer.model").unlink()
     with pytest.raises(CheckpointError, match="no tokenizer"):
         convert(source, tmp_path / "new.gguf", to="gguf")

@@ -56,7 +56,7 @@ class SharedGpus:
             self.gpus = [_offered(options, self._installed, index) for index in range(len(self._installed))]
         else:
             self.device = "cpu"
-            memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
+            memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")), what="--cpu-memory")
             model = f"CPU ({cpu_model()})"
             self.gpus = [
                 PoolGpu(f"{options.name}/0", options.name, 0, model, memory, oversubscribe=options.oversubscribe)
@@ -151,7 +151,7 @@ def _visible() -> list[InstalledGpu]:
 
 def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> PoolGpu:
     gpu, inventory = installed[index], Inventory()
-    memory = gpu.memory - parse_memory(options.gpu_memory_reserve, gpu.memory)
+    memory = gpu.memory - parse_memory(options.gpu_memory_reserve, gpu.memory, what="--gpu-memory-reserve")
     if memory <= 0:
         raise UsageError(f"--gpu-memory-reserve {options.gpu_memory_reserve}: nothing is left of {gpu.name}: give less")
     links = tuple(
