@@ -1,0 +1,92 @@
+"""Loads `execution.cpp`, which does calls of prepared definitions without Python.
+
+Where it cannot be compiled, all calls are done by `Executor._call`, with the same results.
+"""
+
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpbus.cuda.torch_extension import load_module
+from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, Number
+from warpbus.pool.tenant.definitions import Definition
+from warpbus.pool.tenant.storages import MAX_STORAGES, CheckedGeometry, Storage
+
+if TYPE_CHECKING:
+    from warpbus.pool.tenant.execution import Executor
+
+_NONE, _ONE, _SEVERAL = 0, 1, 2  # results
+_source = Path(__file__).with_name("execution.cpp")
+
+
+class FastPath:
+    """The functions of `execution.cpp`. `module` is what its `make_module` returned."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        module.use(Storage, MAX_STORAGES)
+
+    def run(self, executor: "Executor", batch: memoryview, at: int) -> int:
+        """Do the calls of a batch from `at` on. Returns where it stopped: at its end, or where Python is needed."""
+        stopped: int = self._module.run(executor, batch, at)
+        return stopped
+
+    def plan(self, definition: Definition) -> Any | None:
+        """How calls of a definition are done; None if Python does them."""
+        known = definition.only is not None or definition.several or definition.quiet
+        signature = definition.signature
+        if definition.refusal is not None or definition.guarded or not known or "bool" in signature.numbers:
+            return None
+        function, keywords = definition.schema, dict(signature.keywords)
+        arguments: list[tuple[str, Any] | None] = []
+        for position, argument in enumerate(function.arguments):
+            if position < len(signature.arguments):
+                described = _described(signature.arguments[position], definition)
+            elif argument.name in keywords:
+                described = _described(keywords[argument.name], definition)
+            else:
+                arguments.append(None)
+                continue
+            if described is None:
+                return None
+            arguments.append(described)
+        return self._module.prepare(
+            function.name,
+            function.overload_name,
+            tuple(arguments),
+            tuple(_place(checked, 0) for checked in definition.inputs),
+            "".join(kind[0] for kind in signature.numbers),
+            tuple(_place(checked, nbytes) for checked, nbytes in definition.news),
+            definition.written,
+            _ONE if definition.only is not None else _SEVERAL if definition.several else _NONE,
+        )
+
+
+def _place(checked: CheckedGeometry, nbytes: int) -> tuple[Any, ...]:
+    geometry = checked.geometry
+    return checked, geometry.dtype, geometry.shape, geometry.stride, geometry.offset, nbytes
+
+
+def _described(argument: Argument, definition: Definition) -> tuple[str, Any] | None:
+    """An argument as `prepare` takes it; None if that does not know such arguments."""
+    if isinstance(argument, Input):
+        return "tensor", (argument.index,)
+    if isinstance(argument, Number):
+        return "number", (argument.index,)
+    if isinstance(argument, DevicePlaceholder):
+        return "constant", definition.device
+    if not isinstance(argument, tuple) or not any(isinstance(item, Input | Number | tuple) for item in argument):
+        return "constant", list(argument) if isinstance(argument, tuple) else argument
+    if all(item is None or isinstance(item, Input) for item in argument):
+        return "tensors", tuple(item.index if isinstance(item, Input) else -1 for item in argument)
+    if all(isinstance(item, Number) for item in argument):
+        return "numbers", tuple(item.index for item in argument if isinstance(item, Number))
+    return None
+
+
+@functools.cache
+def load_fast_path() -> FastPath | None:
+    """Compile and load `execution.cpp`; None if that is switched off, or not possible here, which is logged."""
+    module = load_module(_source, "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
+    return None if module is None else FastPath(module)
