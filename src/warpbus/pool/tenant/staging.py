@@ -4,6 +4,7 @@ A GPU's memory goes through two pinned buffers in turns: while the host deals wi
 other. Memory of the CPU is handed out as it is.
 """
 
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,6 +12,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+from warpbus.cuda import driver
 
 CHUNK = 4 * 2**20
 """Bytes that are moved at once, at most."""
@@ -37,17 +40,13 @@ class HostCopy:
     """Bytes on their way from a GPU, which goes on with what comes after them.
 
     Args:
-        source: uint8 `[nbytes]` on the GPU.
-        buffer: at least as much pinned memory, which nothing else uses.
+        nbytes: how many.
+        buffer: pinned memory that they come to, which nothing else uses. Its event is behind the copy.
         unused: gets the buffer once the bytes have been taken; None if it is not used again.
     """
 
-    @torch.inference_mode()
-    def __init__(self, source: Tensor, buffer: _PinnedBuffer, unused: list[_PinnedBuffer] | None = None) -> None:
-        self._nbytes, self._buffer, self._unused = len(source), buffer, unused
-        with torch.cuda.device(source.device):
-            buffer.memory[: self._nbytes].copy_(source, non_blocking=True)
-            buffer.used.record()
+    def __init__(self, nbytes: int, buffer: _PinnedBuffer, unused: list[_PinnedBuffer] | None = None) -> None:
+        self._nbytes, self._buffer, self._unused = nbytes, buffer, unused
 
     @property
     def arrived(self) -> bool:
@@ -56,26 +55,53 @@ class HostCopy:
 
     def take(self) -> bytes | memoryview:
         """The bytes, once they are here. For one call."""
-        data = self._buffer.memory.numpy().data[: self._nbytes]
         if self._unused is None:
-            return data
+            return self._buffer.memory.numpy().data[: self._nbytes]
         self._unused.append(self._buffer)
-        return bytes(data)
+        return ctypes.string_at(self._buffer.memory.data_ptr(), self._nbytes)
 
 
 class HostCopies:
-    """Makes copies of a GPU's memory; small ones use the same buffers again, which cost more to make than to fill."""
+    """Makes copies of a GPU's memory.
 
-    _FEW = 4096
+    Args:
+        device: the GPU, with its index.
+    """
 
-    def __init__(self) -> None:
+    FEW = 4096
+    """Bytes that `begin_few` copies at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._unused: list[_PinnedBuffer] = []
 
+    @torch.inference_mode()
     def begin(self, source: Tensor) -> HostCopy:
         """A copy of a uint8 tensor `[nbytes]`."""
-        if len(source) > self._FEW:
-            return HostCopy(source, _pinned(len(source)))
-        return HostCopy(source, self._unused.pop() if self._unused else _pinned(self._FEW), self._unused)
+        buffer = _pinned(len(source))
+        with torch.cuda.device(self._device):
+            buffer.memory.copy_(source, non_blocking=True)
+            buffer.used.record()
+        return HostCopy(len(source), buffer)
+
+    def begin_few(self, address: int, nbytes: int) -> HostCopy:
+        """A copy of `FEW` bytes at most from an address of the GPU. It uses earlier buffers again, and the driver's call:
+        to make a pinned buffer, or the tensors that PyTorch's copy needs, takes longer than the copy.
+
+        Raises:
+            DeviceError: the driver refuses the copy.
+        """
+        buffer = self._unused.pop() if self._unused else _pinned(self.FEW)
+        stream = torch.cuda.current_stream(self._device)
+        status = driver.library().cuMemcpyAsync(
+            ctypes.c_uint64(buffer.memory.data_ptr()),
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        driver.check(status, f"{self._device}: cuMemcpyAsync")
+        buffer.used.record(stream)
+        return HostCopy(nbytes, buffer, self._unused)
 
 
 def _pinned(nbytes: int) -> _PinnedBuffer:
