@@ -394,14 +394,14 @@ class TenantServer:
 
     def _next_frame(self, channel: Channel, ends: float) -> Frame | None:
         """The client's next frame, if it comes soon; until `ends` for answers that are on their way from the GPU."""
-        while True:
-            leaving = bool(self._leaving) and time.monotonic() < ends
-            if leaving:
+        while not channel.pending():
+            if self._leaving and time.monotonic() < ends:
                 self._deliver()
-            if channel.pending():
-                return channel.receive(0.0)
-            if not leaving and not channel.spin(SPIN_SECONDS):
+            elif channel.spin(SPIN_SECONDS):
+                break
+            else:
                 return None
+        return channel.receive(0.0)
 
     def _deal(self, channel: Channel, frame: Frame) -> None:
         self._dealt += 1
