@@ -17,11 +17,12 @@ from warpbus.cuda.host_compiler import CpuVariant, load_library
 from warpbus.errors import DeviceError
 
 
-def load_module(source: Path, switch: str, logger: logging.Logger) -> Any | None:
+def load_module(source: Path, root: Path, switch: str, logger: logging.Logger) -> Any | None:
     """Compile a file of C++ and return what its `make_module` returns.
 
     Args:
         source: the file.
+        root: where its `#include "..."` are looked up.
         switch: an environment variable; 0 switches the module off.
         logger: gets a warning if the module cannot be compiled here.
 
@@ -31,7 +32,7 @@ def load_module(source: Path, switch: str, logger: logging.Logger) -> Any | None
     if os.environ.get(switch) == "0":
         return None
     try:
-        library = load_library(source, source.parent, _variant())
+        library = load_library(source, root, _variant())
     except DeviceError as error:
         logger.warning("operators take longer, because %s; %s=0 switches this message off", error, switch)
         return None

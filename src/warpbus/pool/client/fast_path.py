@@ -49,5 +49,5 @@ class FastPath:
 
 def load_fast_path() -> FastPath | None:
     """Compile and load `dispatch.cpp`; None if that is switched off, or not possible here, which is logged."""
-    module = load_module(_source, "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
+    module = load_module(_source, _source.parents[1], "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
     return None if module is None else FastPath(module)

@@ -22,7 +22,11 @@
 #include <utility>
 #include <vector>
 
+#include "python_objects.h"
+
 namespace {
+
+using warpbus::attribute, warpbus::checked, warpbus::integer, warpbus::Object, warpbus::raise;
 
 using Stack = torch::jit::Stack;
 
@@ -30,50 +34,8 @@ constexpr uint8_t kCall = 4;  // Instruction.CALL
 constexpr size_t kHead = 5;   // the instruction and the number of its definition
 constexpr const char* kCapsule = "warpbus_pool_plan";
 
-// An owned reference to a Python object; needs the GIL.
-class Object {
- public:
-  Object() = default;
-  explicit Object(PyObject* object) : object_(object) {}
-  Object(Object&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Object& operator=(Object&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Object() { Py_XDECREF(object_); }
-  static Object borrowed(PyObject* object) {
-    Py_XINCREF(object);
-    return Object(object);
-  }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-// Throws the error of Python that has just occurred.
-[[noreturn]] void raise() {
-  python_error error;
-  error.persist();
-  throw error;
-}
-
-Object checked(PyObject* object) {
-  if (object == nullptr) raise();
-  return Object(object);
-}
-
 void done(int status) {
   if (status < 0) raise();
-}
-
-Object attribute(PyObject* object, PyObject* name) { return checked(PyObject_GetAttr(object, name)); }
-
-int64_t integer(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) raise();
-  return value;
 }
 
 PyObject *name_base, *name_calls, *name_clock, *name_complete, *name_definitions, *name_fail, *name_fits, *name_live,
@@ -132,8 +94,7 @@ Place place(PyObject* described) {
 }
 
 // The kind of a slot by its tag and the type of the argument; false if there is none.
-bool slot_kind(const std::string& tag, const c10::Type& given, const std::string& numbers,
-               const std::vector<int64_t>& values, Slot::Kind& kind) {
+bool slot_kind(const std::string& tag, const c10::Type& given, const std::vector<int64_t>& values, Slot::Kind& kind) {
   const auto* type = &given;
   c10::TypePtr inner;
   if (type->kind() == c10::TypeKind::OptionalType) {
@@ -162,55 +123,81 @@ bool slot_kind(const std::string& tag, const c10::Type& given, const std::string
          element->expectRef<c10::OptionalType>().getElementType()->kind() == c10::TypeKind::TensorType;
 }
 
+// Without PyTorch's macros, which make Python's warnings of an operator's.
+template <typename Function>
+PyObject* guarded(Function function) {
+  try {
+    return function();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+PyObject* none() {
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
 // prepare(operator, overload, arguments, inputs, numbers, news, written, results): a plan, or None.
 //
 // An argument is None for the schema's default, ("constant", value) or (tag, indices).
 PyObject* prepare(PyObject*, PyObject* given) {
-  HANDLE_TH_ERRORS
   const char *name, *overload, *numbers;
   PyObject *arguments, *inputs, *news, *written;
   int results;
   if (!PyArg_ParseTuple(given, "ssO!O!sO!O!i", &name, &overload, &PyTuple_Type, &arguments, &PyTuple_Type, &inputs,
                         &numbers, &PyTuple_Type, &news, &PyTuple_Type, &written, &results))
     return nullptr;
-  auto plan = std::make_unique<Plan>(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
-  const auto& schema = plan->op.schema();
-  plan->numbers = numbers;
-  plan->results = static_cast<Plan::Results>(results);
-  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at)
-    plan->inputs.push_back(place(PyTuple_GET_ITEM(inputs, at)));
-  plan->charge = 0;
-  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(news); ++at) {
-    plan->news.push_back(place(PyTuple_GET_ITEM(news, at)));
-    plan->charge += plan->news.back().nbytes;
-  }
-  for (const auto index : integers(written)) plan->written.push_back(static_cast<size_t>(index));
-  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(arguments); ++at) {
-    const auto& argument = schema.arguments().at(at);
-    PyObject* item = PyTuple_GET_ITEM(arguments, at);
-    if (item == Py_None) {
-      if (!argument.default_value()) Py_RETURN_NONE;
-      plan->arguments.push_back(*argument.default_value());
-      continue;
+  return guarded([&]() -> PyObject* {
+    auto plan = std::make_unique<Plan>(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+    const auto& schema = plan->op.schema();
+    plan->numbers = numbers;
+    plan->results = static_cast<Plan::Results>(results);
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(inputs); ++at)
+      plan->inputs.push_back(place(PyTuple_GET_ITEM(inputs, at)));
+    plan->charge = 0;
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(news); ++at) {
+      plan->news.push_back(place(PyTuple_GET_ITEM(news, at)));
+      plan->charge += plan->news.back().nbytes;
     }
-    const char* tag;
-    PyObject* value;
-    if (!PyArg_ParseTuple(item, "sO", &tag, &value)) return nullptr;
-    if (std::string(tag) == "constant") {
-      plan->arguments.push_back(torch::jit::argumentToIValue(schema, at, value));
-      continue;
+    const auto inside = [](const std::vector<int64_t>& indices, int64_t least, size_t end) {
+      return std::all_of(indices.begin(), indices.end(), [&](int64_t each) {
+        return each >= least && each < static_cast<int64_t>(end);
+      });
+    };
+    const auto changed = integers(written);
+    if (!inside(changed, 0, plan->inputs.size())) return none();
+    plan->written.assign(changed.begin(), changed.end());
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(arguments); ++at) {
+      const auto& argument = schema.arguments().at(at);
+      PyObject* item = PyTuple_GET_ITEM(arguments, at);
+      if (item == Py_None) {
+        if (!argument.default_value()) return none();
+        plan->arguments.push_back(*argument.default_value());
+        continue;
+      }
+      const char* tag;
+      PyObject* value;
+      if (!PyArg_ParseTuple(item, "sO", &tag, &value)) raise();
+      if (std::string(tag) == "constant") {
+        plan->arguments.push_back(torch::jit::argumentToIValue(schema, at, value));
+        continue;
+      }
+      Slot slot{static_cast<size_t>(at), Slot::Tensor, integers(value)};
+      if (!slot_kind(tag, *argument.real_type(), slot.values, slot.kind)) return none();
+      const bool of_tensors = tag[0] == 't';
+      if (!inside(slot.values, of_tensors ? -1 : 0, of_tensors ? plan->inputs.size() : plan->numbers.size()))
+        return none();
+      plan->arguments.emplace_back();
+      plan->slots.push_back(std::move(slot));
     }
-    Slot slot{static_cast<size_t>(at), Slot::Tensor, integers(value)};
-    if (!slot_kind(tag, *argument.real_type(), plan->numbers, slot.values, slot.kind)) Py_RETURN_NONE;
-    plan->arguments.emplace_back();
-    plan->slots.push_back(std::move(slot));
-  }
-  const auto capsule = PyCapsule_New(plan.get(), kCapsule, [](PyObject* object) {
-    delete static_cast<Plan*>(PyCapsule_GetPointer(object, kCapsule));
+    const auto capsule = PyCapsule_New(plan.get(), kCapsule, [](PyObject* object) {
+      delete static_cast<Plan*>(PyCapsule_GetPointer(object, kCapsule));
+    });
+    if (capsule != nullptr) plan.release();
+    return capsule;
   });
-  if (capsule != nullptr) plan.release();
-  return capsule;
-  END_HANDLE_TH_ERRORS
 }
 
 // The lease, as a batch finds it.
@@ -492,7 +479,6 @@ class Lease {
 
 // run(executor, batch, at): execute the calls from `at` on that need no Python. Returns where it stopped.
 PyObject* run(PyObject*, PyObject* given) {
-  HANDLE_TH_ERRORS
   PyObject *executor, *batch;
   Py_ssize_t at;
   if (!PyArg_ParseTuple(given, "OOn", &executor, &batch, &at)) return nullptr;
@@ -500,10 +486,10 @@ PyObject* run(PyObject*, PyObject* given) {
   if (PyObject_GetBuffer(batch, &view, PyBUF_SIMPLE) < 0) return nullptr;
   const auto release = [](Py_buffer* held) { PyBuffer_Release(held); };
   const std::unique_ptr<Py_buffer, decltype(release)> held(&view, release);
-  const auto stopped =
-      Lease(executor).run(static_cast<const uint8_t*>(view.buf), static_cast<size_t>(view.len), static_cast<size_t>(at));
-  return PyLong_FromSize_t(stopped);
-  END_HANDLE_TH_ERRORS
+  return guarded([&] {
+    return PyLong_FromSize_t(
+        Lease(executor).run(static_cast<const uint8_t*>(view.buf), static_cast<size_t>(view.len), static_cast<size_t>(at)));
+  });
 }
 
 // use(class of storages, the most storages of a lease)

@@ -24,7 +24,7 @@ from warpbus.pool.protocol.wire import Value
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
 from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
-from warpbus.pool.tenant.fast_path import load_fast_path
+from warpbus.pool.tenant.native_calls import load_native_calls
 from warpbus.pool.tenant.groups import LeaseGroups
 from warpbus.pool.tenant.programs import Programs
 from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
@@ -74,7 +74,7 @@ class Executor:
         self._programs = Programs(self.storages)
         self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
         self._failed: list[CallFailure] = []
-        self._fast = load_fast_path()
+        self._native = load_native_calls()
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,
@@ -109,7 +109,7 @@ class Executor:
         definitions, call, programs = self._definitions, self._call, self._programs
         try:
             with torch.inference_mode():
-                for instruction in parse(payload, self._layout, None if self._fast is None else self._do_calls):
+                for instruction in parse(payload, self._layout, None if self._native is None else self._do_calls):
                     if instruction[0] != _CALL:
                         self._other(*instruction)
                     elif programs.recording is None:
@@ -248,9 +248,9 @@ class Executor:
 
     def _do_calls(self, payload: memoryview, at: int) -> int:
         """Run the calls of a batch from `at` on without Python. Returns where they end, or where Python is needed."""
-        if self._fast is None or self._programs.recording is not None or self.storages.writes is not None:
+        if self._native is None or self._programs.recording is not None or self.storages.writes is not None:
             return at
-        return self._fast.run(self, payload, at)
+        return self._native.run(self, payload, at)
 
     def _call(self, definition: Definition, operands: tuple[Any, ...]) -> None:
         """Run a call. Without `execution.cpp`, which does the same for most calls, this is the hot path: the code is
@@ -424,8 +424,8 @@ class Executor:
         if defined > MAX_DEFINED_BYTES:
             raise ProtocolError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
         definition = self._definitions[number] = Definition(bytes(encoded), self.storages)
-        if self._fast is not None:
-            definition.plan = self._fast.plan(definition)
+        if self._native is not None:
+            definition.plan = self._native.plan(definition)
         self._defined_bytes = defined
 
     def _new(self, handle: int, nbytes: int) -> None:

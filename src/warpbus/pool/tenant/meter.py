@@ -59,7 +59,9 @@ class Meter:
         self.busy = 0.0
         self._events = device.type == "cuda"
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._unused: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # to make them takes as long as to record them
+        self._unused: list[
+            tuple[torch.cuda.Event, torch.cuda.Event]
+        ] = []  # to make them takes as long as to record them
         self._began = 0.0
 
     def begin(self) -> None:

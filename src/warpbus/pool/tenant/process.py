@@ -19,7 +19,7 @@ from warpbus.pool.protocol.signature import Input, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.fast_path import load_fast_path
+from warpbus.pool.tenant.native_calls import load_native_calls
 from warpbus.pool.tenant.sandbox import limit_memory, seal
 from warpbus.pool.tenant.server import TenantServer
 from warpbus.pool.tenant.storages import allowance
@@ -29,7 +29,7 @@ from warpbus.pool.tenant.suspension import resume
 def _warm() -> None:
     """Prepare what takes a second or more before a lease needs it: PyTorch imports its meta kernels, and C++ code may
     have to be compiled, which the sandbox does not allow."""
-    load_fast_path()
+    load_native_calls()
     x = contiguous(torch.float32, (2,))
     with permanent_objects():
         infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))

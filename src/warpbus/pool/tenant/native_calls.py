@@ -1,4 +1,4 @@
-"""Loads `execution.cpp`, which does calls of prepared definitions without Python.
+"""Loads `execution.cpp`, which does most calls of a batch without Python.
 
 Where it cannot be compiled, all calls are done by `Executor._call`, with the same results.
 """
@@ -20,7 +20,7 @@ _NONE, _ONE, _SEVERAL = 0, 1, 2  # results
 _source = Path(__file__).with_name("execution.cpp")
 
 
-class FastPath:
+class NativeCalls:
     """The functions of `execution.cpp`. `module` is what its `make_module` returned."""
 
     def __init__(self, module: Any) -> None:
@@ -51,16 +51,20 @@ class FastPath:
             if described is None:
                 return None
             arguments.append(described)
-        return self._module.prepare(
-            function.name,
-            function.overload_name,
-            tuple(arguments),
-            tuple(_place(checked, 0) for checked in definition.inputs),
-            "".join(kind[0] for kind in signature.numbers),
-            tuple(_place(checked, nbytes) for checked, nbytes in definition.news),
-            definition.written,
-            _ONE if definition.only is not None else _SEVERAL if definition.several else _NONE,
-        )
+        results = _ONE if definition.only is not None else _SEVERAL if definition.several else _NONE
+        try:
+            return self._module.prepare(
+                function.name,
+                function.overload_name,
+                tuple(arguments),
+                tuple(_place(checked, 0) for checked in definition.inputs),
+                "".join(kind[0] for kind in signature.numbers),
+                tuple(_place(checked, nbytes) for checked, nbytes in definition.news),
+                definition.written,
+                results,
+            )
+        except Exception:  # an argument that does not fit: the call in Python raises what there is to say
+            return None
 
 
 def _place(checked: CheckedGeometry, nbytes: int) -> tuple[Any, ...]:
@@ -86,7 +90,7 @@ def _described(argument: Argument, definition: Definition) -> tuple[str, Any] | 
 
 
 @functools.cache
-def load_fast_path() -> FastPath | None:
+def load_native_calls() -> NativeCalls | None:
     """Compile and load `execution.cpp`; None if that is switched off, or not possible here, which is logged."""
-    module = load_module(_source, "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
-    return None if module is None else FastPath(module)
+    module = load_module(_source, _source.parents[1], "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
+    return None if module is None else NativeCalls(module)
