@@ -1,4 +1,4 @@
-"""`execution.cpp`: does calls without Python, leaves the same lease behind as `Executor._call`, and the same failures."""
+"""`execution.cpp` does calls without Python, and leaves the same lease and failures behind as `Executor._call`."""
 
 from collections import Counter
 

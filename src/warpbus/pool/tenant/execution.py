@@ -24,8 +24,8 @@ from warpbus.pool.protocol.wire import Value
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
 from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
-from warpbus.pool.tenant.native_calls import load_native_calls
 from warpbus.pool.tenant.groups import LeaseGroups
+from warpbus.pool.tenant.native_calls import load_native_calls
 from warpbus.pool.tenant.programs import Programs
 from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
 from warpbus.pool.tenant.storages import Storages

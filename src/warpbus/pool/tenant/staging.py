@@ -85,8 +85,8 @@ class HostCopies:
         return HostCopy(len(source), buffer)
 
     def begin_few(self, address: int, nbytes: int) -> HostCopy:
-        """A copy of `FEW` bytes at most from an address of the GPU. It uses earlier buffers again, and the driver's call:
-        to make a pinned buffer, or the tensors that PyTorch's copy needs, takes longer than the copy.
+        """A copy of `FEW` bytes at most from an address of the GPU. It uses earlier buffers again, and the driver's
+        call: to make a pinned buffer, or the tensors that PyTorch's copy needs, takes longer than the copy.
 
         Raises:
             DeviceError: the driver refuses the copy.
