@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from warpbus.cuda.host_compiler import CpuVariant, load_library
+from warpbus.cuda.host_compiler import CpuVariant, find_library, load_library, make_library
 from warpbus.errors import DeviceError
 
 
@@ -36,6 +36,31 @@ def load_module(source: Path, root: Path, switch: str, logger: logging.Logger) -
     except DeviceError as error:
         logger.warning("operators take longer, because %s; %s=0 switches this message off", error, switch)
         return None
+    return _module(library)
+
+
+def compile_module(source: Path, root: Path, switch: str, logger: logging.Logger) -> None:
+    """Compile a file of C++ into the cache for `find_module`. See `load_module`."""
+    if os.environ.get(switch) == "0":
+        return
+    try:
+        make_library(source, root, _variant())
+    except (DeviceError, OSError) as error:
+        logger.warning("operators take longer, because %s; %s=0 switches this message off", error, switch)
+
+
+def find_module(source: Path, root: Path, switch: str) -> Any | None:
+    """What `load_module` returns if the file is compiled already; else None."""
+    if os.environ.get(switch) == "0":
+        return None
+    try:
+        library = find_library(source, root, _variant())
+    except (DeviceError, OSError):
+        return None
+    return None if library is None else _module(library)
+
+
+def _module(library: ctypes.CDLL) -> Any:
     make = ctypes.PyDLL(library._name, handle=library._handle).make_module
     make.restype = ctypes.py_object
     return make()

@@ -11,7 +11,7 @@ from warpbus.pool.protocol.instructions import call_prefix
 from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.native_calls import load_native_calls
+from warpbus.pool.tenant.native_calls import compile_native_calls, load_native_calls
 
 CPU = torch.device("cpu")
 VECTOR = contiguous(torch.float32, (4,))
@@ -21,6 +21,8 @@ ADD = Signature("aten::add.Tensor", (Input(0), Input(1)), (), (VECTOR, VECTOR), 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """These tests are of the compiled code."""
+    compile_native_calls()
+    load_native_calls.cache_clear()
     if load_native_calls() is None:
         pytest.skip("this machine cannot compile extensions of PyTorch")
 
@@ -274,3 +276,18 @@ def test_a_definition_that_is_replaced(hands):
         hand.writer.call(call_prefix(0) + int(x).to_bytes(8, "little") + int(y).to_bytes(8, "little"))
 
     assert same(hands, work) == []
+
+
+def test_a_lease_finds_what_was_compiled_and_compiles_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_native_calls.cache_clear()
+    assert load_native_calls() is None
+    assert not [*tmp_path.rglob("*.so")]
+    monkeypatch.undo()
+    load_native_calls.cache_clear()
+    assert load_native_calls() is not None
+    monkeypatch.setenv("WARPBUS_POOL_FAST_PATH", "0")
+    load_native_calls.cache_clear()
+    assert load_native_calls() is None
+    monkeypatch.undo()
+    load_native_calls.cache_clear()

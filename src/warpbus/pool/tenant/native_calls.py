@@ -1,6 +1,6 @@
 """Loads `execution.cpp`, which does most calls of a batch without Python.
 
-Where it cannot be compiled, all calls are done by `Executor._call`, with the same results.
+Where it is not compiled, all calls are done by `Executor._call`, with the same results.
 """
 
 import functools
@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpbus.cuda.torch_extension import load_module
+from warpbus.cuda.torch_extension import compile_module, find_module
 from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, Number
 from warpbus.pool.tenant.definitions import Definition
 from warpbus.pool.tenant.storages import MAX_STORAGES, CheckedGeometry, Storage
@@ -16,6 +16,7 @@ from warpbus.pool.tenant.storages import MAX_STORAGES, CheckedGeometry, Storage
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
 
+_SWITCH = "WARPBUS_POOL_FAST_PATH"
 _NONE, _ONE, _SEVERAL = 0, 1, 2  # results
 _source = Path(__file__).with_name("execution.cpp")
 
@@ -89,8 +90,14 @@ def _described(argument: Argument, definition: Definition) -> tuple[str, Any] | 
     return None
 
 
+def compile_native_calls() -> None:
+    """Compile `execution.cpp` into the cache, where it is not there yet. The daemon does it, because the processes of
+    leases must not write to the cache."""
+    compile_module(_source, _source.parents[1], _SWITCH, logging.getLogger("warpbus.pool"))
+
+
 @functools.cache
 def load_native_calls() -> NativeCalls | None:
-    """Compile and load `execution.cpp`; None if that is switched off, or not possible here, which is logged."""
-    module = load_module(_source, _source.parents[1], "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
+    """Load `execution.cpp`; None if it is not compiled, or switched off."""
+    module = find_module(_source, _source.parents[1], _SWITCH)
     return None if module is None else NativeCalls(module)

@@ -27,9 +27,7 @@ from warpbus.pool.tenant.suspension import resume
 
 
 def _warm() -> None:
-    """Prepare what takes a second or more before a lease needs it: PyTorch imports its meta kernels, and C++ code may
-    have to be compiled, which the sandbox does not allow."""
-    load_native_calls()
+    """Make PyTorch import its meta kernels, which takes a second or more, before a lease needs them."""
     x = contiguous(torch.float32, (2,))
     with permanent_objects():
         infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
@@ -70,6 +68,7 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         if setup["gpu_links"]:
             # Streams that wait for other GPUs (`device_link`) must not share a hardware queue; the default is 8 queues.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        load_native_calls()  # the sandbox will not allow to ask the compiler for its version
         torch.set_num_threads(setup["threads"])
         device = torch.device(setup["device"])
         if device.type == "cpu":
