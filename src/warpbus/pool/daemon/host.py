@@ -108,7 +108,7 @@ class LocalHost:
         processes.mkdir(mode=0o700, exist_ok=True)
         with suppress(OSError):  # there is no cache then, see `warpbus.cuda.jit`
             cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
-        # Leases that start meanwhile do all calls in Python. The event loop's threads would keep the daemon from ending.
+        # Leases that start meanwhile do all calls in Python. Threads of the loop would keep the daemon from ending.
         threading.Thread(target=compile_native_calls, name="compile", daemon=True).start()
         self._program = program
         self._spares = Spares(options.spare, program, processes, self._confinement)
