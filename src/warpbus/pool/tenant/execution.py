@@ -74,7 +74,8 @@ class Executor:
         self._programs = Programs(self.storages)
         self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
         self._failed: list[CallFailure] = []
-        self._native = load_native_calls()
+        # Of a GPU they have not run yet.
+        self._native = load_native_calls() if device.type == "cpu" else None
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,

@@ -59,24 +59,22 @@ class Meter:
         self.busy = 0.0
         self._events = device.type == "cuda"
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._unused: list[
-            tuple[torch.cuda.Event, torch.cuda.Event]
-        ] = []  # to make them takes as long as to record them
         self._began = 0.0
 
     def begin(self) -> None:
         """A batch begins."""
         if self._events:
-            self._batch = self._unused.pop() if self._unused else (_timer(), _timer())
-            self._batch[0].record()
+            self._start = torch.cuda.Event(enable_timing=True)
+            self._start.record()
         else:
             self._began = time.perf_counter()
 
     def end(self) -> None:
         """It was launched, or on a CPU executed."""
         if self._events:
-            self._batch[1].record()
-            self._running.append(self._batch)
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._running.append((self._start, end))
             self.collect()
         else:
             self.busy += time.perf_counter() - self._began
@@ -95,8 +93,4 @@ class Meter:
             if not end.query():
                 return
             self.busy += start.elapsed_time(end) / 1000
-            self._unused.append(self._running.popleft())
-
-
-def _timer() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+            self._running.popleft()

@@ -4,7 +4,6 @@ A GPU's memory goes through two pinned buffers in turns: while the host deals wi
 other. Memory of the CPU is handed out as it is.
 """
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,8 +11,6 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-
-from warpbus.cuda import driver
 
 CHUNK = 4 * 2**20
 """Bytes that are moved at once, at most."""
@@ -40,13 +37,17 @@ class HostCopy:
     """Bytes on their way from a GPU, which goes on with what comes after them.
 
     Args:
-        nbytes: how many.
-        buffer: pinned memory that they come to, which nothing else uses. Its event is behind the copy.
+        source: uint8 `[nbytes]` on the GPU.
+        buffer: at least as much pinned memory, which nothing else uses.
         unused: gets the buffer once the bytes have been taken; None if it is not used again.
     """
 
-    def __init__(self, nbytes: int, buffer: _PinnedBuffer, unused: list[_PinnedBuffer] | None = None) -> None:
-        self._nbytes, self._buffer, self._unused = nbytes, buffer, unused
+    @torch.inference_mode()
+    def __init__(self, source: Tensor, buffer: _PinnedBuffer, unused: list[_PinnedBuffer] | None = None) -> None:
+        self._nbytes, self._buffer, self._unused = len(source), buffer, unused
+        with torch.cuda.device(source.device):
+            buffer.memory[: self._nbytes].copy_(source, non_blocking=True)
+            buffer.used.record()
 
     @property
     def arrived(self) -> bool:
@@ -55,53 +56,26 @@ class HostCopy:
 
     def take(self) -> bytes | memoryview:
         """The bytes, once they are here. For one call."""
+        data = self._buffer.memory.numpy().data[: self._nbytes]
         if self._unused is None:
-            return self._buffer.memory.numpy().data[: self._nbytes]
+            return data
         self._unused.append(self._buffer)
-        return ctypes.string_at(self._buffer.memory.data_ptr(), self._nbytes)
+        return bytes(data)
 
 
 class HostCopies:
-    """Makes copies of a GPU's memory.
+    """Makes copies of a GPU's memory; small ones use the same buffers again, which cost more to make than to fill."""
 
-    Args:
-        device: the GPU, with its index.
-    """
+    _FEW = 4096
 
-    FEW = 4096
-    """Bytes that `begin_few` copies at most."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._unused: list[_PinnedBuffer] = []
 
-    @torch.inference_mode()
     def begin(self, source: Tensor) -> HostCopy:
         """A copy of a uint8 tensor `[nbytes]`."""
-        buffer = _pinned(len(source))
-        with torch.cuda.device(self._device):
-            buffer.memory.copy_(source, non_blocking=True)
-            buffer.used.record()
-        return HostCopy(len(source), buffer)
-
-    def begin_few(self, address: int, nbytes: int) -> HostCopy:
-        """A copy of `FEW` bytes at most from an address of the GPU. It uses earlier buffers again, and the driver's
-        call: to make a pinned buffer, or the tensors that PyTorch's copy needs, takes longer than the copy.
-
-        Raises:
-            DeviceError: the driver refuses the copy.
-        """
-        buffer = self._unused.pop() if self._unused else _pinned(self.FEW)
-        stream = torch.cuda.current_stream(self._device)
-        status = driver.library().cuMemcpyAsync(
-            ctypes.c_uint64(buffer.memory.data_ptr()),
-            ctypes.c_uint64(address),
-            ctypes.c_size_t(nbytes),
-            ctypes.c_void_p(stream.cuda_stream),
-        )
-        driver.check(status, f"{self._device}: cuMemcpyAsync")
-        buffer.used.record(stream)
-        return HostCopy(nbytes, buffer, self._unused)
+        if len(source) > self._FEW:
+            return HostCopy(source, _pinned(len(source)))
+        return HostCopy(source, self._unused.pop() if self._unused else _pinned(self._FEW), self._unused)
 
 
 def _pinned(nbytes: int) -> _PinnedBuffer:

@@ -23,6 +23,7 @@ MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
 MAX_HANDLE = 1 << 63
 
+_FEW = 4096
 _LEAST_SLACK = 512 << 20
 _SLACK = 8
 
@@ -107,7 +108,7 @@ class Storages:
         self._sizes: dict[int, int] = {}
         self._checked: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
-        self._copies = HostCopies(self.device)
+        self._copies = HostCopies()
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
@@ -251,8 +252,8 @@ class Storages:
     def read(self, handle: int, offset: int, nbytes: int) -> memoryview:
         """Bytes of a storage: its memory itself on a CPU, or a copy if they are few; a copy on a GPU."""
         if self.device.type != "cuda":
-            if nbytes <= HostCopies.FEW and (address := self._address(handle, offset, nbytes)):
-                return memoryview(ctypes.string_at(address, nbytes))
+            if nbytes <= _FEW and (few := self._few(handle, offset, nbytes)) is not None:
+                return few
             return self.slice(handle, offset, nbytes).numpy().data
         copy = bytearray(nbytes)
         at = 0
@@ -261,17 +262,15 @@ class Storages:
             at += len(part)
         return memoryview(copy).toreadonly()
 
-    def _address(self, handle: int, offset: int, nbytes: int) -> int:
-        """The address of bytes of a storage, for the few that programs read in each step; 0 if they are not all
-        inside, or the storage has none."""
+    def _few(self, handle: int, offset: int, nbytes: int) -> memoryview | None:
+        """A few bytes of a storage, which programs read in each step; None if they are not all inside."""
         storage = self.memory_of(handle)
-        if storage.pending is not None:
-            self._join(storage)
         assert storage.base is not None
         memory = storage.base.data_ptr()  # none if the tensor has no elements
         if not memory or offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
-            return 0
-        return memory + offset - int(storage.base.storage_offset()) * storage.base.itemsize
+            return None
+        memory -= int(storage.base.storage_offset()) * storage.base.itemsize
+        return memoryview(ctypes.string_at(memory + offset, nbytes))
 
     def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same in pieces of 4 MiB at most, each of which holds until the next is asked for."""
@@ -281,8 +280,6 @@ class Storages:
 
     def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
         """The same of a GPU, as they are now, without waiting for them."""
-        if nbytes <= HostCopies.FEW and (address := self._address(handle, offset, nbytes)):
-            return self._copies.begin_few(address, nbytes)
         return self._copies.begin(self.slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
