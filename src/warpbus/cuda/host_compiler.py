@@ -101,6 +101,28 @@ def load_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL:
             ) from error
 
 
+def make_library(source: Path, root: Path, variant: CpuVariant) -> None:
+    """Compile a file of C++ for `find_library`, unless it is in the cache.
+
+    Raises:
+        DeviceError: there is no compiler, or it rejected the source.
+        OSError: the cache cannot be used.
+    """
+    flags = (*_FLAGS, *variant.flags)
+    _make_once(source, root, variant.name, flags, _entry(source, root, variant.name, flags, ".so"))
+
+
+def find_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL | None:
+    """Load what `make_library` has made; None if it is not in the cache.
+
+    Raises:
+        DeviceError: there is no compiler, whose version decides which entry it is.
+        OSError: it cannot be loaded.
+    """
+    entry = _entry(source, root, variant.name, (*_FLAGS, *variant.flags), ".so")
+    return ctypes.CDLL(str(entry)) if _is_ours(entry) else None
+
+
 @contextlib.contextmanager
 def kept_object(source: Path, root: Path, flags: Sequence[str]) -> Iterator[Path]:
     """An object file, compiled once with these flags; without a usable cache, every time.

@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "cpu" / "pool"))
 from pool_hand import Hand
 
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.geometry import Geometry
@@ -259,6 +260,24 @@ def test_failures_and_what_comes_after(hand):
     with pytest.raises(PoisonedError):
         list(hand.executor.answer(["read", wrong[0], 0, 4]))
     assert hand.get(good).tolist() == [-1] * 4
+
+
+@pytest.mark.parametrize("nbytes", [1, 4, 4095, 4096, 4097, 9000])
+def test_bytes_that_leave_the_gpu_while_it_goes_on(hand, nbytes):
+    data = torch.randint(0, 255, (10_000,), dtype=torch.uint8)
+    there = hand.put(data)
+    twice = hand.call("aten::add.Tensor", there, there)
+    hand.send()
+    storages = hand.executor.storages
+    for turn in range(3):  # buffers are used again
+        for handle, expected in ((there, data), (twice, data + data)):
+            start = 7 * turn
+            copy = storages.leave(handle, start, nbytes)
+            while not copy.arrived:
+                pass
+            assert bytes(copy.take()) == bytes(expected[start : start + nbytes].numpy())
+    with pytest.raises(ProtocolError, match="must be inside"):
+        storages.leave(there, 9_999, 2)
 
 
 def test_a_gpu_is_busy_while_it_computes():

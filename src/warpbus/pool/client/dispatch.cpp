@@ -23,52 +23,14 @@
 #include <utility>
 #include <vector>
 
+#include "python_objects.h"
+
 namespace {
+
+using warpbus::attribute, warpbus::checked, warpbus::integer, warpbus::Object, warpbus::raise;
 
 constexpr auto kDevice = c10::DispatchKey::PrivateUse1;
 constexpr auto kPython = c10::DispatchKey::PrivateUse2;
-
-// An owned reference to a Python object; needs the GIL.
-class Object {
- public:
-  Object() = default;
-  explicit Object(PyObject* object) : object_(object) {}
-  Object(Object&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Object& operator=(Object&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Object() { Py_XDECREF(object_); }
-  static Object borrowed(PyObject* object) {
-    Py_XINCREF(object);
-    return Object(object);
-  }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-// Throws the error of Python that has just occurred.
-[[noreturn]] void raise() {
-  python_error error;
-  error.persist();
-  throw error;
-}
-
-Object checked(PyObject* object) {
-  if (object == nullptr) raise();
-  return Object(object);
-}
-
-Object attribute(PyObject* object, PyObject* name) { return checked(PyObject_GetAttr(object, name)); }
-
-int64_t integer(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) raise();
-  return value;
-}
 
 // The session that calls are for; all of it is used with the GIL held.
 struct Current {

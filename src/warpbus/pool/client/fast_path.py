@@ -1,32 +1,24 @@
 """Loads `dispatch.cpp`, which does repeated calls of operators without Python.
 
-This machine's compiler compiles it once for each version of PyTorch and Python, into the cache of `warpbus.cuda.jit`.
-Where that cannot be, all calls are done by `dispatch.Operator`, with the same results.
+Where it cannot be compiled, all calls are done by `dispatch.Operator`, with the same results.
 """
 
-import ctypes
 import logging
-import os
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from warpbus.cuda.host_compiler import CpuVariant, load_library
-from warpbus.errors import DeviceError
+from warpbus.cuda.torch_extension import load_module
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.session import Session
 from warpbus.pool.client.tensors import Remote
 
-_SWITCH = "WARPBUS_POOL_FAST_PATH"
 _PYTHON_KEY = "PrivateUse2"
 """The dispatch key under which `dispatch.cpp` finds the kernels of Python."""
 
 _source = Path(__file__).with_name("dispatch.cpp")
-_log = logging.getLogger("warpbus.pool")
 
 
 class FastPath:
@@ -57,27 +49,5 @@ class FastPath:
 
 def load_fast_path() -> FastPath | None:
     """Compile and load `dispatch.cpp`; None if that is switched off, or not possible here, which is logged."""
-    if os.environ.get(_SWITCH) == "0":
-        return None
-    try:
-        library = load_library(_source, _source.parent, _variant())
-    except DeviceError as error:
-        _log.warning("operators take the client longer, because %s; %s=0 switches this message off", error, _SWITCH)
-        return None
-    make = ctypes.PyDLL(library._name, handle=library._handle).make_module
-    make.restype = ctypes.py_object
-    return FastPath(make())
-
-
-def _variant() -> CpuVariant:
-    """The flags of an extension of this PyTorch and this Python."""
-    root = Path(torch.__file__).parent
-    version = f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
-    abi = int(torch.compiled_with_cxx11_abi())
-    flags = (
-        *("-std=c++20", "-O2", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"),
-        *("-isystem", str(root / "include"), "-isystem", sysconfig.get_paths()["include"]),
-        *("-Wl,--no-as-needed", f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"),
-        f'-DWARPBUS_BUILT_FOR="{version}"',
-    )
-    return CpuVariant("torch", frozenset(), flags)
+    module = load_module(_source, _source.parents[1], "WARPBUS_POOL_FAST_PATH", logging.getLogger("warpbus.pool"))
+    return None if module is None else FastPath(module)

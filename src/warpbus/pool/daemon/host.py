@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,6 +49,7 @@ from warpbus.pool.protocol.messages import Request
 from warpbus.pool.protocol.preamble import Proof, link_key
 from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.tenant.native_calls import compile_native_calls
 from warpbus.pool.tenant.sandbox import Confinement, missing
 
 # Loading torch and opening a GPU on a busy machine.
@@ -106,6 +108,8 @@ class LocalHost:
         processes.mkdir(mode=0o700, exist_ok=True)
         with suppress(OSError):  # there is no cache then, see `warpbus.cuda.jit`
             cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
+        # Leases that start meanwhile do all calls in Python. Threads of the loop would keep the daemon from ending.
+        threading.Thread(target=compile_native_calls, name="compile", daemon=True).start()
         self._program = program
         self._spares = Spares(options.spare, program, processes, self._confinement)
         limit = gpus.swap_limit

@@ -53,6 +53,9 @@ class Instruction(IntEnum):
 Counts: TypeAlias = Callable[[int], struct.Struct]
 """From the number of a definition to the layout of what its calls carry; raises ProtocolError where there is none."""
 
+Done: TypeAlias = Callable[[memoryview, int], int]
+"""From a place in a batch to a later one, or the same: the calls in between are done."""
+
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _NEW = struct.Struct("<QQ")
@@ -142,8 +145,8 @@ def call_packer(number: int, form: struct.Struct) -> Callable[..., bytes]:
     return functools.partial(struct.Struct(f"<{len(prefix)}s{form.format.removeprefix('<')}").pack, prefix)
 
 
-def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: ignore[type-arg]
-    """The instructions of a batch, each as a tuple of its kind and its operands.
+def parse(payload: memoryview, counts: Counts, done: Done | None = None) -> Iterator[tuple]:  # type: ignore[type-arg]
+    """The instructions of a batch, each as a tuple of its kind and its operands. Those that `done` does are left out.
 
     A CALL's operands are its definition's number and the tuple that its layout unpacks; bytes are views of `payload`.
     Lazily: a definition must take effect before the calls of the same batch are reached.
@@ -157,6 +160,9 @@ def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: igno
     try:
         while at < end:
             kind = payload[at]
+            if kind == _CALL and done is not None and (after := done(payload, at)) > at:
+                at = after
+                continue
             at += 1
             if kind == _CALL:
                 (number,) = number_of(payload, at)

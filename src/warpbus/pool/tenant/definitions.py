@@ -45,6 +45,8 @@ class Definition:
 
     Attributes:
         layout: the layout of a call's data.
+        schema: of the operator.
+        device: where it runs.
         inputs: the checked geometries of its tensors; so many handles begin a call's operands.
         numbers: how many of them follow.
         news: its new results, in order; the rest of the operands are their handles.
@@ -54,7 +56,9 @@ class Definition:
         quiet: it gives nothing new, and what it writes keeps its size.
         dynamic: its results are known only after it ran.
         written: indices of tensors that it writes.
+        guarded: the values of its tensors are checked before it runs.
         refusal: why it can never be called, or None.
+        plan: how `execution.cpp` does such calls; None if Python does them.
 
     Raises:
         ProtocolError: the signature is malformed.
@@ -78,7 +82,8 @@ class Definition:
         function = operator(signature.operator)
         self.function = guarded(function) if storages.device.type == "cpu" else function._op
         self._zero = signature.operator.partition(".")[0] in _UNWRITTEN
-        self._device = storages.device
+        self.device = storages.device
+        self.schema = function._schema
         self._fill(signature)
         self.refusal: Exception | None = None
         self._verified = False
@@ -98,6 +103,8 @@ class Definition:
         tuples = len(returns) > 1 and set(returns) == {"Tensor"}
         self.several = plain and (tuples or returns == ["List[Tensor]"])
         self.quiet = self._verified and not self.dynamic and not self.news
+        self.guarded = self.function is not function._op
+        self.plan: Any = None
 
     def run(self, values: Values) -> Any:
         """Call the operator; `values` are the tensors, then the numbers."""
@@ -139,10 +146,10 @@ class Definition:
             raise ProtocolError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
         if self._zero:
             tensor = torch.zeros_like(tensor)
-        if tensor.stride() == geometry.stride and owns(tensor, nbytes, known) and tensor.device == self._device:
+        if tensor.stride() == geometry.stride and owns(tensor, nbytes, known) and tensor.device == self.device:
             return tensor
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        place = torch.empty(0, dtype=geometry.dtype, device=self._device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        place = torch.empty(0, dtype=geometry.dtype, device=self.device)
         place.set_(memory, 0, geometry.shape, geometry.stride)
         return place.copy_(tensor)
 
@@ -180,7 +187,7 @@ class Definition:
             if isinstance(output, New) and output.geometry.offset:
                 raise ProtocolError(f"{self.operator}: a new result begins at the start of its storage")
         try:
-            inferred = infer(self.signature, self._device.type)
+            inferred = infer(self.signature, self.device.type)
         except NotImplementedError:
             return  # nothing is known before: what it gives is compared, and copied where it should be
         if announced is None:
@@ -227,7 +234,7 @@ class Definition:
             at = len(self.inputs) + argument.index
             return (lambda values: bool(values[at])) if argument.kind == "bool" else (lambda values: values[at])
         if isinstance(argument, DevicePlaceholder):
-            return self._device
+            return self.device
         if isinstance(argument, tuple):
             at = argument[0].index if argument and isinstance(argument[0], Input) else 0
             if argument and argument == tuple(Input(at + place) for place in range(len(argument))):

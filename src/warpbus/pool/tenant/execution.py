@@ -25,6 +25,7 @@ from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
 from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
 from warpbus.pool.tenant.groups import LeaseGroups
+from warpbus.pool.tenant.native_calls import load_native_calls
 from warpbus.pool.tenant.programs import Programs
 from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
 from warpbus.pool.tenant.storages import Storages
@@ -73,6 +74,8 @@ class Executor:
         self._programs = Programs(self.storages)
         self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
         self._failed: list[CallFailure] = []
+        # Of a GPU they have not run yet.
+        self._native = load_native_calls() if device.type == "cpu" else None
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,
@@ -107,7 +110,7 @@ class Executor:
         definitions, call, programs = self._definitions, self._call, self._programs
         try:
             with torch.inference_mode():
-                for instruction in parse(payload, self._layout):
+                for instruction in parse(payload, self._layout, None if self._native is None else self._do_calls):
                     if instruction[0] != _CALL:
                         self._other(*instruction)
                     elif programs.recording is None:
@@ -244,8 +247,15 @@ class Executor:
         except KeyError:
             raise ProtocolError(f"a call of kind {number}, which was not defined") from None
 
+    def _do_calls(self, payload: memoryview, at: int) -> int:
+        """Run the calls of a batch from `at` on without Python. Returns where they end, or where Python is needed."""
+        if self._native is None or self._programs.recording is not None or self.storages.writes is not None:
+            return at
+        return self._native.run(self, payload, at)
+
     def _call(self, definition: Definition, operands: tuple[Any, ...]) -> None:
-        """Run a call. This is the hot path: the code is inlined to keep the overhead per operator low."""
+        """Run a call. Without `execution.cpp`, which does the same for most calls, this is the hot path: the code is
+        inlined to keep the overhead per operator low."""
         storages = self.storages
         live = storages.live
         charge = 0
@@ -263,6 +273,17 @@ class Executor:
                 storages.charge(definition.charge)
                 charge = definition.charge
             result = definition.run(values)
+        except Exception as error:  # operators raise anything
+            storages.used -= charge
+            self._fail(definition, operands, error)
+        else:
+            self._complete(definition, operands, values, result)
+
+    def _complete(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
+        """Store what a call gave. The bytes are charged."""
+        storages, charge = self.storages, definition.charge
+        live = storages.live
+        try:
             only = definition.only
             if only is not None:
                 geometry, memory = only.geometry, result.untyped_storage()
@@ -289,9 +310,13 @@ class Executor:
                     storage.version = clock
                 storages.clock = clock
             self.calls += 1
-        except Exception as error:  # operators raise anything
-            storages.used -= charge
-            self._fail(definition, operands, error)
+        except Exception as error:
+            self._failed_call(definition, operands, error)
+
+    def _failed_call(self, definition: Definition, operands: tuple[Any, ...], error: Exception) -> None:
+        """A call has failed whose bytes are charged."""
+        self.storages.used -= definition.charge
+        self._fail(definition, operands, error)
 
     def _hold(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> bool:
         """Store several results if they are as announced, in storages that nothing else uses. Otherwise returns False,
@@ -399,7 +424,9 @@ class Executor:
         defined = self._defined_bytes + len(encoded) - (0 if before is None else len(before.encoded))
         if defined > MAX_DEFINED_BYTES:
             raise ProtocolError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
-        self._definitions[number] = Definition(bytes(encoded), self.storages)
+        definition = self._definitions[number] = Definition(bytes(encoded), self.storages)
+        if self._native is not None:
+            definition.plan = self._native.plan(definition)
         self._defined_bytes = defined
 
     def _new(self, handle: int, nbytes: int) -> None:

@@ -19,6 +19,7 @@ from warpbus.pool.protocol.signature import Input, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.native_calls import load_native_calls
 from warpbus.pool.tenant.sandbox import limit_memory, seal
 from warpbus.pool.tenant.server import TenantServer
 from warpbus.pool.tenant.storages import allowance
@@ -67,6 +68,7 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         if setup["gpu_links"]:
             # Streams that wait for other GPUs (`device_link`) must not share a hardware queue; the default is 8 queues.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        load_native_calls()  # the sandbox will not allow to ask the compiler for its version
         torch.set_num_threads(setup["threads"])
         device = torch.device(setup["device"])
         if device.type == "cpu":

@@ -397,7 +397,9 @@ class TenantServer:
         while not channel.pending():
             if self._leaving and time.monotonic() < ends:
                 self._deliver()
-            elif not channel.spin(SPIN_SECONDS):
+            elif channel.spin(SPIN_SECONDS):
+                break
+            else:
                 return None
         return channel.receive(0.0)
 
