@@ -14,12 +14,11 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
+from warpbus.kernels.ops.dsa import index_rope_and_cache, index_scores, index_select
 from warpbus.kernels.ops.latent_cache import gather_latents
 from warpbus.kernels.ops.mla import mla_attention, mla_queries, mla_rope_and_cache
 from warpbus.kernels.ops.rope import rope_and_cache
-from warpbus.kernels.reference.attention import visible
-from warpbus.kernels.reference.cache import INT4, gather
-from warpbus.kernels.reference.rope import rotate
+from warpbus.kernels.reference.cache import INT4
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
 
@@ -107,8 +106,9 @@ class PrefillAttention(FusedAttention):
             interleaved=attention.rope.interleaved,
         )
         if index is not None:
-            index = _rotated_index(attention, index, angles.table, angles.positions)
-            self._select(attention, index, self._cache.index_keys[layer])
+            keys = self._cache.index_keys[layer]
+            index = _stored_index(attention, index, angles.table, angles.positions, self._slot_mapping, keys)
+            self._select(attention, index, keys)
         if any(selected is not None for selected in self._selected) or spec.value_dim != spec.query_dim:
             outputs = [
                 self._attend_span(attention, q, latent, cached, span, selected)
@@ -154,11 +154,10 @@ class PrefillAttention(FusedAttention):
         return attention.outputs(attended)
 
     def _select(self, attention: LatentAttention, index: IndexFeatures, cached: Tensor | None) -> None:
-        """Store the index keys of the chunks, and select the tokens that they attend to."""
+        """Select the tokens that the chunks attend to, by the index keys of the chunks and the cached ones."""
         assert cached is not None
         assert attention.spec.indexer is not None
         top_k = attention.spec.indexer.top_k
-        _store(index.k, self._slot_mapping, cached)
         for at, span in enumerate(self._spans):
             part, length = span.part, span.seen
             if length <= top_k:
@@ -216,7 +215,9 @@ class DecodeAttention(FusedAttention):
         self._blocks = blocks
         self._limit = limit
         self._slot_mapping = slot_mapping
-        self._selected: Tensor | None = None  # by the last layer with an indexer
+        # The slots of the tokens that the last layer with an indexer has selected; None: all tokens.
+        self._selected: Tensor | None = None
+        self._last: Tensor | None = None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
@@ -253,21 +254,30 @@ class DecodeAttention(FusedAttention):
         positions, cached = self._positions, self._cache.layers[layer][0]
         q = _absorbed(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions, self._slots, cached)
         if index is not None:
-            index = _rotated_index(attention, index, self._table, positions)
-            keys = self._cache.index_keys[layer]
-            assert keys is not None
-            _store(index.k, self._slots, keys)
-            self._selected = _select_rows(attention, index, positions, self._blocks, keys, self._limit)
-        return _attend_rows(
-            attention,
-            q,
-            positions,
-            self._blocks,
-            cached,
-            self._limit,
-            selected=self._selected,
-            inputs_ready=self._slot_mapping is None,
-        )
+            self._selected = self._select(attention, index, self._cache.index_keys[layer])
+        if self._selected is not None:
+            limit = self._selected.shape[1]
+            last = self._last_selected(limit)
+            return _attend_rows(attention, q, last, self._selected, cached, limit, listed=True)
+        inputs_ready = self._slot_mapping is None
+        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit, inputs_ready=inputs_ready)
+
+    def _select(self, attention: LatentAttention, index: IndexFeatures, keys: Tensor | None) -> Tensor | None:
+        """Store the index keys; the slots of the tokens that rows attend to, int32 `[batch, top_k]`; None for all."""
+        assert attention.spec.indexer is not None
+        positions, top_k = self._positions, attention.spec.indexer.top_k
+        index = _stored_index(attention, index, self._table, positions, self._slots, keys)
+        if self._limit <= top_k:
+            return None
+        assert keys is not None
+        scores = index_scores(index.q, index.weights, positions, self._blocks, keys, limit=self._limit)
+        return index_select(scores, positions, self._blocks, top_k=top_k, block=BLOCK)
+
+    def _last_selected(self, top_k: int) -> Tensor:
+        """The index of the last selected token of each row, int32 `[batch]`: the same in all layers."""
+        if self._last is None:
+            self._last = self._positions.clamp(max=top_k - 1)
+        return self._last
 
     @functools.cached_property
     def _slots(self) -> Tensor:
@@ -337,29 +347,19 @@ class PositionedAttention(FusedAttention):
         return _attend_rows(attention, q, positions.last_visible, self._blocks, cached, self._limit)
 
 
-def _store(key_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
-    """Store index keys in slots (block * BLOCK + offset) of a layer's cache."""
-    cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = key_td
-
-
-def _rotated_index(attention: LatentAttention, index: IndexFeatures, table: Tensor, positions: Tensor) -> IndexFeatures:
-    """Flatten the features of an indexer to `[tokens, ...]`, and apply RoPE to them."""
-    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
+def _stored_index(
+    attention: LatentAttention,
+    index: IndexFeatures,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor | None,
+) -> IndexFeatures:
+    """Flatten the features of an indexer to `[tokens, ...]`, apply RoPE to them, and store the keys in the cache."""
+    assert keys is not None
     q, k, weights = (each.flatten(0, 1) for each in (index.q, index.k, index.weights))
-    return IndexFeatures(rotate(q, angles, interleaved), rotate(k[:, None], angles, interleaved)[:, 0], weights)
-
-
-def _select_rows(
-    attention: LatentAttention, index: IndexFeatures, positions: Tensor, blocks: Tensor, cached: Tensor, limit: int
-) -> Tensor | None:
-    """The tokens that single tokens attend to, bool `[rows, tokens of their blocks]`; None for all."""
-    assert attention.spec.indexer is not None
-    if limit <= attention.spec.indexer.top_k:
-        return None
-    named, seen, _ = visible(positions, blocks, BLOCK, limit)
-    keys = gather(cached, None, named, index.k.dtype)[:, 0]
-    top_k = attention.spec.indexer.top_k
-    return select_tokens(index.q[:, None], index.weights[:, None], keys, seen[:, None], top_k)[:, 0]
+    q, k = index_rope_and_cache(q, k, table, positions, slots, keys, interleaved=attention.rope.interleaved)
+    return IndexFeatures(q, k, weights)
 
 
 def _absorbed(
@@ -394,10 +394,13 @@ def _attend_rows(
     cached: Tensor,
     limit: int,
     *,
-    selected: Tensor | None = None,
+    listed: bool = False,
     inputs_ready: bool = False,
 ) -> Tensor:
-    """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`."""
+    """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`.
+
+    Arguments as of `mla_attention`.
+    """
     spec = attention.spec
     attended = mla_attention(
         q_thd,
@@ -408,7 +411,7 @@ def _attend_rows(
         value_dim=spec.value_dim,
         scale=spec.query_dim**-0.5,
         limit=limit,
-        selected=selected,
+        listed=listed,
         inputs_ready=inputs_ready,
     )
     return attended.flatten(1)[:, None]
