@@ -43,8 +43,8 @@ def exact_scores(asked):
 
 def chosen_tokens(scores, top_k):
     """The selected tokens of one row's scores: a list in the order of the tokens."""
-    values = scores.double().cpu()
-    order = sorted(range(len(values)), key=lambda token: (-values[token].item(), token))
+    values = scores.tolist()
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     return sorted(order[:top_k])
 
 

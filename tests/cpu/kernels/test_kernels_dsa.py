@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: references against float64, what is refused, and the kernels' arithmetic of indices."""
+"""The indexer of sparse attention: references against float64, what is refused, and which lanes compute what."""
 
 import pytest
 import torch

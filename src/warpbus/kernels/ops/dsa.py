@@ -1,7 +1,7 @@
 """The indexer of sparse attention (DSA; DeepSeek-V3.2-Exp, 2025) of single tokens: which cached tokens they attend to.
 
-`index_rope_and_cache` rotates an indexer's queries and keys and stores the keys, `index_scores` scores all cached keys of
-a row's sequence, and `index_select` gives the slots of the best ones: the list that `mla_attention` attends to.
+`index_rope_and_cache` rotates an indexer's queries and keys and stores the keys, `index_scores` scores all cached keys
+of a row's sequence, and `index_select` gives the slots of the best ones: the list that `mla_attention` attends to.
 """
 
 import torch
@@ -28,8 +28,8 @@ _FEATURES = per_dtype(
     "dsa/features.cu",
     "index_rope_and_cache",
     "const ELEMENT* q, const ELEMENT* k, const float* table, const int* positions, const long long* slots, "
-    "ELEMENT* out_q, ELEMENT* out_k, ELEMENT* keys, long long block_stride, long long token_stride, int heads, int size, "
-    "int rotary, int shift, int interleaved",
+    "ELEMENT* out_q, ELEMENT* out_k, ELEMENT* keys, long long block_stride, long long token_stride, int heads, "
+    "int size, int rotary, int shift, int interleaved",
     HALVES,
 )
 _SCORES = per_dtype(
@@ -135,11 +135,11 @@ def index_scores(q: Tensor, weights: Tensor, positions: Tensor, blocks: Tensor, 
 
 
 def index_select(scores: Tensor, positions: Tensor, blocks: Tensor, *, top_k: int, block: int) -> Tensor:
-    """Select the tokens with the best scores of each row, of equal scores the first tokens: where they are in the cache.
+    """Select each row's tokens with the best scores, of equal scores the first ones: where they are in the cache.
 
     Args:
-        scores: float32 `[b, n]`, contiguous; what is past a row's position is not used. The two zeros are equal, and NaN
-            is the best score.
+        scores: float32 `[b, n]`, contiguous; what is past a row's position is not used. The two zeros are equal, and
+            NaN is the best score.
         positions: int32 `[b]`: the last token of each row; each less than n, which is not checked.
         blocks: int32 `[b, m]`, the last stride 1: the block table, as of `index_scores`, for n tokens or more.
         top_k: tokens to select.
@@ -163,15 +163,17 @@ def index_select(scores: Tensor, positions: Tensor, blocks: Tensor, *, top_k: in
     held = blocks.shape[1] * block
     if top_k < 1 or block < 1 or block & (block - 1) or held < scores.shape[1] - SCORE_COLUMNS + 1:
         raise UsageError(
-            f"{name}: top_k is {top_k}, block {block}, and there are scores of {scores.shape[1]} tokens with blocks for "
-            f"{held}: give a top_k from 1 on, a power of two, and block tables for all tokens"
+            f"{name}: top_k is {top_k}, block {block}, and there are scores of {scores.shape[1]} tokens with blocks "
+            f"for {held}: give a top_k from 1 on, a power of two, and block tables for all tokens"
         )
     return _index_select(scores, positions, blocks, top_k, block)
 
 
 def has_kernel(dtype: torch.dtype, heads: int, head_dim: int, device: torch.device) -> bool:
-    """Whether `index_scores` has a kernel for such an indexer on a device: float16 or bfloat16 on GPUs since Ampere, and
-    32 heads of 128 features, as in GLM-5."""
+    """Whether `index_scores` has a kernel for such an indexer on a device.
+
+    It has on GPUs since Ampere for float16 and bfloat16 and 32 heads of 128 features, as in GLM-5.
+    """
     return (
         is_gpu(device)
         and dtype in HALVES
@@ -190,8 +192,8 @@ def _check_keys(name: str, q: Tensor, keys: Tensor) -> None:
     check_stored(name, "keys", keys, q.dtype, None, "scales")
     if keys.dtype != q.dtype or keys.device != q.device or keys.shape[1] != 1 or keys.shape[3] != q.shape[2]:
         raise TensorError(
-            f"{name}: keys are {keys.dtype} {list(keys.shape)} on {keys.device}: give {q.dtype} [blocks, 1, tokens of a "
-            f"block, {q.shape[2]}] on {q.device}"
+            f"{name}: keys are {keys.dtype} {list(keys.shape)} on {keys.device}: give {q.dtype} [blocks, 1, tokens of "
+            f"a block, {q.shape[2]}] on {q.device}"
         )
 
 

@@ -182,8 +182,8 @@ def mla_attention(
         value_dim: features of a head's value.
         scale: of the scores.
         limit: greater than all positions. It decides how a row is cut into parts.
-        listed: `blocks` has a slot for each token that a row attends to, as `index_select` gives them, and `positions` the
-            index of the last one.
+        listed: `blocks` has a slot for each token that a row attends to, as `index_select` gives them, and `positions`
+            the index of the last one.
         inputs_ready: `positions`, `blocks` and the cache below each row's position are not written by the last kernel
             that was launched without `dependent`, nor by any after it: as in `decode_attention`.
 

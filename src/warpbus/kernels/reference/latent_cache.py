@@ -80,7 +80,8 @@ def read_latents(latents: Tensor, blocks: Tensor, rank: int, rope_dim: int, dtyp
 
 
 def read_slots(latents: Tensor, slots: Tensor, rank: int, rope_dim: int, dtype: torch.dtype) -> Tensor:
-    """As `read_latents`, of single tokens: slots `[b, n]`, block * B + token in the block; `[b, 1, n, rank + rope_dim]`."""
+    """As `read_latents`, of single tokens by their slots `[b, n]` (block * B + token in the block): `[b, 1, n, rank +
+    rope_dim]`."""
     size = latents.shape[2]
     of_bytes = latents.dtype == LATENT_CODES
     found = (latents.view(torch.uint8) if of_bytes else latents)[slots // size, 0, slots % size]
