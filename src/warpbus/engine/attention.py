@@ -12,6 +12,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
+from warpbus.kernels.ops import dsa, mla
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.dsa import index_rope_and_cache, index_scores, index_select
@@ -21,6 +22,9 @@ from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.cache import INT4
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
+
+_SCORES_AT_ONCE = 2**24  # of an indexer for a chunk of a prompt, in float32
+_LISTED_ROWS = 256  # of a chunk, that attend to lists of slots at a time: their sums of parts take memory
 
 
 class PrefillAttention(FusedAttention):
@@ -47,7 +51,8 @@ class PrefillAttention(FusedAttention):
         self._cache = cache
         self._slot_mapping = slot_mapping
         self._spans = spans
-        # Of each chunk the tokens that the last layer with an indexer has selected; None: all.
+        # Of each chunk the tokens that the last layer with an indexer has selected, as bool `[tokens, keys]` or, where
+        # there are kernels, as slots, int32 `[tokens, top_k]`; None: all.
         self._selected: list[Tensor | None] = [None] * len(spans)
         self._joined_spans: JoinedSpans | None = None
 
@@ -141,6 +146,8 @@ class PrefillAttention(FusedAttention):
         selected: Tensor | None,
     ) -> Tensor:
         """Attention of one chunk, `[tokens, heads, value_dim]`."""
+        if selected is not None and selected.dtype == torch.int32:
+            return _attend_listed(attention, q[span.part], span, cached, selected)
         if span.blocks is None:
             keys, values = attention.expand(latent[span.part])
             return _attend(q[span.part], keys, values, causal=True, selected=selected)
@@ -162,6 +169,9 @@ class PrefillAttention(FusedAttention):
             part, length = span.part, span.seen
             if length <= top_k:
                 continue
+            if _has_sparse_kernels(attention, index):
+                self._selected[at] = _selected_slots(index, span, self._blocks_of(span), cached, top_k)
+                continue
             keys = index.k[part]
             if span.blocks is not None:
                 keys = gather_cache(cached, None, span.blocks, length, index.k.dtype)[:, 0]
@@ -169,6 +179,12 @@ class PrefillAttention(FusedAttention):
             self._selected[at] = select_tokens(
                 index.q[None, part], index.weights[None, part], keys[None], causal, top_k
             )[0]
+
+    def _blocks_of(self, span: ChunkSpan) -> Tensor:
+        """The block table of a chunk's sequence, int32 `[n]`."""
+        if span.blocks is not None:
+            return span.blocks
+        return (self._slot_mapping[span.part][::BLOCK] // BLOCK).int()
 
     def _read(
         self,
@@ -360,6 +376,48 @@ def _stored_index(
     q, k, weights = (each.flatten(0, 1) for each in (index.q, index.k, index.weights))
     q, k = index_rope_and_cache(q, k, table, positions, slots, keys, interleaved=attention.rope.interleaved)
     return IndexFeatures(q, k, weights)
+
+
+def _has_sparse_kernels(attention: LatentAttention, index: IndexFeatures) -> bool:
+    """Whether an indexer and attention to the tokens that it selects have kernels."""
+    spec, dtype, device = attention.spec, index.q.dtype, index.q.device
+    heads, size = index.q.shape[-2:]
+    return dsa.has_kernel(dtype, heads, size, device) and mla.has_kernel(
+        dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device
+    )
+
+
+def _selected_slots(index: IndexFeatures, span: ChunkSpan, blocks: Tensor, keys: Tensor, top_k: int) -> Tensor:
+    """The slots of the tokens that a chunk's tokens attend to, int32 `[tokens, top_k]`."""
+    found = []
+    for rows, positions in _row_pieces(span, _SCORES_AT_ONCE // span.seen, keys.device):
+        tables = blocks.expand(len(positions), -1)
+        q, weights = (each[span.part][rows] for each in (index.q, index.weights))
+        scores = index_scores(q, weights, positions, tables, keys, limit=span.seen)
+        found.append(index_select(scores, positions, tables, top_k=top_k, block=BLOCK))
+    return torch.cat(found)
+
+
+def _attend_listed(
+    attention: LatentAttention, q_thd: Tensor, span: ChunkSpan, cached: Tensor, selected: Tensor
+) -> Tensor:
+    """Attention of a chunk's rotated queries to the tokens in selected slots: `[tokens, heads, value_dim]`."""
+    limit, found = selected.shape[1], []
+    for rows, positions in _row_pieces(span, _LISTED_ROWS, q_thd.device):
+        last = positions.clamp(max=limit - 1)
+        queries = attention.absorb(q_thd[rows])
+        attended = _attend_rows(attention, queries, last, selected[rows], cached, limit, listed=True)
+        found.append(attended.unflatten(-1, (attention.spec.num_heads, -1))[:, 0])
+    return torch.cat(found)
+
+
+def _row_pieces(span: ChunkSpan, most: int, device: torch.device) -> abc.Iterator[tuple[slice, Tensor]]:
+    """The tokens of a chunk, up to `most` at a time, as rows: their indices in the chunk, and their positions."""
+    count, size = span.end - span.begin, max(1, most)
+    first = span.prefix_length + span.start
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
+        yield slice(begin, end), torch.arange(first + begin, first + end, dtype=torch.int32, device=device)
 
 
 def _absorbed(

@@ -246,7 +246,7 @@ def _launch_scores(q: Tensor, weights: Tensor, positions: Tensor, blocks: Tensor
     blocks = _unit_stride(blocks)
     tiles = tiles_of(rows, limit, multiprocessors(q.device))
     _SCORES[q.dtype](
-        (-(-limit // (_KEYS * tiles)), rows),
+        (rows, -(-limit // (_KEYS * tiles))),
         _SCORE_THREADS,
         q=_contiguous(q),
         weights=_contiguous(weights),

@@ -16,7 +16,7 @@
 //   q, weights and keys begin at multiples of 16 bytes. What the cache holds past a row's position is not used.
 //
 // Macro ELEMENT: __half or __nv_bfloat16.
-// Grid: (blocks of kWarps * tiles * kTile keys, rows), kThreads threads.
+// Grid: (rows, blocks of kWarps * tiles * kTile keys), kThreads threads: rows of one sequence read its keys together.
 //
 // Algorithm. The heads are the rows of a matrix product and the keys its columns, so that a key is read once for all heads. No
 // shared memory: the order of the features in a product is free, as long as it is that of both operands, so a lane loads 8
@@ -45,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
                  int tiles) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = lane / 4, quarter = lane % 4;  // the lane's operands are of the keys `group` and `group` + 8
-    const long long row = blockIdx.y;
+    const long long row = blockIdx.x;
     const int position = positions[row];
-    const int first = blockIdx.x * tiles * kWarps;
+    const int first = blockIdx.y * tiles * kWarps;
     const int end = min(first + tiles * kWarps, position / kTile + 1);
     int tile = first + warp;
     if (tile >= end) return;
