@@ -1,8 +1,8 @@
 """The variants `sparse` of `mla`: sparse attention (DSA) of GLM-5, one new token of every sequence, beside torch.
 
 Ours scores the cached keys of the indexer, selects tokens and attends to these, from a cache in blocks, as the engine
-keeps it. torch does the same by matrix products, `topk` and a gather, from rows that lie in one piece. Neither makes the
-indexer's queries and keys.
+keeps it. torch does the same by matrix products, `topk` and a gather, from rows that lie in one piece. Neither makes
+the indexer's queries and keys.
 """
 
 import torch
