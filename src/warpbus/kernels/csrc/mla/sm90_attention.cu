@@ -111,15 +111,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // A warp copies kRows keys, all of one block of the cache: two times 32 pieces of each, then the last 8 of all.
     constexpr int kRows = KEYS / kWarps;
     const int mask = (1 << shift) - 1;
-    int ahead = 0;  // the block of the next chunk's keys; LISTED: the slot of the lane's key, of kRows
+    long long ahead = 0;  // the block of the next chunk's keys; LISTED: the slot of the lane's key, of kRows
     const auto look_ahead = [&](int chunk) {
         const int key = first_key + chunk * KEYS + warp * kRows + (LISTED ? lane % kRows : 0);
         if (key <= position) ahead = row_table[LISTED ? key : key >> shift];
     };
     // Where the cache has those keys, which look_ahead was called for: of the first one; LISTED: of the lane's key.
     const auto offset_ahead = [&](int first) {
-        return LISTED ? static_cast<long long>(ahead >> shift) * block_stride + (ahead & mask) * token_stride
-                      : static_cast<long long>(ahead) * block_stride + (first & mask) * token_stride;
+        return LISTED ? (ahead >> shift) * block_stride + (ahead & mask) * token_stride
+                      : ahead * block_stride + (first & mask) * token_stride;
     };
     // From that, the warp's key `i`, which may be the lane's own number. All lanes call it.
     const auto key_at = [&](long long offset, int i) {
