@@ -10,6 +10,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import torch
+import typing_extensions
 from pool_daemons import lease, say_hello, serving
 
 from warpbus.errors import DeviceError
@@ -96,14 +97,21 @@ def test_a_confinement_says_what_it_exposes(tmp_path):
         assert not found.exposes(type(tmp_path)(secret))
 
 
-def test_packages_on_the_python_path_can_be_imported(tmp_path):
-    package = tmp_path / "site" / "msgpack"
-    shutil.copytree(Path(msgpack.__file__).parent, package)
+@pytest.mark.parametrize("module", [msgpack, typing_extensions])
+def test_packages_on_the_python_path_can_be_imported(module, tmp_path):
+    """A package, and a module that is one file: torch imports both."""
+    origin, site = Path(module.__file__), tmp_path / "site"
+    site.mkdir()
+    if origin.name == "__init__.py":
+        shutil.copytree(origin.parent, site / module.__name__)
+        copied = site / module.__name__ / origin.name
+    else:
+        copied = Path(shutil.copy(origin, site))
     program = "import sys; from pathlib import Path; from warpbus.pool.tenant.sandbox import Confinement; "
     program += "print(Confinement.of([], [], gpu=False).exposes(Path(sys.argv[1])))"
-    search = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    search = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     said = subprocess.run(
-        [sys.executable, "-c", program, str(package / "__init__.py")],
+        [sys.executable, "-c", program, str(copied)],
         env=os.environ | {"PYTHONPATH": search},
         capture_output=True,
         text=True,

@@ -25,7 +25,7 @@ _PARAMETERS = Parameters(
     "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
     Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out, "
     "TensorMap host_codes, TensorMap host_scales, TensorMap host_zeros",
-    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int middle, int scale_words, int group, "
+    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int middle, int group, "
     "int waves, int direct, int splits, const int4* tiles, int resident",
 )
 _NO_MAP = bytes(128)
@@ -73,13 +73,16 @@ class Wna16Sm90Tiling:
         return shared_bytes(self.stages_of(bits), stage, self.consumers * min(self.tokens, BOX) * BOX * 2)
 
     @functools.cache  # noqa: B019 - tilings are few, and are kept as long as their kernels
-    def kernel(self, dtype: torch.dtype, bits: int, *, experts: bool = False, gated: bool = False) -> Kernel:
-        """The kernel with these tiles; `experts`: of a mixture of experts."""
+    def kernel(
+        self, dtype: torch.dtype, bits: int, groups: int = 1, *, experts: bool = False, gated: bool = False
+    ) -> Kernel:
+        """The kernel with these tiles; `groups`: of a block of k, see `_groups`; `experts`: of a mixture of experts."""
         return unit(
             "wna16/sm90_wna16.cu",
             needs="sm_90a",
             ELEMENT=ELEMENTS[dtype],
             BITS=bits,
+            GROUPS=groups,
             TOKENS=self.tokens,
             CONSUMERS=self.consumers,
             STAGES=self.stages_of(bits),
@@ -94,7 +97,7 @@ TILINGS = (
     Wna16Sm90Tiling(16, 3, {4: 18, 8: 12}),
     Wna16Sm90Tiling(32, 3, {4: 14, 8: 10}),
     Wna16Sm90Tiling(64, 2, {4: 12, 8: 10}),
-    Wna16Sm90Tiling(64, 3, {4: 12, 8: 9}),
+    Wna16Sm90Tiling(64, 3, {4: 12, 8: 8}),
     Wna16Sm90Tiling(128, 2, {4: 8, 8: 7}),
     Wna16Sm90Tiling(128, 3, {4: 8, 8: 6}),
     Wna16Sm90Tiling(256, 2, {4: 5, 8: 4}),
@@ -137,7 +140,8 @@ def multiply(
     n = weight.shape[0]
     bits = weight.bits
     processors = multiprocessors(x.device)
-    plan = plan or _chosen(m, n, k, processors, x.get_device(), x.dtype, bits)
+    groups = _groups(weight)
+    plan = plan or _chosen(m, n, k, processors, x.get_device(), x.dtype, bits, groups)
     tiling = plan.tiling
     chunks = blocks((k, TILE_COLUMNS))
     x = addressable(x)
@@ -149,7 +153,7 @@ def multiply(
     else:
         grid, waves, handed_on = tiles * plan.splits, 0, False
     partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if handed_on else None
-    tiling.kernel(x.dtype, bits, gated=gated)(
+    tiling.kernel(x.dtype, bits, groups, gated=gated)(
         grid,
         tiling.threads,
         **_operands(x, weight, out, tiling, box=min(tiling.tokens, 64) if plan.splits == 1 else 16, gated=gated),
@@ -189,7 +193,7 @@ def multiply_experts(
     """
     weights, resident = stacked.weights, stacked.resident
     columns = blocks((weights.shape[0], tiling.rows))
-    tiling.kernel(x.dtype, weights.bits, experts=True, gated=gated)(
+    tiling.kernel(x.dtype, weights.bits, _groups(weights), experts=True, gated=gated)(
         min(multiprocessors(x.device), most * columns),
         tiling.threads,
         **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=resident, gated=gated),
@@ -235,16 +239,17 @@ def _operands(
         "chunks": blocks((k, TILE_COLUMNS)),
         "shift": 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
         "middle": weight.scheme.middle_code,
-        "scale_words": _scale_words(weight),
         "group": max(_GROUP // tiling.tokens, 1),
         "direct": direct,
     }
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int) -> Wna16Sm90Plan:
+def _chosen(
+    m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int, groups: int
+) -> Wna16Sm90Plan:
     def resident(tiling: Wna16Sm90Tiling, splits: int) -> int:
-        return tiling.kernel(dtype, bits).resident_clusters(device, tiling.threads, tiling.shared(bits), splits)
+        return tiling.kernel(dtype, bits, groups).resident_clusters(device, tiling.threads, tiling.shared(bits), splits)
 
     return choose(m, n, k, processors, resident)
 
@@ -293,7 +298,7 @@ def _weight_maps(
     rows, height = blocks((weight.shape[0], TILE_ROWS)) * count, tiling.rows // TILE_ROWS
     if gated:
         height //= 2  # a copy of the gate, and one of up
-    scale_map = functools.partial(tensor_map, box_rows=height, box_columns=_scale_words(weight), swizzled=False)
+    scale_map = functools.partial(tensor_map, box_rows=height, box_columns=8 * _groups(weight), swizzled=False)
     return (
         tensor_map(weight.codes.view(rows, -1), height, 32 * weight.bits, swizzled=False),
         scale_map(_words(weight.scales, rows)),
@@ -309,9 +314,9 @@ def _host_maps(
     return dict(zip(("host_codes", "host_scales", "host_zeros"), maps, strict=True))
 
 
-def _scale_words(weight: PackedWeight) -> int:
-    """Words of scales of a tile of 16 rows that a block of k needs."""
-    return 16 if weight.scheme.group_size == 32 else 8
+def _groups(weight: PackedWeight) -> int:
+    """Of a block of k: groups of 32 columns are two, others at most one."""
+    return 2 if weight.scheme.group_size == 32 else 1
 
 
 def _waves(tiles: int, grid: int) -> int:
@@ -332,11 +337,13 @@ def _words(scales: Tensor, tiles: int) -> Tensor:
 
 
 OF_EXPERTS = tuple(
-    tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((16, 3), (32, 3), (64, 2), (128, 2))
+    tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((32, 3), (64, 3), (128, 2), (128, 3))
 )
 """The tilings for experts."""
 
-for _dtype, _bits, _tiling, _gated in itertools.product(HALVES, STORED_BITS, TILINGS, (False, True)):
-    _tiling.kernel(_dtype, _bits, gated=_gated)
+for _dtype, _bits, _groups_of_block, _tiling, _gated in itertools.product(
+    HALVES, STORED_BITS, (1, 2), TILINGS, (False, True)
+):
+    _tiling.kernel(_dtype, _bits, _groups_of_block, gated=_gated)
     if _tiling in OF_EXPERTS:
-        _tiling.kernel(_dtype, _bits, experts=True, gated=_gated)
+        _tiling.kernel(_dtype, _bits, _groups_of_block, experts=True, gated=_gated)

@@ -414,7 +414,8 @@ class LocalHost:
         lease = tenancy.order.lease
         why = tenancy.ending or f"its process {how}"
         if not tenancy.ready.done():
-            tenancy.ready.set_exception(DeviceError(f"lease {lease} did not start: {why}"))
+            log = "" if tenancy.ending else "; the error output of `warpbus pool serve` has the reason"
+            tenancy.ready.set_exception(DeviceError(f"lease {lease} did not start: {why}{log}"))
         tenancy.ready.exception()  # nobody need have waited for it
         if tenancy.work is not None:
             tenancy.work.put_nowait(None)

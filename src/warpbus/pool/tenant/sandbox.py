@@ -37,6 +37,11 @@ _SYSTEM = (
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _GPU_DEVICES = ("nvidia*", "dxg", "shm")
+# What a tenant's process imports, with the requirements of torch.
+_PACKAGES = (
+    *("warpbus", "torch", "numpy", "msgpack", "safetensors"),
+    *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools", "sympy", "typing_extensions"),
+)
 _OWN_THREADS = "/proc/self/task"  # CUDA's driver names its threads in it: where it cannot, cuInit returns error 304
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -126,8 +131,10 @@ def _python() -> list[Path]:
     listed += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     if site.ENABLE_USER_SITE:
         listed.append(site.getusersitepackages())
-    for package in ("warpbus", "torch", "numpy", "msgpack", "safetensors"):  # they may be on PYTHONPATH
+    for package in _PACKAGES:  # they may be on PYTHONPATH
         found = importlib.util.find_spec(package)
+        if found is not None and found.submodule_search_locations is None:
+            listed.append(found.origin or "")  # a module that is one file
         listed += [str(Path(each).parent) for each in (found and found.submodule_search_locations) or ()]
     paths = ssl.get_default_verify_paths()
     listed += [each for each in (paths.cafile, paths.capath) if each]

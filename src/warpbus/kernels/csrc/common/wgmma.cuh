@@ -25,7 +25,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // K-major (rows of 64 k): `stride` is the distance of groups of 8 rows, 1024; `leading` is not used. The next 16 k lie 32
 // bytes on. MN-major (rows of 64 m or n): `stride` is the distance of groups of 8 k, 1024; `leading` the distance of
 // blocks of 64 m or n. The next 16 k lie 2048 bytes on. All in bytes.
-__device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading, int stride) {
+__device__ __forceinline__ constexpr uint64 wgmma_descriptor(uint32 shared, int leading, int stride) {
     constexpr uint64 kSwizzle128 = 1ull << 62;
     return kSwizzle128 | static_cast<uint64>(stride >> 4) << 32 | static_cast<uint64>(leading >> 4) << 16 |
            ((shared & 0x3FFFF) >> 4);
