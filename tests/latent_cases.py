@@ -83,13 +83,27 @@ def exact_attention(asked):
     rank, found = asked["kv_b"].shape[2], []
     of_values = asked["kv_b"][:, -asked["value_dim"] :].double()
     for row, position in enumerate(asked["positions"].tolist()):
-        named = asked["blocks"][row, : position // block + 1].long()
-        keys = latents[named, 0].flatten(0, 1)[: position + 1].double()
+        if asked.get("listed"):
+            slots = asked["blocks"][row, : position + 1].long()
+            keys = latents[slots // block, 0, slots % block].double()
+        else:
+            named = asked["blocks"][row, : position // block + 1].long()
+            keys = latents[named, 0].flatten(0, 1)[: position + 1].double()
         scores = asked["q"][row].double() @ keys.T * asked["scale"]
-        if asked.get("selected") is not None:
-            scores = scores.masked_fill(~asked["selected"][row, : position + 1], float("-inf"))
         found.append(torch.einsum("hr,hvr->hv", scores.softmax(-1) @ keys[:, :rank], of_values))
     return torch.stack(found)
+
+
+def listed(asked, counts):
+    """The same problem where each row attends to so many tokens of its own, by their slots; others are NOWHERE."""
+    block, device = asked["latents"].shape[2], asked["q"].device
+    slots = torch.full((len(counts), max(counts) + 3), NOWHERE, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tokens = torch.randperm(int(asked["positions"][row]) + 1)[:count].sort().values
+        assert len(tokens) == count
+        slots[row, :count] = asked["blocks"][row].cpu()[tokens // block] * block + tokens % block
+    last = torch.tensor([count - 1 for count in counts], dtype=torch.int32, device=device)
+    return {**asked, "positions": last, "blocks": slots.to(device), "limit": max(counts), "listed": True}
 
 
 def queries_problem(

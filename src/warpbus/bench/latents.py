@@ -10,32 +10,30 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.records import Parameter
+from warpbus.bench.sparse_latents import SPARSE_CONTEXTS, SPARSE_VARIANTS, in_blocks, sparse_case
 from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.mla import mla_attention
-from warpbus.kernels.reference.latent_cache import LATENT_CODES, quantize, token_bytes
+from warpbus.kernels.reference.latent_cache import token_bytes
 from warpbus.models import SHAPES, LatentAttentionSpec
 
 _CONTEXTS = (1024, 4096, 16384)
 _BATCHES = (1, 8, 32)
-_ROUNDED_AT_ONCE = 2**16  # tokens, which take some hundred bytes each meanwhile
 _MODEL = "glm-4.7-flash"
 _VARIANTS = ("auto", "fp8")  # of the cache: in the dtype of the activations, or in FP8
 
 
 def _cases(run: Run) -> list[Callable[[], Case]]:
-    variants = run.choose_variants(_VARIANTS, _VARIANTS)
-    contexts = run.choose_sizes(_CONTEXTS, _CONTEXTS[1:2])
-    return [
-        partial(_case, run, variant, context, batch)
-        for variant in variants
-        for context in contexts
-        for batch in _BATCHES
-    ]
+    found: list[Callable[[], Case]] = []
+    for variant in run.choose_variants((*_VARIANTS, *SPARSE_VARIANTS), _VARIANTS):
+        sparse = variant in SPARSE_VARIANTS
+        contexts, case = (SPARSE_CONTEXTS, sparse_case) if sparse else (_CONTEXTS, _case)
+        for context in run.choose_sizes(contexts, contexts[1:2]):
+            found += [partial(case, run, variant, context, batch) for batch in _BATCHES]
+    return found
 
 
 def _case(run: Run, variant: str, context: int, batch: int) -> Case:
@@ -54,7 +52,7 @@ def _case(run: Run, variant: str, context: int, batch: int) -> Case:
         kv_b = random(spec.num_heads, spec.nope_dim + spec.value_dim, rank) * rank**-0.5
         rows = random(batch, context, spec.head_dim)
         table = torch.randperm(batch * -(-context // BLOCK), device=run.device).int().view(batch, -1)
-        cache = _in_blocks(rows, table, rank, coded=variant == "fp8")
+        cache = in_blocks(rows, table, rank, coded=variant == "fp8")
         return random(batch, spec.num_heads, spec.head_dim), kv_b, rows, cache, table
 
     def ours(q: Tensor, kv_b: Tensor, rows: Tensor, cache: Tensor, table: Tensor) -> Tensor:
@@ -101,18 +99,6 @@ def _case(run: Run, variant: str, context: int, batch: int) -> Case:
     )
 
 
-def _in_blocks(rows: Tensor, table: Tensor, rank: int, *, coded: bool) -> Tensor:
-    """`[batch, context, features]` as the blocks that the table names, `[blocks, 1, BLOCK, ...]`, the last ones filled
-    up with zeros."""
-    count = table.shape[1]
-    padded = F.pad(rows, (0, 0, 0, count * BLOCK - rows.shape[1])).flatten(0, 1)
-    if coded:
-        padded = torch.cat([quantize(part, rank) for part in padded.split(_ROUNDED_AT_ONCE)])
-    blocks = padded.view(table.numel(), 1, BLOCK, -1)
-    cache = torch.empty_like(blocks).index_copy_(0, table.flatten().long(), blocks)
-    return cache.view(LATENT_CODES) if coded else cache
-
-
 def _of(batch: int, variant: str) -> Callable[[Mapping[str, Parameter]], bool]:
     return lambda case: (case["batch"], case["variant"]) == (batch, variant)
 
@@ -123,5 +109,9 @@ MLA = Benchmark(
     cases=_cases,
     plot=Plot(x="batch", x_label="sequences", panels=("variant", "context")),
     needs_gpu=True,
-    means={f"batch {batch}, {variant}": _of(batch, variant) for variant in _VARIANTS for batch in _BATCHES},
+    means={
+        f"batch {batch}, {variant}": _of(batch, variant)
+        for variant in (*_VARIANTS, *SPARSE_VARIANTS)
+        for batch in _BATCHES
+    },
 )

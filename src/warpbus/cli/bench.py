@@ -232,7 +232,8 @@ for _name, _help in {
     """,
     "mla": """Multi-head latent attention of GLM-4.7-Flash, compared with torch's matrix products. Needs a GPU.
 
-    Variants are dtypes of the KV cache: auto (that of the activations) and fp8. With --size, only these contexts.
+    Variants are dtypes of the KV cache: auto (that of the activations) and fp8. sparse and sparse-fp8 are GLM-5's
+    sparse attention instead, indexer included. With --size, only these contexts.
     """,
 }.items():
     bench.command(_name, help=_paragraphs(_help))(measure)

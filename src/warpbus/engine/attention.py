@@ -12,16 +12,19 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
+from warpbus.kernels.ops import dsa, mla
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
+from warpbus.kernels.ops.dsa import index_rope_and_cache, index_scores, index_select
 from warpbus.kernels.ops.latent_cache import gather_latents
 from warpbus.kernels.ops.mla import mla_attention, mla_queries, mla_rope_and_cache
 from warpbus.kernels.ops.rope import rope_and_cache
-from warpbus.kernels.reference.attention import visible
-from warpbus.kernels.reference.cache import INT4, gather
-from warpbus.kernels.reference.rope import rotate
+from warpbus.kernels.reference.cache import INT4
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
+
+_SCORES_AT_ONCE = 2**24  # of an indexer for a chunk of a prompt, in float32
+_LISTED_ROWS = 256  # of a chunk, that attend to lists of slots at a time: their sums of parts take memory
 
 
 class PrefillAttention(FusedAttention):
@@ -48,7 +51,8 @@ class PrefillAttention(FusedAttention):
         self._cache = cache
         self._slot_mapping = slot_mapping
         self._spans = spans
-        # Of each chunk the tokens that the last layer with an indexer has selected; None: all.
+        # Of each chunk the tokens that the last layer with an indexer has selected, as bool `[tokens, keys]` or, where
+        # there are kernels, as slots, int32 `[tokens, top_k]`; None: all.
         self._selected: list[Tensor | None] = [None] * len(spans)
         self._joined_spans: JoinedSpans | None = None
 
@@ -107,8 +111,9 @@ class PrefillAttention(FusedAttention):
             interleaved=attention.rope.interleaved,
         )
         if index is not None:
-            index = _rotated_index(attention, index, angles.table, angles.positions)
-            self._select(attention, index, self._cache.index_keys[layer])
+            keys = self._cache.index_keys[layer]
+            index = _stored_index(attention, index, angles.table, angles.positions, self._slot_mapping, keys)
+            self._select(attention, index, keys)
         if any(selected is not None for selected in self._selected) or spec.value_dim != spec.query_dim:
             outputs = [
                 self._attend_span(attention, q, latent, cached, span, selected)
@@ -141,6 +146,8 @@ class PrefillAttention(FusedAttention):
         selected: Tensor | None,
     ) -> Tensor:
         """Attention of one chunk, `[tokens, heads, value_dim]`."""
+        if selected is not None and selected.dtype == torch.int32:
+            return _attend_listed(attention, q[span.part], span, cached, selected)
         if span.blocks is None:
             keys, values = attention.expand(latent[span.part])
             return _attend(q[span.part], keys, values, causal=True, selected=selected)
@@ -154,14 +161,16 @@ class PrefillAttention(FusedAttention):
         return attention.outputs(attended)
 
     def _select(self, attention: LatentAttention, index: IndexFeatures, cached: Tensor | None) -> None:
-        """Store the index keys of the chunks, and select the tokens that they attend to."""
+        """Select the tokens that the chunks attend to, by the index keys of the chunks and the cached ones."""
         assert cached is not None
         assert attention.spec.indexer is not None
         top_k = attention.spec.indexer.top_k
-        _store(index.k, self._slot_mapping, cached)
         for at, span in enumerate(self._spans):
             part, length = span.part, span.seen
             if length <= top_k:
+                continue
+            if _has_sparse_kernels(attention, index):
+                self._selected[at] = _selected_slots(index, span, self._blocks_of(span), cached, top_k)
                 continue
             keys = index.k[part]
             if span.blocks is not None:
@@ -170,6 +179,12 @@ class PrefillAttention(FusedAttention):
             self._selected[at] = select_tokens(
                 index.q[None, part], index.weights[None, part], keys[None], causal, top_k
             )[0]
+
+    def _blocks_of(self, span: ChunkSpan) -> Tensor:
+        """The block table of a chunk's sequence, int32 `[n]`."""
+        if span.blocks is not None:
+            return span.blocks
+        return (self._slot_mapping[span.part][::BLOCK] // BLOCK).int()
 
     def _read(
         self,
@@ -216,7 +231,9 @@ class DecodeAttention(FusedAttention):
         self._blocks = blocks
         self._limit = limit
         self._slot_mapping = slot_mapping
-        self._selected: Tensor | None = None  # by the last layer with an indexer
+        # The slots of the tokens that the last layer with an indexer has selected; None: all tokens.
+        self._selected: Tensor | None = None
+        self._last: Tensor | None = None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
@@ -253,21 +270,30 @@ class DecodeAttention(FusedAttention):
         positions, cached = self._positions, self._cache.layers[layer][0]
         q = _absorbed(attention, q_bthd[:, 0], latent_btd[:, 0], self._table, positions, self._slots, cached)
         if index is not None:
-            index = _rotated_index(attention, index, self._table, positions)
-            keys = self._cache.index_keys[layer]
-            assert keys is not None
-            _store(index.k, self._slots, keys)
-            self._selected = _select_rows(attention, index, positions, self._blocks, keys, self._limit)
-        return _attend_rows(
-            attention,
-            q,
-            positions,
-            self._blocks,
-            cached,
-            self._limit,
-            selected=self._selected,
-            inputs_ready=self._slot_mapping is None,
-        )
+            self._selected = self._select(attention, index, self._cache.index_keys[layer])
+        if self._selected is not None:
+            limit = self._selected.shape[1]
+            last = self._last_selected(limit)
+            return _attend_rows(attention, q, last, self._selected, cached, limit, listed=True)
+        inputs_ready = self._slot_mapping is None
+        return _attend_rows(attention, q, positions, self._blocks, cached, self._limit, inputs_ready=inputs_ready)
+
+    def _select(self, attention: LatentAttention, index: IndexFeatures, keys: Tensor | None) -> Tensor | None:
+        """Store the index keys; the slots of the tokens that rows attend to, int32 `[batch, top_k]`; None for all."""
+        assert attention.spec.indexer is not None
+        positions, top_k = self._positions, attention.spec.indexer.top_k
+        index = _stored_index(attention, index, self._table, positions, self._slots, keys)
+        if self._limit <= top_k:
+            return None
+        assert keys is not None
+        scores = index_scores(index.q, index.weights, positions, self._blocks, keys, limit=self._limit)
+        return index_select(scores, positions, self._blocks, top_k=top_k, block=BLOCK)
+
+    def _last_selected(self, top_k: int) -> Tensor:
+        """The index of the last selected token of each row, int32 `[batch]`: the same in all layers."""
+        if self._last is None:
+            self._last = self._positions.clamp(max=top_k - 1)
+        return self._last
 
     @functools.cached_property
     def _slots(self) -> Tensor:
@@ -337,29 +363,61 @@ class PositionedAttention(FusedAttention):
         return _attend_rows(attention, q, positions.last_visible, self._blocks, cached, self._limit)
 
 
-def _store(key_td: Tensor, slot_mapping: Tensor, cached: Tensor) -> None:
-    """Store index keys in slots (block * BLOCK + offset) of a layer's cache."""
-    cached[slot_mapping // BLOCK, 0, slot_mapping % BLOCK] = key_td
-
-
-def _rotated_index(attention: LatentAttention, index: IndexFeatures, table: Tensor, positions: Tensor) -> IndexFeatures:
-    """Flatten the features of an indexer to `[tokens, ...]`, and apply RoPE to them."""
-    interleaved, angles = attention.rope.interleaved, table.index_select(0, positions)
+def _stored_index(
+    attention: LatentAttention,
+    index: IndexFeatures,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor | None,
+) -> IndexFeatures:
+    """Flatten the features of an indexer to `[tokens, ...]`, apply RoPE to them, and store the keys in the cache."""
+    assert keys is not None
     q, k, weights = (each.flatten(0, 1) for each in (index.q, index.k, index.weights))
-    return IndexFeatures(rotate(q, angles, interleaved), rotate(k[:, None], angles, interleaved)[:, 0], weights)
+    q, k = index_rope_and_cache(q, k, table, positions, slots, keys, interleaved=attention.rope.interleaved)
+    return IndexFeatures(q, k, weights)
 
 
-def _select_rows(
-    attention: LatentAttention, index: IndexFeatures, positions: Tensor, blocks: Tensor, cached: Tensor, limit: int
-) -> Tensor | None:
-    """The tokens that single tokens attend to, bool `[rows, tokens of their blocks]`; None for all."""
-    assert attention.spec.indexer is not None
-    if limit <= attention.spec.indexer.top_k:
-        return None
-    named, seen, _ = visible(positions, blocks, BLOCK, limit)
-    keys = gather(cached, None, named, index.k.dtype)[:, 0]
-    top_k = attention.spec.indexer.top_k
-    return select_tokens(index.q[:, None], index.weights[:, None], keys, seen[:, None], top_k)[:, 0]
+def _has_sparse_kernels(attention: LatentAttention, index: IndexFeatures) -> bool:
+    """Whether an indexer and attention to the tokens that it selects have kernels."""
+    spec, dtype, device = attention.spec, index.q.dtype, index.q.device
+    heads, size = index.q.shape[-2:]
+    return dsa.has_kernel(dtype, heads, size, device) and mla.has_kernel(
+        dtype, spec.nope_dim, spec.rope_dim, spec.kv_rank, spec.value_dim, device
+    )
+
+
+def _selected_slots(index: IndexFeatures, span: ChunkSpan, blocks: Tensor, keys: Tensor, top_k: int) -> Tensor:
+    """The slots of the tokens that a chunk's tokens attend to, int32 `[tokens, top_k]`."""
+    found = []
+    for rows, positions in _row_pieces(span, _SCORES_AT_ONCE // span.seen, keys.device):
+        tables = blocks.expand(len(positions), -1)
+        q, weights = (each[span.part][rows] for each in (index.q, index.weights))
+        scores = index_scores(q, weights, positions, tables, keys, limit=span.seen)
+        found.append(index_select(scores, positions, tables, top_k=top_k, block=BLOCK))
+    return torch.cat(found)
+
+
+def _attend_listed(
+    attention: LatentAttention, q_thd: Tensor, span: ChunkSpan, cached: Tensor, selected: Tensor
+) -> Tensor:
+    """Attention of a chunk's rotated queries to the tokens in selected slots: `[tokens, heads, value_dim]`."""
+    limit, found = selected.shape[1], []
+    for rows, positions in _row_pieces(span, _LISTED_ROWS, q_thd.device):
+        last = positions.clamp(max=limit - 1)
+        queries = attention.absorb(q_thd[rows])
+        attended = _attend_rows(attention, queries, last, selected[rows], cached, limit, listed=True)
+        found.append(attended.unflatten(-1, (attention.spec.num_heads, -1))[:, 0])
+    return torch.cat(found)
+
+
+def _row_pieces(span: ChunkSpan, most: int, device: torch.device) -> abc.Iterator[tuple[slice, Tensor]]:
+    """The tokens of a chunk, up to `most` at a time, as rows: their indices in the chunk, and their positions."""
+    count, size = span.end - span.begin, max(1, most)
+    first = span.prefix_length + span.start
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
+        yield slice(begin, end), torch.arange(first + begin, first + end, dtype=torch.int32, device=device)
 
 
 def _absorbed(
@@ -394,10 +452,13 @@ def _attend_rows(
     cached: Tensor,
     limit: int,
     *,
-    selected: Tensor | None = None,
+    listed: bool = False,
     inputs_ready: bool = False,
 ) -> Tensor:
-    """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`."""
+    """Attention of single tokens to the latents up to `positions`, in the absorbed form: `[tokens, 1, features]`.
+
+    Arguments as of `mla_attention`.
+    """
     spec = attention.spec
     attended = mla_attention(
         q_thd,
@@ -408,7 +469,7 @@ def _attend_rows(
         value_dim=spec.value_dim,
         scale=spec.query_dim**-0.5,
         limit=limit,
-        selected=selected,
+        listed=listed,
         inputs_ready=inputs_ready,
     )
     return attended.flatten(1)[:, None]

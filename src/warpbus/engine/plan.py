@@ -36,6 +36,7 @@ from warpbus.formats import Checkpoint
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.trellis_dequantize import BUFFER_BYTES
+from warpbus.kernels.reference.dsa import score_columns
 from warpbus.models import LatentAttentionSpec, MatrixSpec, ModelConfig, quantized_parameters
 from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
 from warpbus.models.kv_scales import kv_cache_scheme
@@ -308,7 +309,11 @@ def _lay_out(
 
     def needed(tokens: int) -> int:
         longest = asked or min(max(0, tokens - stored.kept_tokens), config.max_context)
-        return tokens * unit + _expanded_bytes(config, stored.dtype, wanted.piece, longest)
+        return (
+            tokens * unit
+            + _expanded_bytes(config, stored.dtype, wanted.piece, longest)
+            + _selection_bytes(config, rows, longest)
+        )
 
     answering = bisect_right(range(max(0, left) // unit + 1), left, key=needed) - 1
     # Loading stacks the experts layer by layer, which needs those of a layer twice, while nothing else is there.
@@ -321,7 +326,7 @@ def _lay_out(
     pool = min(tokens, -(-context // BLOCK) * BLOCK * wanted.max_num_seqs)
     cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
     read = (context + stored.prefix_blocks * BLOCK) * reading
-    read += _expanded_bytes(config, stored.dtype, wanted.piece, context)
+    read += _expanded_bytes(config, stored.dtype, wanted.piece, context) + _selection_bytes(config, rows, context)
     parts["workspace"] = max(parts["workspace"] + read, stacking)
     parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
     host_bytes = wanted.experts.nbytes(offloaded)
@@ -525,6 +530,15 @@ def _expanded_bytes(config: ModelConfig, dtype: torch.dtype, piece: int, context
     return min(context, MOST_EXPANDED) * each + masks
 
 
+def _selection_bytes(config: ModelConfig, rows: int, context: int) -> int:
+    """What indexers take in a step of so many rows: a layer's scores of all tokens, and the slots of two selections, of
+    which one is made while the other one is still there."""
+    spec = config.attention
+    if not isinstance(spec, LatentAttentionSpec) or spec.indexer is None or context <= spec.indexer.top_k:
+        return 0
+    return rows * (score_columns(context) * torch.float32.itemsize + 2 * spec.indexer.top_k * torch.int32.itemsize)
+
+
 def _table_bytes(config: ModelConfig) -> int:
     """A position's cosines and sines."""
     return config.rope.rotary_dim * torch.float32.itemsize
@@ -546,7 +560,7 @@ def _smallest(
         token_bytes(config, stored.dtype, option.kv_dtype) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     )
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
-    expanded = _expanded_bytes(config, stored.dtype, piece, least)
+    expanded = _expanded_bytes(config, stored.dtype, piece, least) + _selection_bytes(config, rows, least)
     return least, sum(parts.values()) + expanded, per_token
 
 

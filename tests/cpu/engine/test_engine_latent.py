@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_models import LATENT, PROMPTS, SPARSE, as_on_a_gpu, assert_best, finish
 
+from warpbus.engine import attention
 from warpbus.engine.attention import PositionedAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine, request
@@ -63,6 +64,42 @@ def test_the_answers_are_the_same_alone_and_together_however_they_are_computed(m
             assert_best(model, prompt, answer)
 
 
+@pytest.mark.parametrize("most_tokens", [None, 33])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@torch.no_grad()
+def test_prompts_attend_to_slots_as_to_a_mask(monkeypatch, most_tokens, kv_dtype):
+    """What prompts do where there are kernels, here by their references: whole, in chunks, and in small pieces."""
+    model = random_model(SPARSE, None, "cpu", torch.float32)
+    expected = alone(model, kv_dtype)
+    monkeypatch.setattr(attention, "_has_sparse_kernels", lambda *_: True)
+    monkeypatch.setattr(attention, "_SCORES_AT_ONCE", 600)
+    monkeypatch.setattr(attention, "_LISTED_ROWS", 7)
+    listed = []
+    attend = attention._attend_listed
+    monkeypatch.setattr(attention, "_attend_listed", lambda *given: listed.append(given) or attend(*given))
+    assert answers(Engine(model, kv_dtype=kv_dtype, max_num_batched_tokens=most_tokens)) == expected
+    assert listed
+
+
+@torch.no_grad()
+def test_decoding_attends_to_the_selected_slots_alone(monkeypatch):
+    """With more tokens than are selected, attention gets lists; and the layer that shares a selection the same one."""
+    model, given = random_model(SPARSE, None, "cpu", torch.float32), []
+    attend = attention.mla_attention
+
+    def seen(q, positions, blocks, *others, **options):
+        given.append((blocks, positions, options["listed"]))
+        return attend(q, positions, blocks, *others, **options)
+
+    monkeypatch.setattr(attention, "mla_attention", seen)
+    answers(Engine(model), [PROMPTS[2]])
+    top_k = SPARSE.attention.indexer.top_k
+    assert given
+    assert all(listed and blocks.shape[1] == top_k for blocks, _, listed in given)
+    assert all(positions.max() == top_k - 1 for _, positions, _ in given)
+    assert all(first[0] is second[0] for first, second in zip(given[::2], given[1::2], strict=True))
+
+
 @torch.no_grad()
 def test_logits_with_an_fp8_cache_are_close_to_those_of_the_model(model):
     if model.config is SPARSE:
@@ -91,14 +128,14 @@ def test_a_cached_beginning_is_not_computed_again(model, kv_dtype):
 
 
 def test_the_cache_holds_latents_once():
-    attention = LATENT.attention
+    spec = LATENT.attention
     assert token_bytes(LATENT, torch.float16, "auto") == LATENT.num_layers * (64 + 8) * 2
     cache = KVCache(LATENT, 6, device=CPU, dtype=torch.float16)
     assert cache.block_bytes == BLOCK * token_bytes(LATENT, torch.float16, "auto")
     cache.commit(6)
     for keys, values, *scales in cache.layers:
-        assert keys.shape == (6, 1, BLOCK, attention.head_dim)
-        assert values.shape == (6, 1, BLOCK, attention.kv_rank)
+        assert keys.shape == (6, 1, BLOCK, spec.head_dim)
+        assert values.shape == (6, 1, BLOCK, spec.kv_rank)
         assert values.data_ptr() == keys.data_ptr()
         assert scales == [None, None]
     contents = [part.fill_(index) for index, (part, *_) in enumerate(cache.layers, start=1)]

@@ -20,7 +20,7 @@ from warpbus.engine.plan import (
 )
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
-from warpbus.models import SHAPES, read_config
+from warpbus.models import SHAPES, IndexerSpec, read_config
 from warpbus.models.cost import packed_bytes
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
@@ -89,6 +89,21 @@ def test_what_is_read_of_the_cache_with_a_long_prompt_is_counted():
     short, long = (plan_memory(CHATGLM2, 6 * GB, max_model_len=length, max_num_seqs=1) for length in (2048, 32768))
     vectors = 2 * SHAPE.attention.num_kv_heads * SHAPE.attention.head_dim * 2
     assert long.parts["workspace"] - short.parts["workspace"] == (32768 - 2048) * vectors
+
+
+def test_the_scores_and_selections_of_indexers_are_counted():
+    """Of all sequences of a batch, and only for contexts longer than a selection."""
+    indexer = IndexerSpec(heads=32, head_dim=128, top_k=2048)
+    flash = SHAPES["glm-4.7-flash"]
+    indexed = tuple(replace(layer, attention=replace(layer.attention, indexer=indexer)) for layer in flash.layers)
+    stored = Stored.uniform(replace(flash, layers=indexed), torch.float16, W4)
+
+    def workspace(seqs, context):
+        return plan_memory(stored, 80 * GB, max_model_len=context, max_num_seqs=seqs).parts["workspace"]
+
+    rows, logits = 16 - 1, flash.vocab_size * (2 + 3 * 4)
+    assert workspace(16, 2048) - workspace(1, 2048) == rows * logits
+    assert workspace(16, 32_769) - workspace(1, 32_769) == rows * (logits + 4 * 32_772 + 2 * 4 * 2048)
 
 
 def test_options_are_given_up_in_their_order():

@@ -21,12 +21,14 @@ SIBLINGS = ("sm_86", "sm_100a")
 # trellis_search keeps the numbers of 64 states, which with 3 bits takes a few more than the 255 that there are.
 # trellis_decode for 16 rows has 96, as a block has 20 warps, and lacks two. sm90_wna16 for 256 tokens needs some more
 # at the end of a tile, where gate and up are joined. wna16_decode for 16 rows and groups of 32 has the same 96 as
-# trellis_decode. sm80_wna8 in e4m3 is not for Hopper, whose mma.sync converts e4m3 to 16 bits, as that of sm_100a.
+# trellis_decode. mla_attention for 32 heads, FP8 latents and a list of slots lacks a few of 255. sm80_wna8 in e4m3 is
+# not for Hopper, whose mma.sync converts e4m3 to 16 bits, as that of sm_100a.
 MOST_SPILLED = {
     ("sm_90a", "sm90_wna16"): 60,
     ("sm_90a", "sm80_wna8"): 72,
     ("sm_100a", "fit_scales"): 20,
     ("sm_100a", "sm80_wna8"): 36,
+    ("sm_100a", "mla_attention"): 20,
     ("sm_90a", "trellis_search"): 100,
     ("sm_120a", "trellis_decode"): 16,
     ("sm_90a", "wna16_decode"): 48,

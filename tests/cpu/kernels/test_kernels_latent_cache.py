@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from latent_cases import exact_attention, exact_latents, latent_problem, queries_problem
+from latent_cases import exact_attention, exact_latents, latent_problem, listed, queries_problem
 from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
@@ -103,8 +103,7 @@ def test_rows_attend_to_their_own_latents(positions, dtype, tolerance):
     found = mla_attention(**asked)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact_attention(asked), rtol=tolerance, atol=tolerance)
-    asked["selected"] = torch.rand(len(positions), 64) < 0.5
-    asked["selected"][:, 0] = True
+    asked = listed(asked, [position // 2 + 1 for position in positions])
     torch.testing.assert_close(mla_attention(**asked).double(), exact_attention(asked), rtol=tolerance, atol=tolerance)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from latent_cases import exact_attention, exact_queries, latent_problem, queries_problem
+from latent_cases import exact_attention, exact_queries, latent_problem, listed, queries_problem
 from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
@@ -31,12 +31,13 @@ def test_a_limit_above_the_positions_changes_nothing():
     assert torch.equal(mla_attention(**{**asked, "limit": 48}), found)
 
 
-def test_rows_attend_to_selected_latents_only():
-    asked = latent_problem([40, 17], **SMALL)
-    asked["selected"] = torch.rand(2, 48) < 0.5
-    asked["selected"][:, 3] = True
-    torch.testing.assert_close(mla_attention(**asked).double(), exact_attention(asked), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(mla_attention(**{**asked, "selected": None}).double(), exact_attention(asked))
+def test_rows_attend_to_listed_latents_only():
+    asked = latent_problem([40, 17, 0], **SMALL)
+    some = listed(asked, [20, 7, 1])
+    torch.testing.assert_close(mla_attention(**some).double(), exact_attention(some), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(mla_attention(**asked).double()[:2], exact_attention(some)[:2])
+    every = listed(asked, [41, 18, 1])
+    torch.testing.assert_close(mla_attention(**every).double(), exact_attention(asked), rtol=1e-5, atol=1e-5)
 
 
 def test_sizes_of_the_published_models_and_no_rows():
@@ -75,7 +76,7 @@ def test_prompts_rotate_in_place(interleaved):
 
 
 def test_the_operators_are_registered():
-    asked = {**latent_problem([5, 20], **SMALL), "selected": None, "inputs_ready": False}
+    asked = {**latent_problem([5, 20], **SMALL), "listed": False, "inputs_ready": False}
     opcheck(torch.ops.warpbus.mla_attention.default, tuple(asked.values()))
     asked = queries_problem(2, **SMALL)
     asked["latents"].zero_()  # opcheck compares what is written, and NaN is not equal to itself
@@ -102,8 +103,6 @@ def test_the_operators_are_registered():
         ({"kv_b": torch.zeros(3, 16, 22).mT}, r"kv_b has shape \[3, 22, 16\], strides"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, r"positions are torch.int64, expected torch.int32"),
         ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions"),
-        ({"selected": torch.ones(2, 20, dtype=torch.bool)}, r"selected is torch.bool \[2, 20\] .* \[2, 32\] on cpu"),
-        ({"selected": torch.ones(2, 32)}, r"selected is torch.float32"),
         ({"blocks": torch.zeros(3, 2, dtype=torch.int32)}, r"blocks"),
     ],
 )

@@ -9,6 +9,7 @@ from gpu_engine_models import GPU
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import UsageError
+from warpbus.kernels.ops import dsa, mla
 from warpbus.models import SHAPES, IndexerSpec, MLPSpec, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
@@ -119,6 +120,48 @@ def test_a_quantized_model_generates_the_same_alone_and_together():
     logits = model(torch.tensor([[*PROMPTS[2], *together[2][:-1]]], device=GPU))[0, len(PROMPTS[2]) - 1 :].float()
     chosen = logits.gather(1, torch.tensor(together[2], device=GPU)[:, None])[:, 0]
     assert (logits.amax(-1) - chosen).max() < 0.25
+
+
+def generated(model, prompts, tokens, *, graphs, **options):
+    """The requests after greedy decoding, and that decoding ran in graphs or did not."""
+    engine = Engine(model, **options)
+    requests = [request(prompt, tokens=tokens, params=SamplingParams(temperature=0, logprobs=5)) for prompt in prompts]
+    for each in requests:
+        engine.add(each)
+    while engine.has_work:
+        engine.step()
+    assert (engine._instance.step._graphs is not None) == graphs
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("top_k", "prompts", "length"),
+    [(40, PROMPTS, 512), (2048, [[7 * at % 1000 for at in range(count)] for count in (2046, 3000, 33)], 4096)],
+    ids=["40", "2048"],
+)
+@torch.no_grad()
+def test_kernels_of_sparse_attention_generate_the_tokens_of_torch(monkeypatch, top_k, prompts, length):
+    """In graphs, against PyTorch's operators on the same GPU: up to the rounding of sums, and ties that it decides."""
+    config = replace(
+        SPARSE,
+        layers=tuple(
+            replace(layer, attention=replace(layer.attention, indexer=replace(layer.attention.indexer, top_k=top_k)))
+            for layer in SPARSE.layers
+        ),
+    )
+    model = random_model(config, None, GPU, torch.bfloat16)
+    by_kernels = generated(model, prompts, 24, graphs=True, max_model_len=length)
+    for module in (dsa, mla):
+        monkeypatch.setattr(module, "has_kernel", lambda *_: False)
+    monkeypatch.setattr(dsa, "runs_on", lambda *_: False)
+    by_torch = generated(model, prompts, 24, graphs=False, max_model_len=length)
+    for ours, theirs in zip(by_kernels, by_torch, strict=True):
+        same = next((at for at in range(24) if ours.token_ids[at] != theirs.token_ids[at]), 24)
+        for at in range(same):
+            assert abs(ours.logprobs[at].logprob - theirs.logprobs[at].logprob) < 0.2
+        if same < 24:  # the best two tokens are close
+            top = dict(theirs.logprobs[same].top)
+            assert top[theirs.token_ids[same]] - top[ours.token_ids[same]] < 0.2
 
 
 @pytest.mark.parametrize("config", [LATENT, SPARSE], ids=["latent", "sparse"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from latent_cases import exact_attention, exact_latents, latent_problem, queries_problem
+from latent_cases import exact_attention, exact_latents, latent_problem, listed, queries_problem
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import mla
@@ -94,16 +94,15 @@ def test_every_code_and_scale(dtype):
     assert torch.equal(found[:, 0], expected.to(dtype))
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("counts", [[1], [45, 64, 1, 900], [2048, 2047, 3]], ids=str)
+@pytest.mark.parametrize("heads", [5, 20, 64])
 @pytest.mark.parametrize("device", [None, *NO_WGMMA])
-def test_selected_keys(monkeypatch, rows, device):
+def test_listed_keys(monkeypatch, dtype, counts, heads, device):
     if device is not None:
         without_wgmma(monkeypatch, device)
-    asked = asked_for([900 + row for row in range(rows)])
-    asked["selected"] = torch.rand(rows, 960, device="cuda") < 0.05
-    asked["selected"][:, 7] = True
-    asked["selected"][0, 100:800] = False  # whole units without a key
-    check(asked)
+    asked = asked_for([count + 1000 * row for row, count in enumerate(counts)], dtype, heads=heads, block=32)
+    check(listed(asked, counts))
 
 
 @pytest.mark.parametrize("limit", [400, 1000, 4096, 9000])

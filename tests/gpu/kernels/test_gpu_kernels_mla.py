@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from latent_cases import exact_attention, exact_queries, latent_problem, queries_problem
+from latent_cases import exact_attention, exact_queries, latent_problem, listed, queries_problem
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import mla
@@ -63,13 +63,21 @@ def test_large_scores_overflow_nothing():
     check(asked)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_selected_keys(rows):
-    asked = asked_for([900 + row for row in range(rows)])
-    asked["selected"] = torch.rand(rows, 960, device="cuda") < 0.05
-    asked["selected"][:, 7] = True
-    asked["selected"][0, 100:800] = False  # whole units without a key
-    check(asked)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("heads", [1, 8, 20, 64])
+@pytest.mark.parametrize("counts", [[1], [45, 64, 1, 900], [2048, 2047, 3]], ids=str)
+@pytest.mark.parametrize("block", [16, 32, 256])
+def test_listed_keys(dtype, heads, counts, block):
+    check(
+        listed(
+            asked_for([count + 1000 * row for row, count in enumerate(counts)], dtype, heads=heads, block=block), counts
+        )
+    )
+
+
+def test_a_list_of_all_keys_gives_the_same_bits():
+    asked = asked_for([900, 37, 0], block=32, limit=901)
+    assert torch.equal(mla_attention(**listed(asked, [901, 38, 1])), mla_attention(**asked))
 
 
 @pytest.mark.parametrize("limit", [400, 1000, 4096, 9000])
@@ -102,10 +110,7 @@ def test_gpus_without_wgmma(monkeypatch, heads, dtype, shared, keys, positions):
     monkeypatch.setattr(mla, "_device", lambda _: device)
     assert mla.plan(4, heads, 3000, device).keys == keys
     check(asked_for(positions, dtype, limit=3000, block=16, heads=heads))
-    asked = asked_for(positions, dtype, limit=3000, block=16, heads=heads)
-    asked["selected"] = torch.rand(len(positions), 3008, device="cuda") < 0.1
-    asked["selected"][:, 0] = True
-    check(asked)
+    check(listed(asked_for(positions, dtype, block=16, heads=heads), [position // 2 + 1 for position in positions]))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -42,10 +42,10 @@ _QUERIES = Parameters(
     "int interleaved, float eps"
 )
 _ATTENTION = Parameters(
-    "const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents, "
-    "const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride, "
-    "long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads, int shift, "
-    "int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale"
+    "const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents, float* part_values, "
+    "float2* part_weights, long long block_table_stride, long long block_stride, long long token_stride, int heads, "
+    "int tile_heads, int shift, int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts, "
+    "int inputs_ready, float scale"
 )
 _OUTPUTS = per_dtype(
     "mla/outputs.cu",
@@ -164,25 +164,26 @@ def mla_attention(
     value_dim: int,
     scale: float,
     limit: int,
-    selected: Tensor | None = None,
+    listed: bool = False,
     inputs_ready: bool = False,
 ) -> Tensor:
-    """Attend to all latents up to a position, and project the sums of latents to the heads' values.
+    """Attend to all latents up to a position, or to those of a list; project the sums of latents to the heads' values.
 
     Args:
         q: `[b, heads, d]`: what `mla_queries` gives; float16, bfloat16 or float32.
         positions: int32 `[b]`: the last position that each row attends to; each at least 0 and less than `limit`, which
             is not checked, since it would take the GPU's answer.
         blocks: int32 `[b, n]`, the last stride 1: the row's block table, position p is in block `blocks[row, p // B]`
-            of the cache. Entries past a row's position are not used, whatever they are.
+            of the cache. Entries past a row's position are not used, whatever they are. With `listed`, position p is in
+            the slot `blocks[row, p]`: block * B + token in the block.
         latents: the cache, as of `mla_queries`. What is past a row's position may be anything, also NaN.
         kv_b: `[heads, nope_dim + value_dim, kv_rank]`, contiguous: of each head the projections to keys, then to
             values. The first `kv_rank` features of a key are its value.
         value_dim: features of a head's value.
         scale: of the scores.
         limit: greater than all positions. It decides how a row is cut into parts.
-        selected: bool `[b, tokens]`, at least the tokens of `ceil(limit / B)` blocks, the last stride 1: rows attend to
-            these only. Each row has at least one up to its position.
+        listed: `blocks` has a slot for each token that a row attends to, as `index_select` gives them, and `positions`
+            the index of the last one.
         inputs_ready: `positions`, `blocks` and the cache below each row's position are not written by the last kernel
             that was launched without `dependent`, nor by any after it: as in `decode_attention`.
 
@@ -213,22 +214,10 @@ def mla_attention(
     check_indices(name, q.device, torch.int32, positions=positions, blocks=blocks)
     if not 1 <= value_dim <= kv_b.shape[1]:
         raise UsageError(f"{name}: value_dim is {value_dim}: give one from 1 to {kv_b.shape[1]}, a head's rows of kv_b")
-    held = blocks.shape[1] * latents.shape[2]
+    held = blocks.shape[1] * (1 if listed else latents.shape[2])
     if not 0 < limit <= held:
         raise UsageError(f"{name}: limit is {limit}, with blocks for {held} tokens: give one from 1 up to that")
-    read = -(-limit // latents.shape[2]) * latents.shape[2]
-    if selected is not None and (
-        selected.dtype != torch.bool
-        or selected.device != q.device
-        or selected.dim() != 2
-        or len(selected) != batch
-        or selected.shape[1] < read
-    ):
-        raise TensorError(
-            f"{name}: selected is {selected.dtype} {list(selected.shape)} on {selected.device}: give torch.bool "
-            f"[{batch}, {read}] on {q.device}"
-        )
-    return _mla_attention(q, positions, blocks, latents, kv_b, value_dim, scale, limit, selected, inputs_ready)
+    return _mla_attention(q, positions, blocks, latents, kv_b, value_dim, scale, limit, listed, inputs_ready)
 
 
 def has_kernel(
@@ -302,11 +291,12 @@ def _new_tokens_kernel(name: str, dtype: torch.dtype, code: int) -> Kernel:
 
 
 @functools.cache
-def _attention_kernel(dtype: torch.dtype, code: int, heads: int, keys: int) -> Kernel:
+def _attention_kernel(dtype: torch.dtype, code: int, listed: bool, heads: int, keys: int) -> Kernel:
     source, needs, bytes_of = "mla/sm80_attention.cu", "sm_80", {"OTHER_BYTES": other_bytes(heads, keys)}
     if keys == WGMMA_KEYS:
         source, needs, bytes_of = "mla/sm90_attention.cu", "sm_90a", {"SHARED_BYTES": wgmma_bytes(heads)}
-    declared = unit(source, needs=needs, ELEMENT=ELEMENTS[dtype], CODE=code, HEADS=heads, KEYS=keys, **bytes_of)
+    macros = {"ELEMENT": ELEMENTS[dtype], "CODE": code, "LISTED": int(listed), "HEADS": heads, "KEYS": keys}
+    declared = unit(source, needs=needs, **macros, **bytes_of)
     return declared.kernel("mla_attention", _ATTENTION)
 
 
@@ -421,13 +411,13 @@ def _launch_attention(
     value_dim: int,
     scale: float,
     limit: int,
-    selected: Tensor | None,
+    listed: bool,
     inputs_ready: bool,
 ) -> Tensor:
     batch, heads, size = q.shape
     rank = kv_b.shape[2]
     if not has_kernel(q.dtype, kv_b.shape[1] - value_dim, size - rank, rank, value_dim, q.device):
-        return reference.mla_attention(q, positions, blocks, latents, kv_b, value_dim, scale, limit, selected)
+        return reference.mla_attention(q, positions, blocks, latents, kv_b, value_dim, scale, limit, listed)
     out = q.new_empty(batch, heads, value_dim)
     if batch == 0:
         return out
@@ -435,27 +425,23 @@ def _launch_attention(
     # A copy is the kernel just ahead: what it writes is not ready.
     inputs_ready = inputs_ready and positions.is_contiguous() and blocks.stride(1) == 1
     blocks = blocks if blocks.stride(1) == 1 else blocks.contiguous()
-    if selected is not None and selected.stride(1) != 1:
-        selected = selected.contiguous()
     code = _code(latents)
     cut = plan(batch, heads, limit, _device(q.device), coded=code != 0)
     part_values = torch.empty(batch * heads * cut.parts * rank, dtype=torch.float32, device=q.device)
     part_weights = torch.empty(batch * heads * cut.parts * 2, dtype=torch.float32, device=q.device)
     positions = positions.contiguous()
-    _attention_kernel(q.dtype, code, cut.heads, cut.keys)(
+    _attention_kernel(q.dtype, code, listed, cut.heads, cut.keys)(
         (cut.blocks, cut.tiles, batch),
         _ATTENTION_THREADS,
         q=_contiguous(q),
         positions=positions,
         block_table=blocks,
         latents=latents,
-        selected=selected,
         part_values=part_values,
         part_weights=part_weights,
         block_table_stride=blocks.stride(0),
         block_stride=latents.stride(0),
         token_stride=latents.stride(2),
-        selected_stride=0 if selected is None else selected.stride(0),
         heads=heads,
         tile_heads=cut.tile_heads,
         shift=latents.shape[2].bit_length() - 1,
@@ -464,7 +450,7 @@ def _launch_attention(
         units_per_part=cut.units_per_part,
         parts_per_block=cut.parts_per_block,
         parts=cut.parts,
-        inputs_ready=inputs_ready and selected is None,
+        inputs_ready=inputs_ready and not listed,
         scale=math.log2(math.e) * scale,
         shared=cut.shared,
         dependent=True,
@@ -519,7 +505,7 @@ _mla_rope_and_cache = operator(
 )
 _mla_attention = operator(
     "mla_attention(Tensor q, Tensor positions, Tensor blocks, Tensor latents, Tensor kv_b, int value_dim, float scale, "
-    "int limit, Tensor? selected, bool inputs_ready) -> Tensor",
+    "int limit, bool listed, bool inputs_ready) -> Tensor",
     cuda=_launch_attention,
     reference=lambda *arguments: reference.mla_attention(*arguments[:-1]),
     fake=lambda q, positions, blocks, latents, kv_b, value_dim, *others: q.new_empty(*q.shape[:2], value_dim),
@@ -528,5 +514,5 @@ _mla_attention = operator(
 for _dtype, _stored in itertools.product(HALVES, (0, CODES[LATENT_CODES])):
     for _name in ("mla_queries", "mla_rope_and_cache"):
         _new_tokens_kernel(_name, _dtype, _stored)
-    for _heads, _chunk in itertools.product(HEADS, (WGMMA_KEYS, *KEYS)):
-        _attention_kernel(_dtype, _stored, _heads, _chunk)
+    for _listed, _heads, _chunk in itertools.product((False, True), HEADS, (WGMMA_KEYS, *KEYS)):
+        _attention_kernel(_dtype, _stored, _listed, _heads, _chunk)

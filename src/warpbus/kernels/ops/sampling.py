@@ -109,7 +109,7 @@ def _launch(kernels: Mapping[torch.dtype, Kernel], logits: Tensor, **controls: T
     logits = logits.contiguous()
     tokens, best = _fake(logits)
     if logits.shape[0]:
-        blocks = _blocks_of_row(logits.device)
+        blocks = blocks_of_row(logits.device)
         parameters: dict[str, Any] = {name: control.contiguous() for name, control in controls.items()}
         kernels[logits.dtype](
             logits.shape[0] * blocks,
@@ -127,7 +127,7 @@ def _launch(kernels: Mapping[torch.dtype, Kernel], logits: Tensor, **controls: T
     return tokens, best
 
 
-def _blocks_of_row(device: torch.device) -> int:
+def blocks_of_row(device: torch.device) -> int:
     """The blocks that share a row: they have to form a cluster to hear of each other."""
     return _BLOCKS_OF_A_ROW if capabilities(architecture(device)).clusters else 1
 

@@ -79,6 +79,15 @@ def read_latents(latents: Tensor, blocks: Tensor, rank: int, rope_dim: int, dtyp
     return dequantize(gather(latents, None, blocks, LATENT_CODES).view(torch.uint8), rank, rope_dim, dtype)
 
 
+def read_slots(latents: Tensor, slots: Tensor, rank: int, rope_dim: int, dtype: torch.dtype) -> Tensor:
+    """As `read_latents`, of single tokens by their slots `[b, n]` (block * B + token in the block): `[b, 1, n, rank +
+    rope_dim]`."""
+    size = latents.shape[2]
+    of_bytes = latents.dtype == LATENT_CODES
+    found = (latents.view(torch.uint8) if of_bytes else latents)[slots // size, 0, slots % size]
+    return (dequantize(found, rank, rope_dim, dtype) if of_bytes else found)[:, None]
+
+
 def gather_latents(
     latents: Tensor, blocks: Tensor, tokens: int, rank: int, rope_dim: int, dtype: torch.dtype
 ) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.kernels.reference.attention import visible
-from warpbus.kernels.reference.latent_cache import read_latents, write_latents
+from warpbus.kernels.reference.latent_cache import read_latents, read_slots, write_latents
 from warpbus.kernels.reference.norm import rms_norm
 from warpbus.kernels.reference.rope import rotate
 
@@ -59,17 +59,15 @@ def mla_attention(
     value_dim: int,
     scale: float,
     limit: int,
-    selected: Tensor | None,
+    listed: bool,
 ) -> Tensor:
-    """Each row attends to the latents up to its position. See `ops.mla`."""
+    """Each row attends to the latents up to its position, or to those in its list of slots. See `ops.mla`."""
     if len(q) == 0:
         return q.new_empty(0, q.shape[1], value_dim)
-    named, seen, begin = visible(positions, blocks, latents.shape[2], limit)
-    rank = kv_b.shape[2]
-    keys = read_latents(latents, named, rank, q.shape[2] - rank, q.dtype)
+    named, seen, begin = visible(positions, blocks, 1 if listed else latents.shape[2], limit)
+    rank, read = kv_b.shape[2], read_slots if listed else read_latents
+    keys = read(latents, named, rank, q.shape[2] - rank, q.dtype)
     keys[:, :, begin:].masked_fill_(~seen[:, None, begin:, None], 0.0)
-    if selected is not None:
-        seen = seen & selected[:, : seen.shape[1]]
     # The heads stand where torch has the tokens of one sequence: latents are read once for all.
     attended = F.scaled_dot_product_attention(
         q[:, None], keys, keys[..., :rank], attn_mask=seen[:, None, None], scale=scale

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const long long block = table[(first >> shift) * entry_stride];
     const unsigned char* from = latents + block * block_stride + (first & ((1 << shift) - 1)) * token_stride;
     CodedTokens<kTokens> held;
-    held.load(from, token_stride, tokens - first);
+    held.load([&](int token) { return from + token * token_stride; }, tokens - first);
     uint4* to = reinterpret_cast<uint4*>(out + static_cast<long long>(first) * kKeyDim);
     held.store(tokens - first, [&](int token, int piece) { return to + token * (kKeyDim / 8) + piece; });
 }

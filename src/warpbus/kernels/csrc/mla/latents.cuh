@@ -45,27 +45,25 @@ struct CodedTokens {
     uint4 rotary;         // piece lane % 8 of the token lane / 8
     unsigned int factor;  // of the token lane / 4 and the group lane % 4
 
-    // Begin to load tokens that are `stride` bytes apart; from `count` on they are zeros, and nothing is read. Not by way
-    // of L1, which might hold what was there before.
-    __device__ __forceinline__ void load(const unsigned char* tokens, long long stride, int count) {
+    // Begin to load tokens, of which `begin_of(i)` gives the first byte; from `count` on they are zeros, and nothing is read.
+    // All lanes call it, and `begin_of` for tokens of their own, also past the last. Not by way of L1, which might hold what
+    // was there before.
+    template <typename BeginOf>
+    __device__ __forceinline__ void load(const BeginOf& begin_of, int count) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < Tokens; ++i) {
-            const uint2* from = reinterpret_cast<const uint2*>(tokens + i * stride) + lane;
+            const uint2* from = reinterpret_cast<const uint2*>(begin_of(i)) + lane;
             codes[i][0] = i < count ? __ldcg(from) : uint2{};
             codes[i][1] = i < count ? __ldcg(from + 32) : uint2{};
         }
         const int limit = min(count, Tokens);
+        const unsigned char* of_rotary = begin_of(lane / 8) + kRotaryAt;
+        const unsigned char* of_scales = begin_of(lane / kGroups) + kScalesAt;
         rotary = uint4{};
-        if (lane / 8 < limit) {
-            const unsigned char* from = tokens + lane / 8 * stride + kRotaryAt;
-            rotary = __ldcg(reinterpret_cast<const uint4*>(from) + lane % 8);
-        }
+        if (lane / 8 < limit) rotary = __ldcg(reinterpret_cast<const uint4*>(of_rotary) + lane % 8);
         float scale = 0.0f;
-        if (lane / kGroups < limit) {
-            const unsigned char* from = tokens + lane / kGroups * stride + kScalesAt;
-            scale = __ldcg(reinterpret_cast<const float*>(from) + lane % kGroups);
-        }
+        if (lane / kGroups < limit) scale = __ldcg(reinterpret_cast<const float*>(of_scales) + lane % kGroups);
         factor = e4m3_factor(scale);
     }
 

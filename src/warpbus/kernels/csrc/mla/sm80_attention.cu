@@ -7,10 +7,10 @@
 // Shapes and layout
 //   q            [rows, heads, kKeyDim] ELEMENT, contiguous
 //   positions    int [rows]
-//   block_table  int [rows, n], the last stride 1: key p of a row is in block block_table[row, p >> shift] of the cache
+//   block_table  int [rows, n], the last stride 1: key p of a row is in block block_table[row, p >> shift] of the cache; LISTED:
+//                in slot block_table[row, p], block << shift | token in the block
 //   latents      [blocks, 1 << shift, a token], see mla/latents.cuh; strides of blocks and tokens in ELEMENT or, in FP8, in
 //                bytes, multiples of 16 bytes; all begins at multiples of 16 bytes; shift is at least 4
-//   selected     bool [rows, n], rows `selected_stride` apart: keys that a row attends to; null: all
 //   part_values, part_weights  float [rows, heads, parts, kRank], float2 [rows, heads, parts]: see attention/combine.cuh.
 //                Only parts with keys up to the position are written.
 //   chunks_per_unit   chunks of KEYS keys make a unit, units_per_part (1 or those of a group) units a part, parts_per_block parts
@@ -22,6 +22,7 @@
 //   ELEMENT  __half or __nv_bfloat16
 //   CODE     the CacheCode of the cache: kElement or kFp8
 //   HEADS    8, 16, 24 or 32: heads of a tile, rounded up
+//   LISTED   0; or 1 where each key has a slot of its own: those that an indexer has selected. inputs_ready is 0 then
 //   KEYS     32, or 16 where shared memory is small: keys of a chunk
 //   OTHER_BYTES  of shared memory, as the host asks for it: of all that is no stage
 //
@@ -172,10 +173,9 @@ __device__ __forceinline__ void multiply_values(Sums& sums, const Memory& memory
 // The previous kernel may write q, positions, block_table and latents: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents,
-                  const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
-                  long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads,
-                  int shift, int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts,
-                  int inputs_ready, float scale) {
+                  float* part_values, float2* part_weights, long long block_table_stride, long long block_stride,
+                  long long token_stride, int heads, int tile_heads, int shift, int stages, int chunks_per_unit,
+                  int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale) {
     extern __shared__ __align__(128) unsigned char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
     ELEMENT* stage0 = reinterpret_cast<ELEMENT*>(shared + sizeof(Memory));
@@ -202,37 +202,49 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // A warp copies kRows keys, all of one block of the cache: two times 32 pieces of each, then the last pieces of all.
     constexpr int kRows = KEYS / kWarps;
     const int mask = (1 << shift) - 1;
-    long long ahead = 0;  // the block of the next chunk's keys
+    long long ahead = 0;  // the block of the next chunk's keys; LISTED: the slot of the lane's key, of kRows
     const auto look_ahead = [&](int chunk) {
-        const int key = first_key + chunk * KEYS + warp * kRows;
-        if (key <= position) ahead = row_table[key >> shift];
+        const int key = first_key + chunk * KEYS + warp * kRows + (LISTED ? lane % kRows : 0);
+        if (key <= position) ahead = row_table[LISTED ? key : key >> shift];
+    };
+    // Where the cache has those keys, which look_ahead was called for: of the first one; LISTED: of the lane's key.
+    const auto offset_ahead = [&](int first) {
+        return LISTED ? (ahead >> shift) * block_stride + (ahead & mask) * token_stride
+                      : ahead * block_stride + (first & mask) * token_stride;
+    };
+    // From that, the warp's key `i`, which may be the lane's own number. All lanes call it.
+    const auto key_at = [&](long long offset, int i) {
+        return latents + (LISTED ? __shfl_sync(kAll, offset, i) : offset + i * token_stride);
     };
     const auto begin_chunk = [&](int chunk, int index, int last) {
         if (chunk < chunks) {
             const int first = first_key + chunk * KEYS + warp * kRows;
-            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride + lane * kChunk;
+            const long long offset = offset_ahead(first);
             const ptx::uint32 to = ptx::shared_address(stage0 + index * kStage + warp * kRows * kRow + lane * kChunk);
             look_ahead(chunk + 1);
             if (first + kRows <= last) {
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
-                    ptx::cp_async_16(to + 2 * i * kRow, from + i * token_stride);
-                    ptx::cp_async_16(to + 2 * (i * kRow + 32 * kChunk), from + i * token_stride + 32 * kChunk);
+                    const Cache* piece = key_at(offset, i) + lane * kChunk;
+                    ptx::cp_async_16(to + 2 * i * kRow, piece);
+                    ptx::cp_async_16(to + 2 * (i * kRow + 32 * kChunk), piece + 32 * kChunk);
                 }
             } else {
 #pragma unroll 1
                 for (int i = 0; i < kRows; ++i) {  // zeros past the position, whatever the memory holds
                     const int valid = first + i < last ? 16 : 0;
                     if (first + i == position && valid == 0) continue;
-                    const Cache* piece = valid == 0 ? latents : from + i * token_stride;
+                    const Cache* key = key_at(offset, i) + lane * kChunk;
+                    const Cache* piece = valid == 0 ? latents : key;
                     ptx::cp_async_16(to + 2 * i * kRow, piece, valid);
                     ptx::cp_async_16(to + 2 * (i * kRow + 32 * kChunk), valid == 0 ? piece : piece + 32 * kChunk, valid);
                 }
             }
             const int row = lane / 8;
+            const Cache* key = key_at(offset, row);
             if (row < kRows && (first + row != position || position < last)) {
                 const int valid = first + row < last ? 16 : 0, skip = 64 - 8 * row;  // pieces; `to` is at piece `lane`
-                const Cache* piece = valid == 0 ? latents : from + row * token_stride + skip * kChunk;
+                const Cache* piece = valid == 0 ? latents : key + (lane + skip) * kChunk;
                 ptx::cp_async_16(to + 2 * (row * kRow + skip * kChunk), piece, valid);
             }
         }
@@ -243,8 +255,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const auto load = [&](int chunk) {
         if (chunk < chunks) {
             const int first = first_key + chunk * KEYS + warp * kRows;
-            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride;
-            coming.load(reinterpret_cast<const unsigned char*>(from), token_stride, position + 1 - first);
+            const long long offset = offset_ahead(first);
+            coming.load([&](int i) { return reinterpret_cast<const unsigned char*>(key_at(offset, i)); },
+                        position + 1 - first);
             look_ahead(chunk + 1);
         }
     };
@@ -288,11 +301,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (head < head_count) x = *reinterpret_cast<const uint4*>(own + head * kKeyDim + piece * kChunk);
         *reinterpret_cast<uint4*>(memory.queries + head * kRow + piece * kChunk) = x;
     }
-    const unsigned char* row_selected = selected + row * selected_stride;
-    const auto seen = [&](int chunk) {
-        const int key = first_key + chunk * KEYS + lane;
-        return lane < KEYS && key <= position && (selected == nullptr || row_selected[key] != 0);
-    };
+    const auto seen = [&](int chunk) { return lane < KEYS && first_key + chunk * KEYS + lane <= position; };
     Running running;
     running.clear();
     Sums unit = {}, group = {};

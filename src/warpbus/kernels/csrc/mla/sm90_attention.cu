@@ -87,10 +87,9 @@ __device__ __forceinline__ void weigh(Running& running, Memory& memory, const bo
 // The previous kernel may write q, positions, block_table and latents: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_attention(const ELEMENT* q, const int* positions, const int* block_table, const Cache* latents,
-                  const unsigned char* selected, float* part_values, float2* part_weights, long long block_table_stride,
-                  long long block_stride, long long token_stride, long long selected_stride, int heads, int tile_heads,
-                  int shift, int stages, int chunks_per_unit, int units_per_part, int parts_per_block, int parts,
-                  int inputs_ready, float scale) {
+                  float* part_values, float2* part_weights, long long block_table_stride, long long block_stride,
+                  long long token_stride, int heads, int tile_heads, int shift, int stages, int chunks_per_unit,
+                  int units_per_part, int parts_per_block, int parts, int inputs_ready, float scale) {
     extern __shared__ __align__(1024) unsigned char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
@@ -112,10 +111,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // A warp copies kRows keys, all of one block of the cache: two times 32 pieces of each, then the last 8 of all.
     constexpr int kRows = KEYS / kWarps;
     const int mask = (1 << shift) - 1;
-    long long ahead = 0;  // the block of the next chunk's keys
+    long long ahead = 0;  // the block of the next chunk's keys; LISTED: the slot of the lane's key, of kRows
     const auto look_ahead = [&](int chunk) {
-        const int key = first_key + chunk * KEYS + warp * kRows;
-        if (key <= position) ahead = row_table[key >> shift];
+        const int key = first_key + chunk * KEYS + warp * kRows + (LISTED ? lane % kRows : 0);
+        if (key <= position) ahead = row_table[LISTED ? key : key >> shift];
+    };
+    // Where the cache has those keys, which look_ahead was called for: of the first one; LISTED: of the lane's key.
+    const auto offset_ahead = [&](int first) {
+        return LISTED ? (ahead >> shift) * block_stride + (ahead & mask) * token_stride
+                      : ahead * block_stride + (first & mask) * token_stride;
+    };
+    // From that, the warp's key `i`, which may be the lane's own number. All lanes call it.
+    const auto key_at = [&](long long offset, int i) {
+        return latents + (LISTED ? __shfl_sync(kAll, offset, i) : offset + i * token_stride);
     };
     // Where piece `piece` of the warp's key `i` goes.
     const auto place = [&](int stage, int i, int piece) {
@@ -126,13 +134,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const auto begin_chunk = [&](int chunk, int stage, int end) {
         if (chunk < chunks) {
             const int first = first_key + chunk * KEYS + warp * kRows;
-            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride;
+            const long long offset = offset_ahead(first);
             look_ahead(chunk + 1);
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const int valid = first + i < end ? 16 : 0;
+                const Cache* key = key_at(offset, i);
                 if (valid == 0 && first + i == position) continue;
-                const Cache* piece = valid == 0 ? latents : from + i * token_stride;
+                const Cache* piece = valid == 0 ? latents : key;
                 ptx::cp_async_16(place(stage, i, lane), piece + lane * kChunk, valid);
                 ptx::cp_async_16(place(stage, i, lane + 32), piece + (lane + 32) * kChunk, valid);
             }
@@ -140,8 +149,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             for (int j = 0; j < kRows / 4; ++j) {
                 const int i = 4 * j + lane / 8;
                 const int valid = first + i < end ? 16 : 0;
+                const Cache* key = key_at(offset, i);
                 if (valid == 0 && first + i == position) continue;
-                const Cache* piece = valid == 0 ? latents : from + i * token_stride;
+                const Cache* piece = valid == 0 ? latents : key;
                 ptx::cp_async_16(place(stage, i, 64 + lane % 8), piece + (64 + lane % 8) * kChunk, valid);
             }
         }
@@ -152,8 +162,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const auto load = [&](int chunk, int half) {
         if (chunk < chunks) {
             const int first = first_key + chunk * KEYS + warp * kRows + half * (kRows / 2);
-            const Cache* from = latents + ahead * block_stride + (first & mask) * token_stride;
-            coming[half].load(reinterpret_cast<const unsigned char*>(from), token_stride, position + 1 - first);
+            const long long offset = offset_ahead(first - half * (kRows / 2));
+            const auto begin_of = [&](int i) {
+                return reinterpret_cast<const unsigned char*>(key_at(offset, half * (kRows / 2) + i));
+            };
+            coming[half].load(begin_of, position + 1 - first);
             if (half == 1) look_ahead(chunk + 1);
         }
     };
@@ -203,7 +216,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (head < head_count) x = *reinterpret_cast<const uint4*>(own + head * kKeyDim + piece * kChunk);
         *reinterpret_cast<uint4*>(memory.queries[piece / 8] + chunk_offset<kBox>(head, piece % 8)) = x;
     }
-    const unsigned char* row_selected = selected + row * selected_stride;
     Running running;
     running.clear();
     Sums unit = {}, group_sums = {};
@@ -236,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int k = 0; k < kLaneKeys; ++k) {
             const int key = first_key + chunk * KEYS + kLaneKeys * lane + k;
-            seen[k] = key <= position && (selected == nullptr || row_selected[key] != 0);
+            seen[k] = key <= position;
         }
         const bool ends = progress.ends_unit(last);
         weigh(running, memory, seen, scale, ends);
