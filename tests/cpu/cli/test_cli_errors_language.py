@@ -139,6 +139,7 @@ def test_what_is_left_out_exists() -> None:
     ("english", "chinese"),
     [
         ("weights.gguf: key 'a' occurs twice", "weights.gguf：键 'a' 出现两次"),  # a place before a message
+        ("prog.cu: 编译器报错（第 1 行）", "prog.cu：编译器报错（第 1 行）"),  # a text that is Chinese already
         (
             "m/model.safetensors: damaged: its header is not a JSON object: download it again",
             "m/model.safetensors 已损坏：文件头不是 JSON 对象：请重新下载",
