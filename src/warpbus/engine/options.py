@@ -178,9 +178,7 @@ class ReplicaOptions:
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}: give a whole number, 1 or more")
         if self.on_cluster and self.data_parallel > 1:
-            raise UsageError(
-                f"data_parallel is for this machine, {self.asked} for a cluster: leave one of them out"
-            )
+            raise UsageError(f"data_parallel is for this machine, {self.asked} for a cluster: leave one of them out")
         if not self.fewest <= self.count <= self.most:
             raise UsageError(
                 f"replicas is {self.count}, min_replicas {self.fewest}, max_replicas {self.most}: give them in order"
