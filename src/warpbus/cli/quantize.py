@@ -216,8 +216,8 @@ def _warn_of_no_tokenizer(directory: Path) -> None:
 
     if directory.is_dir() and not has_tokenizer(directory):
         Console(stderr=True, soft_wrap=True).print(
-            f"warning: {directory}: no tokenizer: the quantized model cannot chat, nor be served or evaluated, until the "
-            "tokenizer files of the model's source are copied into it",
+            f"warning: {directory}: no tokenizer: the quantized model cannot chat, nor be served or evaluated, until "
+            "the tokenizer files of the model's source are copied into it",
             highlight=False,
             markup=False,
         )
