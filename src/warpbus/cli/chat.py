@@ -21,6 +21,7 @@ from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.options import FieldOption, options_of
+from warpbus.cli.signals import interruptible
 from warpbus.cli.tables import memory_table
 from warpbus.dist.interpreters import permanent_objects
 from warpbus.engine.options import ServiceOptions
@@ -48,7 +49,7 @@ _DEFAULTS = {"temperature": 0.7, "top_p": 0.9}
 
 DEMO_GREETING = """\
 [bold]glm-poet[/] writes classical Chinese poems. Try:
-  [bold]写一首题为《春夜》的五言绝句。[/]  [dim]a five-character quatrain titled "Spring Night"[/]
+  [bold]写一首题为《春夜》的五言绝句。[/]  [dim]a quatrain titled "Spring Night"[/]
   [bold]续写：床前明月光，疑是地上霜。[/]  [dim]go on with a poem[/]
   [bold]下一句：白日依山尽[/]              [dim]the verse that follows[/]
 这是一个写古诗的小模型：告诉它题目和体裁，或给出诗句让它续写。"""
@@ -109,7 +110,7 @@ def chat(
         from warpbus.models.generation_defaults import read_generation_defaults
 
     recommended = {} if engine.pop("generation_config") == "none" else read_generation_defaults(directory)
-    with _loading(model) as progress:
+    with interruptible(), _loading(model) as progress:
         with permanent_objects():
             from warpbus.engine import LLM
 

@@ -82,7 +82,7 @@ def options_of(
         for name, parameter in declared.items():
             parameters.setdefault(name, parameter)
 
-        options = {field: option for option, (_, field, _) in targets.items() if "_" in field}
+        options = {field: option for option, (_, field, _) in targets.items()}
 
         @wraps(command)
         def run(**values: Any) -> None:
@@ -106,12 +106,21 @@ def options_of(
 
 
 def _with_options(text: Any, options: Mapping[str, str]) -> Any:
-    """A message that names options, not the fields behind them: `options` has the option for each field."""
+    """A message that names options, not the fields behind them: `options` has the option for each field.
+
+    A field of one word, such as `memory`, may also be prose: it is named as `memory=`, before its value.
+    """
     if not isinstance(text, str) or not any(field in text for field in options):
         return text
+    several = "|".join(field for field in options if "_" in field) or "(?!)"
     # The catalogue has the text with the fields' names.
-    fields_here = re.compile(rf"(?<![\w.])({'|'.join(options)})(?![\w.])", re.ASCII)
-    return fields_here.sub(lambda match: "--" + options[match[1]].replace("_", "-"), translated(text))
+    fields_here = re.compile(rf"(?<![\w.])(?:({'|'.join(options)})=(?=\w)|({several})(?![\w.]))", re.ASCII)
+
+    def option(match: re.Match[str]) -> str:
+        name = options[match[1] or match[2]].replace("_", "-")
+        return f"--{name} " if match[1] else f"--{name}"
+
+    return fields_here.sub(option, translated(text))
 
 
 def _field(sources: Mapping[str, type], name: str) -> tuple[str, Field[Any]]:

@@ -194,6 +194,8 @@ def quantize(
     )
     _say_calibration(model_directory(model), general=request.calibration == GENERAL_TEXTS)
     chosen = request.choice()
+    if chosen.algorithm == "rtn":  # the others calibrate, and refuse such a model
+        _warn_of_no_tokenizer(model_directory(model))
     with shown(output) as progress:
         report = run(
             model_directory(model),
@@ -206,6 +208,19 @@ def quantize(
             progress=progress,
         )
     asked.show(report.priced(gpu_hour=price, kwh=electricity), options.device)
+
+
+def _warn_of_no_tokenizer(directory: Path) -> None:
+    """Tell that neither the model nor its quantized form can read text."""
+    from warpbus.models.tokenizers import has_tokenizer
+
+    if directory.is_dir() and not has_tokenizer(directory):
+        Console(stderr=True, soft_wrap=True).print(
+            f"warning: {directory}: no tokenizer: the quantized model cannot chat, nor be served or evaluated, until "
+            "the tokenizer files of the model's source are copied into it",
+            highlight=False,
+            markup=False,
+        )
 
 
 def _say_calibration(directory: Path, *, general: bool) -> None:

@@ -17,9 +17,10 @@ from rich.markup import escape
 from warpbus.cli.adapters import Named, adapters_by_model
 from warpbus.cli.completion import complete_model
 from warpbus.cli.language import Console
-from warpbus.cli.models import model_directory, model_name
+from warpbus.cli.models import DEMO, model_directory, model_name
 from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar
+from warpbus.demo import model_path
 from warpbus.dist.interpreters import end_early, permanent_objects
 from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.engine.early import start_processes
@@ -131,11 +132,22 @@ def serve(
     engine = ServiceOptions(**service)
     replicas = ReplicaOptions(**copies)
     try:
-        if replicas.most == 1:
+        # Processes that the model has no heads for are refused below; starting them would only delay that.
+        if replicas.most == 1 and all(_has_heads(name, engine.tensor_parallel) for name in models):
             start_processes(engine)
         _serve(models, names, options, engine, replicas, adapter or [])
     finally:
         end_early()
+
+
+def _has_heads(model: str, processes: int) -> bool:
+    """Whether the config.json of a model on the disk, if it can be read, has an attention head for each process."""
+    directory = model_path() if model == DEMO else Path(model)
+    try:
+        heads = json.loads((directory / "config.json").read_bytes())["num_attention_heads"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
+    return not isinstance(heads, int) or heads >= processes
 
 
 def _serve(

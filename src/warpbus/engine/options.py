@@ -178,7 +178,7 @@ class ReplicaOptions:
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}: give a whole number, 1 or more")
         if self.on_cluster and self.data_parallel > 1:
-            raise UsageError("data_parallel is for this machine, replicas is for a cluster: leave one of them out")
+            raise UsageError(f"data_parallel is for this machine, {self.asked} for a cluster: leave one of them out")
         if not self.fewest <= self.count <= self.most:
             raise UsageError(
                 f"replicas is {self.count}, min_replicas {self.fewest}, max_replicas {self.most}: give them in order"
@@ -188,6 +188,12 @@ class ReplicaOptions:
     def on_cluster(self) -> bool:
         """They need a cluster."""
         return (self.replicas, self.min_replicas, self.max_replicas) != (None, None, None)
+
+    @property
+    def asked(self) -> str:
+        """The options for a cluster that are given, such as `replicas=2, max_replicas=4`."""
+        names = "replicas", "min_replicas", "max_replicas"
+        return ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)) is not None)
 
     @property
     def count(self) -> int:

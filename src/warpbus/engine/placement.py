@@ -11,10 +11,13 @@ def check_replicas(options: ServiceOptions, replicas: ReplicaOptions) -> None:
     """Raises UsageError if the replicas need a cluster and the options name none, or the other way round."""
     if replicas.on_cluster and options.cluster is None:
         raise UsageError(
-            "replicas, min_replicas and max_replicas are for a cluster: give cluster, or data_parallel here"
+            f"{replicas.asked}: replicas are for a cluster: give cluster=auto as well, or "
+            f"data_parallel={replicas.count} for this machine"
         )
     if replicas.data_parallel > 1 and options.cluster is not None:
-        raise UsageError("data_parallel is for this machine: with cluster give replicas")
+        raise UsageError(
+            f"data_parallel is for this machine: with cluster={options.cluster} give replicas={replicas.data_parallel}"
+        )
 
 
 def devices_of(options: ServiceOptions) -> list[torch.device]:

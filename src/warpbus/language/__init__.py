@@ -20,6 +20,7 @@ CATALOGUE = Path(__file__).with_name("zh.po")
 _PLACEHOLDER = re.compile(r"\{(\d+)\}")
 _ENTRY = re.compile(r'^msgid ((?:".*"\n)+)msgstr ((?:".*"(?:\n|\Z))+)', re.MULTILINE)
 _COUNTED = re.compile(r"\{0\} \w+")  # "{0} rows": only a number takes the place
+_CHINESE = re.compile(r"[\u4e00-\u9fff]")
 _LEAST_LETTERS = 4  # of a template without its placeholders: fewer would fit texts that it does not mean
 
 
@@ -56,8 +57,9 @@ class Catalogue(gettext.NullTranslations):
         if "\n" in message:
             return "\n".join(map(self.gettext, message.split("\n")))
         place, _, text = message.partition(": ")
-        if text and " " not in place and (chinese := self.gettext(text)) != text:  # such as "poems.jsonl:3: no text"
-            return f"{place}：{chinese}"
+        if text and " " not in place:  # such as "poems.jsonl:3: no text"; the text may be Chinese already
+            chinese = self.gettext(text)
+            return f"{place}：{chinese}" if chinese != text or _CHINESE.match(text) else message
         return message
 
 

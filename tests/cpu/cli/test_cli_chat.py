@@ -10,12 +10,15 @@ import time
 
 import pytest
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.text import Text
 from typer.testing import CliRunner
 
-from warpbus.cli.chat import ChatSession, Terminal, chat
+from warpbus.cli.chat import DEMO_GREETING, ChatSession, Terminal, chat
+from warpbus.cli.language import Console
 from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import ContextLengthError, DataError, UsageError
+from warpbus.language import in_language
 
 app = typer.Typer()
 app.command()(chat)
@@ -199,6 +202,23 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(llm, capsys, monkeypatc
     assert whole != kept
     assert "stopped" in out
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_notes_are_chinese(llm, capsys):
+    class Interrupting:
+        def __getattr__(self, name):
+            return getattr(llm, name)
+
+        def generate(self, *arguments, **options):
+            raise KeyboardInterrupt
+
+    with in_language("zh"):
+        out, _ = converse(Interrupting(), capsys, "明月")
+    assert "已停止" in out
+
+
+def test_the_greeting_fits_a_terminal_of_80_columns():
+    assert max(cell_len(line.plain) for line in Text.from_markup(DEMO_GREETING).split()) <= 80
 
 
 def test_ctrl_c_at_the_prompt_does_not_leave(llm, capsys):

@@ -140,6 +140,11 @@ def test_what_is_left_out_exists() -> None:
     [
         ("weights.gguf: key 'a' occurs twice", "weights.gguf：键 'a' 出现两次"),  # a place before a message
         (
+            "3 GPUs: the model has 2 heads and an FFN of 64, sharded in multiples of 32: use at most 2 GPUs",
+            "3 个 GPU：模型有 2 个头和大小为 64 的 FFN，按 32 的倍数切分：请至多使用 2 个 GPU",
+        ),
+        ("prog.cu: 编译器报错（第 1 行）", "prog.cu：编译器报错（第 1 行）"),  # a text that is Chinese already
+        (
             "m/model.safetensors: damaged: its header is not a JSON object: download it again",
             "m/model.safetensors 已损坏：文件头不是 JSON 对象：请重新下载",
         ),

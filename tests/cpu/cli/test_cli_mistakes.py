@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from warpbus import cli
-from warpbus.cli import app, pool_serving
+from warpbus.cli import app, pool_serving, serve
 from warpbus.cli.models import model_directory
 from warpbus.errors import CheckpointError, SchemeError, UsageError, WarpbusError
 from warpbus.language import in_language
@@ -209,6 +209,18 @@ def test_calibration_on_a_directory(tmp_path):
         (("serve", "demo", "--tensor-parallel-size", "0"), "--tensor-parallel-size is 0: give a whole number"),
         (("serve", "demo", "--kv-cache-tokens", "0"), "--kv-cache-tokens is 0: give a whole number, 64 or more"),
         (("demo", "--request", " "), "--request is empty"),
+        (
+            ("serve", "demo", "--replicas", "2"),
+            "--replicas 2: replicas are for a cluster: give --cluster auto as well, or --data-parallel-size 2 for this",
+        ),
+        (
+            ("serve", "demo", "--max-replicas", "3", "--data-parallel-size", "2"),
+            "--data-parallel-size is for this machine, --max-replicas 3 for a cluster",
+        ),
+        (
+            ("serve", "demo", "--cluster", "auto", "--data-parallel-size", "2"),
+            "--data-parallel-size is for this machine: with --cluster auto give --replicas 2",
+        ),
         (("pool", "serve", "--port", "0", "--cpu-memory", "x"), "--cpu-memory is 'x': give a size such as 6GB"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -220,10 +232,14 @@ def test_a_message_names_the_option(words, said):
 def test_a_message_that_names_the_option_is_translated():
     with in_language("zh"):
         said = mistake("serve", "demo", "--data-parallel-size", "0")
+        several = mistake("serve", "demo", "--replicas", "2", "--max-replicas", "4")
     assert said == "--data-parallel-size 为 0：请给出不小于 1 的整数"
+    assert several.startswith("--replicas 2, --max-replicas 4：副本数用于集群：请同时给出 --cluster auto")
 
 
-def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(capsys):
+def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(capsys, monkeypatch):
+    # Seven processes that load torch would delay the refusal.
+    monkeypatch.setattr(serve, "start_processes", lambda options: pytest.fail("processes were started"))
     assert mistake("serve", "demo", "--port", "0", "--tensor-parallel-size", "7").startswith(
         "7 GPUs: the model has 4 heads"
     )

@@ -1,6 +1,7 @@
 """`warpbus quantize` as a person uses it."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -50,6 +51,18 @@ def test_without_calibration_data_it_says_what_it_takes(model, texts, tmp_path):
     assert "calibrating on the packaged texts (English, Chinese, code, chat)" in found.stderr
     assert "packaged texts" not in invoke(model, tmp_path / "own", *flags, "--calibration", texts).stderr
     assert "packaged texts" not in invoke(model, tmp_path / "rtn", *flags, "--algorithm", "rtn").stderr
+
+
+def test_a_model_without_a_tokenizer_is_quantized_with_a_warning(model, tmp_path):
+    bare = shutil.copytree(model, tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    flags = ("--algorithm", "rtn", "--scheme", "w4a16-g64", "--device", "cpu")
+    found = invoke(bare, tmp_path / "out", *flags)
+    assert found.exit_code == 0
+    assert f"warning: {bare}: no tokenizer: the quantized model cannot chat" in found.stderr
+    assert (tmp_path / "out" / "config.json").exists()
+    assert "no tokenizer" not in invoke(model, tmp_path / "whole", *flags).stderr
 
 
 def test_json_and_picture(model, tmp_path):

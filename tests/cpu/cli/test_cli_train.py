@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app, main
 from warpbus.errors import DeviceError, UsageError
+from warpbus.language import in_language, translated
 from warpbus.train.job import devices_of
 
 SHORT = ["--device", "cpu", "--steps", "3", "--length", "32", "--rows", "2", "--rows-at-once", "1"]
@@ -158,3 +159,28 @@ def test_arguments_are_checked_before_anything_is_drawn_or_fetched(hub: StandIn,
             main()
         assert capsys.readouterr().err == f"error: {said}\n"
     assert hub.asked == []
+
+
+def test_the_end_of_a_run_that_keeps_the_best_step_is_chinese(blank_model, tmp_path, data, capsys):
+    flags = ["--data", data, "--valid", data, "--valid-every", 2, "--keep", "best", *SHORT]
+    with in_language("zh"):
+        found = invoke(blank_model, tmp_path / "out", *flags)
+    assert found.exit_code == 0
+    said = "".join(found.stderr.split())
+    assert "已写出该步的权重" in said
+    assert "afterstep" not in said
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        "loss 1.0000, busiest expert 1.50 times the mean",
+        "loss 1.0000, validation 2.0000, busiest expert 1.50 times the mean",
+        "loss 1.0000, validation 2.0000 after step 4, which was written, busiest expert 1.50 times the mean",
+    ],
+)
+def test_the_load_of_experts_is_told_in_chinese(losses):
+    with in_language("zh"):
+        said = translated(f"out: 1,024 tokens in 9 s, {losses}")
+    assert said.endswith("最忙的专家为平均的 1.50 倍")
+    assert not {"loss", "after", "validation"} & set(said.split())

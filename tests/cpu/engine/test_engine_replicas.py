@@ -398,7 +398,7 @@ def test_what_needs_a_cluster_or_must_not_have_one() -> None:
         asyncio.run(run(None, replicas=2))
     with pytest.raises(UsageError, match="are for a cluster"):
         asyncio.run(run(None, replicas=1))
-    with pytest.raises(UsageError, match="with cluster give replicas"):
+    with pytest.raises(UsageError, match="with cluster=auto give replicas=2"):
         asyncio.run(run("auto", data_parallel=2))
 
 

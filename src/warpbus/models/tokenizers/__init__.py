@@ -27,8 +27,14 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "encode_prompt",
+    "has_tokenizer",
     "load_tokenizer",
 ]
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model directory has a file that `load_tokenizer` reads."""
+    return any((Path(directory) / name).exists() for name in ("tokenizer.json", "tokenizer.model", CHATGLM_FILE))
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
