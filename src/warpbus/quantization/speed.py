@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from warpbus.cuda.capture import GraphMemory, capture
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, random_model
 from warpbus.models.layers.linear import project
+from warpbus.models.layers.moe import MoE
 from warpbus.qtensor import Scheme
 
 _CPU_CACHE = 64 * 2**20  # bytes; torch does not tell a CPU's cache
@@ -69,17 +71,27 @@ def _step(
     """The products of one token with the matrices of so many random layers, ready to be run."""
     shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=(), mtp=None)
     model = random_model(shape, scheme, device, dtype, int8_activations=activations_in_8_bits())
-    pairs = []
-    for index, matrix in shape.matrices:
-        linear = model.layers[index].get_submodule(matrix.name)
-        pairs.append((linear, torch.randn(1, matrix.columns.length, device=device).to(dtype)))
+    products: list[Callable[[], object]] = []
+
+    def token(features: int) -> torch.Tensor:
+        return torch.randn(1, features, device=device).to(dtype)
+
+    graphs = device.type == "cuda"
+    for layer, spec in zip(model.layers, shape.all_layers, strict=True):
+        mixture = layer.mlp if isinstance(layer.mlp, MoE) else None
+        for matrix in spec.matrices:
+            if mixture is None or not matrix.name.startswith("mlp."):
+                products.append(partial(project, layer.get_submodule(matrix.name), token(matrix.columns.length)))
+        if mixture is not None:  # only the experts of a token are computed, by kernels all together
+            products.append(partial(mixture, token(spec.hidden_size)))
+            graphs = graphs and mixture.stacked  # other experts are called by the host, which waits for the routing
 
     def step() -> None:
-        for linear, x in pairs:
-            project(linear, x)
+        for product in products:
+            product()
 
     step()  # kernels are compiled at their first launch
-    return _captured(step, device) if device.type == "cuda" else step
+    return _captured(step, device) if graphs else step
 
 
 def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> int:

@@ -25,6 +25,13 @@ def test_every_scheme_is_measured(config, name):
     assert found.spread >= 0
 
 
+@pytest.mark.parametrize("name", [None, "w8a16", "w4a16-g64"])
+def test_a_mixture_of_experts_is_measured(poet_moe, name):
+    scheme = None if name is None else Scheme.parse(name)
+    (found,) = speed.token_times(read_config(Checkpoint(poet_moe)), [scheme], device=CPU, dtype=torch.float32)
+    assert 0 < found.seconds < 10
+
+
 def test_a_token_meets_each_matrix_once(config, monkeypatch):
     met = []
     monkeypatch.setattr(speed, "project", lambda linear, x: met.append((linear.out_features, tuple(x.shape))))
