@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from warpbus.dist import SHARES, Group
+from warpbus.dist import Group
 from warpbus.errors import StorageError
 from warpbus.formats import FinishedParts
 from warpbus.formats.files import free_space
@@ -109,7 +109,8 @@ class SavedStates:
             self._remove()
 
     def _agree(self, yes: bool) -> bool:
-        return bool(self._group.smallest(int(yes)))
+        """Whether all processes say yes."""
+        return int(self._group.sum(torch.tensor(int(yes), device=self._group.device))) == self._group.world
 
     def _own(self, share: int) -> list[States]:
         return [state for state in self._states if state.share == share]
