@@ -15,6 +15,9 @@ from warpbus.quantization.algorithms.linear_algebra import narrow, product
 
 TRIALS = 20
 
+_TOGETHER = {"cpu": 2**18, "cuda": 2**22}
+"""Scaled weights that are rounded at once, at most: small matrices, such as those of experts, with many candidates."""
+
 
 def candidates(mean_abs: Tensor, trials: int = TRIALS) -> Tensor:
     """The candidate scales.
@@ -63,14 +66,20 @@ def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, s
     total = torch.zeros(len(trials), dtype=torch.float32, device=weight.device)
     importances = moments.diagonal() / trials.square()
     size, narrowed = weight.shape[1] // count, narrow(moments)
+    most = _TOGETHER.get(weight.device.type, 2**18)
     for part in slices(weight):
         wide = weight[part].float()
-        for index, (scale, importance) in enumerate(zip(trials, importances, strict=True)):
-            scaled = wide * scale
-            grid = Grid(*clip_search(scaled, importance, size, scheme.bits, scheme.symmetric, scale_dtype))
-            groups = scaled.unflatten(1, (count, -1))
+        at_once = max(1, most // wide.numel())
+        for scales, importance, lost in zip(
+            trials.split(at_once), importances.split(at_once), total.split(at_once), strict=True
+        ):
+            # Beside each other, as columns: groups are rounded independently.
+            scaled = (wide[:, None] * scales).flatten(1)
+            grid = Grid(*clip_search(scaled, importance.flatten(), size, scheme.bits, scheme.symmetric, scale_dtype))
+            groups = scaled.unflatten(1, (-1, size))
             rounded = grid.codes(groups, scheme).sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.unsqueeze(-1))
-            change = rounded.flatten(1).div_(scale).sub_(wide)
+            change = rounded.view(len(wide), *scales.shape).div_(scales).sub_(wide[:, None])
+            change = change.transpose(0, 1).flatten(0, 1)
             # Few digits do: only which loss is the least is asked for.
-            total[index] += (product(narrow(change), narrowed) * change).sum()
+            lost += (product(narrow(change), narrowed) * change).view(len(scales), -1).sum(1)
     return total
