@@ -67,6 +67,17 @@ def test_a_loss_is_that_of_rounding_the_scaled_matrix(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_candidates_do_not_depend_on_those_beside_them(monkeypatch, scheme):
+    trials = awq.candidates(MEAN_ABS)
+    found = []
+    for together in (1, 3 * WEIGHT.numel(), 2**30):  # of 20 candidates: one by one, the last two by themselves, all
+        monkeypatch.setitem(awq._TOGETHER, "cpu", together)
+        found.append(losses(WEIGHT, MOMENTS, trials, scheme))
+    assert torch.allclose(found[1], found[0], rtol=1e-5)
+    assert torch.allclose(found[2], found[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_the_best_is_never_worse_than_rounding_to_nearest(scheme):
     trials = awq.candidates(MEAN_ABS)[::4]
     found = losses(WEIGHT, MOMENTS, trials, scheme)
