@@ -249,6 +249,8 @@ class _QuantizationRun:
             self.ends = pool.submit(self._commit_ends)
             if self.group.device.type == "cpu":
                 self.ends.result()
+                if self.writer is not None:
+                    self.writer.drain()
             if self.job.data is None or self.method is None or self.reading is None:
                 self._round_to_nearest()
             else:

@@ -49,10 +49,12 @@ class SavedStates:
     ) -> None:
         self._parts = FinishedParts(parts.directory / "states")
         self._states, self._config, self._group = states, config, group
-        own = sum(tensor.nbytes for share in group.shares() for tensor in self._tensors(share).values())
-        self._bytes = int(group.sum(torch.tensor(own, dtype=torch.int64, device=group.device)))
         self._reserved = reserved
-        self._enabled = group.device.type == "cpu" and self._bytes <= MOST_BYTES
+        self._enabled, self._bytes = group.device.type == "cpu", 0
+        if self._enabled:  # a GPU does not wait for its host
+            own = sum(tensor.nbytes for share in group.shares() for tensor in self._tensors(share).values())
+            self._bytes = int(group.sum(torch.tensor(own, dtype=torch.int64)))
+            self._enabled = self._bytes <= MOST_BYTES
         self._seconds = self._bytes / _RATE
         self._since = time.monotonic()
 
@@ -78,9 +80,10 @@ class SavedStates:
 
     def is_due(self, index: int) -> bool:
         """Whether the states that enter a layer are worth saving now, and fit on the disk."""
+        if not self._enabled:
+            return False
         wanted = (
-            self._enabled
-            and _can_begin(self._config, index)
+            _can_begin(self._config, index)
             and time.monotonic() - self._since >= _LEAST_WORK * self._seconds
             and free_space(self._parts.directory) >= self._reserved + self._bytes
         )
@@ -105,12 +108,13 @@ class SavedStates:
 
     def remove(self) -> None:
         """Remove all states of this process's shares: no layer is left that they could enter."""
-        with suppress(OSError):
-            self._remove()
+        if self._parts.directory.is_dir():
+            with suppress(OSError):
+                self._remove()
 
     def _agree(self, yes: bool) -> bool:
         """Whether all processes say yes."""
-        return int(self._group.sum(torch.tensor(int(yes), device=self._group.device))) == self._group.world
+        return int(self._group.sum(torch.tensor(int(yes)))) == self._group.world
 
     def _own(self, share: int) -> list[States]:
         return [state for state in self._states if state.share == share]

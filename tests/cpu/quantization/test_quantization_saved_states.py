@@ -204,3 +204,12 @@ def test_when_states_are_saved(tmp_path: Path, config: ModelConfig, monkeypatch:
     assert not due(1, of=sparse)
     monkeypatch.setattr(saved_states, "MOST_BYTES", 100)
     assert not due()
+
+
+def test_nothing_is_saved_from_a_gpu_and_nobody_waits_for_it(tmp_path: Path, config: ModelConfig) -> None:
+    """The processes of this group are not there: an exchange would fail."""
+    kept = SavedStates(FinishedParts(tmp_path / "out"), [], config, Group(0, 2, torch.device("cuda")), reserved=0)
+    assert kept.load(3) == 0
+    assert not kept.is_due(1)
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
