@@ -336,9 +336,7 @@ def _words(scales: Tensor, tiles: int) -> Tensor:
     return scales.view(torch.int32).view(tiles, -1)
 
 
-OF_EXPERTS = tuple(
-    tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((32, 3), (64, 3), (128, 2))
-)
+OF_EXPERTS = tuple(tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((32, 3), (64, 3), (128, 2)))
 """The tilings for experts, from the smallest tile to the largest."""
 
 for _dtype, _bits, _groups_of_block, _tiling, _gated in itertools.product(
