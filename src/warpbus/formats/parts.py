@@ -50,10 +50,6 @@ class FinishedParts:
             raise CheckpointError(f"{self.tensors_file(part)}: missing or damaged: run the same command again")
         return read_header(self.tensors_file(part))
 
-    def has(self, part: str) -> bool:
-        """Whether a part is there and undamaged; checked as by `facts`."""
-        return self._checked(part) is not None
-
     def write(self, part: str, tensors: Mapping[str, Tensor], facts: Any = None) -> None:
         """Write a part; an existing one is replaced.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from warpbus.dist import Group
-from warpbus.errors import StorageError
+from warpbus.errors import CheckpointError, StorageError
 from warpbus.formats import FinishedParts
 from warpbus.formats.files import free_space
 from warpbus.models import ModelConfig
@@ -129,10 +129,10 @@ class SavedStates:
 
     def _is_saved(self, index: int, share: int) -> bool:
         """Whether the states of a share are there, with the shapes and dtypes of those that it has."""
-        part = _part(index, share)
-        if not self._parts.has(part):
+        try:
+            entries, expected = self._parts.read(_part(index, share)), self._tensors(share)
+        except (CheckpointError, OSError):
             return False
-        entries, expected = self._parts.read(part), self._tensors(share)
         return entries.keys() == expected.keys() and all(
             entry.shape == tuple(expected[name].shape) and entry.dtype == expected[name].dtype
             for name, entry in entries.items()
