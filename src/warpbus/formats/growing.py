@@ -36,7 +36,6 @@ from warpbus.formats.files import (
     check_target,
     put_in_place,
     read_json,
-    replace_file,
     storage_error,
     sync,
     write_json,
@@ -44,7 +43,7 @@ from warpbus.formats.files import (
 )
 from warpbus.formats.identity import differences
 from warpbus.formats.parts import OTHERS, FinishedParts
-from warpbus.formats.safetensors_io import can_store, shown, write_file
+from warpbus.formats.safetensors_io import can_store, shown
 from warpbus.formats.writer import INDEX, shard_index, shard_name
 
 WAITING = 2
@@ -340,31 +339,13 @@ class GrowingCheckpoint(FinishedParts):
         while (waiting := self._queue.get()) is not None:
             try:
                 if self._error is None:
-                    self._write_part(waiting)
+                    self.write(waiting.part, _on_host(waiting), waiting.facts)
             except BaseException as error:
                 self._error = error
             finally:
                 del waiting  # free its tensors
                 self._queue.task_done()
         self._queue.task_done()
-
-    def _write_part(self, waiting: _Waiting) -> None:
-        part, tensors = waiting.part, _on_host(waiting)
-        self._sound.pop(part, None)
-        file = self.tensors_file(part)
-        checksum: int | None = None
-
-        def write(partial: Path) -> None:
-            nonlocal checksum
-            checksum = write_file(partial, tensors, checksum=True)
-
-        # A part without facts counts as missing, so tensors and facts always belong together.
-        self.facts_file(part).unlink(missing_ok=True)
-        replace_file(file, write)
-        record = {"bytes": file.stat().st_size, "crc32": checksum, "facts": waiting.facts}
-        write_json(self.facts_file(part), record)
-        sync(self.directory)
-        self._sound[part] = record
 
     def _raise_error(self) -> None:
         if isinstance(self._error, OSError):

@@ -1,12 +1,15 @@
-"""Reads and checks the finished parts that `GrowingCheckpoint` has written."""
+"""The finished parts of a run on the disk, as `GrowingCheckpoint` writes them."""
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from warpbus.errors import CheckpointError
-from warpbus.formats.files import read_json
-from warpbus.formats.safetensors_io import Entry, read_header
+from warpbus.formats.files import read_json, replace_file, sync, write_json
+from warpbus.formats.safetensors_io import Entry, read_header, write_file
 
 OTHERS = ("run", "order")
 """Names that parts cannot have, because of `run.json` and `order.json`."""
@@ -46,6 +49,40 @@ class FinishedParts:
         if self._checked(part) is None:
             raise CheckpointError(f"{self.tensors_file(part)}: missing or damaged: run the same command again")
         return read_header(self.tensors_file(part))
+
+    def write(self, part: str, tensors: Mapping[str, Tensor], facts: Any = None) -> None:
+        """Write a part; an existing one is replaced.
+
+        Args:
+            part: its name.
+            tensors: contiguous, on the CPU.
+            facts: JSON.
+
+        Raises:
+            StorageError: it cannot be written; then it is missing.
+            OSError: the same, of the directory.
+        """
+        self._sound.pop(part, None)
+        file = self.tensors_file(part)
+        checksum: int | None = None
+
+        def write(partial: Path) -> None:
+            nonlocal checksum
+            checksum = write_file(partial, tensors, checksum=True)
+
+        # A part without facts counts as missing, so tensors and facts always belong together.
+        self.facts_file(part).unlink(missing_ok=True)
+        replace_file(file, write)
+        record = {"bytes": file.stat().st_size, "crc32": checksum, "facts": facts}
+        write_json(self.facts_file(part), record)
+        sync(self.directory)
+        self._sound[part] = record
+
+    def remove(self, part: str) -> None:
+        """Remove a part, if it is there. Raises OSError."""
+        self._sound.pop(part, None)
+        self.facts_file(part).unlink(missing_ok=True)
+        self.tensors_file(part).unlink(missing_ok=True)
 
     def tensors_file(self, part: str) -> Path:
         """The path of the tensors of a part."""

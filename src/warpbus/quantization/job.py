@@ -9,7 +9,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -40,6 +40,7 @@ from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.report import EndResult, LayerResult, Report, TuningResult, peak_memory, versions
+from warpbus.quantization.saved_states import SavedStates
 from warpbus.quantization.sources import Reading, Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
@@ -248,6 +249,8 @@ class _QuantizationRun:
             self.ends = pool.submit(self._commit_ends)
             if self.group.device.type == "cpu":
                 self.ends.result()
+                if self.writer is not None:
+                    self.writer.drain()
             if self.job.data is None or self.method is None or self.reading is None:
                 self._round_to_nearest()
             else:
@@ -278,13 +281,22 @@ class _QuantizationRun:
         self.send(report)
 
     def _calibrate(self, data: Calibration, method: Method, reading: Reading) -> None:
-        """Layer after layer, each on what the quantized layers before it give; those that are finished are read."""
+        """Layer after layer, each on what the quantized layers before it give.
+
+        A run that is resumed begins at the layer whose states are saved (`SavedStates`), computes those that are
+        finished after it, and ends with the last one that is not.
+        """
         plan, device = self.plan, self.group.device
+        count = len(plan.config.all_layers)
+        missing = [index for index in range(count) if index not in self.finished]
         dtype = default_dtype(device, plan.dtype)
         drift = DRIFT in method.needed
         states = embed(data, BATCH_TOKENS[device.type], reading.table(), plan.config, self.group, dtype, drift=drift)
+        saved = SavedStates(self.parts, states, plan.config, self.group, reserved=self.job.expected_bytes)
+        begin, end = (saved.load(missing[0]), missing[-1] + 1) if missing else (count, count)
         self.watch.lap("reading")
-        for index, layer in enumerate(reading.layers()):
+        self._tell_recorded(range(begin))
+        for index, layer in enumerate(reading.layers(begin, end), begin):
             self.watch.lap("reading")
             if index == plan.config.num_layers:
                 enter_mtp(states, layer, plan.checkpoint, plan.config)
@@ -308,6 +320,13 @@ class _QuantizationRun:
                 self._check_layer(index)
                 through.quantize(method)
                 self._write(index, through)
+            if index + 1 < end and saved.is_due(index + 1):
+                if self.writer is not None:
+                    self.writer.drain()  # the states are those after layers that are on the disk
+                saved.save(index + 1)
+                self.watch.lap("writing")
+        self._tell_recorded(range(end, count))
+        saved.remove()
 
     def _write(self, index: int, done: LayerQuantization) -> None:
         """Hand a layer that is quantized to the writer."""
@@ -337,8 +356,7 @@ class _QuantizationRun:
             stored = quantized_matrix(self.plan, part, matrix)
             weight.copy_(stored.to(self.group.device).dequantize(weight.dtype))
         restore_kept(self.plan, part, index, layer)
-        for result in self._recorded(index):
-            self._tell(result)
+        self._tell_recorded([index])
 
     def _round_to_nearest(self) -> None:
         """Each tensor of the checkpoint by itself: rows do not depend on each other. One process does it."""
@@ -346,8 +364,7 @@ class _QuantizationRun:
             return
         for index, _ in enumerate(self.plan.config.all_layers):
             if index in self.finished:
-                for result in self._recorded(index):
-                    self._tell(result)
+                self._tell_recorded([index])
                 continue
             self._check_layer(index)
             tensors, results = kept_tensors(self.plan, index, {}), []
@@ -421,8 +438,11 @@ class _QuantizationRun:
         if self.group.is_first:
             self.send(result)
 
-    def _recorded(self, index: int) -> list[LayerResult]:
-        return [LayerResult(**row) for row in self.parts.facts(layer_part(index))["results"]]
+    def _tell_recorded(self, layers: Iterable[int]) -> None:
+        """The results of finished layers."""
+        for index in layers:
+            for row in self.parts.facts(layer_part(index))["results"]:
+                self._tell(LayerResult(**row))
 
     def _end_result(self, part: str) -> EndResult | None:
         return EndResult(**self.parts.facts(part)["result"]) if part in self.plan.quantized_ends else None

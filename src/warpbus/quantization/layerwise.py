@@ -222,12 +222,12 @@ class LayerQuantization:
         self.watch.lap("solve")
         lengths = [len(group.shares(rank)) for rank in range(group.world)]
         heights = [length * height for length in lengths]
-        gather = partial(_gathered, group, lengths=heights)
+        gather = partial(group.gather_each, lengths=heights)
         codes = gather([part.qweight for part, _ in quantized])
         scales = gather([part.scales for part, _ in quantized])
         there = [part.zeros for part, _ in quantized if part.zeros is not None]
         zeros: Sequence[Tensor | None] = gather(there) if there else [None] * len(quantized)
-        losses = torch.stack(_gathered(group, [lost for _, lost in quantized], lengths=lengths)).sum(1).tolist()
+        losses = torch.stack(group.gather_each([lost for _, lost in quantized], lengths)).sum(1).tolist()
         found = []
         for index, (weight, (lost, total)) in enumerate(zip(weights, losses, strict=True)):
             part, _ = quantized[index]
@@ -447,12 +447,3 @@ class LayerQuantization:
 
     def _context(self, layer: DecoderLayer, state: States) -> CausalAttention:
         return state.original_context if layer is self._unquantized else state.context
-
-
-def _gathered(group: Group, tensors: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Tensor]:
-    """Concatenate each tensor `[n, ...]` of all processes along axis 0, all in one message; see `Group.gather`."""
-    if group.world == 1:
-        return list(tensors)
-    if len(tensors) == 1:
-        return [group.gather(tensors[0], lengths)]
-    return [each.contiguous() for each in group.gather(torch.stack(list(tensors), 1), lengths).unbind(1)]

@@ -259,8 +259,7 @@ class Awq(FoldingMethod):
 
     def losses(self, layer: LayerQuantization, matrix: Matrix, moments: Tensor, trials: Tensor) -> Tensor:
         def lose(parts: Tensor) -> Tensor:
-            found = [awq.losses(part, moments, trials, matrix.scheme, scale_dtype=layer.scale_dtype) for part in parts]
-            return torch.stack(found).double()
+            return awq.losses(parts, moments, trials, matrix.scheme, scale_dtype=layer.scale_dtype).double()
 
         return layer.summed(layer.weight(matrix), lose)
 

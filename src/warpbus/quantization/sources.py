@@ -56,16 +56,18 @@ class Reading:
         self._hand_over(table)
         return table
 
-    def layers(self) -> Iterator[DecoderLayer]:
-        """All layers, once."""
-        count = len(self._plan.config.all_layers)
+    def layers(self, begin: int = 0, end: int | None = None) -> Iterator[DecoderLayer]:
+        """The layers from `begin` up to `end`, all by default, once."""
+        end = len(self._plan.config.all_layers) if end is None else end
         with self._pool:
-            for index in range(count):
+            if 0 < begin < end:
+                self._layer = self._pool.submit(self._read_layer, begin)
+            for index in range(begin, end):
                 assert self._layer is not None
                 layer, self._layer = self._layer.result(), None
                 for tensor in layer.parameters():
                     self._hand_over(tensor)
-                if index + 1 < count:
+                if index + 1 < end:
                     self._layer = self._pool.submit(self._read_layer, index + 1)
                 yield layer
 

@@ -153,6 +153,11 @@ def job(group: Group, send: Send, patterns: list[frozenset[int]]) -> None:
             assert everything.dtype == dtype
             gathered.append(everything.float().tolist())
             assert torch.equal(everything.float(), lines[1:].to(dtype).float())
+            for several in ([lines], [lines, lines + 1, lines]):
+                each = group.gather_each([whole[rows].to(dtype) for whole in several], lengths)
+                assert [one.dtype for one in each] == [dtype] * len(several)
+                for one, whole in zip(each, several, strict=True):
+                    assert torch.equal(one.float(), whole[1:].to(dtype).float())
     send((sums, gathered))
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
-from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, discard_parts, growing
+from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, discard_parts
+from warpbus.formats import parts as part_files
 from warpbus.formats.identity import differences
 
 PARTS = ("layer-0", "layer-1", "layer-2")
@@ -241,14 +242,14 @@ def test_too_little_space_counts_what_is_there(tmp_path: Path) -> None:
 
 def test_at_most_two_parts_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, taken = threading.Event(), threading.Semaphore(0)
-    write = growing.write_file
+    write = part_files.write_file
 
     def slow(*arguments: Any, **options: Any) -> int | None:
         taken.release()
         assert go.wait(60)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(growing, "write_file", slow)
+    monkeypatch.setattr(part_files, "write_file", slow)
     with GrowingCheckpoint(tmp_path / "out", identity={}) as checkpoint:
         checkpoint.commit("0", {"0": torch.zeros(1)})
         assert taken.acquire(timeout=60)
@@ -269,7 +270,7 @@ def test_at_most_two_parts_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_an_error_in_the_background_is_raised_and_parts_before_it_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    write = growing.write_file
+    write = part_files.write_file
 
     def failing(file: Path, held: dict[str, Tensor], *, checksum: bool) -> int | None:
         if "layer-1.w" in held:
@@ -277,7 +278,7 @@ def test_an_error_in_the_background_is_raised_and_parts_before_it_are_kept(
             raise OSError(28, "No space left on device")
         return write(file, held, checksum=checksum)
 
-    monkeypatch.setattr(growing, "write_file", failing)
+    monkeypatch.setattr(part_files, "write_file", failing)
     with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
         for part in PARTS[:2]:
             checkpoint.commit(part, tensors(part), {})

@@ -22,7 +22,7 @@ SCHEMES = [Scheme.parse(text) for text in ("w4a16-g128", "w3a16-g64", "w4a16-g32
 
 
 def losses(weight, moments, trials, scheme, **options):
-    return awq.losses(weight, moments, trials, scheme, scale_dtype=torch.float32, **options)
+    return awq.losses(weight[None], moments, trials, scheme, scale_dtype=torch.float32, **options)[0]
 
 
 def test_candidates_by_hand():
@@ -67,6 +67,17 @@ def test_a_loss_is_that_of_rounding_the_scaled_matrix(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_candidates_do_not_depend_on_those_beside_them(monkeypatch, scheme):
+    trials = awq.candidates(MEAN_ABS)
+    found = []
+    for together in (1, 3 * WEIGHT.numel(), 2**30):  # of 20 candidates: one by one, the last two by themselves, all
+        monkeypatch.setitem(awq._TOGETHER, "cpu", together)
+        found.append(losses(WEIGHT, MOMENTS, trials, scheme))
+    assert torch.allclose(found[1], found[0], rtol=1e-5)
+    assert torch.allclose(found[2], found[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_the_best_is_never_worse_than_rounding_to_nearest(scheme):
     trials = awq.candidates(MEAN_ABS)[::4]
     found = losses(WEIGHT, MOMENTS, trials, scheme)
@@ -76,6 +87,15 @@ def test_the_best_is_never_worse_than_rounding_to_nearest(scheme):
     )
     assert float(found[0]) == pytest.approx(clipped, rel=1e-5)
     assert found.min() < 0.95 * clipped < 0.95 * plain  # these inputs have outliers
+
+
+@pytest.mark.parametrize("together", [1, 2**12, 2**14, 2**18])
+def test_losses_of_a_part_do_not_depend_on_those_beside_it(monkeypatch, together):
+    monkeypatch.setitem(awq._TOGETHER, "cpu", together)
+    trials, parts = awq.candidates(MEAN_ABS), WEIGHT.view(5, 8, 128)
+    found = awq.losses(parts, MOMENTS, trials, SCHEMES[0], scale_dtype=torch.float32)
+    assert found.shape == (5, 20)
+    assert torch.equal(found, torch.stack([losses(part, MOMENTS, trials, SCHEMES[0]) for part in parts]))
 
 
 def test_losses_of_parts_add_up(monkeypatch):

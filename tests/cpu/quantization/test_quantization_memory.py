@@ -3,9 +3,15 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from quantization_models import write_model
+
+from warpbus.formats import FinishedParts
+from warpbus.formats import parts as part_files
+from warpbus.quantization import Progress, quantize
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "memory.py"
 
@@ -30,3 +36,19 @@ def test_peak_memory_stays_within_its_bound(tmp_path):
     assert found["peak_bytes"] <= found["bound_bytes"]
     assert done.returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_embedding_and_head_are_written_before_the_first_layer_is_read(tmp_path, monkeypatch):
+    """However slow the disk is: while they are written, they are in memory."""
+    write = part_files.write_file
+
+    def slow(file, tensors, **options):
+        time.sleep(0.2 * ("ends" in file.name))
+        return write(file, tensors, **options)
+
+    monkeypatch.setattr(part_files, "write_file", slow)
+    model = write_model(tmp_path / "model", num_hidden_layers=1)
+    there = []
+    progress = Progress(matrix=lambda *arguments: there.append(FinishedParts(tmp_path / "out").parts()))
+    quantize(model, tmp_path / "out", scheme="w4a16-g32", algorithm="rtn", device="cpu", progress=progress)
+    assert there[0] == ["ends-0"]
