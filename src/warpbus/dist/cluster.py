@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from warpbus.dist.group import join
-from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
+from warpbus.dist.outcome import Done, Job, JobFailure, Message, Receive
 from warpbus.dist.ray_cluster import connect, disconnect, load_ray
 from warpbus.dist.watchdog import Heartbeat, Patience, Pulse, Watchdog
 from warpbus.errors import DeviceError, WarpbusError

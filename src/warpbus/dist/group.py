@@ -17,8 +17,8 @@ from warpbus.dist.peers import Peers
 from warpbus.dist.shares import SHARES
 from warpbus.errors import UsageError
 
-# Timeout of the rendezvous and of gloo and NCCL collectives: longer than any legitimate wait, such as for a process that
-# checks the files of an earlier run.
+# Timeout of the rendezvous and of gloo and NCCL collectives: longer than any legitimate wait, such as for a process
+# that checks the files of an earlier run.
 _PATIENCE = timedelta(minutes=30)
 
 # torch 2.13 renamed it.
@@ -139,7 +139,7 @@ class Group:
         return int(least)
 
     def alike(self) -> bool:
-        """Whether all devices are the same model, so that equal work has bit-identical results; every process calls it."""
+        """Whether all devices are one model, so that equal work has bit-identical results; every process calls it."""
         of_cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else of_cpu
         digest = sha256(f"{kind}, torch {torch.__version__}".encode()).digest()[:16]
@@ -159,9 +159,7 @@ class Group:
             UsageError: there are more processes than shares.
         """
         if self.world > SHARES:
-            raise UsageError(
-                f"{self.world} processes: the work has {SHARES} shares: use at most {SHARES} processes"
-            )
+            raise UsageError(f"{self.world} processes: the work has {SHARES} shares: use at most {SHARES} processes")
         rank = self.rank if rank is None else rank
         return range(SHARES * rank // self.world, SHARES * (rank + 1) // self.world)
 

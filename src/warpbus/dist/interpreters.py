@@ -246,8 +246,8 @@ def _start(spec: WorkerSpec, module: str, environment: Mapping[str, str]) -> Int
 
 def _cannot_start(error: OSError) -> DeviceError:
     return DeviceError(
-        f"a process cannot be started ({error}): check that the temporary directory (TMPDIR) exists and has free space, and "
-        "that memory, processes and open files are below their limits"
+        f"a process cannot be started ({error}): check that the temporary directory (TMPDIR) exists and has free "
+        "space, and that memory, processes and open files are below their limits"
     )
 
 

@@ -26,7 +26,7 @@ class JobPipe(Protocol):
         ...
 
     def heard(self, timeout: float | None) -> list[Any]:
-        """All messages received since the last call. Waits up to `timeout` seconds for the first; None waits forever."""
+        """All messages received since the last call. Waits up to `timeout` seconds for the first; None: forever."""
         ...
 
     def step(self) -> AbstractContextManager[None]:

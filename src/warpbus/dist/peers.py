@@ -39,8 +39,8 @@ _REASONS = (
 class Peers:
     """Exchanges tensors of up to `MOST_BYTES` through the GPUs' memory (`warpbus.kernels.ops.peers`).
 
-    The exchanges of a group have to run in the same order on all GPUs, one after the other: on one stream, or on streams
-    that wait for each other. They can be captured in CUDA graphs.
+    The exchanges of a group have to run in the same order on all GPUs, one after the other: on one stream, or on
+    streams that wait for each other. They can be captured in CUDA graphs.
 
     A kernel that waits for another GPU for more than `PATIENCE` seconds aborts: the next CUDA call fails, and
     `lost_peer` returns the reason.

@@ -16,7 +16,7 @@ import torch
 
 from warpbus.dist.group import Group
 from warpbus.dist.interpreters import process_pool
-from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
+from warpbus.dist.outcome import Done, Job, JobFailure, Message, Receive
 from warpbus.dist.watchdog import SECONDS_BETWEEN_HEARTBEATS, Heartbeat, Patience, ProcessDiedError, Watchdog
 from warpbus.errors import UsageError, WarpbusError
 
@@ -54,9 +54,9 @@ class Processes:
 
     With one device no process is started and `run` calls the function, unless `apart` is set.
 
-    All processes have ended when the block is left. If this process dies, even by SIGKILL, so do the workers (on Linux).
-    The block must run in one thread, which has to outlive it. Ctrl-C in a terminal reaches only this process, which ends
-    the workers.
+    All processes have ended when the block is left. If this process dies, even by SIGKILL, so do the workers (on
+    Linux). The block must run in one thread, which has to outlive it. Ctrl-C in a terminal reaches only this process,
+    which ends the workers.
 
     Args:
         function: a function of a module, called as `function(group, send, *arguments)`. `send(message)` passes a

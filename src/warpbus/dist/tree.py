@@ -72,7 +72,7 @@ class TreeSum:
         return torch.full(self._shape, -0.0, device=self._group.device)
 
     def _add_slices(self, mine: list[Tensor]) -> Tensor:
-        """Finish the tree: each process sums its slice of the elements over all subtrees, then all slices are exchanged.
+        """Finish the tree: each process sums its slice of the elements over all subtrees; slices are then exchanged.
 
         Each process sends and receives at most twice the bytes of a tensor, and needs memory for one more.
         """

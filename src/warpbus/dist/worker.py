@@ -7,7 +7,7 @@ import torch
 
 from warpbus.dist.group import join
 from warpbus.dist.interpreters import WorkerSpec, load
-from warpbus.dist.outcome import Done, JobFailure, Job
+from warpbus.dist.outcome import Done, Job, JobFailure
 from warpbus.dist.peers import lost_peer
 from warpbus.dist.worker_pipe import WorkerPipe
 

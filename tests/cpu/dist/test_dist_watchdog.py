@@ -14,11 +14,20 @@ import pytest
 import torch
 from dist_children import children, look
 
-from warpbus.dist import Group, JobPipe, Patience, ProcessDiedError, Processes, ProcessStalledError, Send, launch
+from warpbus.dist import (
+    Group,
+    JobPipe,
+    Patience,
+    ProcessDiedError,
+    Processes,
+    ProcessStalledError,
+    Send,
+    launch,
+    worker_pipe,
+)
 from warpbus.dist import watchdog as module
-from warpbus.dist import worker_pipe
-from warpbus.dist.worker_pipe import WorkerPipe
 from warpbus.dist.watchdog import Heartbeat, Pulse, Watchdog, check_limit
+from warpbus.dist.worker_pipe import WorkerPipe
 from warpbus.errors import DeviceError, UsageError
 
 CPU = torch.device("cpu")
@@ -89,7 +98,9 @@ def test_a_silent_process_is_reported_then_given_up(quick: None, caplog: pytest.
             watchdog.heard(0, Heartbeat(5.0 if reported.said else 0.0))  # it waits for the other
             time.sleep(0.01)
     assert [line.partition(" for ")[0] for line in reported.said] == ["process 1 has sent no heartbeat"]
-    assert "process 1 has sent no heartbeat for 0 s: it is killed after 1.5 s" in caplog.text.replace(" for 1 s", " for 0 s")
+    assert "process 1 has sent no heartbeat for 0 s: it is killed after 1.5 s" in caplog.text.replace(
+        " for 1 s", " for 0 s"
+    )
     assert isinstance(watchdog.verdict, ProcessStalledError)
     assert watchdog.verdict.what == "process 1 has sent no heartbeat for 2 s, and was killed"
 
@@ -175,9 +186,11 @@ def test_a_process_killed_amid_a_message_is_one_that_was_killed() -> None:
     def read_on_when_it_is_dead(process: int) -> None:
         until(lambda: psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
 
-    with pytest.raises(ProcessDiedError, match=r"^process 0 on cpu was killed by signal 9 \(SIGKILL\)"):
-        with Processes(hold_a_large_message, devices=[CPU], receive=read_on_when_it_is_dead, apart=True) as processes:
-            processes.run()
+    with (
+        pytest.raises(ProcessDiedError, match=r"^process 0 on cpu was killed by signal 9 \(SIGKILL\)"),
+        Processes(hold_a_large_message, devices=[CPU], receive=read_on_when_it_is_dead, apart=True) as processes,
+    ):
+        processes.run()
     assert children() == set()
 
 
@@ -196,5 +209,7 @@ def test_a_process_ends_where_the_starting_one_was_killed_amid_a_message(monkeyp
 
 def test_a_system_that_refuses_a_process_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(DeviceError, match=r"^a process cannot be started \(.*/nowhere.*\): check that the temporary directory"):
+    with pytest.raises(
+        DeviceError, match=r"^a process cannot be started \(.*/nowhere.*\): check that the temporary directory"
+    ):
         launch(hang_in_step, (), devices=[CPU, CPU], receive=print)
