@@ -186,7 +186,7 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
 
 
 def test_a_directory_is_no_file(tmp_path):
-    with pytest.raises(DataError, match="no such calibration file"):
+    with pytest.raises(DataError, match=r"is a directory: expected a \.txt"):
         read(tmp_path)
 
 
