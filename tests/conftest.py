@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import functools
 import gc
 import os
 import shutil
@@ -58,6 +59,26 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist=loadfile` sends all files that need a Ray cluster to one worker: each worker would start its own."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    xdist = pytest.importorskip("xdist.scheduler")
+    root = config.rootpath
+
+    @functools.cache
+    def scope(file: str) -> str:
+        text = (root / file).read_text(encoding="utf-8")
+        return "ray" if "two_nodes" in text or "ray_cluster" in text else file
+
+    class Scheduling(xdist.LoadFileScheduling):  # type: ignore[misc, name-defined]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid.partition("::")[0])
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture
