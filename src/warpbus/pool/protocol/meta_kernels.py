@@ -32,7 +32,7 @@ def _unwrap(function: Any, seen: set[int]) -> None:
     seen.add(id(function))
     for inner in filter(callable, map(_content, getattr(function, "__closure__", None) or ())):
         if function.__code__ is _WRAPPER:
-            setattr(inner, "__dynamo_disable", inner)  # noqa: B010 - mypy knows no such attribute
+            setattr(inner, "__dynamo_disable", inner)
         _unwrap(inner, seen)
 
 
