@@ -1,6 +1,6 @@
 """Lets PyTorch's meta kernels run without importing its compiler.
 
-Many meta kernels are Python functions that `torch._disable_dynamo` wraps: the first call of one imports torch._dynamo,
+Many meta kernels are Python functions that `torch._disable_dynamo` has wrapped: the first call of one imports torch._dynamo,
 which takes 0.6 s and 40 MB in each client and in each tenant process. The wrapper keeps the function that it calls as
 an attribute of the wrapped function, and imports nothing if the attribute is there. A PyTorch that keeps it elsewhere
 imports its compiler as before.
@@ -10,10 +10,10 @@ import functools
 from types import CellType
 from typing import Any
 
-import torch
+from torch._compile import _disable_dynamo
 from torch._decomp import global_decomposition_table
 
-_WRAPPER = getattr(torch._disable_dynamo(lambda: None), "__code__", None)
+_WRAPPER = getattr(_disable_dynamo(lambda: None), "__code__", None)
 
 
 @functools.cache
