@@ -1,9 +1,9 @@
 """Lets PyTorch's meta kernels run without importing its compiler.
 
 Many meta kernels are Python functions that `torch._disable_dynamo` has wrapped: the first call of one imports
-torch._dynamo, which takes 0.6 s and 40 MB in each client and in each tenant process. The wrapper keeps the function that
-it calls as an attribute of the wrapped function, and imports nothing if the attribute is there. A PyTorch that keeps it
-elsewhere imports its compiler as before.
+torch._dynamo, which takes 0.6 s and 40 MB in each client and in each tenant process. The wrapper keeps the function
+that it calls as an attribute of the wrapped function, and imports nothing if the attribute is there. A PyTorch that
+keeps it elsewhere imports its compiler as before.
 """
 
 import functools
