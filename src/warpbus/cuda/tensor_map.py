@@ -60,8 +60,8 @@ def tile_maps(matrix: Tensor, rows: int, columns: int) -> bytes:
     return _tile_maps(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.stride(), rows, columns)
 
 
-# A map only says where and how, so the same matrix at the same place has the same map, whatever it holds. One look-up finds
-# what a launch asks for: an eager step launches thousands of kernels.
+# A map only says where and how, so the same matrix at the same place has the same map, whatever it holds. One look-up
+# finds what a launch asks for: an eager step launches thousands of kernels.
 @functools.lru_cache(maxsize=16_384)
 def _tile_maps(
     address: int, dtype: torch.dtype, height: int, width: int, pitch: int, step: int, rows: int, columns: int
