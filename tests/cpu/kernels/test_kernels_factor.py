@@ -48,7 +48,7 @@ def test_a_matrix_that_is_not_positive_definite_is_reported_and_stays_reported()
 
 
 def test_opcheck():
-    opcheck(ops._factor_corner, (definite(5), *outputs(5)))
+    opcheck(torch.ops.warpbus.factor_corner.default, (definite(5), *outputs(5)))
 
 
 @pytest.mark.parametrize(
