@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 GENERATE, TRAIN, QUANTIZE = "generate", "train", "quantize"
 ORIGINAL, RTN8, RTN4, GPTQ4 = "16 bits", "8 bits (RTN)", "4 bits (RTN)", "4 bits (GPTQ)"
 CPU, GPU = "CPU", "GPU"
-_METHOD_NAMES = {"full": "all weights", "lora": "LoRA"}
+_METHOD_NAMES = {"lora": "LoRA"}
 
 
 @dataclass(frozen=True)
