@@ -27,7 +27,7 @@ FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 # Between Chinese characters, and after Chinese punctuation, a line break of the source must not become a space.
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
-    r"|(?<=[，。；：、（）])\n *(?=[A-Za-z`\[])"
+    r"|(?<=[，。；：、（）])\n *(?![0-9]+\. )(?=[A-Za-z0-9+`\[])"
 )
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
 
