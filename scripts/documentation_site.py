@@ -57,8 +57,9 @@ GROUPS = {
     "Measurements": ("benchmarks", "benchmark_results", "quantization_quality", "benchmark_cases"),
     "Reference": ("reference", "environment", "glossary", "changelog"),
     "Develop": (
-        *("architecture", "scheduling", "quantization_methods", "quantized_kernels", "attention_kernels", "cpu_kernels"),
-        *("chat_page", "contributing", "add_a_model", "add_a_kernel", "add_an_algorithm", "add_an_endpoint"),
+        *("architecture", "scheduling", "quantization_methods", "quantized_kernels", "attention_kernels"),
+        *("cpu_kernels", "chat_page", "contributing"),
+        *("add_a_model", "add_a_kernel", "add_an_algorithm", "add_an_endpoint"),
     ),
 }
 CHINESE_GROUPS = {
