@@ -35,7 +35,7 @@ def round_activations(model: nn.Module, activation_dtype: str) -> None:
     packed += [each.matrices("gate_up").weights for each in experts]
     supported = [form for form in packed if wna8.supports(form.scheme, codes)]
     if not supported:
-        known = {str(each.scheme) for each in (*linears, *packed)}
+        known = {str(linear.scheme) for linear in linears} | {str(form.scheme) for form in packed}
         schemes = ", ".join(sorted(known)) or "not quantized"
         raise UsageError(
             f"activation_dtype {activation_dtype} needs matrices of up to 4 bits (with int8 also w8a16) in groups of "
@@ -47,5 +47,7 @@ def round_activations(model: nn.Module, activation_dtype: str) -> None:
             f"activation_dtype {activation_dtype} needs an Ada, Hopper or later GPU (sm_89); {device} is "
             f"{architecture(device)}: give int8, which GPUs from Ampere on (sm_80) take"
         )
-    for module in (*linears, *experts):
-        module.activation_dtype = codes
+    for linear in linears:
+        linear.activation_dtype = codes
+    for each in experts:
+        each.activation_dtype = codes
