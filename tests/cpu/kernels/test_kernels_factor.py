@@ -5,7 +5,6 @@ import torch
 from torch.library import opcheck
 
 from warpbus.errors import TensorError
-from warpbus.kernels.ops import factor as ops
 from warpbus.kernels.ops.factor import factor_corner
 
 
