@@ -20,6 +20,7 @@ from warpbus.engine.sampling_params import Grammar, GrammarKind
 from warpbus.engine.structural_tags import structural_grammar
 from warpbus.errors import UsageError
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers.base import check_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -180,6 +181,7 @@ class GrammarCompiler:
     def _parse(self, grammar: Grammar) -> LLMatcher:
         if len(grammar.text) > MOST_TEXT:
             raise UsageError(f"{grammar.kind} has {len(grammar.text):,} characters: give at most {MOST_TEXT:,}")
+        check_text(grammar.text)
         source = _SOURCES[grammar.kind](self._library.LLMatcher, grammar.text)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         # The first mask shows whether the lexer exceeds its limits.

@@ -332,6 +332,8 @@ def test_a_space_that_a_tokenizer_adds_is_none_of_the_grammars(tmp_path):
         (Grammar("choice", '"a"'), "choice is no list"),
         (Grammar("choice", '["a", ""]'), "choice is no list"),
         (Grammar("choice", "[]"), "choice is no list"),
+        (Grammar("json_schema", '{"enum": ["\ud83d"]}'), "lone surrogate U+D83D at character 11"),
+        (Grammar("ebnf", 'root ::= "\ud83d"'), "lone surrogate U+D83D at character 10"),
     ],
 )
 def test_what_is_refused(compiler, grammar, says):
