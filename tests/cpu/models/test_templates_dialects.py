@@ -334,6 +334,72 @@ def test_a_forced_call_is_one_that_can_be_read(dialect, text, allowed):
     assert accepted(dialect.grammar(TOOLS, several=True), both) == (allowed and dialect is not LLAMA)
 
 
+PAINT = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "$defs": {
+            "Color": {"type": "string", "enum": ["red", "blue"]},
+            "Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+        "properties": {
+            "color": {"$ref": "#/$defs/Color", "description": "of the paint"},
+            "at": {"type": "array", "items": {"$ref": "#/$defs/Point"}},
+            "kind": {"const": "oil"},
+        },
+        "required": ["color", "at"],
+    },
+}
+
+
+def pairs(name, **values):
+    written = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()]
+    return f"<tool_call>{name}\n{''.join(written)}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({"color": "red", "at": '[{"x":1}]'}, True),
+        ({"color": "blue", "at": "[]", "kind": "oil"}, True),
+        ({"color": "green", "at": "[]"}, False),
+        ({"color": '"red"', "at": "[]"}, False),
+        ({"color": "red", "at": '[{"y":1}]'}, False),
+        ({"color": "red", "at": "[]", "kind": "water"}, False),
+    ],
+)
+def test_arguments_may_refer_to_definitions_of_the_tool(values, allowed):
+    text = pairs("paint", **values)
+    assert accepted(GLM.grammar([PAINT]), text) == allowed
+    if allowed:
+        [call] = split(GLM, text, 3, [PAINT])[1]
+        assert call.name == "paint"
+        assert json.loads(call.arguments) == {key: json.loads(v) if key == "at" else v for key, v in values.items()}
+
+
+def test_a_text_that_looks_like_another_type_stays_a_text():
+    options = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties = {"a": options, "b": options, "c": options, "d": {"type": ["string", "integer"]}, "e": {}}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    [call] = split(GLM, pairs("f", a="123", b="null", c='"1"', d="007", e="5"), 5, [tool])[1]
+    assert json.loads(call.arguments) == {"a": "123", "b": None, "c": "1", "d": "007", "e": 5}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (QWEN, '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+        (LLAMA, '{"name": "f", "parameters": %s}'),
+    ],
+)
+@pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}, {}])
+def test_arguments_are_an_object_whatever_the_schema_says(dialect, text, parameters):
+    grammar = dialect.grammar([{"name": "f", "parameters": parameters}])
+    assert accepted(grammar, text % '{"a":1}')
+    assert not accepted(grammar, text % "5")
+    assert not accepted(grammar, text % "null")
+
+
 @pytest.mark.parametrize(
     ("dialect", "call"), [(QWEN, QWEN_CALL), (GLM, GLM_CALL), (LLAMA, LLAMA_CALL)], ids=["qwen", "glm", "llama"]
 )

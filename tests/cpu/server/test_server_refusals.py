@@ -155,7 +155,9 @@ def test_a_value_that_no_answer_could_repeat_is_refused(http, path, value, says)
 def test_escaped_pairs_of_surrogates_are_text(http, served):
     served.service.script = "ok"
     content = rb'{"model": "parrot", "max_tokens": 9, "stop": ["\ud83d\ude00", "\\ud83d"], "prompt": "\uD83D\uDE00"}'
-    assert http.post("/v1/completions", content=content, headers={"content-type": "application/json"}).status_code == 200
+    assert (
+        http.post("/v1/completions", content=content, headers={"content-type": "application/json"}).status_code == 200
+    )
     prompt, params = served.service.asked[0][:2]
     assert served.service.tokenizer.decode(prompt) == "\U0001f600"
     assert params.stop == ("\U0001f600", "\\ud83d")

@@ -20,6 +20,7 @@ from warpbus.models.templates.dialect import (
     names_of,
     no_constant,
 )
+from warpbus.models.templates.json_schema import json_grammar, resolved, texts_of, types_of, value_types
 from warpbus.models.templates.partial_calls import cut_json_call
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
@@ -205,13 +206,13 @@ class ArgumentTagTools(_TaggedTools):
         schema, except that texts have no limits of length or form but `enum`.
         """
         properties = _properties(tool)
-        required = [key for key in (tool.get("parameters") or {}).get("required") or () if key in properties]
+        required = [key for key in _parameters(tool).get("required") or () if key in properties]
         keys = [*required, *(key for key in properties if key not in required)]
         parts = [json.dumps(tool["name"]) + ' "\\n"?']
         rules = []
         for i, key in enumerate(keys):
             begin = json.dumps(f"<arg_key>{key}</arg_key>")
-            value, own = _value_rules(properties[key], f"{name}v{i}")
+            value, own = _value_rules(properties[key], tool, f"{name}v{i}")
             pair = f'{begin} "\\n"? "<arg_value>" {value} "\\n"?'
             parts.append(pair if key in required else f"({pair})?")
             rules += own
@@ -235,7 +236,7 @@ def _begun(text: str, tools: Sequence[Tool]) -> tuple[Tool, dict[str, Any], str]
         key, value = pair[1].strip(), pair[2]
         if key in arguments:
             return None
-        arguments[key] = _value(value, properties.get(key))
+        arguments[key] = _value(value, properties.get(key), tool)
         at = pair.end()
     return tool, arguments, rest[at:]
 
@@ -250,34 +251,43 @@ def _begun_tag(text: str, tag: str) -> int:
     return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
 
 
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.get("parameters") or {}
+
+
 def _properties(tool: Tool) -> dict[str, Any]:
-    found = (tool.get("parameters") or {}).get("properties")
-    return found if isinstance(found, dict) else {}
+    """The schemas of the arguments, without references at their top."""
+    found = _parameters(tool).get("properties")
+    return {key: resolved(each, _parameters(tool)) for key, each in found.items()} if isinstance(found, dict) else {}
 
 
 def _is_text(schema: Any) -> bool:
     return isinstance(schema, dict) and (
-        schema.get("type") == "string"
-        or ("type" not in schema and bool(schema.get("enum")) and all(isinstance(one, str) for one in schema["enum"]))
+        schema.get("type") == "string" or ("type" not in schema and bool(texts_of(schema)))
     )
 
 
-def _value(text: str, schema: Any) -> Any:
-    """The value of an argument: a text as it is if its schema says so, otherwise JSON, or a text that is no JSON."""
+def _value(text: str, schema: Any, tool: Tool) -> Any:
+    """The value of an argument: a text as it is if its schema says so, otherwise JSON.
+
+    What is no JSON, or has a type that the schema does not allow where it allows texts, is a text.
+    """
     if _is_text(schema):
         return text
     try:
-        return json.loads(text, parse_constant=no_constant, strict=False)
+        found = json.loads(text, parse_constant=no_constant, strict=False)
     except (ValueError, RecursionError):
         return text
+    types = types_of(schema, _parameters(tool))
+    return text if "string" in types and types.isdisjoint(value_types(found)) else found
 
 
-def _value_rules(schema: Any, name: str) -> tuple[str, list[str]]:
+def _value_rules(schema: Any, tool: Tool, name: str) -> tuple[str, list[str]]:
     """The part of a grammar for a value and its closing tag, and the further rules that it needs."""
     closing = "</arg_value>"
     if not _is_text(schema):
-        return f'{arguments_grammar({"parameters": schema if isinstance(schema, dict) else {}})} "{closing}"', []
-    texts = schema.get("enum")
+        return f'{json_grammar(schema, _parameters(tool))} "{closing}"', []
+    texts = texts_of(schema)
     if texts:
         return f'({" | ".join(json.dumps(text, ensure_ascii=False) for text in texts)}) "{closing}"', []
     return name, [f'{name}[suffix="{closing}"]: /(?s:.*)/']
