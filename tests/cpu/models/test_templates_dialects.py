@@ -385,6 +385,37 @@ def test_a_text_that_looks_like_another_type_stays_a_text():
     assert json.loads(call.arguments) == {"a": "123", "b": None, "c": "1", "d": "007", "e": 5}
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("dialect", "call", "broken"),
+    [
+        (
+            QWEN,
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "\\"</tool_call>\\\\"}}</tool_call>',
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "x}}</tool_call>',
+        ),
+        (
+            GLM,
+            '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>"</tool_call>\\</arg_value>\n</tool_call>',
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>x</tool_call>",
+        ),
+    ],
+    ids=["qwen", "glm"],
+)
+def test_a_closing_tag_may_be_within_an_argument(dialect, call, broken, size):
+    assert accepted(
+        dialect.grammar([WEATHER]), call.replace("<tool_call>{", "<tool_call>\n{").replace("}</t", "}\n</t")
+    )
+    shown, calls = split(dialect, f"a{call} b{call}c", size)
+    assert shown == "a bc"
+    assert [json.loads(each.arguments) for each in calls] == [{"city": '"</tool_call>\\'}] * 2
+    if dialect is QWEN:
+        shown, calls = split(dialect, f"a{broken}b{call}c", size)
+        assert shown == f"a{broken}bc"
+        assert len(calls) == 1
+    assert split(dialect, broken, size) == (broken, [])
+
+
 @pytest.mark.parametrize(
     ("dialect", "text"),
     [

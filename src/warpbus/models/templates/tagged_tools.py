@@ -26,6 +26,8 @@ from warpbus.models.templates.partial_calls import cut_json_call
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _CUT_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
+_QUOTE_OR_CLOSING = re.compile(rf'\\.|"|{_CLOSING}', re.DOTALL)  # or an escape, whose quote is none
+_VALUE_OR_CLOSING = re.compile(f"</?arg_value>|{_CLOSING}")
 _SPACE = " \t\r\n"
 
 
@@ -37,14 +39,22 @@ class TaggedCallStream:
     Args:
         read: the call that a text between the tags is; None if it is none.
         read_cut: the call that a text behind an opening tag begins; None if it begins none.
+        end: the position of the tag that closes the call behind an opening tag, not within a text of its arguments; -1
+            if there is none yet.
         calls: tools may be called; otherwise all of the answer is text.
     """
 
     def __init__(
-        self, read: Callable[[str], ToolCall | None], read_cut: Callable[[str], ToolCall | None], *, calls: bool
+        self,
+        read: Callable[[str], ToolCall | None],
+        read_cut: Callable[[str], ToolCall | None],
+        end: Callable[[str], int],
+        *,
+        calls: bool,
     ) -> None:
         self._read = read
         self._read_cut = read_cut
+        self._end = end
         self._calls = calls
         self._held = ""  # whitespace, and text that may begin a tag; or a call so far, without its opening tag
         self._inside = False
@@ -56,21 +66,21 @@ class TaggedCallStream:
         self._held += text
         shown, calls = "", []
         while True:
-            tag = _CLOSING if self._inside else _OPENING
-            before, found, after = self._held.partition(tag)
-            if not found:
-                break
-            self._held = after
             if not self._inside:
+                before, found, after = self._held.partition(_OPENING)
+                if not found:
+                    break
                 shown += before.rstrip(_SPACE)
-                self._inside = True
-                continue
-            self._inside = False
-            call = self._read(before)
+                self._held, self._inside = after, True
+            at = self._end(self._held) if _CLOSING in self._held else -1
+            if at < 0:
+                break
+            call = self._read(self._held[:at])
             if call is None:
-                shown += f"{_OPENING}{before}{_CLOSING}"
+                shown += self._take_text()
             else:
                 calls.append(call)
+                self._held, self._inside = self._held[at + len(_CLOSING) :], False
         if not self._inside:
             keep = len(self._held) - len(_certain(self._held))
             at = len(self._held) - keep
@@ -85,9 +95,15 @@ class TaggedCallStream:
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """See `AnswerStream.flush`: a call without its end remains text."""
-        held = _OPENING + self._held if self._inside else self._held
+        shown, calls = "", []
+        # The text that seemed to hold a closing tag has no end: the tag ended what is no call.
+        while self._inside and _CLOSING in self._held:
+            shown += self._take_text()
+            more, found = self.push("")
+            shown, calls = shown + more, calls + found
+        shown += _OPENING + self._held if self._inside else self._held
         self._held, self._inside = "", False
-        return held, []
+        return shown, calls
 
     def cut_off(self) -> tuple[str, list[ToolCall]]:
         """See `AnswerStream.cut_off`."""
@@ -96,6 +112,12 @@ class TaggedCallStream:
             return self.flush()
         self._held, self._inside = "", False
         return "", [call]
+
+    def _take_text(self) -> str:
+        """What is no call, up to its first closing tag."""
+        text, tag, self._held = self._held.partition(_CLOSING)
+        self._inside = False
+        return _OPENING + text + tag
 
 
 def _certain(text: str) -> str:
@@ -109,7 +131,10 @@ class _TaggedTools(TemplateTools):
     def stream(self, tools: Sequence[Tool]) -> TaggedCallStream:
         """See `ToolDialect.stream`."""
         return TaggedCallStream(
-            lambda text: self.read(text, tools), lambda text: self.read_cut(text, tools), calls=bool(tools)
+            lambda text: self.read(text, tools),
+            lambda text: self.read_cut(text, tools),
+            self.end,
+            calls=bool(tools),
         )
 
     def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
@@ -118,6 +143,10 @@ class _TaggedTools(TemplateTools):
 
     def read_cut(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
         """The call that a text behind an opening tag begins; None if its tool is not known yet."""
+        raise NotImplementedError
+
+    def end(self, text: str) -> int:
+        """The position of the tag that closes the call behind an opening tag; -1 if there is none yet."""
         raise NotImplementedError
 
     def rules(self, tool: Tool, name: str) -> list[str]:
@@ -159,6 +188,15 @@ class JsonTagTools(_TaggedTools):
         """See `_TaggedTools.read_cut`."""
         return cut_json_call(text, names_of(tools))
 
+    def end(self, text: str) -> int:
+        """See `_TaggedTools.end`."""
+        within = False
+        for part in _QUOTE_OR_CLOSING.finditer(text):
+            if part[0] == _CLOSING and not within:
+                return part.start()
+            within ^= part[0] == '"'
+        return -1
+
     def rules(self, tool: Tool, name: str) -> list[str]:
         """See `_TaggedTools.rules`."""
         head = json.dumps(f'\n{{"name": {json.dumps(tool["name"])}, "arguments": ')
@@ -198,6 +236,15 @@ class ArgumentTagTools(_TaggedTools):
         except (ValueError, RecursionError):
             return None
         return ToolCall(str(tool["name"]), written, complete=False)
+
+    def end(self, text: str) -> int:
+        """See `_TaggedTools.end`."""
+        within = False
+        for part in _VALUE_OR_CLOSING.finditer(text):
+            if part[0] == _CLOSING and not within:
+                return part.start()
+            within = part[0] == "<arg_value>" or (within and part[0] == _CLOSING)
+        return -1
 
     def rules(self, tool: Tool, name: str) -> list[str]:
         """See `_TaggedTools.rules`.
