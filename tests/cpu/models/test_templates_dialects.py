@@ -377,6 +377,18 @@ def test_arguments_may_refer_to_definitions_of_the_tool(values, allowed):
         assert json.loads(call.arguments) == {key: json.loads(v) if key == "at" else v for key, v in values.items()}
 
 
+def test_grammars_that_definitions_would_make_too_long_are_refused():
+    definitions = {f"d{at}": {"items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(500)}
+    properties = {f"p{at}": {"$ref": "#/$defs/d0"} for at in range(900)}
+    tool = {"name": "f", "parameters": {"type": "object", "$defs": definitions, "properties": properties}}
+    for write in (GLM.grammar, GLM.free_grammar):
+        with pytest.raises(UsageError, match="tools: f: its grammar is longer than 131,072 characters"):
+            write([tool])
+    small = {**tool, "parameters": {**tool["parameters"], "properties": {"p": {"$ref": "#/$defs/d0"}}}}
+    with pytest.raises(UsageError, match="tools: f: its grammar"):
+        GLM.grammar([small] * 20)
+
+
 def test_a_text_that_looks_like_another_type_stays_a_text():
     options = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     properties = {"a": options, "b": options, "c": options, "d": {"type": ["string", "integer"]}, "e": {}}

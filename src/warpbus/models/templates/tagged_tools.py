@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from warpbus.errors import UsageError
 from warpbus.models.templates.dialect import (
     LONGEST_CALL,
     TemplateTools,
@@ -29,6 +30,7 @@ _CUT_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTA
 _QUOTE_OR_CLOSING = re.compile(rf'\\.|"|{_CLOSING}', re.DOTALL)  # or an escape, whose quote is none
 _VALUE_OR_CLOSING = re.compile(f"</?arg_value>|{_CLOSING}")
 _SPACE = " \t\r\n"
+_LONGEST_GRAMMAR = 1 << 17  # no longer one is compiled
 
 
 class TaggedCallStream:
@@ -166,7 +168,10 @@ class _TaggedTools(TemplateTools):
 
     def _bodies(self, tools: Sequence[Tool]) -> list[str]:
         names = [f"tool{i}" for i in range(len(tools))]
-        rules = [rule for tool, name in zip(tools, names, strict=True) for rule in self.rules(tool, name)]
+        rules: list[str] = []
+        for tool, name in zip(tools, names, strict=True):
+            rules += self.rules(tool, name)
+            _check_size(tool, sum(map(len, rules)))
         return [f"body: {' | '.join(names)}", *rules]
 
 
@@ -257,12 +262,15 @@ class ArgumentTagTools(_TaggedTools):
         keys = [*required, *(key for key in properties if key not in required)]
         parts = [json.dumps(tool["name"]) + ' "\\n"?']
         rules = []
+        size = 0
         for i, key in enumerate(keys):
             begin = json.dumps(f"<arg_key>{key}</arg_key>")
             value, own = _value_rules(properties[key], tool, f"{name}v{i}")
             pair = f'{begin} "\\n"? "<arg_value>" {value} "\\n"?'
             parts.append(pair if key in required else f"({pair})?")
             rules += own
+            size += len(pair)
+            _check_size(tool, size)  # each value has the definitions that it may refer to
         return [f'{name}: {" ".join(parts)} "{_CLOSING}"', *rules]
 
 
@@ -296,6 +304,14 @@ def _without_tag(text: str, tag: str) -> str:
 def _begun_tag(text: str, tag: str) -> int:
     """How many characters of a tag a text ends with; 0 if with none, or with all."""
     return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
+
+
+def _check_size(tool: Tool, size: int) -> None:
+    if size > _LONGEST_GRAMMAR:
+        raise UsageError(
+            f"tools: {str(tool['name'])[:80]}: its grammar is longer than {_LONGEST_GRAMMAR:,} characters: give fewer "
+            "tools, parameters or $defs, or leave out strict and tool_choice"
+        )
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
