@@ -156,17 +156,17 @@ def _by_tile(
     average = experts.numel() / (count + absent)
     if able.wgmma:
         wide = choose_sm90(average)
-        rows = SortedRows.sort(x, experts, count, wide.tile_m)
-        inner = x.new_empty(len(rows.x), ffn)
+        rows = SortedRows.sort(experts, count, wide.tile_m, x.dtype)
+        inner = x.new_empty(rows.padded, ffn)
         y = x.new_empty(rows.count, hidden)
-        gemm_sm90.multiply_experts(rows.x, gate_up, rows.tiles, rows.most, wide, inner, gated=True)
+        gemm_sm90.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, wide, inner, gated=True)
         gemm_sm90.multiply_experts(inner, down, rows.tiles, rows.most, wide, y)
     else:
         small = choose_sm80(average)
-        rows = SortedRows.sort(x, experts, count, small.tile_m)
-        both = x.new_empty(len(rows.x), 2 * ffn)
+        rows = SortedRows.sort(experts, count, small.tile_m, x.dtype)
+        both = x.new_empty(rows.padded, 2 * ffn)
         y = x.new_empty(rows.count, hidden)
-        gemm_sm80.multiply_experts(rows.x, gate_up, rows.tiles, rows.most, small, both)
+        gemm_sm80.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, small, both)
         gemm_sm80.multiply_experts(swiglu(both), down, rows.tiles, rows.most, small, y)
     return rows.combine(y, weights, residual)
 
@@ -185,16 +185,16 @@ def _by_tile_in_8_bits(
     count, hidden, ffn = down.shape
     average = experts.numel() / (count + absent)
     small = w8a8.AMPERE[1 if average <= w8a8.AMPERE[1].tile_m else 0]
-    rows = SortedRows.sort(x, experts, count, w8a8_experts.HOPPER_ROWS if able.wgmma else small.tile_m)
+    rows = SortedRows.sort(experts, count, w8a8_experts.HOPPER_ROWS if able.wgmma else small.tile_m, x.dtype)
     y = x.new_empty(rows.count, hidden)
-    codes = w8a8.quantize_tokens(rows.x, gate_up.dtype)
+    codes = w8a8.quantize_tokens(rows.gather(x), gate_up.dtype)
     if able.wgmma:
-        inner = x.new_empty(len(rows.x), ffn)
+        inner = x.new_empty(rows.padded, ffn)
         w8a8_experts.hopper(*codes, gate_up, scales[0], rows.tiles, rows.most, inner, gated=True)
         codes = w8a8.quantize_tokens(inner, down.dtype)
         w8a8_experts.hopper(*codes, down, scales[1], rows.tiles, rows.most, y)
     else:
-        both = x.new_empty(len(rows.x), 2 * ffn)
+        both = x.new_empty(rows.padded, 2 * ffn)
         w8a8_experts.ampere(*codes, gate_up, scales[0], rows.tiles, rows.most, small, both)
         codes = w8a8.quantize_tokens(swiglu(both), down.dtype)
         w8a8_experts.ampere(*codes, down, scales[1], rows.tiles, rows.most, small, y)
