@@ -97,7 +97,8 @@ class TaggedCallStream:
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """See `AnswerStream.flush`: a call without its end remains text."""
-        shown, calls = "", []
+        shown = ""
+        calls: list[ToolCall] = []
         # The text that seemed to hold a closing tag has no end: the tag ended what is no call.
         while self._inside and _CLOSING in self._held:
             shown += self._take_text()
