@@ -1,7 +1,6 @@
 """Checks of operators' arguments, where kernels support them, and how these cover them with blocks."""
 
 import functools
-from math import prod
 from typing import Any
 
 import torch
