@@ -141,7 +141,7 @@ def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
     table = torch.randperm(batch * count, device=keys.device).int().view(batch, count)
     slots = table[:, -1].long() * BLOCK + (context - 1) % BLOCK
     if stored is None:
-        return _Cache(table, slots, _in_blocks(keys, table), _in_blocks(values, table), None, None)
+        return _Cache(table, slots, in_blocks(keys, table), in_blocks(values, table), None, None)
     shape = (batch * count, kv_heads, BLOCK)
     if stored == INT4:
         packed = [torch.randint(256, (*shape, head_dim // 2), device=keys.device).to(INT4) for _ in range(2)]
@@ -156,7 +156,7 @@ def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
     return _Cache(table, slots, *codes, *scales)
 
 
-def _in_blocks(vectors: Tensor, table: Tensor) -> Tensor:
+def in_blocks(vectors: Tensor, table: Tensor) -> Tensor:
     """`[batch, kv_heads, context, head_dim]` as the blocks that the table names, the last ones filled up with zeros."""
     count = table.shape[1]
     padded = F.pad(vectors, (0, 0, 0, count * BLOCK - vectors.shape[2]))
