@@ -172,14 +172,14 @@ def index_select(scores: Tensor, positions: Tensor, blocks: Tensor, *, top_k: in
 def has_kernel(dtype: torch.dtype, heads: int, head_dim: int, device: torch.device) -> bool:
     """Whether `index_scores` has a kernel for such an indexer on a device.
 
-    It has on GPUs since Ampere for float16 and bfloat16 and 32 heads of 128 features, as in GLM-5.
+    It has on GPUs since Ampere for what `is_compiled` says.
     """
-    return (
-        is_gpu(device)
-        and dtype in HALVES
-        and (heads, head_dim) == (HEADS, HEAD_DIM)
-        and capabilities(architecture(device)).mma
-    )
+    return is_gpu(device) and is_compiled(dtype, heads, head_dim) and capabilities(architecture(device)).mma
+
+
+def is_compiled(dtype: torch.dtype, heads: int, head_dim: int) -> bool:
+    """Whether `index_scores` is compiled for such an indexer: in 16 bits, 32 heads of 128 features, as in GLM-5."""
+    return dtype in HALVES and (heads, head_dim) == (HEADS, HEAD_DIM)
 
 
 def tiles_of(rows: int, limit: int, processors: int) -> int:

@@ -225,15 +225,16 @@ def has_kernel(
 ) -> bool:
     """Whether `mla_queries` and `mla_attention` have kernels for such heads on a device.
 
-    They have on GPUs since Ampere for float16 and bfloat16 and the dimensions of GLM-4.7-Flash and GLM-5: 192, 64, 512
-    and any multiple of 32.
+    They have on GPUs since Ampere for what `is_compiled` says.
     """
-    return (
-        is_gpu(device)
-        and dtype in HALVES
-        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, ROPE, RANK, 0)
-        and capabilities(architecture(device)).mma
-    )
+    compiled = is_compiled(dtype, nope_dim, rope_dim, kv_rank, value_dim)
+    return is_gpu(device) and compiled and capabilities(architecture(device)).mma
+
+
+def is_compiled(dtype: torch.dtype, nope_dim: int, rope_dim: int, kv_rank: int, value_dim: int) -> bool:
+    """Whether the kernels are compiled for such heads: float16 and bfloat16, the dimensions of GLM-4.7-Flash and GLM-5,
+    which are 192, 64, 512 and any multiple of 32."""
+    return dtype in HALVES and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, ROPE, RANK, 0)
 
 
 def _check_new(
