@@ -144,6 +144,7 @@ def estimate(
     tuned: Calibration | None = None,
     kept_bytes: int = 0,
     finished: Collection[int] = (),
+    passed: Collection[int] | None = None,
 ) -> QuantizationEstimate:
     """The resources for quantizing a model.
 
@@ -159,6 +160,7 @@ def estimate(
         tuned: the data that scales are tuned on and checked with; None without tuning.
         kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
+        passed: those of the layers that the calibration data pass through, finished ones among them; None: all.
 
     Raises:
         UsageError: if there are more ranks than shares of the work.
@@ -175,8 +177,11 @@ def estimate(
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"tuning": tuning_bytes(plan)} if tuned else {})
     disk |= {"there already": -kept_bytes} if kept_bytes else {}
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
-    moved = plan.checkpoint.total_bytes + plan.bytes_after
-    products = _seconds(plan, algorithm, needed, tokens, most, device, rates, finished)
+    # The weights of finished layers are read too: their hashes are compared.
+    moved = plan.checkpoint.total_bytes + max(0, plan.bytes_after - (kept_bytes if finished else 0))
+    solved = [matrix for matrix in plan.matrices if matrix.layer not in finished]
+    through = plan.matrices if passed is None else [matrix for matrix in plan.matrices if matrix.layer in passed]
+    products = _seconds(plan, algorithm, needed, tokens, most, device, rates, through, finished)
     seconds = {name: shared * value for name, value in products.items()}
     if tuned:
         seconds["tuning"] = _tuning_flop(plan, tuned.tokens) / rates[torch.float32]
@@ -218,7 +223,7 @@ def estimate(
             tokens=tokens,
             columns=max(matrix.columns for matrix in matrices),
             seconds=seconds,
-            time=time_range(seconds, kind, matrices=len(plan.matrices), file_bytes=moved) if seconds else None,
+            time=time_range(seconds, kind, matrices=len(solved), file_bytes=moved) if tokens else None,
         )
 
     kept = made(keep=True)
@@ -346,14 +351,20 @@ def _seconds(
     most: float,
     device: torch.device,
     rates: Mapping[torch.dtype, float],
+    through: Sequence[Matrix],
     finished: Collection[int],
 ) -> dict[str, float]:
-    """Seconds of the rank with most to do, by kind of product."""
+    """Seconds of the rank with most to do, by kind of product.
+
+    Args:
+        through: the matrices that the calibration data pass through.
+        finished: the numbers of the layers among theirs that are not solved again.
+    """
     if not tokens:
         return {}
     compared = (DRIFT in needed) * (0.5 if tokens > COMPARED_TOKENS else 1.0)
     flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve", "search"), 0.0)
-    for matrix in plan.matrices:
+    for matrix in through:
         rows, columns = sum(matrix.rows), matrix.columns
         layer = plan.config.all_layers[matrix.layer]
         spec = layer.matrix(matrix.linear)

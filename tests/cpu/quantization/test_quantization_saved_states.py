@@ -18,7 +18,7 @@ from warpbus.models import ModelConfig, read_config
 from warpbus.models.latent_spec import IndexerSpec, LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec, MLPSpec, NormSpec
 from warpbus.quantization import saved_states
-from warpbus.quantization.saved_states import SavedStates
+from warpbus.quantization.saved_states import SavedStates, saved_layer
 from warpbus.quantization.states import States
 
 LAYERS = 4
@@ -158,6 +158,7 @@ def test_any_number_of_processes_reads_what_any_number_has_saved(
     found = together(after, lambda group: loaded(tmp_path / "out", config, group, 4))
     assert [index for index, _ in found] == [3] * after
     assert values([each for _, own in found for each in own]) == values(states(Group(0, 1, torch.device("cpu")), 5))
+    assert [saved_layer(FinishedParts(tmp_path / "out"), finished) for finished in (4, 3, 2)] == [3, 3, 0]
     # A layer before them has to be made again: from the beginning.
     assert {index for index, _ in together(after, lambda group: loaded(tmp_path / "out", config, group, 2))} == {0}
     # One process cannot read its own: none uses them.
