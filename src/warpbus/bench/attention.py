@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name, normal
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, normal
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.records import Parameter
+from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -121,7 +122,7 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
             "kv_heads": shape.kv_heads,
             "context": context,
             "batch": batch,
-            "dtype": dtype_name(dtype),
+            "dtype": short_name(dtype),
             "variant": variant,
         },
         metric="time",

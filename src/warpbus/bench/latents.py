@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from warpbus.bench.attention import in_blocks
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call
+from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.dsa import index_scores, index_select
 from warpbus.kernels.ops.mla import mla_attention
@@ -131,7 +132,7 @@ class _Decoding:
                 "heads": spec.num_heads,
                 "context": self.context,
                 "batch": self.batch,
-                "dtype": dtype_name(dtype),
+                "dtype": short_name(dtype),
                 "variant": self.variant,
             },
             metric="time",

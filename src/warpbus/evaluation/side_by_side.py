@@ -9,6 +9,7 @@ import torch
 
 from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import default_dtype
+from warpbus.cuda.dtype_names import short_name
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
 from warpbus.evaluation.intervals import confidence
@@ -147,7 +148,7 @@ def evaluate(
         speeds = None
         if speed:
             progress("speed", index, len(models))
-            spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+            spelled = "auto" if dtype is None else short_name(dtype)
             speeds = measure_speed(path, device=str(device), dtype=spelled)
             progress("speed", index + 1, len(models))
         result = scores[name]
@@ -224,7 +225,7 @@ def _weights_of(checkpoint: Checkpoint, model: Decoder) -> str:
     if schemes.distinct():
         return str(schemes)
     stored = dequantized_schemes(checkpoint.config)
-    dtype = str(checkpoint_dtype(checkpoint)).removeprefix("torch.")
+    dtype = short_name(checkpoint_dtype(checkpoint))
     if stored is None:
         return dtype
     in_codes = any(isinstance(module, QuantizedLinear) for module in model.layers.modules())

@@ -22,7 +22,15 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.arguments import (
+    ELEMENTS,
+    HALVES,
+    check_alike,
+    check_rank,
+    check_shape,
+    contiguous_aligned,
+    per_dtype,
+)
 from warpbus.kernels.ops.cache import CODES, check_indices
 from warpbus.kernels.ops.latent_cache import RANK, ROPE, check_even, check_latents, even
 from warpbus.kernels.ops.mla_plan import GROUP, HEADS, KEYS, WGMMA_KEYS, LatentDevice, other_bytes, plan, wgmma_bytes
@@ -329,7 +337,7 @@ def _launch_queries(
     _new_tokens_kernel("mla_queries", q.dtype, _code(latents))(
         (heads * (RANK // _QUERY_COLUMNS) + 1, tiles),
         _QUERY_THREADS,
-        q=_contiguous(q),
+        q=contiguous_aligned(q),
         kv_b=kv_b,
         out=out,
         head_stride=kv_b.shape[1] * rank,
@@ -391,7 +399,7 @@ def _new_tokens(
         latent = latent.clone(memory_format=torch.contiguous_format)
     return {
         "latent": latent,
-        "norm": _contiguous(norm),
+        "norm": contiguous_aligned(norm),
         "table": table.contiguous(),
         "positions": positions.contiguous(),
         "slots": slots.contiguous(),
@@ -434,7 +442,7 @@ def _launch_attention(
     _attention_kernel(q.dtype, code, listed, cut.heads, cut.keys)(
         (cut.blocks, cut.tiles, batch),
         _ATTENTION_THREADS,
-        q=_contiguous(q),
+        q=contiguous_aligned(q),
         positions=positions,
         block_table=blocks,
         latents=latents,
@@ -483,11 +491,6 @@ def _launch_attention(
         dependent=True,
     )
     return out
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if aligned(tensor) else tensor.clone()
 
 
 _mla_queries = operator(
