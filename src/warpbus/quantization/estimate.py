@@ -169,7 +169,6 @@ def estimate(
         raise UsageError(f"{len(ranks)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
     device, world = torch.device(ranks[0].device), len(ranks)
     kind, machines = device.type, Counter(rank.machine for rank in ranks)
-    distinct = len({rank.device for rank in ranks}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.dtype)
     matrices = plan.layer(0).values()
@@ -186,6 +185,9 @@ def estimate(
     if tuned:
         seconds["tuning"] = _tuning_flop(plan, tuned.tokens) / rates[torch.float32]
 
+    tuning = _tuning_memory(plan, tuned, kind) if tuned else {}
+    waiting = {"finished layers": (WAITING + 2) * part}  # with the first rank; one is copied as a whole
+
     def made(*, keep: bool) -> QuantizationEstimate:
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
         together = max(batch_tokens, ROUTED_TOKENS[kind] if plan.config.has_experts else 0)
@@ -193,31 +195,9 @@ def estimate(
         working = _working_memory(
             plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep, stacks=stacks
         )
-        waiting = {"finished layers": (WAITING + 2) * part}  # with the first rank; one is copied as a whole
-        gpus = []
-        for number, rank in enumerate(ranks if kind == "cuda" else ()):
-            # On a cluster each process has a cuda:0 of its own.
-            name = rank.device if distinct else f"process {number} on {rank.machine}"
-            parts = {**working, **(waiting if number == 0 else {})}
-            if tuned and number == 0:
-                parts = _larger(parts, _tuning_memory(plan, tuned, kind))
-            parts["libraries"] = _ALLOWANCE[kind]
-            gpus.append(MemoryNeed(name, parts, rank.free))
-        memories = []
-        for rank in {rank.machine: rank for rank in ranks}.values():
-            count, host = machines[rank.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
-            if kind == "cpu":
-                host |= {name: size * count for name, size in working.items()}
-            if rank.machine == ranks[0].machine:
-                host |= waiting if kind == "cpu" else {"finished layers": part}
-            if tuned and kind == "cpu" and rank.machine == ranks[0].machine:
-                host = _larger(host, _tuning_memory(plan, tuned, kind))
-            host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
-            name = "main memory" if len(machines) == 1 else f"main memory of {rank.machine}"
-            memories.append(MemoryNeed(name, host, rank.memory))
         return QuantizationEstimate(
-            gpus=tuple(gpus),
-            memory=min(memories, key=lambda need: math.inf if need.available is None else need.available - need.total),
+            gpus=_gpu_memory(ranks, {**working, **waiting}, working, tuning) if kind == "cuda" else (),
+            memory=_main_memory(plan, ranks, working, waiting, tuning),
             disk=MemoryNeed(str(output.resolve().parent), disk, free_space(output)),
             keep=keep,
             tokens=tokens,
@@ -228,6 +208,43 @@ def estimate(
 
     kept = made(keep=True)
     return kept if all(need.fits for need in (*kept.gpus, kept.memory)) else made(keep=False)
+
+
+def _gpu_memory(
+    ranks: Sequence[RankDevice], first: dict[str, int], others: dict[str, int], tuning: dict[str, int]
+) -> tuple[MemoryNeed, ...]:
+    """The memory of each GPU: bytes of the `first` one, which also tunes, and of the `others`."""
+    distinct = len({rank.device for rank in ranks}) == len(ranks)
+    needs = []
+    for number, rank in enumerate(ranks):
+        # On a cluster each process has a cuda:0 of its own.
+        name = rank.device if distinct else f"process {number} on {rank.machine}"
+        parts = _larger(first, tuning) if number == 0 else others
+        needs.append(MemoryNeed(name, {**parts, "libraries": _ALLOWANCE["cuda"]}, rank.free))
+    return tuple(needs)
+
+
+def _main_memory(
+    plan: Plan,
+    ranks: Sequence[RankDevice],
+    working: dict[str, int],
+    waiting: dict[str, int],
+    tuning: dict[str, int],
+) -> MemoryNeed:
+    """The main memory of the machine that has least to spare; the last three arguments are bytes of a process."""
+    on_cpu, machines = torch.device(ranks[0].device).type == "cpu", Counter(rank.machine for rank in ranks)
+    needs = []
+    for rank in {rank.machine: rank for rank in ranks}.values():
+        count, parts = machines[rank.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
+        if on_cpu:
+            parts |= {name: size * count for name, size in working.items()}
+        if rank.machine == ranks[0].machine:
+            parts |= waiting if on_cpu else {"finished layers": plan.bytes_quantized // len(plan.config.all_layers)}
+            parts = _larger(parts, tuning) if on_cpu else parts
+        parts["processes"] = (_ALLOWANCE["cpu"] if on_cpu else 2 * _ALLOWANCE["cuda"]) * count
+        name = "main memory" if len(machines) == 1 else f"main memory of {rank.machine}"
+        needs.append(MemoryNeed(name, parts, rank.memory))
+    return min(needs, key=lambda need: math.inf if need.available is None else need.available - need.total)
 
 
 def _working_memory(
