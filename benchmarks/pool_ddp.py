@@ -106,7 +106,9 @@ def run_rank(job: dict[str, Any]) -> None:
     store = dist.FileStore(job["store"], RANKS)
     usage = None
     if job["address"]:
-        gpu = warpbus.pool.connect(job["address"], memory=job["memory"], share=0.4, on=job["on"])
+        # A whole GPU, as without a pool. On a CPU both leases are on the same device.
+        share = 1.0 if job["device"] == "cuda" else 0.5
+        gpu = warpbus.pool.connect(job["address"], memory=job["memory"], share=share, on=job["on"])
         backend, device, usage = "warpbus", gpu.device, lambda: counters(gpu)
     elif job["device"] == "cuda":
         torch.cuda.set_device(rank)

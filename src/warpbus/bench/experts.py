@@ -23,9 +23,10 @@ from warpbus.qtensor import Scheme
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 _QUICK_TOKENS = (1, 16, 256)
 _SCHEME = Scheme.parse("w4a16-g128")
-_UNQUANTIZED, _FP8 = "16-bit", "w8a8-fp8"
-_FORMS = (str(_SCHEME), _UNQUANTIZED, _FP8)
-"""Of the weights; a variant is a shape with 4 bits, or a shape, a colon and one of the others."""
+_ROUNDED, _UNQUANTIZED, _FP8 = f"{_SCHEME}+fp8", "16-bit", "w8a8-fp8"
+_FORMS = (str(_SCHEME), _ROUNDED, _UNQUANTIZED, _FP8)
+"""Of the weights, "+fp8" with activations in FP8; a variant is a shape, which is one with 4 bits and activations in 16
+bits, or a shape, a colon and one of the others."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _case(run: Run, name: str, form: str, tokens: int, shelf: Shelf) -> Case:
     bits = {_UNQUANTIZED: 16.0, _FP8: 8.0}.get(form) or _SCHEME.bits_per_weight(shape.ffn)
     moved = int(reached * each_expert * bits / 8) + 2 * tokens * shape.hidden * dtype.itemsize
     flops = 2 * tokens * shape.per_token * each_expert
-    rate = precision_rate(run.device, "fp8") if form == _FP8 else matrix_rate(run.device, dtype)
+    rate = precision_rate(run.device, "fp8") if form in (_FP8, _ROUNDED) else matrix_rate(run.device, dtype)
     return Case(
         parameters={"shape": name, "tokens": tokens, "dtype": short_name(dtype), "variant": form},
         metric="time",
@@ -125,8 +126,8 @@ def _routing(shape: _Experts, tokens: int, device: torch.device) -> tuple[Tensor
 
 def _weights(shape: _Experts, form: str, dtype: torch.dtype, device: torch.device) -> _ExpertWeights:
     sides = (2 * shape.ffn, shape.hidden), (shape.hidden, shape.ffn)
-    if form == _FORMS[0]:
-        return _packed_weights(shape, sides, dtype, device)
+    if form in _FORMS[:2]:
+        return _packed_weights(shape, sides, dtype, device, torch.float8_e4m3fn if form == _ROUNDED else None)
     gate_up, down = (normal(shape.experts * n, k, device, dtype, std=k**-0.5).view(-1, n, k) for n, k in sides)
     dense = gate_up.transpose(1, 2), down.transpose(1, 2)
     if form == _UNQUANTIZED:
@@ -140,14 +141,20 @@ def _weights(shape: _Experts, form: str, dtype: torch.dtype, device: torch.devic
 
 
 def _packed_weights(
-    shape: _Experts, sides: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
+    shape: _Experts,
+    sides: tuple[tuple[int, int], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    activation_dtype: torch.dtype | None,
 ) -> _ExpertWeights:
     packed, dense = [], []
     for n, k in sides:
         parts = [random_weight(_SCHEME, n, k, device) for _ in range(shape.experts)]
         packed.append(PackedExperts.stack([pack(part, dtype) for part in parts]))
         dense.append(torch.stack([part.dequantize(dtype) for part in parts]).transpose(1, 2))
-    multiply = partial(moe_mlp, gate_up=packed[0], down=packed[1], shared=shape.shared)
+    multiply = partial(
+        moe_mlp, gate_up=packed[0], down=packed[1], shared=shape.shared, activation_dtype=activation_dtype
+    )
     return _ExpertWeights(multiply, dense[0], dense[1])
 
 

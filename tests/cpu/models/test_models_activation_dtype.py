@@ -7,9 +7,11 @@ from torch import nn
 from warpbus.cuda.dtype_names import ACTIVATION_DTYPES
 from warpbus.errors import UsageError
 from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.models.layers import activation_dtype
 from warpbus.models.layers.activation_dtype import round_activations
 from warpbus.models.layers.linear import QuantizedLinear
+from warpbus.models.layers.stacked_experts import StackedExperts
 from warpbus.qtensor import QTensor, Scheme
 
 
@@ -43,6 +45,20 @@ def test_gpus_since_ada_take_fp8(on, arch):
     model = model_of("w4a16-g128")
     round_activations(model, "fp8")
     assert model[0].activation_dtype == torch.float8_e4m3fn
+
+
+def test_experts_are_rounded_too(on):
+    on("sm_90a")
+    scheme = Scheme.parse("w4a16-g64")
+
+    def stacked(*shape):
+        codes = torch.zeros(shape, dtype=torch.uint8)
+        weight = QTensor.from_codes(scheme, codes, torch.ones(shape[0], scheme.groups(shape[1])), None)
+        return PackedExperts.stack([pack(weight, torch.float16)] * 2)
+
+    experts = StackedExperts(stacked(256, 64), stacked(64, 128), 2)
+    round_activations(nn.ModuleList([experts]), "fp8")
+    assert experts.activation_dtype == torch.float8_e4m3fn
 
 
 def test_older_ones_are_told_to_use_int8(on):

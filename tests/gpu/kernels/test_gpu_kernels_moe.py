@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_experts import check, normal, slots_of
+from gpu_experts import check, normal, random_experts, slots_of
 from torch.nn import functional as F
 
 from warpbus.cuda.capabilities import Capabilities, capabilities
@@ -13,9 +13,8 @@ from warpbus.errors import TensorError
 from warpbus.kernels.ops import moe_mlp as op
 from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
-from warpbus.kernels.ops.packed import pack, unpack
+from warpbus.kernels.ops.packed import unpack
 from warpbus.kernels.ops.packed_experts import PackedExperts
-from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -31,18 +30,6 @@ def _seed():
     torch.cuda.empty_cache()
     # What the operators allocate next holds NaN.
     del [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(4)][:]
-
-
-def stacked(scheme, experts, n, k, dtype):
-    scheme = Scheme.parse(scheme).fitting(k)
-    shape = n, scheme.groups(k)
-    parts = []
-    for _ in range(experts):
-        codes = torch.randint(0, scheme.max_code + 1, (n, k), dtype=torch.uint8, device="cuda")
-        zeros = torch.randint(0, scheme.max_code + 1, shape, dtype=torch.uint8, device="cuda")
-        scales = ((torch.rand(shape, device="cuda") + 0.5) / (scheme.max_code * k**0.5)).to(dtype)
-        parts.append(pack(QTensor.from_codes(scheme, codes, scales, None if scheme.symmetric else zeros), dtype))
-    return PackedExperts.stack(parts)
 
 
 def exact(x, experts, weights, gate_up, down, residual):
@@ -64,8 +51,8 @@ def exact(x, experts, weights, gate_up, down, residual):
 def test_experts(tokens, scheme, dtype):
     shared, residual = tokens % 2 == 1, tokens % 3 != 1
     hidden, ffn, experts, top_k = 320, 160, 11, 3
-    gate_up = stacked(scheme, experts + shared, 2 * ffn, hidden, dtype)
-    down = stacked(scheme, experts + shared, hidden, ffn, dtype)
+    gate_up = random_experts(scheme, experts + shared, 2 * ffn, hidden, dtype)
+    down = random_experts(scheme, experts + shared, hidden, ffn, dtype)
     x = normal(tokens, hidden, dtype=dtype)
     before = normal(tokens, hidden, dtype=dtype) if residual else None
     chosen, weights = slots_of(tokens, experts, top_k, shared)
@@ -85,8 +72,8 @@ def test_every_tile(kernel, height, tokens, hidden, ffn, bits, able, dtype, monk
     if (by_decode and not able.tma) or height not in heights:
         pytest.skip("no kernel has such tiles")
     monkeypatch.setattr(op, "_rows_of_tile", lambda *_: (height, by_decode))
-    gate_up = stacked(f"w{bits}a16-g32", 5, 2 * ffn, hidden, dtype)
-    down = stacked(f"w{bits}a16-g32", 5, hidden, ffn, dtype)
+    gate_up = random_experts(f"w{bits}a16-g32", 5, 2 * ffn, hidden, dtype)
+    down = random_experts(f"w{bits}a16-g32", 5, hidden, ffn, dtype)
     x, before = normal(tokens, hidden, dtype=dtype), normal(tokens, hidden, dtype=dtype)
     chosen, weights = slots_of(tokens, 4, 2, True)
     out = op._by_tile(x, chosen, weights, gate_up, down, before, 0, able)
@@ -99,8 +86,8 @@ def test_every_tile(kernel, height, tokens, hidden, ffn, bits, able, dtype, monk
 def test_experts_of_other_processes_add_nothing(tokens, scheme, shared):
     """Negative slots, as with expert parallelism; the first token has no expert here."""
     hidden, ffn, experts, top_k = 320, 160, 5, 3
-    gate_up = stacked(scheme, experts + shared, 2 * ffn, hidden, torch.float16)
-    down = stacked(scheme, experts + shared, hidden, ffn, torch.float16)
+    gate_up = random_experts(scheme, experts + shared, 2 * ffn, hidden, torch.float16)
+    down = random_experts(scheme, experts + shared, hidden, ffn, torch.float16)
     x, before = (normal(tokens, hidden, dtype=torch.float16) for _ in range(2))
     chosen, weights = slots_of(tokens, experts + 7, top_k, False)
     chosen[0] = experts
@@ -120,7 +107,7 @@ def test_experts_of_other_processes_add_nothing(tokens, scheme, shared):
 def test_two_shares_of_experts_add_up_to_all(tokens):
     """Slots by the router's table, in a graph: the routing changes, the table does not."""
     sizes = {"gate_up": (512, 256), "down": (256, 256)}
-    whole = {name: stacked("w4a16-g64", 9, *size, torch.float16) for name, size in sizes.items()}
+    whole = {name: random_experts("w4a16-g64", 9, *size, torch.float16) for name, size in sizes.items()}
     shares = []
     for own in (range(4), range(4, 9)):
         stacks = [PackedExperts.stack([each.expert(number) for number in own]) for each in whole.values()]
@@ -151,8 +138,8 @@ def test_two_shares_of_experts_add_up_to_all(tokens):
 @pytest.mark.parametrize("tokens", [1, 3, 24, 150])
 def test_shapes_of_models(shape, tokens):
     hidden, ffn, top_k = shape
-    gate_up = stacked("w4a16-g128", 13, 2 * ffn, hidden, torch.bfloat16)
-    down = stacked("w4a16-g128", 13, hidden, ffn, torch.bfloat16)
+    gate_up = random_experts("w4a16-g128", 13, 2 * ffn, hidden, torch.bfloat16)
+    down = random_experts("w4a16-g128", 13, hidden, ffn, torch.bfloat16)
     x, before = (normal(tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
     chosen, weights = slots_of(tokens, 12, top_k, True)
     out = moe_mlp(x, chosen, weights, gate_up, down, residual=before, shared=True)
@@ -161,7 +148,7 @@ def test_shapes_of_models(shape, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 4, 9, 120])
 def test_in_a_graph_with_another_routing(tokens):
-    gate_up, down = (stacked("w4a16-g64", 9, n, k, torch.float16) for n, k in ((512, 256), (256, 256)))
+    gate_up, down = (random_experts("w4a16-g64", 9, n, k, torch.float16) for n, k in ((512, 256), (256, 256)))
     x = normal(tokens, 256, dtype=torch.float16)
     router, bias = normal(8, 256, dtype=torch.float16), torch.randn(8, device="cuda")
 
@@ -236,6 +223,6 @@ def test_nan_chooses_experts_that_exist():
 
 
 def test_refuses_experts_that_differ():
-    first, second = (stacked(f"w{bits}a16-g64", 1, 128, 64, torch.float16).expert(0) for bits in (4, 8))
+    first, second = (random_experts(f"w{bits}a16-g64", 1, 128, 64, torch.float16).expert(0) for bits in (4, 8))
     with pytest.raises(TensorError, match="expert 1 is"):
         PackedExperts.stack([first, second])

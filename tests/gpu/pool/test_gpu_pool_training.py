@@ -1,6 +1,8 @@
 """A recorded training step on a tenant's GPU is a CUDA graph that learns what single operators do."""
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,15 @@ from warpbus.pool.client.program import recorded
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 BEFORE, STEPS = 3, 10
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    """A tenant limits its whole process, which may still have the memory of earlier tests."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -33,30 +33,36 @@ class SortedRows:
     """The rows of some tokens, one per slot, sorted by expert and cut into tiles.
 
     Attributes:
-        x: `[rows, width]`, or more rows where a tile is higher: a copy of a tile brings all its rows.
         count: of the rows.
+        per_token: of the rows, slots of a token.
+        order: int32 `[rows]`, the slot of each row: row i is of token order[i] / per_token; -1 behind the last one.
         place: int32 `[rows]`, where each slot is among them; -1: it belongs to another process.
         tiles: int32 `[1 + most, 4]`, see `moe/sort.cu`.
         most: how many tiles there may be.
         height: the most rows of a tile.
     """
 
-    x: Tensor
     count: int
+    per_token: int
+    order: Tensor
     place: Tensor
     tiles: Tensor
     most: int
     height: int
 
     @classmethod
-    def sort(cls, x: Tensor, experts: Tensor, count: int, height: int) -> "SortedRows":
-        """Sort the rows of x `[tokens, width]` by the experts int32 `[tokens, slots]`, of which there are `count`."""
-        (tokens, per_token), width = experts.shape, x.shape[1]
-        rows = tokens * per_token
+    def sort(cls, experts: Tensor, count: int, height: int, dtype: torch.dtype) -> "SortedRows":
+        """Sort the slots of tokens by the experts int32 `[tokens, slots]`, of which there are `count`.
+
+        Args:
+            height: the most rows of a tile.
+            dtype: of the rows, float16 or bfloat16.
+        """
+        rows, per_token = experts.numel(), experts.shape[1]
         most = (rows + (height - 1) * min(rows, count)) // height
-        order, place = (torch.empty(rows, dtype=torch.int32, device=x.device) for _ in range(2))
-        tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=x.device)
-        _SORT[x.dtype](
+        order, place = (torch.empty(rows, dtype=torch.int32, device=experts.device) for _ in range(2))
+        tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=experts.device)
+        _SORT[dtype](
             1,
             1024,
             experts=experts,
@@ -69,9 +75,21 @@ class SortedRows:
             shared=4 * count,
             dependent=True,
         )
-        out = x.new_empty(max(rows, height), width)
-        _PERMUTE[x.dtype](rows, 256, x=x, order=order, out=out, width=width, per_token=per_token, dependent=True)
-        return cls(out, rows, place, tiles, most, height)
+        return cls(rows, per_token, order, place, tiles, most, height)
+
+    @property
+    def padded(self) -> int:
+        """Of the rows, at least those of a tile: a copy of a tile brings all its rows."""
+        return max(self.count, self.height)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of x `[tokens, width]` in the sorted order, `[padded, width]`."""
+        width = x.shape[1]
+        out = x.new_empty(self.padded, width)
+        _PERMUTE[x.dtype](
+            self.count, 256, x=x, order=self.order, out=out, width=width, per_token=self.per_token, dependent=True
+        )
+        return out
 
     def combine(self, y: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """For each token `residual` plus the sum of its rows of y `[rows, width]` times `weights` `[tokens, slots]`."""

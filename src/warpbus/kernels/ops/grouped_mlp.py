@@ -134,44 +134,54 @@ def _launch(
     wgmma, average = capabilities(architecture(x.device)).wgmma, experts.numel() / (len(down) + absent)
     if scales is None:
         tiling = choose_sm90(average) if wgmma else choose_sm80(average)
-        rows = SortedRows.sort(x, experts, len(down), tiling.tile_m)
-        y = _products(rows, gate_up, down, tiling)
+        rows = SortedRows.sort(experts, len(down), tiling.tile_m, x.dtype)
+        y = _products(x, rows, gate_up, down, tiling)
     else:
         small = None if wgmma else w8a8.AMPERE[1 if average <= w8a8.AMPERE[1].tile_m else 0]
-        rows = SortedRows.sort(x, experts, len(down), w8a8_experts.HOPPER_ROWS if small is None else small.tile_m)
-        y = _products_in_8_bits(rows, gate_up, down, scales, small)
+        height = w8a8_experts.HOPPER_ROWS if small is None else small.tile_m
+        rows = SortedRows.sort(experts, len(down), height, x.dtype)
+        y = _products_in_8_bits(x, rows, gate_up, down, scales, small)
     return rows.combine(y, weights, residual)
 
 
 def _products(
-    rows: SortedRows, gate_up: Tensor, down: Tensor, tiling: gemm_sm90.GemmSm90Tiling | gemm_sm80.GemmSm80Tiling
+    x: Tensor,
+    rows: SortedRows,
+    gate_up: Tensor,
+    down: Tensor,
+    tiling: gemm_sm90.GemmSm90Tiling | gemm_sm80.GemmSm80Tiling,
 ) -> Tensor:
-    """What the experts make of the rows: `[rows, hidden]`."""
-    y = rows.x.new_empty(rows.count, gate_up.shape[2])
+    """What the experts make of their rows of x: `[rows, hidden]`."""
+    y = x.new_empty(rows.count, x.shape[1])
     if isinstance(tiling, gemm_sm90.GemmSm90Tiling):
-        inner = rows.x.new_empty(len(rows.x), down.shape[2])
-        gemm_sm90.multiply_experts(rows.x, gate_up, rows.tiles, rows.most, tiling, inner, gated=True)
+        inner = x.new_empty(rows.padded, down.shape[2])
+        gemm_sm90.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, tiling, inner, gated=True)
         gemm_sm90.multiply_experts(inner, down, rows.tiles, rows.most, tiling, y)
     else:
-        both = rows.x.new_empty(len(rows.x), gate_up.shape[1])
-        gemm_sm80.multiply_experts(rows.x, gate_up, rows.tiles, rows.most, tiling, both)
+        both = x.new_empty(rows.padded, gate_up.shape[1])
+        gemm_sm80.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, tiling, both)
         gemm_sm80.multiply_experts(swiglu(both), down, rows.tiles, rows.most, tiling, y)
     return y
 
 
 def _products_in_8_bits(
-    rows: SortedRows, gate_up: Tensor, down: Tensor, scales: tuple[Tensor, Tensor], tiling: Sm80Tiling | None
+    x: Tensor,
+    rows: SortedRows,
+    gate_up: Tensor,
+    down: Tensor,
+    scales: tuple[Tensor, Tensor],
+    tiling: Sm80Tiling | None,
 ) -> Tensor:
     """The same of 8-bit weights; without a tiling of `w8a8.AMPERE` on Hopper."""
-    y = rows.x.new_empty(rows.count, gate_up.shape[2])
-    codes = w8a8.quantize_tokens(rows.x, gate_up.dtype)
+    y = x.new_empty(rows.count, x.shape[1])
+    codes = w8a8.quantize_tokens(rows.gather(x), gate_up.dtype)
     if tiling is None:
-        inner = rows.x.new_empty(len(rows.x), down.shape[2])
+        inner = x.new_empty(rows.padded, down.shape[2])
         w8a8_experts.hopper(*codes, gate_up, scales[0], rows.tiles, rows.most, inner, gated=True)
         codes = w8a8.quantize_tokens(inner, down.dtype)
         w8a8_experts.hopper(*codes, down, scales[1], rows.tiles, rows.most, y)
     else:
-        both = rows.x.new_empty(len(rows.x), gate_up.shape[1])
+        both = x.new_empty(rows.padded, gate_up.shape[1])
         w8a8_experts.ampere(*codes, gate_up, scales[0], rows.tiles, rows.most, tiling, both)
         codes = w8a8.quantize_tokens(swiglu(both), down.dtype)
         w8a8_experts.ampere(*codes, down, scales[1], rows.tiles, rows.most, tiling, y)

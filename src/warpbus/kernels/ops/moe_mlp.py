@@ -6,6 +6,7 @@ How it is computed depends on the rows that an expert has:
   products back to the hidden features are summed over a token's experts on the way (by token).
 - More: rows are sorted by expert (`moe/sort.cu`) and cut into tiles, multiplied by the kernel for few rows
   (`wna16/decode.cu`, by tile), by wgmma (`wna16/sm90_wna16.cu`) or by mma.sync (`wna16/sm80_wna16.cu`), and combined.
+- Many rows of each expert may be rounded to e4m3, on Hopper (`wna8/sm90_wna8.cu`).
 
 The host launches without knowing the routing, so that all of it can be captured in a CUDA graph.
 """
@@ -21,12 +22,13 @@ from warpbus.cuda.capabilities import Capabilities, capabilities
 from warpbus.cuda.jit import architecture
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
+from warpbus.kernels.ops import wna8, wna8_sm90, wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape
 from warpbus.kernels.ops.expert_rows import SortedRows
 from warpbus.kernels.ops.packed import TILE_ROWS
 from warpbus.kernels.ops.packed_experts import PackedExperts
+from warpbus.kernels.ops.wna8_quantize import UNIT
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
 
 _FEW_TOKENS = 2  # up to which slots are products of their own: of more tokens, too many share experts
@@ -42,6 +44,7 @@ def moe_mlp(
     residual: Tensor | None = None,
     shared: bool = False,
     absent: int = 0,
+    activation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`residual + sum of weights * expert(x)` over each token's experts, where an expert is
     `down @ (silu(gate) * up)`.
@@ -57,6 +60,9 @@ def moe_mlp(
             gives with a shared expert. Only where it is stacked there.
         absent: how many experts of the layer are in other processes (expert parallelism). Their slots are negative and
             add nothing.
+        activation_dtype: float8_e4m3fn: where experts have enough rows on average, round the inputs of both products
+            to it, with a scale per row. Only on Hopper, for the schemes of `wna8`, and if no expert is offloaded;
+            otherwise nothing is rounded.
 
     Returns:
         `[tokens, hidden]` in the dtype of `x`; summed in float32. The same bits at every run.
@@ -85,7 +91,7 @@ def moe_mlp(
             "moe_route gives"
         )
     of_experts = gate_up.parts, down.parts, ffn, *_coding(gate_up), *_coding(down)
-    return _moe_mlp(x, experts, weights, *of_experts, residual, shared, absent)
+    return _moe_mlp(x, experts, weights, *of_experts, residual, shared, absent, activation_dtype)
 
 
 def _coding(stacked: PackedExperts) -> tuple[int, int]:
@@ -102,6 +108,7 @@ def _launch(
     residual: Tensor | None,
     shared: bool,
     absent: int,
+    activation_dtype: torch.dtype | None,
 ) -> Tensor:
     tokens, ffn = len(x), down.weights.shape[1]
     x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
@@ -111,7 +118,7 @@ def _launch(
     able = capabilities(architecture(x.device))
     if able.tma and tokens <= _FEW_TOKENS and ffn % TILE_ROWS == 0:
         return _by_slot(x, experts, weights, gate_up, down, residual, shared, absent)
-    return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
+    return _by_tile(x, experts, weights, gate_up, down, residual, absent, able, activation_dtype)
 
 
 def _by_slot(
@@ -150,20 +157,35 @@ def _by_tile(
     residual: Tensor | None,
     absent: int,
     able: Capabilities,
+    activation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     (tokens, per_token), hidden, ffn = experts.shape, x.shape[1], down.weights.shape[1]
     height, by_decode = _rows_of_tile(tokens * per_token / (gate_up.count + absent), able, ffn)
-    rows = SortedRows.sort(x, experts, gate_up.count, height)
+    rows = SortedRows.sort(experts, gate_up.count, height, x.dtype)
     tiles, most = rows.tiles, rows.most
     y = x.new_empty(rows.count, hidden)
-    if by_decode:
-        inner = x.new_empty(len(rows.x), ffn)
-        wna16_decode.multiply_experts(rows.x, gate_up, height, inner, gated=True, count=most, tiles=tiles)
+    if height == wna8_sm90.ROWS_OF_TILE and _rounds(gate_up, down, able, activation_dtype):
+        inner = x.new_empty(rows.padded, ffn)
+        wna8_sm90.multiply_experts(x, gate_up, rows, inner, gated=True, gathers=True)
+        wna8_sm90.multiply_experts(inner, down, rows, y)
+    elif by_decode:
+        inner = x.new_empty(rows.padded, ffn)
+        wna16_decode.multiply_experts(rows.gather(x), gate_up, height, inner, gated=True, count=most, tiles=tiles)
         wna16_decode.multiply_experts(inner, down, height, y, gated=False, count=most, tiles=tiles)
     else:
-        inner = _gated(rows.x, gate_up, tiles, most, height, able)
+        inner = _gated(rows.gather(x), gate_up, tiles, most, height, able)
         _multiply(inner, down, tiles, most, height, y, able)
     return rows.combine(y, weights, residual)
+
+
+def _rounds(
+    gate_up: PackedExperts, down: PackedExperts, able: Capabilities, activation_dtype: torch.dtype | None
+) -> bool:
+    """Whether the inputs of large products are rounded."""
+    if activation_dtype != torch.float8_e4m3fn or not able.wgmma or gate_up.offloaded is not None:
+        return False
+    fits = all(each.weights.shape[1] % UNIT == 0 for each in (gate_up, down))
+    return fits and all(wna8.supports(each.weights.scheme, activation_dtype) for each in (gate_up, down))
 
 
 def _gated(x: Tensor, gate_up: PackedExperts, tiles: Tensor, most: int, height: int, able: Capabilities) -> Tensor:
@@ -239,7 +261,8 @@ def _reference(
 
 _moe_mlp = operator(
     "moe_mlp(Tensor x, Tensor experts, Tensor weights, Tensor[] gate_up, Tensor[] down, int ffn, int bits, int group, "
-    "int down_bits, int down_group, Tensor? residual, bool shared, int absent) -> Tensor",
+    "int down_bits, int down_group, Tensor? residual, bool shared, int absent, ScalarType? activation_dtype) -> "
+    "Tensor",
     cuda=_packing(_launch),
     reference=_packing(_reference),
     fake=lambda x, *others: torch.empty_like(x),

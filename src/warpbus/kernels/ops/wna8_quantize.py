@@ -7,13 +7,15 @@ from torch import Tensor
 
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.expert_rows import SortedRows
 from warpbus.kernels.units import unit
 
 UNIT = 16
 """Columns that a thread of quantize.cu rounds at a time; rows of x have whole units."""
 
 _PARAMETERS = Parameters(
-    "const uint4* x, uint4* codes, float* scales, uint32* sums, int units, int stride, float factor"
+    "const uint4* x, const int* order, uint4* codes, float* scales, uint32* sums, int units, int stride, "
+    "int per_token, float factor"
 )
 _KEPT = 4  # kKept in quantize.cu
 _MOST_THREADS = 256
@@ -29,29 +31,36 @@ def round_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return _launch(x, torch.int8, 0, None, 1.0)
 
 
-def round_e4m3(x: Tensor, columns: int, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def round_e4m3(
+    x: Tensor, columns: int, factor: float = 1.0, rows: SortedRows | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same in float8_e4m3fn, and `factor` times the sums of the codes, float32 `[m, k / columns rounded up]`.
 
     Rows of the sums begin at multiples of 16 bytes.
 
     Args:
         columns: of a sum, 64 or 128.
+        rows: x are tokens, and the results those of `rows.gather(x)`.
     """
-    m, k = x.shape
+    m, k = len(x) if rows is None else rows.padded, x.shape[1]
     stride = blocks((k, 4 * columns)) * 4
     sums = x.new_empty(m, stride, dtype=torch.float32)[:, : blocks((k, columns))]
-    return *_launch(x, torch.float8_e4m3fn, columns, sums, factor), sums
+    return *_launch(x, torch.float8_e4m3fn, columns, sums, factor, rows), sums
 
 
-def _launch(x: Tensor, dtype: torch.dtype, columns: int, sums: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
+def _launch(
+    x: Tensor, dtype: torch.dtype, columns: int, sums: Tensor | None, factor: float, rows: SortedRows | None = None
+) -> tuple[Tensor, Tensor]:
+    m, k = len(x) if rows is None else rows.padded, x.shape[1]
     codes = torch.empty(m, k, dtype=dtype, device=x.device)
     scales = x.new_empty(m, dtype=torch.float32)
     units = k // UNIT
     _KERNELS[x.dtype, dtype, columns](
-        m,
+        m if rows is None else rows.count,
         min(_MOST_THREADS, 32 * blocks((units, 32 * _KEPT))),
         x=x,
+        order=None if rows is None else rows.order,
+        per_token=1 if rows is None else rows.per_token,
         codes=codes,
         scales=scales,
         sums=sums,

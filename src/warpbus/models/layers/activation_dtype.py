@@ -8,14 +8,16 @@ from warpbus.errors import UsageError
 from warpbus.kernels.ops import wna8
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.layers.linear import QuantizedLinear
+from warpbus.models.layers.stacked_experts import StackedExperts
 from warpbus.qtensor.scheme import ACTIVATIONS
 
 
 def round_activations(model: nn.Module, activation_dtype: str) -> None:
     """From now on products of 512 tokens and more round them to 8 bits, one scale per token, on a GPU.
 
-    Decoding, whose steps have fewer rows, is not affected. Weights keep their codes, and matrices that `wna8` does not
-    support their activations of 16 bits.
+    So do the experts of a mixture of experts on Hopper in FP8, if they are arranged for the kernels and have more than
+    90 rows each on average. Decoding, whose steps have fewer rows, is not affected. Weights keep their codes, and
+    matrices that `wna8` does not support their activations of 16 bits.
 
     Args:
         activation_dtype: "fp8", which is e4m3 (Ada, Hopper and later GPUs); "int8" (Ampere and later); or "auto":
@@ -28,10 +30,13 @@ def round_activations(model: nn.Module, activation_dtype: str) -> None:
         return
     codes = ACTIVATIONS[activation_dtype]
     linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    experts = [module for module in model.modules() if isinstance(module, StackedExperts)]
     packed = [linear.form for linear in linears if isinstance(linear.form, PackedWeight)]
+    packed += [each.matrices("gate_up").weights for each in experts]
     supported = [form for form in packed if wna8.supports(form.scheme, codes)]
     if not supported:
-        schemes = ", ".join(sorted({str(linear.scheme) for linear in linears})) or "not quantized"
+        known = {str(linear.scheme) for linear in linears} | {str(form.scheme) for form in packed}
+        schemes = ", ".join(sorted(known)) or "not quantized"
         raise UsageError(
             f"activation_dtype {activation_dtype} needs matrices of up to 4 bits (with int8 also w8a16) in groups of "
             f"64 or 128 on a GPU; the model is {schemes}: leave it out"
@@ -44,3 +49,5 @@ def round_activations(model: nn.Module, activation_dtype: str) -> None:
         )
     for linear in linears:
         linear.activation_dtype = codes
+    for each in experts:
+        each.activation_dtype = codes

@@ -36,6 +36,8 @@ class StackedExperts(nn.Module):
         has_shared: whether the shared expert has a slot.
         counts: int32 `[routed]`, how many tokens chose each expert: `moe_route` adds to them; None if none is
             offloaded.
+        activation_dtype: the dtype of 8 bits to which large products round x, or None; see
+            `activation_dtype.round_activations`.
     """
 
     slots: Tensor | None
@@ -49,6 +51,7 @@ class StackedExperts(nn.Module):
                 for part in _PARTS:
                     tensor = None if weights is None else getattr(weights, part)
                     self.register_buffer(f"{name}_{prefix}{part}", tensor)
+        self.activation_dtype: torch.dtype | None = None
         self.resident = gate_up.resident
         device = gate_up.weights.device
         table = None
@@ -84,7 +87,17 @@ class StackedExperts(nn.Module):
     def forward(self, x: Tensor, slots: Tensor, weights: Tensor, *, residual: Tensor | None, shared: bool) -> Tensor:
         """`residual` plus the sum of each token's experts that are here; see `moe_mlp`."""
         gate_up, down = self.matrices("gate_up"), self.matrices("down")
-        return moe_mlp(x, slots, weights, gate_up, down, residual=residual, shared=shared, absent=self._absent)
+        return moe_mlp(
+            x,
+            slots,
+            weights,
+            gate_up,
+            down,
+            residual=residual,
+            shared=shared,
+            absent=self._absent,
+            activation_dtype=self.activation_dtype,
+        )
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         """The output `[n, hidden]` of one expert for x `[n, hidden]`; it can be differentiated by x."""

@@ -74,8 +74,7 @@ class Executor:
         self._programs = Programs(self.storages)
         self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
         self._failed: list[CallFailure] = []
-        # Of a GPU they have not run yet.
-        self._native = load_native_calls() if device.type == "cpu" else None
+        self._native = load_native_calls()
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,

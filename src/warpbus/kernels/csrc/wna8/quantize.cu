@@ -10,6 +10,9 @@
 // t = 0 to 3 the columns 2t, 2t+8, 2t+1, 2t+9. And sums [rows, stride] has the sum of each COLUMNS codes of a row times
 // `factor`, rounded to tf32, for the zero points of the weight; `stride` >= ceil(k / COLUMNS).
 //
+// For a mixture of experts the rows are in the order of the experts: row i is row order[i] / per_token of x (moe/sort.cu), and
+// where order[i] is negative nothing is written. Otherwise `order` is null.
+//
 // x is contiguous, rows start at multiples of 16 bytes, and k is a multiple of 16. Rows with NaN or infinity have a scale of
 // NaN or infinity. One block per row, of up to kMostThreads threads, as many as keep the row in registers; the part of a row
 // beyond 16384 elements is read again. The sum of COLUMNS codes is that of neighbouring lanes, in a fixed order.
@@ -64,16 +67,18 @@ __device__ __forceinline__ void write(const Unit& unit, int index, int units, fl
 #endif
 }
 
-// The previous kernel may write x: no __restrict__ (see ptx::griddepcontrol_wait).
+// The previous kernel may write x and order: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
-    quantize_wna8(const uint4* x, uint4* __restrict__ codes, float* __restrict__ scales,
-                  ptx::uint32* __restrict__ sums, int units, int stride, float factor) {
+    quantize_wna8(const uint4* x, const int* order, uint4* __restrict__ codes, float* __restrict__ scales,
+                  ptx::uint32* __restrict__ sums, int units, int stride, int per_token, float factor) {
 #if __CUDA_ARCH__ >= 900
     constexpr int kAtOnce = 128;  // while more rows wait, the dependent product would occupy whole multiprocessors
     if (gridDim.x <= kAtOnce) ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 #endif
-    const uint4* row = x + static_cast<long long>(blockIdx.x) * units * 2;
+    const int slot = order == nullptr ? blockIdx.x : order[blockIdx.x];
+    if (slot < 0) return;
+    const uint4* row = x + static_cast<long long>(slot / per_token) * units * 2;
     codes += static_cast<long long>(blockIdx.x) * units;
     sums += static_cast<long long>(blockIdx.x) * stride;
     Unit kept[kKept];

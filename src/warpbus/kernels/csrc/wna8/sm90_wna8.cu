@@ -8,6 +8,9 @@
 //   SYMMETRIC  1: the zero point, the same for all, is in the sums of x
 //   STAGES   blocks of 128 columns in flight
 //   GATED    1: a tile has as many rows of the gate as of up, in the order of wna16/sm90_wna16.cu. n is a multiple of 16
+//   EXPERTS  0: one product; 1: the products of a mixture of experts. Rows of x are sorted by expert and multiplied by the
+//            expert's weights, which are contiguous. tiles[i] = {expert, first row, rows, 0} has up to 128 rows; there are
+//            tiles[-1].x tiles. x has at least 128 rows, and there is no bias.
 //
 // The weight is packed as for wna16 (kernels/ops/packed.py), so that the same codes serve both. x and its sums are those of
 // wna8/quantize.cu: per group, or per 128 columns where groups are larger, times -2^-9, and times the code of zero in a
@@ -58,6 +61,7 @@ struct Problem {
     int shift;   // a group has 2^shift blocks of 128 columns
     int group;   // tiles along m that are processed together, so that a wave of blocks shares L2
     int direct;  // write with ordinary stores: out has no tensor map
+    const int4* tiles;  // of experts; otherwise null
 };
 
 struct Maps {
@@ -87,24 +91,35 @@ struct Buffers {
 
 struct Place {
     int token, column;  // of the tile's first element of out
+    int end;            // of the rows of x that are multiplied
+    int matrix;         // the first packed tile of the weight
 
-    __device__ __forceinline__ Place(int tile, const Problem& p) {
-        const auto place = tile_place(tile, (p.m + kTokens - 1) / kTokens, (p.n + kColumns - 1) / kColumns, p.group);
+    __device__ __forceinline__ Place(int tile, const Problem& p) : end(p.m), matrix(0) {
+        const int columns = (p.n + kColumns - 1) / kColumns;
+        if (EXPERTS) {
+            const int4 rows = p.tiles[tile / columns];
+            token = rows.y;
+            end = rows.y + rows.z;
+            column = tile % columns * kColumns;
+            matrix = rows.x * (GATED ? 2 * p.gate_tiles : (p.n + 15) / 16);
+            return;
+        }
+        const auto place = tile_place(tile, (p.m + kTokens - 1) / kTokens, columns, p.group);
         token = place.row * kTokens;
         column = place.column * kColumns;
     }
 };
 
 __device__ __forceinline__ int tiles(const Problem& p) {
-    return (p.m + kTokens - 1) / kTokens * ((p.n + kColumns - 1) / kColumns);
+    return (EXPERTS ? p.tiles[-1].x : (p.m + kTokens - 1) / kTokens) * ((p.n + kColumns - 1) / kColumns);
 }
 
 __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, const Problem& p) {
     Ring<STAGES> ring;
-    const int blocks = (p.k + kTileK - 1) / kTileK;
-    for (int tile = blockIdx.x; tile < tiles(p); tile += gridDim.x) {
+    const int blocks = (p.k + kTileK - 1) / kTileK, count = tiles(p);
+    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
         const Place place(tile, p);
-        const int rows = rows_of<kTokens>(place.token, p.m);
+        const int rows = EXPERTS ? kTokens : rows_of<kTokens>(place.token, p.m);
         for (int first = 0; first < p.sums; first += kSumsAtOnce, ring.advance()) {
             ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
             const ptx::uint32 full = buffers.full + 8 * ring.stage;
@@ -118,7 +133,7 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
             const int group = GROUPS == 2 ? 2 * block : block >> p.shift;
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
-                const int tile_of_weight = place.column / 16 + i * p.gate_tiles;
+                const int tile_of_weight = place.matrix + place.column / 16 + i * p.gate_tiles;
                 ptx::tma_load(buffers.codes + ring.stage * kCodeBytes + i * (kCodeBytes / kCopies), &maps.map_codes, full,
                               block * 64 * BITS, tile_of_weight);
                 ptx::tma_load(buffers.scales + ring.stage * kScaleBytes + i * (kScaleBytes / kCopies), &maps.map_scales, full,
@@ -275,9 +290,9 @@ private:
     }
 };
 
-// Scales and adds the bias to half a tile from `token` on, joins gate and up, and writes it.
+// Scales and adds the bias to half a tile from `token` on, joins gate and up, and writes it up to the row `end`.
 __device__ __forceinline__ void store(float (&d)[kHalf], ptx::uint32 staging, const Maps& maps, const float* x_scale,
-                                      const ELEMENT* bias, ELEMENT* out, int token, int column, int consumer,
+                                      const ELEMENT* bias, ELEMENT* out, int token, int end, int column, int consumer,
                                       const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int mine = column + row_of_warp<GATED>() + lane / 4;
@@ -287,11 +302,11 @@ __device__ __forceinline__ void store(float (&d)[kHalf], ptx::uint32 staging, co
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
         const int at = token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        d[i] = fmaf(d[i], at < p.m ? 0x1p9f * x_scale[at] : 0.0f, i & 2 ? lower : upper);
+        d[i] = fmaf(d[i], at < end ? 0x1p9f * x_scale[at] : 0.0f, i & 2 ? lower : upper);
     }
     if constexpr (GATED) join_gate(d, staging, consumer);
-    if (p.direct) {
-        store_directly<ELEMENT, kColumnsOfGroup>(d, out, token, column, p.m, p.n);
+    if (p.direct || (EXPERTS && end - token < kTokens / 2)) {
+        store_directly<ELEMENT, kColumnsOfGroup>(d, out, token, column, end, p.n);
         return;
     }
     begin_box(consumer);
@@ -307,21 +322,21 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
                                         ELEMENT* out, const Problem& p) {
     constexpr int kAtOnce = 8;  // groups
     const int number = threadIdx.x / 128 - 1;
-    const int parts = (p.k + kTileK - 1) / kTileK * GROUPS;
+    const int parts = (p.k + kTileK - 1) / kTileK * GROUPS, count = tiles(p);
     Consumer consumer(buffers);
-    for (int tile = blockIdx.x; tile < tiles(p); tile += gridDim.x) {
+    for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
         const Place place(tile, p);
         const int column = place.column + kColumnsOfGroup * number;
         const int strip = (column + row_of_warp<GATED>()) / 16;
         const bool there = strip * 16 < p.n;
-        const long long of_strip = (strip + (GATED && has_last_tokens() ? p.gate_tiles : 0ll)) * p.groups * 8;
+        const long long of_strip = (place.matrix + strip + (GATED && has_last_tokens() ? p.gate_tiles : 0ll)) * p.groups * 8;
         consumer.begin(scales + of_strip, zeros + of_strip, p, there);
         int left = parts;
         for (; left >= kAtOnce; left -= kAtOnce) consumer.add_groups<kAtOnce>();
         for (; left > 0; --left) consumer.add_groups<1>();
         const ptx::uint32 staging = buffers.staging + number * kStagingBytes;
-        store(consumer.low, staging, maps, x_scale, bias, out, place.token, column, number, p);
-        store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, column, number, p);
+        store(consumer.low, staging, maps, x_scale, bias, out, place.token, place.end, column, number, p);
+        store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, place.end, column, number, p);
     }
     // The staging buffers must outlive the stores that read them.
     if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
