@@ -163,7 +163,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _ComparedModel:
     """A model that is going to be measured."""
 
     name: str
@@ -173,13 +173,13 @@ class _Candidate:
     tokenizer: Tokenizer
 
 
-def _opened(models: Sequence[tuple[str, Path]]) -> list[_Candidate]:
+def _opened(models: Sequence[tuple[str, Path]]) -> list[_ComparedModel]:
     """The models, if they can be compared; errors as of `evaluate`."""
     checkpoints = {name: Checkpoint(path) for name, path in models}
     if len(checkpoints) < len(models):
         raise UsageError("two models have one name: give each another")
     found = [
-        _Candidate(name, path, checkpoints[name], read_config(checkpoints[name]), load_tokenizer(path))
+        _ComparedModel(name, path, checkpoints[name], read_config(checkpoints[name]), load_tokenizer(path))
         for name, path in models
     ]
     first = found[0]
