@@ -5,7 +5,7 @@
 
 MODEL is a trained mixture of experts with the vocabulary of glm-poet: poet_moe_training.py trains one and measures it.
 Each quantized model is compared with MODEL on held-out poems and on questions for the next couplet. The table is
-Markdown, for docs/quantization.md; "few tokens" is the share of the experts that too few calibration tokens reached.
+Markdown, for docs/moe.md; "few tokens" is the share of the experts that too few calibration tokens reached.
 
 Where too few calibration tokens reach some experts, a row "reached experts only" shows what calibrating all experts is
 worth: the same model, but with those experts rounded to nearest, as quantizers do that skip them.

@@ -6,7 +6,7 @@
 The data are those of `python -m warpbus.demo.recipe`, with the vocabulary of glm-poet. A few steps are timed first;
 then as many are trained as leave time to quantize and compare within `--minutes`, at most `--steps`. poet-moe has a
 layer of multi-token prediction: the share of its drafts that the model accepts is measured after training. What is
-measured then, and the table for docs/quantization.md, are those of poet_moe.py; the records say how the model was
+measured then, and the table for docs/moe.md, are those of poet_moe.py; the records say how the model was
 trained.
 
 A work directory that is given stays: the same command goes on where it ended, with data, checkpoint or model.

@@ -6,7 +6,7 @@
 All samples of all operators in five dtypes, forward, backward and in place, take some ten minutes per core. Results
 go to build/pool-operators-DEVICE.jsonl as they come, one operator and dtype per line; a run that was stopped goes on
 there (`--fresh` begins again). The records go to benchmarks/results. The exit code is 1 if an operator gives other
-numbers than the device itself, or an error that the table in docs/pool.md does not have.
+numbers than the device itself, or an error that the table in docs/remote_gpu.md does not have.
 """
 
 import argparse

@@ -10,7 +10,8 @@ A run is an algorithm, after a plus its effort if that is not normal (`gptq+high
 conversations it is calibrated on. All are made as `warpbus quantize`
 makes them and are scored together with the original on the same held-out poems. The intervals hold 95 % of 2,000
 resamples of the poems, the same resamples for both models of a comparison. The records go to benchmarks/results, the
-tables for docs/quantization.md to the terminal. With --work the models stay, and what is finished is not made again.
+tables for docs/quantization_quality.md to the terminal. With --work the models stay, and finished ones are not made
+again.
 The records of a scheme replace those of an earlier run once all its models are scored; those of other schemes stay.
 
 --peers has other programs quantize the same model on the same conversations (benchmarks/quality_peers.py), on the same

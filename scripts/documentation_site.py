@@ -27,7 +27,7 @@ FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 # Between Chinese characters, and after Chinese punctuation, a line break of the source must not become a space.
 CHINESE_BREAK = re.compile(
     r"(?<=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u303f\u3400-\u9fff\uff00-\uffef])"
-    r"|(?<=[，。；：、（）])\n *(?=[A-Za-z`\[])"
+    r"|(?<=[，。；：、（）])\n *(?![0-9]+\. )(?=[A-Za-z0-9+`\[])"
 )
 LINK = re.compile(r'(?P<start>\]\(|src=")(?!https?:|#|mailto:)(?P<target>[^)#\s"]+)(?P<anchor>#[^)\s"]*)?(?P<end>[)"])')
 
@@ -47,19 +47,26 @@ PLACES = {
 }
 GROUPS = {
     "Use": (
-        *("install", "quantization", "verdict", "serving", "clients", "adapters", "training", "memory", "parallel"),
-        "pool",
+        *("install", "quantization", "verdict", "serving", "server_api", "clients", "adapters", "training", "memory"),
+        "parallel",
     ),
-    "Models and formats": ("models", "moe", "mtp", "formats"),
-    "Reference": ("reference", "environment", "benchmarks", "glossary", "changelog"),
+    "Share GPUs": (
+        *("pool", "remote_gpu", "pool_distributed", "gpu_sharing", "gpu_migration", "pool_operation", "pool_security"),
+    ),
+    "Models and formats": ("models", "moe", "mla", "mtp", "formats", "gguf", "hub"),
+    "Measurements": ("benchmarks", "benchmark_results", "quantization_quality", "benchmark_cases"),
+    "Reference": ("reference", "environment", "glossary", "changelog"),
     "Develop": (
-        *("architecture", "scheduling", "quantized_kernels", "chat_page", "contributing"),
+        *("architecture", "scheduling", "quantization_methods", "quantized_kernels", "attention_kernels"),
+        *("cpu_kernels", "chat_page", "contributing"),
         *("add_a_model", "add_a_kernel", "add_an_algorithm", "add_an_endpoint"),
     ),
 }
 CHINESE_GROUPS = {
     "Use": "使用",
+    "Share GPUs": "共享 GPU",
     "Models and formats": "模型与格式",
+    "Measurements": "实测数据",
     "Reference": "参考",
     "Develop": "开发",
 }

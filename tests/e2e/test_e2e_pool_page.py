@@ -84,7 +84,7 @@ def test_the_tables_hold_what_the_pool_says(shown, pool):
         ["GPUs open", "2 of 2"],
         ["Memory reserved", "65 %", "104 GB of 160 GB"],  # the move has reserved room on both sides
         ["Memory in use", "18 %", "29 GB"],
-        ["Compute shared out", "50 %"],
+        ["Compute leased", "50 %"],
         ["Leases", "2"],
         ["Waiting", "1"],
     ]
@@ -103,7 +103,7 @@ def test_gpus_show_memory_share_and_state(shown, pool):
     bars = cards.first.locator("[role=img]").evaluate_all("(all) => all.map((e) => e.getAttribute('aria-label'))")
     assert bars == [
         "Memory of mill/0: 29 GB in use, 64 GB reserved, 16 GB free of 80 GB",
-        "Compute of mill/0: 75 % shared out",
+        "Compute of mill/0: 75 % leased",
     ]
     widths = "(all) => all.map((e) => [e.style.width, e.firstChild.style.width, e.title])"
     assert cards.first.locator(".memory .piece").evaluate_all(widths) == [
@@ -300,7 +300,7 @@ def test_a_screen_reader_finds_its_way(shown, pool):
     sliders = shown.page.locator("svg[role=slider]").evaluate_all(
         "(all) => all.map((s) => s.getAttribute('aria-label'))"
     )
-    assert sliders == [f"{what} of mill/{which} over time" for which in (0, 1) for what in ("Memory", "Utilisation")]
+    assert sliders == [f"{what} of mill/{which} over time" for which in (0, 1) for what in ("Memory", "Utilization")]
     assert shown.page.locator("caption").all_inner_texts() == ["Leases", "Queue", "Events"]
     assert shown.page.locator("section[aria-labelledby]").count() == 4
     assert shown.page.get_attribute("#notice", "role") == "alert"
@@ -311,7 +311,7 @@ def test_an_empty_pool_says_how_to_begin(shown, pool):
     pool.gpus, pool.leases, pool.events = {}, [], []
     shown.shows("main", "No GPU has joined the pool. On a machine with one: warpbus pool serve")
     assert shown.page.inner_text("#leases .nothing").startswith("Nobody holds a lease.")
-    assert shown.page.inner_text("#queue .nothing") == "Nothing waits."
+    assert shown.page.inner_text("#queue .nothing") == "No request is waiting."
     pool.gpus = {"mill/0": gpu("mill/0")}
     shown.page.wait_for_selector("article")
     assert "No GPU has joined" not in shown.page.inner_text("main")

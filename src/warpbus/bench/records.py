@@ -1,4 +1,4 @@
-"""The one schema in which every benchmark of Warpbus writes down what it measured; docs/benchmarks.md explains it."""
+"""The schema in which every benchmark of Warpbus writes its measurements; docs/benchmark_cases.md explains it."""
 
 import json
 import math

@@ -57,7 +57,7 @@ bench = typer.Typer(
         """Measure operators and models, compared with torch, cuBLAS and the limits of this machine.
 
         Each command prints a table and writes its records and a picture to ./benchmarks/results, replacing those of an
-        earlier run; docs/benchmarks.md explains the records.
+        earlier run; docs/benchmark_cases.md explains the records.
         """
     ),
 )

@@ -59,7 +59,7 @@ CARDS = {
         _by_data_sheet("rtx-5090", "NVIDIA GeForce RTX 5090", 32, 1792, generation=5),
     )
 }
-"""By name. Sources: docs/benchmarks.md, "Decode steps", for the measured ones, NVIDIA's data sheets for the others."""
+"""By name. Sources: docs/benchmark_results.md, "Decode steps", for measured cards, NVIDIA's data sheets for others."""
 
 
 def card_named(name: str) -> Card:

@@ -2,7 +2,7 @@
 
 A process goes from RUNNING by lock to LOCKED, by checkpoint to CHECKPOINTED, by restore to LOCKED and by unlock to
 RUNNING. While it is not RUNNING its calls of CUDA wait; the rest of it runs. What cannot be carried is listed in
-docs/pool.md.
+docs/gpu_migration.md.
 
 Source: the CUDA driver API reference, "CUDA checkpointing". GPUs can be changed with drivers of version 580 and later.
 """

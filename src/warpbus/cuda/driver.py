@@ -181,6 +181,18 @@ def launch(
         dependent: the kernel may start before the one ahead of it in the stream has ended, and waits for it itself
             (griddepcontrol.wait).
     """
+    configuration = _Configuration(grid, block, shared, stream, *_attributes(cluster, dependent))
+    packed = _buffer(len(parameters)).from_buffer_copy(parameters)
+    base = ctypes.addressof(packed)
+    # One pointer a parameter: passed as one buffer, tensor maps arrive where the copy engine cannot read them.
+    places = _pointers(len(offsets))(*[base + offset for offset in offsets])
+    status: int = library().cuLaunchKernelEx(ctypes.byref(configuration), handle, places, None)
+    return status
+
+
+@functools.cache
+def _attributes(cluster: int, dependent: bool) -> tuple[ctypes.Array[_Attribute], int]:
+    """The attributes of a launch, which the driver only reads, and their number."""
     attributes = (_Attribute * 2)()
     count = 0
     if cluster > 1:
@@ -191,13 +203,17 @@ def launch(
         attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[count].value[0] = 1
         count += 1
-    configuration = _Configuration(grid, block, shared, stream, attributes, count)
-    packed = ctypes.create_string_buffer(parameters, len(parameters))
-    base = ctypes.addressof(packed)
-    # One pointer a parameter: passed as one buffer, tensor maps arrive where the copy engine cannot read them.
-    places = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
-    status: int = library().cuLaunchKernelEx(ctypes.byref(configuration), handle, places, None)
-    return status
+    return attributes, count
+
+
+@functools.cache
+def _buffer(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
+
+
+@functools.cache
+def _pointers(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return ctypes.c_void_p * count
 
 
 def resident_clusters(handle: ctypes.c_void_p, block: tuple[int, int, int], *, shared: int, cluster: int) -> int:

@@ -157,7 +157,7 @@ class Kernel:
             packed,
             self.parameters.offsets,
             shared=shared,
-            stream=torch.cuda.current_stream(index).cuda_stream,
+            stream=torch._C._cuda_getCurrentRawStream(index),  # its handle, without making an object
             cluster=cluster,
             dependent=dependent and self._may_depend(index),
         )

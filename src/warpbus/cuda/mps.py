@@ -2,7 +2,7 @@
 
 A control daemon of this user and of one GPU starts a server when the first client comes. A client's share of the
 multiprocessors and the most memory that it gets are in its environment when it makes its first context; no program has
-to be changed. docs/pool.md says what MPS isolates and what not. Source: NVIDIA's "Multi-Process Service" guide.
+to be changed. docs/gpu_sharing.md says what MPS isolates and what not. Source: NVIDIA's "Multi-Process Service" guide.
 """
 
 import fcntl

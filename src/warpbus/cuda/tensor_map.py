@@ -30,9 +30,8 @@ _PROMOTION_256 = 3  # fetch 256 bytes into L2 at a time
 
 def fits(matrix: Tensor) -> bool:
     """Whether the copy engine can address a matrix [rows, columns] that is contiguous along its columns."""
-    size = matrix.element_size()
-    aligned = matrix.data_ptr() % ALIGNMENT == 0 and matrix.stride(0) * size % ALIGNMENT == 0
-    return aligned and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
+    pitch, step = matrix.stride()
+    return _addressable(matrix.data_ptr(), matrix.element_size(), matrix.shape[1], pitch, step)
 
 
 def tensor_map(
@@ -49,24 +48,8 @@ def tensor_map(
         TensorError: the matrix is not aligned as `fits` says, or has no whole number of panels.
         DeviceError: the driver rejects it.
     """
-    if not fits(matrix):
-        raise TensorError(
-            f"a matrix of shape {tuple(matrix.shape)}, strides {matrix.stride()} at address {matrix.data_ptr():#x} "
-            f"cannot be copied by TMA: address and rows have to be aligned to {ALIGNMENT} bytes"
-        )
-    rows, columns = matrix.shape
-    stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
-    pitch = -(-stride * matrix.element_size() // ALIGNMENT) * ALIGNMENT
-    swizzle = _SWIZZLES.get(box_columns * matrix.element_size(), _SWIZZLES[128]) if swizzled else 0
-    sides: tuple[int, ...] = (columns, rows)
-    strides: tuple[int, ...] = (pitch,)
-    box: tuple[int, ...] = (box_columns, box_rows)
-    if panels is not None:
-        if columns % box_columns:
-            raise TensorError(f"a matrix of {columns} columns has no whole number of panels of {box_columns}")
-        sides, box = (box_columns, rows, columns // box_columns), (*box, panels)
-        strides = (pitch, box_columns * matrix.element_size())
-    return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], sides, strides, box, swizzle)
+    place = matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.stride()
+    return _map(*place, box_rows, box_columns, swizzled, panels)
 
 
 def tile_maps(matrix: Tensor, rows: int, columns: int) -> bytes:
@@ -74,17 +57,63 @@ def tile_maps(matrix: Tensor, rows: int, columns: int) -> bytes:
 
     The copy engine could fill it up with zeros, but takes several times as long for a row that is not there.
     """
-    height = matrix.shape[0]
-    return tensor_map(matrix, min(rows, height), columns) + tensor_map(matrix, height % rows or rows, columns)
+    return _tile_maps(matrix.data_ptr(), matrix.dtype, *matrix.shape, *matrix.stride(), rows, columns)
 
 
-@functools.lru_cache(maxsize=4096)
+# A map only says where and how, so the same matrix at the same place has the same map, whatever it holds. One look-up
+# finds what a launch asks for: an eager step launches thousands of kernels.
+@functools.lru_cache(maxsize=16_384)
+def _tile_maps(
+    address: int, dtype: torch.dtype, height: int, width: int, pitch: int, step: int, rows: int, columns: int
+) -> bytes:
+    place = address, dtype, height, width, pitch, step
+    whole = _map(*place, min(rows, height), columns, True, None)
+    return whole + _map(*place, height % rows or rows, columns, True, None)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _map(
+    address: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    pitch: int,
+    step: int,
+    box_rows: int,
+    box_columns: int,
+    swizzled: bool,
+    panels: int | None,
+) -> bytes:
+    """The map of a matrix at an address; `pitch` and `step` are its strides in elements."""
+    size = dtype.itemsize
+    if not _addressable(address, size, columns, pitch, step):
+        raise TensorError(
+            f"a matrix of shape {(rows, columns)}, strides {(pitch, step)} at address {address:#x} cannot be copied by "
+            f"TMA: address and rows have to be aligned to {ALIGNMENT} bytes"
+        )
+    stride = pitch if rows > 1 else max(columns, ALIGNMENT)
+    nbytes = -(-stride * size // ALIGNMENT) * ALIGNMENT
+    swizzle = _SWIZZLES.get(box_columns * size, _SWIZZLES[128]) if swizzled else 0
+    sides: tuple[int, ...] = (columns, rows)
+    strides: tuple[int, ...] = (nbytes,)
+    box: tuple[int, ...] = (box_columns, box_rows)
+    if panels is not None:
+        if columns % box_columns:
+            raise TensorError(f"a matrix of {columns} columns has no whole number of panels of {box_columns}")
+        sides, box = (box_columns, rows, columns // box_columns), (*box, panels)
+        strides = (nbytes, box_columns * size)
+    return _encode(address, _ELEMENT[dtype], sides, strides, box, swizzle)
+
+
+def _addressable(address: int, size: int, columns: int, pitch: int, step: int) -> bool:
+    return address % ALIGNMENT == 0 and pitch * size % ALIGNMENT == 0 and (step == 1 or columns == 1)
+
+
 def _encode(
     address: int, element: int, sides: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
     """Sides and box in elements, strides in bytes, without the first, from the innermost axis on."""
     enter_context()
-    # A map only says where and how, so the same matrix at the same place has the same map, whatever it holds.
     storage = (ctypes.c_uint64 * 24)()
     target = -(-ctypes.addressof(storage) // 64) * 64  # the driver wants 64-byte alignment
     status = driver.library().cuTensorMapEncodeTiled(

@@ -69,8 +69,8 @@ class PrefillAttention(FusedAttention):
             heads=config.attention.num_heads,
             interleaved=config.rope.interleaved,
         )
-        attended = torch.empty_like(q)
         joined = self._joined(q, expanded=False)
+        attended = torch.empty_like(q)
         for span in joined.alone:
             part = span.part
             keys, values = k[part], v[part]
@@ -85,8 +85,7 @@ class PrefillAttention(FusedAttention):
         if joined:
             keys, values, key_scales, value_scales = stored
             keys, values = joined.keys(k, keys, key_scales), joined.keys(v, values, value_scales)
-            for part, found in joined.attend(q, keys, values):
-                attended[part] = found
+            attended = joined.attend(q, keys, values, attended)
         return attended.flatten(-2)[None]
 
     def attend_latent(
@@ -120,14 +119,13 @@ class PrefillAttention(FusedAttention):
                 for span, selected in zip(self._spans, self._selected, strict=True)
             ]
             return torch.cat(outputs).flatten(-2)[None]
-        attended = torch.empty_like(q)
         joined = self._joined(q, expanded=True)
+        attended = torch.empty_like(q)
         for span in joined.alone:
             attended[span.part] = self._attend_span(attention, q, latent, cached, span, None)
         if joined:
             keys, values = attention.expand(joined.latents(latent, cached, spec.kv_rank))
-            for part, found in joined.attend(q, keys, values):
-                attended[part] = found
+            attended = joined.attend(q, keys, values, attended)
         return attended.flatten(-2)[None]
 
     def _joined(self, q: Tensor, *, expanded: bool) -> JoinedSpans:

@@ -2,8 +2,8 @@
 
 A decode step of one sequence reads the weights that its token uses and the cache, at the bandwidth of a copy. In
 addition, the kernels of each layer wait for one another, which takes `LAYER_SECONDS`, independent of their size. The
-constants are fitted to measured steps: docs/benchmarks.md, "Decode steps". Without measurements there is only the upper
-bound that follows from the bytes.
+constants are fitted to measured steps: docs/benchmark_results.md, "Decode steps". Without measurements there is only
+the upper bound that follows from the bytes.
 
 Offloaded experts are read over the link to the host. The number of a token's experts among them depends on the routing;
 the forecast assumes that all experts are used equally often. Keeping frequently used experts on the GPU is faster.

@@ -113,20 +113,23 @@ class JoinedSpans:
             [new[span.part] if span.blocks is None else gathered(span.blocks, span.seen) for span in self._spans]
         )
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> list[tuple[slice, Tensor]]:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> Tensor:
         """Causal attention of the joined chunks' queries.
 
         Args:
             q: `[tokens, heads, head_dim]` of all tokens of the step.
             keys, values: `[keys, kv_heads, head_dim]`, as of `keys`.
+            attended: like q, with the results of the chunks that are `alone`; those of the others are written to it.
 
         Returns:
-            tokens of the step, and what is attended for them, `[tokens, heads, head_dim]`.
+            the results of all tokens: `attended`, or, if no chunk is `alone`, another tensor.
         """
         queries = torch.cat([q[span.part] for span in self._spans]) if self.alone else q
         flash = torch.ops.aten._flash_attention_forward
         found = flash(queries, keys, values, *self._bounds, *self._longest, 0.0, True, False)[0]
         if not self.alone:
-            return [(slice(0, len(q)), found)]
-        parts = found.split([span.end - span.begin for span in self._spans])
-        return [(span.part, part) for span, part in zip(self._spans, parts, strict=True)]
+            results: Tensor = found
+            return results
+        for span, part in zip(self._spans, found.split([each.end - each.begin for each in self._spans]), strict=True):
+            attended[span.part] = part
+        return attended

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 GENERATE, TRAIN, QUANTIZE = "generate", "train", "quantize"
 ORIGINAL, RTN8, RTN4, GPTQ4 = "16 bits", "8 bits (RTN)", "4 bits (RTN)", "4 bits (GPTQ)"
 CPU, GPU = "CPU", "GPU"
+_METHOD_NAMES = {"lora": "LoRA"}
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,11 @@ class Story:
         return next((row for row in self.rows if (row.task, row.place, row.form, row.count) == wanted), None)
 
     def label(self, form: str) -> str:
-        """A form as it is shown: a model that is stored in float32 has 32 bits."""
+        """A form as it is shown: a model that is stored in float32 has 32 bits, and methods have their usual names."""
         original = self.quality.get(ORIGINAL)
-        return "32 bits" if form == ORIGINAL and original is not None and original.scheme == "float32" else form
+        if form == ORIGINAL and original is not None and original.scheme == "float32":
+            return "32 bits"
+        return _METHOD_NAMES.get(form, form)
 
     @property
     def best_place(self) -> str:

@@ -186,7 +186,7 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_measures_nothing(
         patched.setattr(measure, "measure_speed", lambda path, **_: Speed(9.0, 10**8, "cpu"))
         code, shown_text, _ = run(work)
         assert code == 0
-    for expected in ("generation", "quality", "training", "quantization", "32 bits", "(GPTQ)", "lora", "no GPU"):
+    for expected in ("generation", "quality", "training", "quantization", "32 bits", "(GPTQ)", "LoRA", "no GPU"):
         assert expected in shown_text
     for name in ("story.html", "story.png", "story-cpu.json"):
         assert (work.directory / name).stat().st_size > 3000

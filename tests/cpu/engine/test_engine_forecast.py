@@ -31,7 +31,7 @@ def recorded() -> dict[str, float]:
     return {"w4a16-g128": own, "float16": plain}
 
 
-# docs/moe.md, "On a GPU": one sequence.
+# docs/benchmark_results.md, "Decode steps".
 MEASURED = [
     ("chatglm2-6b", W4, "h100", recorded()["w4a16-g128"]),
     ("chatglm2-6b", None, "h100", recorded()["float16"]),

@@ -59,6 +59,7 @@ def test_every_document_is_in_the_navigation(site, tmp_path):
             "一行，\n`x`、\n[另](moe.md)\n和 y，\nz：\n- 一\n",
             "一行，`x`、[另](moe.md)\n和 y，z：\n- 一\n",
         ),
+        ("docs/zh/pool.md", "一行，\n4 比特、\n+1：\n1. 一\n", "一行，4 比特、+1：\n1. 一\n"),
         ("docs/zh/pool.md", "```\n一行\n下一行\n```\n", "```\n一行\n下一行\n```\n"),
     ],
 )

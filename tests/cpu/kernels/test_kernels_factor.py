@@ -5,7 +5,6 @@ import torch
 from torch.library import opcheck
 
 from warpbus.errors import TensorError
-from warpbus.kernels.ops import factor as ops
 from warpbus.kernels.ops.factor import factor_corner
 
 
@@ -48,7 +47,7 @@ def test_a_matrix_that_is_not_positive_definite_is_reported_and_stays_reported()
 
 
 def test_opcheck():
-    opcheck(ops._factor_corner, (definite(5), *outputs(5)))
+    opcheck(torch.ops.warpbus.factor_corner.default, (definite(5), *outputs(5)))
 
 
 @pytest.mark.parametrize(

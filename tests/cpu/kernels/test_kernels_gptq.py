@@ -296,12 +296,12 @@ def test_shapes_and_mutation_are_known_to_the_compiler():
     again = block.gradient(), block.corner, block.centred, *block.grid(), blank
     scales = block.scales[:, 0]
     tests = ("test_schema", "test_faketensor")
-    opcheck(ops._round_columns, (*block.columns(), blank.clone(), blank), test_utils=tests)
-    opcheck(ops._round_again, again, test_utils=tests)
+    opcheck(torch.ops.warpbus.round_columns.default, (*block.columns(), blank.clone(), blank), test_utils=tests)
+    opcheck(torch.ops.warpbus.round_again.default, again, test_utils=tests)
     fitted = block.gradient(), block.centred, members, block.moments, scales, torch.float16, blank
-    opcheck(ops._fit_scales, fitted, test_utils=tests)
+    opcheck(torch.ops.warpbus.fit_scales.default, fitted, test_utils=tests)
     clipped = torch.ones(3, 64), torch.ones(64), 32, 4, True, torch.float16
-    opcheck(ops._clip_search, clipped, test_utils=tests)
+    opcheck(torch.ops.warpbus.clip_search.default, clipped, test_utils=tests)
 
 
 def replaced(arguments, **changes):

@@ -85,7 +85,7 @@ class Outcome:
 
 
 def documented_refusals() -> list[str]:
-    """What the errors of the table in docs/pool.md contain."""
+    """What the errors of the table in docs/remote_gpu.md contain."""
     text = (Path(__file__).parents[3] / "docs" / "pool.md").read_text(encoding="utf-8")
     table = text.partition("### What does not run")[2]
     return re.findall(r"^\| [^|]+ \| `([^`|]+)` \| [^|]+ \|$", table, re.MULTILINE)

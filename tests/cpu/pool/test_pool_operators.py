@@ -1,4 +1,4 @@
-"""PyTorch's database of operators on a CPU pool: right, or refused by a sentence of the table in docs/pool.md.
+"""PyTorch's database of operators on a CPU pool: right, or refused by a sentence of the table in docs/remote_gpu.md.
 
 Each operator is computed in one of its dtypes here; `benchmarks/pool_operators.py` computes all samples in all dtypes.
 """

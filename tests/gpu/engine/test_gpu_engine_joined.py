@@ -45,15 +45,12 @@ def test_chunks_are_attended_as_each_alone(heads, kv_heads, size, lengths, alone
                 stored[which, span.blocks.long()] = flat.unflatten(0, (-1, BLOCK)).transpose(1, 2)
     joined = JoinedSpans(spans, q, expanded=False)
     assert len(joined.alone) == alone
-    found = joined.attend(q, joined.keys(k, stored[0], None), joined.keys(v, stored[1], None)) if joined else []
-    assert sum(len(part) for _, part in found) == sum(new for _, new in lengths) - sum(
-        span.end - span.begin for span in joined.alone
-    )
-    attended = torch.full((tokens, heads, size), float("nan"), device="cuda")
-    for part, rows in found:
-        attended[part] = rows.float()
+    attended = torch.full_like(q, float("nan"))
+    if joined:
+        attended = joined.attend(q, joined.keys(k, stored[0], None), joined.keys(v, stored[1], None), attended)
     for span in spans:
         if span in joined.alone:
+            assert attended[span.part].isnan().all()
             continue
         keys, values = k[span.part], v[span.part]
         if span.blocks is not None:

@@ -1,6 +1,6 @@
 """The operations that `warpbus:0` does not support, and their errors, which suggest an alternative.
 
-`docs/pool.md` has a table of all refusals.
+`docs/remote_gpu.md` has a table of all refusals.
 """
 
 import functools

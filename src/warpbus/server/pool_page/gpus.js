@@ -1,4 +1,4 @@
-// The GPUs: how much of each is shared out and used, now and over time.
+// The GPUs: how much of each is leased and used, now and over time.
 
 import { Chart } from "./chart.js";
 import { $, icon, make } from "./dom.js";
