@@ -19,7 +19,9 @@ import numpy as np
 from warpbus.engine.sampling_params import Grammar, GrammarKind
 from warpbus.engine.structural_tags import structural_grammar
 from warpbus.errors import UsageError
+from warpbus.models.templates.json_schema import for_llguidance
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers.base import check_text
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -180,6 +182,7 @@ class GrammarCompiler:
     def _parse(self, grammar: Grammar) -> LLMatcher:
         if len(grammar.text) > MOST_TEXT:
             raise UsageError(f"{grammar.kind} has {len(grammar.text):,} characters: give at most {MOST_TEXT:,}")
+        check_text(grammar.text)
         source = _SOURCES[grammar.kind](self._library.LLMatcher, grammar.text)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         # The first mask shows whether the lexer exceeds its limits.
@@ -196,6 +199,11 @@ def _reason(error: str) -> str:
     # The library's name of the state in which no byte continues the grammar.
     if not reason or "NoExtensionBias" in reason:
         return "no text matches it: a rule or a $ref leads back to itself, or a class has no character"
+    if "coerce_one_of" in reason:
+        return (
+            "the schemas of a oneOf have to exclude each other, such as objects that require a property with another "
+            "const in each: give such schemas, or anyOf"
+        )
     return reason
 
 
@@ -250,10 +258,12 @@ def _json(kind: GrammarKind, text: str) -> Any:
     try:
         found = json.loads(text)
         deep = _depth(found)
+        written = json.dumps(found, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{kind} is not JSON ({error}): give valid JSON") from None
     if deep > _MOST_DEPTH:
         raise UsageError(f"{kind} is nested {deep} deep: give at most {_MOST_DEPTH} levels")
+    check_text(written)  # an escape may be a lone surrogate
     return found
 
 
@@ -270,7 +280,8 @@ def _of_schema(library: Any, text: str) -> str:
     # A boolean is a valid schema (JSON Schema, 2020-12, 4.3.2), but the library does not accept it.
     if schema is False:
         raise UsageError("json_schema is false, which allows no answer: give an object")
-    return library.grammar_from_json_schema("{}" if schema is True else text, overrides=_JSON)
+    text = "{}" if schema is True else json.dumps(for_llguidance(schema))
+    return library.grammar_from_json_schema(text, overrides=_JSON)
 
 
 def _of_object(library: Any, text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, TypeGuard, overload
 
 import torch
 
@@ -312,6 +312,11 @@ class LLM:
             yield replace(chunk, text=text)
 
     def _tokenize(self, prompts: Prompts) -> list[list[int]]:
+        if not isinstance(prompts, str) and not _is_list(prompts):
+            raise UsageError(
+                f"prompts: expected a text, token ids or a list of them, got {type(prompts).__name__}; an array or a "
+                "tensor becomes a list by tolist()"
+            )
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
         if not many:
             raise UsageError("prompts: the list is empty; give at least one")
@@ -320,7 +325,7 @@ class LLM:
     def _ids(self, index: int, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             ids = encode_prompt(self.tokenizer, prompt)
-        elif isinstance(prompt, abc.Sequence) and all(isinstance(token, int) for token in prompt):
+        elif _is_list(prompt) and all(isinstance(token, int) for token in prompt):
             ids = list(prompt)
         else:
             raise UsageError(f"prompt {index}: expected a text or a list of token ids, got {type(prompt).__name__}")
@@ -343,6 +348,9 @@ class LLM:
             each = [params or SamplingParams()] * len(prompts)
         else:
             each = list(params)
+        strange = next((one for one in each if not isinstance(one, SamplingParams)), None)
+        if strange is not None:
+            raise UsageError(f"params: expected SamplingParams, got {type(strange).__name__}")
         if len(each) != len(prompts):
             raise UsageError(f"params: {len(each)} for {len(prompts)} prompts; give one for all or one for each")
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
@@ -441,3 +449,8 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:,}"
+
+
+def _is_list(value: object) -> TypeGuard[abc.Sequence[Any]]:
+    # Bytes are a sequence of integers, too.
+    return isinstance(value, abc.Sequence) and not isinstance(value, (str, bytes))

@@ -18,6 +18,9 @@ from warpbus.errors import UsageError
 GenerationConfig = Literal["auto", "none"]
 """Whether the model's `generation_config.json` gives the defaults of sampling parameters."""
 
+DISK_SIZE = "64GB"
+"""The default of `kv_disk_size`."""
+
 _TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3}
 
 
@@ -85,7 +88,7 @@ class ServiceOptions:
     prefix_caching: bool = True
     kv_host_memory: str | int | None = None
     kv_disk: str | None = None
-    kv_disk_size: str | int = "64GB"
+    kv_disk_size: str | int = DISK_SIZE
     speculation: int | str = 0
     max_restarts: int = 5
     watchdog_timeout: float = 300.0
@@ -141,6 +144,11 @@ class ServiceOptions:
                 raise UsageError("kv_host_memory keeps blocks for prefix caching, which is off: leave one of them out")
         parse_memory(self.kv_disk_size, what="kv_disk_size")
         if self.kv_disk is None:
+            if self.kv_disk_size != DISK_SIZE:
+                raise UsageError(
+                    "kv_disk_size limits the files of kv_disk, which is not given: give kv_disk, or leave kv_disk_size "
+                    "out"
+                )
             return
         if not self.prefix_caching:
             raise UsageError("kv_disk keeps blocks for prefix caching, which is off: leave one of them out")

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from warpbus.errors import UsageError
+from warpbus.models.templates.json_schema import json_grammar
 
 _MOST_PARTS = 500
 _MOST_REPEATS = 1000
-_FEW_BLANKS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}  # as for all JSON of answers
 
 Json = Mapping[str, Any]
 Ends = abc.Sequence[str]
@@ -114,7 +114,7 @@ class _Rules:
         if schema is True:
             schema = {}
         schema = dict(_object(schema, f"{path}.json_schema"))
-        return self._ended(self._rule(f"%json {json.dumps(schema | _FEW_BLANKS, ensure_ascii=False)}"), ends)
+        return self._ended(self._rule(json_grammar(schema)), ends)
 
     def _regex(self, form: Json, ends: Ends, path: str) -> str:
         _only(form, ("type", "pattern"), path)

@@ -167,7 +167,9 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
         comes_back = all(model.retry_after for model in models.bases())
         return JSONResponse(body, 503, headers={"retry-after": str(RETRY_SECONDS)} if comes_back else {})
 
-    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    # HEAD is what some load balancers ask with.
+    @app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", **documented(HealthAnswer, also=not_ready))
     async def health() -> Response:
         """Whether the server and its engines work: 200, also for models that sleep, or 503 while one starts, restarts
@@ -177,6 +179,7 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
         """
         return answered(("ready", "asleep"))
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", **documented(HealthAnswer, also=not_ready))
     async def ready() -> Response:
         """Whether all models answer requests: as /health, but 503 while a model sleeps."""

@@ -20,6 +20,7 @@ from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, sco
 from warpbus.server.conversations import count_prompt, named_model, prepare_chat, valid_body
 from warpbus.server.generation import GenerationRequest
 from warpbus.server.guard import AccessLog, Guard, cache_salt
+from warpbus.server.json_body import JsonRoute
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
@@ -78,6 +79,7 @@ def create_app(models: Models, options: ServerOptions | None = None, tracer: Any
         servers=[{"url": options.root_path}] if options.root_path else None,
         responses=openapi.ERRORS,
     )
+    app.router.route_class = JsonRoute
     failures.install(app)
     responder = Responder(options, metrics)
     app.state.running = responder.running
@@ -123,7 +125,8 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await with_text(request, model, text_size(body), lambda: prompts_of(body, tokenizer))
-        prompts = [truncated(prompt, body, service.max_model_len) for prompt in prompts]
+        wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = [truncated(prompt, body, service.max_model_len, wanted) for prompt in prompts]
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")

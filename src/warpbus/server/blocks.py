@@ -27,6 +27,7 @@ class Block:
         id: of its own.
         text: the thinking or the text so far; the arguments of a call.
         call: of a call; else None.
+        cut: the answer has ended within it, by `max_tokens` or an error.
     """
 
     kind: Literal["thinking", "text", "call"]
@@ -34,6 +35,7 @@ class Block:
     id: str
     text: str = ""
     call: ToolCall | None = None
+    cut: bool = False
 
 
 class BlockForm(ABC):
@@ -105,10 +107,12 @@ class BlockForm(ABC):
         if delta.text:
             found += self._add("text", delta.text, piece)
         for call in delta.calls:
-            block = Block("call", len(self.blocks), self._new_id("call"), call=call)
+            block = Block("call", len(self.blocks), self._new_id("call"), call=call, cut=not call.complete)
             found += self._end_open() + self._begin(block)
             block.text = call.arguments
             found += self.grow(block, call.arguments, None) + self._end_open()
+        if self.finish_reason == "length":
+            self.cut_open()
         return found
 
     def closing(self, usage: Usage) -> list[Json]:
@@ -120,6 +124,11 @@ class BlockForm(ABC):
         for piece in answers[0]:
             self.events(0, piece, usage)
         return self.body(usage)
+
+    def cut_open(self) -> None:
+        """The answer ends within the block that is open, if there is one."""
+        if self._open is not None:
+            self._open.cut = True
 
     def _add(self, kind: Literal["thinking", "text"], text: str, piece: TextPiece) -> list[Json]:
         found: list[Json] = []

@@ -152,14 +152,14 @@ async def prepare_chat(
         _text_size(body, tools.offered),
         lambda: render_prompt(body.messages, body, model, tools.offered, options),
     )
-    prompt = truncated(prompt, body, service.max_model_len)
+    wanted = body.max_completion_tokens or body.max_tokens
+    prompt = truncated(prompt, body, service.max_model_len, wanted)
     start: ThinkingStart = "over" if model.thinking is None else model.thinking.start(prompt)
     thinking = None
     if model.thinking is not None and start != "over" and (grammar or body.thinking_token_budget is not None):
         tokens = model.thinking
         thinking = Thinking(tokens.opening, tokens.closing, start == "open", body.thinking_token_budget)
     space = room(prompt, service.max_model_len)
-    wanted = body.max_completion_tokens or body.max_tokens
     if wanted is not None and cut_to_context:
         wanted = min(wanted, space, options.max_tokens or space)
     params = sampling_params(

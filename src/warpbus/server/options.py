@@ -91,7 +91,10 @@ class ServerOptions:
             raise UsageError(f"--max-tokens is {self.max_tokens}: give 1 or more")
         for key in self.api_keys:
             if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-                raise UsageError("--api-key: a key has 8 or more printable ASCII characters without spaces")
+                raise UsageError(
+                    "--api-key, --api-key-file or WARPBUS_API_KEY: a key has 8 or more printable ASCII characters "
+                    "without spaces"
+                )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise UsageError("--ssl-certfile and --ssl-keyfile go together: give both")
         for origin in self.allow_origins:

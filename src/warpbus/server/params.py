@@ -28,8 +28,11 @@ def answers_of(body: Generating, prompts: int, options: ServerOptions) -> int:
     return wanted
 
 
-def truncated(prompt: list[int], body: Generating, context: int) -> list[int]:
-    """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 leaves room for `max_tokens`, at least one.
+def truncated(prompt: list[int], body: Generating, context: int, wanted: int | None) -> list[int]:
+    """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 leaves room for the answer, at least one token.
+
+    Args:
+        wanted: the most tokens of the answer; None is all that there is room for.
 
     Raises:
         RequestError: nothing would be left.
@@ -38,7 +41,7 @@ def truncated(prompt: list[int], body: Generating, context: int) -> list[int]:
     if most is None:
         return prompt
     if most < 0:
-        most = context - (body.max_tokens or 1)
+        most = context - (wanted or 1)
     if most < 1:
         raise RequestError(
             400,

@@ -238,7 +238,7 @@ class ResponseForm(BlockForm):
 
     def begin(self, block: Block) -> list[Json]:
         """See `BlockForm.begin`."""
-        found = [self._of_item("response.output_item.added", block, "in_progress")]
+        found = [self._of_item("response.output_item.added", block, begins=True)]
         if block.call is None:
             found.append(self._of_part("response.content_part.added", block, part=_part(block)))
         return found
@@ -270,8 +270,7 @@ class ResponseForm(BlockForm):
                 self._of_part(name, block, text=block.text, **more),
                 self._of_part("response.content_part.done", block, part=_part(block, whole=True)),
             ]
-        status = "completed" if block.call is None or block.call.complete else "incomplete"
-        return [*done, self._of_item("response.output_item.done", block, status)]
+        return [*done, self._of_item("response.output_item.done", block)]
 
     def finish(self, usage: Usage) -> list[Json]:
         """See `BlockForm.finish`."""
@@ -280,6 +279,7 @@ class ResponseForm(BlockForm):
 
     def failure(self, error: RequestError, usage: Usage) -> Json:
         """See `Form.failure`: a response that has failed."""
+        self.cut_open()
         failed = self._response("failed", usage, error={"code": "server_error", "message": str(error)})
         return self._event("response.failed", response=failed)
 
@@ -296,22 +296,19 @@ class ResponseForm(BlockForm):
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
-    def _of_item(self, name: str, block: Block, status: str) -> Json:
-        return self._event(name, output_index=block.number, item=_item(block, status))
+    def _of_item(self, name: str, block: Block, *, begins: bool = False) -> Json:
+        return self._event(name, output_index=block.number, item=_item(block, begins=begins))
 
     def _of_part(self, name: str, block: Block, **fields: Any) -> Json:
         return self._event(name, item_id=block.id, output_index=block.number, content_index=0, **fields)
 
     def _response(self, status: str, usage: Usage | None = None, **fields: Any) -> Json:
-        output = [] if usage is None else [_item(block, "completed") for block in self.blocks]
-        if output and status == "incomplete":
-            output[-1]["status"] = status
         return {
             **self._head,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "output": output,
+            "output": [] if usage is None else [_item(block) for block in self.blocks],
             "usage": None if usage is None else self._counted(usage),
             **fields,
         }
@@ -338,9 +335,9 @@ def _choice(body: ResponsesRequest) -> Any:
     return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
-def _item(block: Block, status: str) -> Json:
+def _item(block: Block, *, begins: bool = False) -> Json:
     """An item of the output; one that has just begun is empty."""
-    begins = status == "in_progress"
+    status = "in_progress" if begins else "incomplete" if block.cut else "completed"
     if block.call is not None:
         arguments = "" if begins else block.call.arguments
         call = {"call_id": f"call_{block.id.removeprefix('fc_')}", "name": block.call.name, "arguments": arguments}
@@ -366,7 +363,7 @@ def _turn(blocks: abc.Sequence[Block]) -> list[Json]:
     thinking = "".join(block.text for block in blocks if block.kind == "thinking")
     if thinking:
         turn["reasoning_content"] = thinking
-    calls = [_item(block, "completed") for block in blocks if block.call is not None and block.call.complete]
+    calls = [_item(block) for block in blocks if block.call is not None and block.call.complete]
     if calls:
         turn["tool_calls"] = [
             {

@@ -393,6 +393,8 @@ def test_options():
         ServiceOptions(kv_disk="kv", kv_disk_size="much")
     with pytest.raises(UsageError, match="prefix caching, which is off"):
         ServiceOptions(kv_disk="kv", prefix_caching=False)
+    with pytest.raises(UsageError, match="kv_disk_size limits the files of kv_disk, which is not given"):
+        ServiceOptions(kv_disk_size="1GB")
     with pytest.raises(UsageError, match="kv_disk with tensor_parallel 2"):
         ServiceOptions(kv_disk="kv", tensor_parallel=2)
 

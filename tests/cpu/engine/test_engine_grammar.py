@@ -332,6 +332,11 @@ def test_a_space_that_a_tokenizer_adds_is_none_of_the_grammars(tmp_path):
         (Grammar("choice", '"a"'), "choice is no list"),
         (Grammar("choice", '["a", ""]'), "choice is no list"),
         (Grammar("choice", "[]"), "choice is no list"),
+        (Grammar("json_schema", '{"enum": ["\ud83d"]}'), "lone surrogate U+D83D at character 11"),
+        (Grammar("ebnf", 'root ::= "\ud83d"'), "lone surrogate U+D83D at character 10"),
+        (Grammar("choice", '["\\ud83d"]'), "lone surrogate U+D83D at character 2"),
+        (Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), "oneOf have to exclude each"),
+        (Grammar("json_schema", '{"maximum": 1e999}'), "json_schema is not JSON (Out of range"),
     ],
 )
 def test_what_is_refused(compiler, grammar, says):

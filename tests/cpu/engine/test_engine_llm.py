@@ -164,6 +164,11 @@ def test_a_prompt_that_leaves_no_room_is_refused(llm, tiny_glm):
         ([10, -1], "token id -1 is not"),
         ([3.5], "prompt 0: expected a text or a list of token ids, got float"),
         ([["1"]], "prompt 0: expected a text or a list of token ids, got list"),
+        ([b"1"], "prompt 0: expected a text or a list of token ids, got bytes"),
+        (b"1", "prompts: expected a text, token ids or a list of them, got bytes"),
+        (torch.tensor([10, 11]), "got Tensor; an array or a tensor becomes a list by tolist"),
+        (iter(["1"]), "got list_iterator"),
+        (None, "got NoneType"),
     ],
 )
 def test_prompts_that_are_none_are_refused(llm, prompts, message):
@@ -178,6 +183,8 @@ def test_errors_come_before_the_stream_begins(llm):
         llm.chat([], stream=True)
     with pytest.raises(UsageError, match="2 for 1 prompts"):
         llm.generate("1", [GREEDY, GREEDY], stream=True)
+    with pytest.raises(UsageError, match="params: expected SamplingParams, got str"):
+        llm.generate("1", {"temperature": 0})
 
 
 @pytest.mark.parametrize(

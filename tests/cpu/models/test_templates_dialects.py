@@ -334,6 +334,115 @@ def test_a_forced_call_is_one_that_can_be_read(dialect, text, allowed):
     assert accepted(dialect.grammar(TOOLS, several=True), both) == (allowed and dialect is not LLAMA)
 
 
+PAINT = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "$defs": {
+            "Color": {"type": "string", "enum": ["red", "blue"]},
+            "Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+        "properties": {
+            "color": {"$ref": "#/$defs/Color", "description": "of the paint"},
+            "at": {"type": "array", "items": {"$ref": "#/$defs/Point"}},
+            "kind": {"const": "oil"},
+        },
+        "required": ["color", "at"],
+    },
+}
+
+
+def pairs(name, **values):
+    written = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()]
+    return f"<tool_call>{name}\n{''.join(written)}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({"color": "red", "at": '[{"x":1}]'}, True),
+        ({"color": "blue", "at": "[]", "kind": "oil"}, True),
+        ({"color": "green", "at": "[]"}, False),
+        ({"color": '"red"', "at": "[]"}, False),
+        ({"color": "red", "at": '[{"y":1}]'}, False),
+        ({"color": "red", "at": "[]", "kind": "water"}, False),
+    ],
+)
+def test_arguments_may_refer_to_definitions_of_the_tool(values, allowed):
+    text = pairs("paint", **values)
+    assert accepted(GLM.grammar([PAINT]), text) == allowed
+    if allowed:
+        [call] = split(GLM, text, 3, [PAINT])[1]
+        assert call.name == "paint"
+        assert json.loads(call.arguments) == {key: json.loads(v) if key == "at" else v for key, v in values.items()}
+
+
+def test_grammars_that_definitions_would_make_too_long_are_refused():
+    definitions = {f"d{at}": {"items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(500)}
+    properties = {f"p{at}": {"$ref": "#/$defs/d0"} for at in range(900)}
+    tool = {"name": "f", "parameters": {"type": "object", "$defs": definitions, "properties": properties}}
+    for write in (GLM.grammar, GLM.free_grammar):
+        with pytest.raises(UsageError, match="tools: f: its grammar is longer than 131,072 characters"):
+            write([tool])
+    small = {**tool, "parameters": {**tool["parameters"], "properties": {"p": {"$ref": "#/$defs/d0"}}}}
+    with pytest.raises(UsageError, match="tools: f: its grammar"):
+        GLM.grammar([small] * 20)
+
+
+def test_a_text_that_looks_like_another_type_stays_a_text():
+    options = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties = {"a": options, "b": options, "c": options, "d": {"type": ["string", "integer"]}, "e": {}}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    [call] = split(GLM, pairs("f", a="123", b="null", c='"1"', d="007", e="5"), 5, [tool])[1]
+    assert json.loads(call.arguments) == {"a": "123", "b": None, "c": "1", "d": "007", "e": 5}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("dialect", "call", "broken"),
+    [
+        (
+            QWEN,
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "\\"</tool_call>\\\\"}}</tool_call>',
+            '<tool_call>{"name": "get_weather", "arguments": {"city": "x}}</tool_call>',
+        ),
+        (
+            GLM,
+            '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>"</tool_call>\\</arg_value>\n</tool_call>',
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>x</tool_call>",
+        ),
+    ],
+    ids=["qwen", "glm"],
+)
+def test_a_closing_tag_may_be_within_an_argument(dialect, call, broken, size):
+    assert accepted(
+        dialect.grammar([WEATHER]), call.replace("<tool_call>{", "<tool_call>\n{").replace("}</t", "}\n</t")
+    )
+    shown, calls = split(dialect, f"a{call} b{call}c", size)
+    assert shown == "a bc"
+    assert [json.loads(each.arguments) for each in calls] == [{"city": '"</tool_call>\\'}] * 2
+    if dialect is QWEN:
+        shown, calls = split(dialect, f"a{broken}b{call}c", size)
+        assert shown == f"a{broken}bc"
+        assert len(calls) == 1
+    assert split(dialect, broken, size) == (broken, [])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (QWEN, '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+        (LLAMA, '{"name": "f", "parameters": %s}'),
+    ],
+)
+@pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}, {}])
+def test_arguments_are_an_object_whatever_the_schema_says(dialect, text, parameters):
+    grammar = dialect.grammar([{"name": "f", "parameters": parameters}])
+    assert accepted(grammar, text % '{"a":1}')
+    assert not accepted(grammar, text % "5")
+    assert not accepted(grammar, text % "null")
+
+
 @pytest.mark.parametrize(
     ("dialect", "call"), [(QWEN, QWEN_CALL), (GLM, GLM_CALL), (LLAMA, LLAMA_CALL)], ids=["qwen", "glm", "llama"]
 )

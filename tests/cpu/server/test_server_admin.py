@@ -134,6 +134,12 @@ def test_what_has_to_wait_for_requests_is_a_conflict(http, served, monkeypatch, 
     assert "requests run" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_probes_may_ask_for_the_head_only(http, path):
+    response = http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
 def test_health_by_generating(http, served, monkeypatch):
     assert http.get("/health_generate").json() == {"status": "ready"}
     assert served.service.asked[-1][1].max_tokens == 1

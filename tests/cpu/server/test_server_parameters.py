@@ -69,6 +69,11 @@ def test_prompts_are_truncated_at_their_beginning(http, served, most, kept):
 def test_the_longest_prompt_that_fits_is_kept(http, served):
     body = {"model": "parrot", "prompt": "a" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 48}
     assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 2000
+    del body["max_tokens"]
+    assert http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 2048 - 16
+    messages = [{"role": "user", "content": "a" * 5000}]
+    answer = chat(http, messages=messages, truncate_prompt_tokens=-1, max_completion_tokens=48)
+    assert answer.json()["usage"]["prompt_tokens"] == 2000
     assert chat(http, truncate_prompt_tokens=0).status_code == 400
 
 

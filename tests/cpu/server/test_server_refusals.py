@@ -134,6 +134,36 @@ def test_a_body_that_is_no_request_is_refused(http, path, content):
 
 
 @pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (rb'"a\ud83d"', r"Lone surrogate \ud83d, at 12"),
+        (rb'{"\uDE00\ud83d\ude00": 1}', r"Lone surrogate \uDE00, at 12"),
+        (rb'"\ud83d\u0041"', r"Lone surrogate \ud83d, at 11"),
+        (b'"\xed\xa0\xbd"', "Not UTF-8, at 11"),
+        (b"[" * 100_000 + b"]" * 100_000, "Nested too deeply, at 0"),
+        (b"9" * 5000, "A number has too many digits, at 0"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/generate", "/invocations", "/v1/load_lora_adapter"])
+def test_a_value_that_no_answer_could_repeat_is_refused(http, path, value, says):
+    content = b'{"unread":' + value + b"}"
+    error = error_of(http.post(path, content=content, headers={"content-type": "application/json"}), 400)
+    assert error["message"] == f"the body is not JSON ({says})"
+    assert error["code"] == "invalid_json"
+
+
+def test_escaped_pairs_of_surrogates_are_text(http, served):
+    served.service.script = "ok"
+    content = rb'{"model": "parrot", "max_tokens": 9, "stop": ["\ud83d\ude00", "\\ud83d"], "prompt": "\uD83D\uDE00"}'
+    assert (
+        http.post("/v1/completions", content=content, headers={"content-type": "application/json"}).status_code == 200
+    )
+    prompt, params = served.service.asked[0][:2]
+    assert served.service.tokenizer.decode(prompt) == "\U0001f600"
+    assert params.stop == ("\U0001f600", "\\ud83d")
+
+
+@pytest.mark.parametrize(
     ("path", "field", "content"),
     [
         ("/v1/completions", "prompt", [1.5] * 400_000),

@@ -301,7 +301,7 @@ def test_a_stream_that_fails_ends_with_a_failed_response(client, served):
     failed = events[-1].response
     assert (failed.status, failed.error.code) == ("failed", "server_error")
     assert "the engine died" in failed.error.message
-    assert failed.output_text == "abc"
+    assert (failed.output_text, failed.output[0].status) == ("abc", "incomplete")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(failed.id)
 
@@ -311,6 +311,22 @@ def test_an_answer_that_is_cut_off_is_incomplete(client, served):
     answer = ask(client, max_output_tokens=3)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.output_text, answer.output[0].status) == ("abc", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("script", "most"),
+    [("<think>abcdefghi</think>xyz", 5), ("<think>abc</think>xyzuvw", 8), (CALL + "\n" * 60, len(CALL) + 20)],
+)
+def test_items_of_a_stream_are_those_of_its_response(client, served, script, most):
+    served.qwen.script = script
+    asked = {"model": "qwen3", "input": "北京？", "tools": [WEATHER], "max_output_tokens": most}
+    events = list(client.responses.create(**asked, stream=True))
+    assert events[-1].type == "response.incomplete"
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output
+    assert [item.status for item in done[:-1]] == ["completed"] * (len(done) - 1)
+    assert done[-1].status == ("completed" if done[-1].type == "function_call" else "incomplete")
+    assert plain(client.responses.create(**asked)) == plain(events[-1].response)
 
 
 def test_a_call_that_is_cut_off_is_incomplete_and_not_reported_again(client, served):

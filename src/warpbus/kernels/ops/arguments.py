@@ -1,7 +1,6 @@
 """Checks of operators' arguments, where kernels support them, and how these cover them with blocks."""
 
 import functools
-from math import prod
 from typing import Any
 
 import torch
@@ -202,7 +201,10 @@ def strides(*axes: str, **tensors: Tensor) -> dict[str, Any]:
 
 def blocks(*sides: tuple[int, int]) -> int:
     """How many blocks cover an array: the product over `(extent, what a block covers of it)`."""
-    return prod(-(-extent // covered) for extent, covered in sides)
+    count = 1
+    for extent, covered in sides:
+        count *= -(-extent // covered)
+    return count
 
 
 def blocks_in_stride(size: int, block: int, device: torch.device) -> int:

@@ -23,6 +23,7 @@ from warpbus.models.templates.dialect import (
     names_of,
     split_tools,
 )
+from warpbus.models.templates.json_schema import resolved
 from warpbus.models.templates.line_calls import LineCallStream
 
 _FENCE = "```"
@@ -171,7 +172,7 @@ def _parameters(tool: Tool, name: str) -> tuple[str, list[str]]:
     _check_names(f"tools: {tool['name']}", properties)
     required = [key for key in properties if key in (schema.get("required") or ())]
     optional = [key for key in properties if key not in required]
-    written = {key: f"{json.dumps(key + '=')} {_value(properties[key])}" for key in properties}
+    written = {key: f"{json.dumps(key + '=')} {_value(resolved(properties[key], schema))}" for key in properties}
     if required:
         tails = [f'(", " {written[key]})?' for key in optional]
         return " ".join([' ", " '.join(written[key] for key in required), *tails]), []

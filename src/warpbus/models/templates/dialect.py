@@ -12,9 +12,7 @@ from typing import Any, Protocol
 
 from warpbus.errors import UsageError
 from warpbus.models.templates.base import Message, Variables
-
-# For llguidance: a small model otherwise goes on with blanks for ever.
-_FEW_BLANKS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}
+from warpbus.models.templates.json_schema import json_grammar
 
 LONGEST_CALL = 1 << 16
 """Characters of a message that are read as a call; a longer one stays text."""
@@ -205,8 +203,7 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 
 def arguments_grammar(tool: Tool) -> str:
     """The part of a grammar that matches a tool's arguments as a JSON object."""
-    schema = (tool.get("parameters") or {"type": "object"}) | _FEW_BLANKS
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    return json_grammar({**(tool.get("parameters") or {}), "type": "object"})
 
 
 def as_json(arguments: object) -> str:

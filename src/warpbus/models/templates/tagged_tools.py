@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from warpbus.errors import UsageError
 from warpbus.models.templates.dialect import (
     LONGEST_CALL,
     TemplateTools,
@@ -20,12 +21,16 @@ from warpbus.models.templates.dialect import (
     names_of,
     no_constant,
 )
+from warpbus.models.templates.json_schema import json_grammar, resolved, texts_of, types_of, value_types
 from warpbus.models.templates.partial_calls import cut_json_call
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _CUT_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*)", re.DOTALL)
+_QUOTE_OR_CLOSING = re.compile(rf'\\.|"|{_CLOSING}', re.DOTALL)  # or an escape, whose quote is none
+_VALUE_OR_CLOSING = re.compile(f"</?arg_value>|{_CLOSING}")
 _SPACE = " \t\r\n"
+_LONGEST_GRAMMAR = 1 << 17  # no longer one is compiled
 
 
 class TaggedCallStream:
@@ -36,14 +41,22 @@ class TaggedCallStream:
     Args:
         read: the call that a text between the tags is; None if it is none.
         read_cut: the call that a text behind an opening tag begins; None if it begins none.
+        end: the position of the tag that closes the call behind an opening tag, not within a text of its arguments; -1
+            if there is none yet.
         calls: tools may be called; otherwise all of the answer is text.
     """
 
     def __init__(
-        self, read: Callable[[str], ToolCall | None], read_cut: Callable[[str], ToolCall | None], *, calls: bool
+        self,
+        read: Callable[[str], ToolCall | None],
+        read_cut: Callable[[str], ToolCall | None],
+        end: Callable[[str], int],
+        *,
+        calls: bool,
     ) -> None:
         self._read = read
         self._read_cut = read_cut
+        self._end = end
         self._calls = calls
         self._held = ""  # whitespace, and text that may begin a tag; or a call so far, without its opening tag
         self._inside = False
@@ -55,21 +68,21 @@ class TaggedCallStream:
         self._held += text
         shown, calls = "", []
         while True:
-            tag = _CLOSING if self._inside else _OPENING
-            before, found, after = self._held.partition(tag)
-            if not found:
-                break
-            self._held = after
             if not self._inside:
+                before, found, after = self._held.partition(_OPENING)
+                if not found:
+                    break
                 shown += before.rstrip(_SPACE)
-                self._inside = True
-                continue
-            self._inside = False
-            call = self._read(before)
+                self._held, self._inside = after, True
+            at = self._end(self._held) if _CLOSING in self._held else -1
+            if at < 0:
+                break
+            call = self._read(self._held[:at])
             if call is None:
-                shown += f"{_OPENING}{before}{_CLOSING}"
+                shown += self._take_text()
             else:
                 calls.append(call)
+                self._held, self._inside = self._held[at + len(_CLOSING) :], False
         if not self._inside:
             keep = len(self._held) - len(_certain(self._held))
             at = len(self._held) - keep
@@ -84,9 +97,16 @@ class TaggedCallStream:
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """See `AnswerStream.flush`: a call without its end remains text."""
-        held = _OPENING + self._held if self._inside else self._held
+        shown = ""
+        calls: list[ToolCall] = []
+        # The text that seemed to hold a closing tag has no end: the tag ended what is no call.
+        while self._inside and _CLOSING in self._held:
+            shown += self._take_text()
+            more, found = self.push("")
+            shown, calls = shown + more, calls + found
+        shown += _OPENING + self._held if self._inside else self._held
         self._held, self._inside = "", False
-        return held, []
+        return shown, calls
 
     def cut_off(self) -> tuple[str, list[ToolCall]]:
         """See `AnswerStream.cut_off`."""
@@ -95,6 +115,12 @@ class TaggedCallStream:
             return self.flush()
         self._held, self._inside = "", False
         return "", [call]
+
+    def _take_text(self) -> str:
+        """What is no call, up to its first closing tag."""
+        text, tag, self._held = self._held.partition(_CLOSING)
+        self._inside = False
+        return _OPENING + text + tag
 
 
 def _certain(text: str) -> str:
@@ -108,7 +134,10 @@ class _TaggedTools(TemplateTools):
     def stream(self, tools: Sequence[Tool]) -> TaggedCallStream:
         """See `ToolDialect.stream`."""
         return TaggedCallStream(
-            lambda text: self.read(text, tools), lambda text: self.read_cut(text, tools), calls=bool(tools)
+            lambda text: self.read(text, tools),
+            lambda text: self.read_cut(text, tools),
+            self.end,
+            calls=bool(tools),
         )
 
     def read(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
@@ -117,6 +146,10 @@ class _TaggedTools(TemplateTools):
 
     def read_cut(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
         """The call that a text behind an opening tag begins; None if its tool is not known yet."""
+        raise NotImplementedError
+
+    def end(self, text: str) -> int:
+        """The position of the tag that closes the call behind an opening tag; -1 if there is none yet."""
         raise NotImplementedError
 
     def rules(self, tool: Tool, name: str) -> list[str]:
@@ -136,7 +169,10 @@ class _TaggedTools(TemplateTools):
 
     def _bodies(self, tools: Sequence[Tool]) -> list[str]:
         names = [f"tool{i}" for i in range(len(tools))]
-        rules = [rule for tool, name in zip(tools, names, strict=True) for rule in self.rules(tool, name)]
+        rules: list[str] = []
+        for tool, name in zip(tools, names, strict=True):
+            rules += self.rules(tool, name)
+            _check_size(tool, sum(map(len, rules)))
         return [f"body: {' | '.join(names)}", *rules]
 
 
@@ -157,6 +193,15 @@ class JsonTagTools(_TaggedTools):
     def read_cut(self, text: str, tools: Sequence[Tool]) -> ToolCall | None:
         """See `_TaggedTools.read_cut`."""
         return cut_json_call(text, names_of(tools))
+
+    def end(self, text: str) -> int:
+        """See `_TaggedTools.end`."""
+        within = False
+        for part in _QUOTE_OR_CLOSING.finditer(text):
+            if part[0] == _CLOSING and not within:
+                return part.start()
+            within ^= part[0] == '"'
+        return -1
 
     def rules(self, tool: Tool, name: str) -> list[str]:
         """See `_TaggedTools.rules`."""
@@ -198,6 +243,15 @@ class ArgumentTagTools(_TaggedTools):
             return None
         return ToolCall(str(tool["name"]), written, complete=False)
 
+    def end(self, text: str) -> int:
+        """See `_TaggedTools.end`."""
+        within = False
+        for part in _VALUE_OR_CLOSING.finditer(text):
+            if part[0] == _CLOSING and not within:
+                return part.start()
+            within = part[0] == "<arg_value>" or (within and part[0] == _CLOSING)
+        return -1
+
     def rules(self, tool: Tool, name: str) -> list[str]:
         """See `_TaggedTools.rules`.
 
@@ -205,16 +259,19 @@ class ArgumentTagTools(_TaggedTools):
         schema, except that texts have no limits of length or form but `enum`.
         """
         properties = _properties(tool)
-        required = [key for key in (tool.get("parameters") or {}).get("required") or () if key in properties]
+        required = [key for key in _parameters(tool).get("required") or () if key in properties]
         keys = [*required, *(key for key in properties if key not in required)]
         parts = [json.dumps(tool["name"]) + ' "\\n"?']
         rules = []
+        size = 0
         for i, key in enumerate(keys):
             begin = json.dumps(f"<arg_key>{key}</arg_key>")
-            value, own = _value_rules(properties[key], f"{name}v{i}")
+            value, own = _value_rules(properties[key], tool, f"{name}v{i}")
             pair = f'{begin} "\\n"? "<arg_value>" {value} "\\n"?'
             parts.append(pair if key in required else f"({pair})?")
             rules += own
+            size += len(pair)
+            _check_size(tool, size)  # each value has the definitions that it may refer to
         return [f'{name}: {" ".join(parts)} "{_CLOSING}"', *rules]
 
 
@@ -235,7 +292,7 @@ def _begun(text: str, tools: Sequence[Tool]) -> tuple[Tool, dict[str, Any], str]
         key, value = pair[1].strip(), pair[2]
         if key in arguments:
             return None
-        arguments[key] = _value(value, properties.get(key))
+        arguments[key] = _value(value, properties.get(key), tool)
         at = pair.end()
     return tool, arguments, rest[at:]
 
@@ -250,34 +307,51 @@ def _begun_tag(text: str, tag: str) -> int:
     return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
 
 
+def _check_size(tool: Tool, size: int) -> None:
+    if size > _LONGEST_GRAMMAR:
+        raise UsageError(
+            f"tools: {str(tool['name'])[:80]}: its grammar is longer than {_LONGEST_GRAMMAR:,} characters: give fewer "
+            "tools, parameters or $defs, or leave out strict and tool_choice"
+        )
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.get("parameters") or {}
+
+
 def _properties(tool: Tool) -> dict[str, Any]:
-    found = (tool.get("parameters") or {}).get("properties")
-    return found if isinstance(found, dict) else {}
+    """The schemas of the arguments, without references at their top."""
+    found = _parameters(tool).get("properties")
+    return {key: resolved(each, _parameters(tool)) for key, each in found.items()} if isinstance(found, dict) else {}
 
 
 def _is_text(schema: Any) -> bool:
     return isinstance(schema, dict) and (
-        schema.get("type") == "string"
-        or ("type" not in schema and bool(schema.get("enum")) and all(isinstance(one, str) for one in schema["enum"]))
+        schema.get("type") == "string" or ("type" not in schema and bool(texts_of(schema)))
     )
 
 
-def _value(text: str, schema: Any) -> Any:
-    """The value of an argument: a text as it is if its schema says so, otherwise JSON, or a text that is no JSON."""
+def _value(text: str, schema: Any, tool: Tool) -> Any:
+    """The value of an argument: a text as it is if its schema says so, otherwise JSON.
+
+    What is no JSON, or has a type that the schema does not allow where it allows texts, is a text.
+    """
     if _is_text(schema):
         return text
     try:
-        return json.loads(text, parse_constant=no_constant, strict=False)
+        found = json.loads(text, parse_constant=no_constant, strict=False)
     except (ValueError, RecursionError):
         return text
+    types = types_of(schema, _parameters(tool))
+    return text if "string" in types and types.isdisjoint(value_types(found)) else found
 
 
-def _value_rules(schema: Any, name: str) -> tuple[str, list[str]]:
+def _value_rules(schema: Any, tool: Tool, name: str) -> tuple[str, list[str]]:
     """The part of a grammar for a value and its closing tag, and the further rules that it needs."""
     closing = "</arg_value>"
     if not _is_text(schema):
-        return f'{arguments_grammar({"parameters": schema if isinstance(schema, dict) else {}})} "{closing}"', []
-    texts = schema.get("enum")
+        return f'{json_grammar(schema, _parameters(tool))} "{closing}"', []
+    texts = texts_of(schema)
     if texts:
         return f'({" | ".join(json.dumps(text, ensure_ascii=False) for text in texts)}) "{closing}"', []
     return name, [f'{name}[suffix="{closing}"]: /(?s:.*)/']

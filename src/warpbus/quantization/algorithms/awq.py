@@ -15,9 +15,9 @@ from warpbus.quantization.algorithms.linear_algebra import narrow, product
 
 TRIALS = 20
 
-_TOGETHER = 2**18
-"""Scaled weights that are rounded at once on a CPU, at most: small matrices, such as those of experts, with many
-candidates. On a GPU, where this has not been measured, each part is rounded with one candidate at a time."""
+_TOGETHER = {"cpu": 2**18, "cuda": 2**24}
+"""Scaled weights that are rounded at once on a device, at most: small matrices, such as those of experts, with many
+candidates."""
 
 
 def candidates(mean_abs: Tensor, trials: int = TRIALS) -> Tensor:
@@ -66,7 +66,7 @@ def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, s
     """
     scheme.groups(weight.shape[2])
     total = torch.zeros(len(weight), len(trials), dtype=torch.float32, device=weight.device)
-    most, narrowed = _TOGETHER if weight.device.type == "cpu" else 1, narrow(moments)
+    most, narrowed = _TOGETHER[weight.device.type], narrow(moments)
     for rows in slices(weight[0]):
         count = weight[0, rows].numel()
         # Not by the number of parts: the bits of a product may depend on its rows.
