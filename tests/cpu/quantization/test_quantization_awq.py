@@ -71,7 +71,7 @@ def test_candidates_do_not_depend_on_those_beside_them(monkeypatch, scheme):
     trials = awq.candidates(MEAN_ABS)
     found = []
     for together in (1, 3 * WEIGHT.numel(), 2**30):  # of 20 candidates: one by one, the last two by themselves, all
-        monkeypatch.setattr(awq, "_TOGETHER", together)
+        monkeypatch.setitem(awq._TOGETHER, "cpu", together)
         found.append(losses(WEIGHT, MOMENTS, trials, scheme))
     assert torch.allclose(found[1], found[0], rtol=1e-5)
     assert torch.allclose(found[2], found[0], rtol=1e-5)
@@ -91,7 +91,7 @@ def test_the_best_is_never_worse_than_rounding_to_nearest(scheme):
 
 @pytest.mark.parametrize("together", [1, 2**12, 2**14, 2**18])
 def test_losses_of_a_part_do_not_depend_on_those_beside_it(monkeypatch, together):
-    monkeypatch.setattr(awq, "_TOGETHER", together)
+    monkeypatch.setitem(awq._TOGETHER, "cpu", together)
     trials, parts = awq.candidates(MEAN_ABS), WEIGHT.view(5, 8, 128)
     found = awq.losses(parts, MOMENTS, trials, SCHEMES[0], scale_dtype=torch.float32)
     assert found.shape == (5, 20)
