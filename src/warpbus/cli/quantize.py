@@ -158,7 +158,7 @@ def quantize(
 
     from warpbus.cli.choosing import QuantizeRequest
     from warpbus.cli.quantizing import shown
-    from warpbus.formats.files import check_target
+    from warpbus.formats.files import check_kept, check_target
     from warpbus.quantization import quantize as run
     from warpbus.quantization.driver import check_arguments
     from warpbus.quantization.texts import GENERAL_TEXTS
@@ -192,6 +192,7 @@ def quantize(
         html=html,
         as_json=as_json,
     )
+    check_kept(output, *(path for path in (asked.data, asked.questions) if path is not None))
     _say_calibration(model_directory(model), general=request.calibration == GENERAL_TEXTS)
     chosen = request.choice()
     if chosen.algorithm == "rtn":  # the others calibrate, and refuse such a model

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import CheckpointError, StorageError, WarpbusError
+from warpbus.errors import CheckpointError, StorageError, UsageError, WarpbusError
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -111,6 +111,19 @@ def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = (
         raise StorageError(
             f"{directory}: holds no model (no {' or '.join(configs)}), so it is not overwritten: name another directory"
         )
+
+
+def check_kept(output: Path, *read: Path) -> None:
+    """Check that the paths that are read remain when the output replaces what is at its path.
+
+    Raises:
+        UsageError: one of them is the output, or lies in it.
+    """
+    replaced = output.resolve()
+    for path in read:
+        found = path.resolve()
+        if found == replaced or replaced in found.parents:
+            raise UsageError(f"{output}: replacing it would delete {path}, which is read: name another output")
 
 
 def put_in_place(written: Path, directory: Path, aside: Path) -> None:

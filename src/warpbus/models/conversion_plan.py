@@ -11,6 +11,7 @@ from warpbus.cuda.dtype_names import short_name
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Format, WritableFormat, format_named, format_of
 from warpbus.formats.dequantizing import ReorderedMatrix, dequantized, dequantized_matrices, dequantized_reordered
+from warpbus.formats.files import check_kept
 from warpbus.formats.format import WRITABLE
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
@@ -156,8 +157,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
     if to not in PLAIN and to not in WRITABLE:
         raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN, FP8_BLOCK, *TARGETS))}")
     checkpoint = Checkpoint(directory_of(model))
-    if output.resolve() == model.resolve():
-        raise UsageError(f"{output}: the output is the model itself: name another directory")
+    check_kept(output, model)
     source, bytes_before, in_fp8 = format_of(checkpoint.config), checkpoint.total_bytes, 0
     stored_config = checkpoint.config
     if source is None:

@@ -16,6 +16,7 @@ from warpbus.errors import NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.files import check_kept
 from warpbus.formats.format import format_of
 from warpbus.formats.gguf.view import directory_of
 from warpbus.formats.safetensors_io import raw_bytes
@@ -69,14 +70,13 @@ def write_fp8_blocks(model: str | Path, output: str | Path, *, overwrite: bool) 
         the number of matrices, and the bytes of all tensors before and after.
 
     Raises:
-        UsageError: the model has integer codes, or the output is the model.
+        UsageError: the model has integer codes, or writing the output would delete it.
         CheckpointError, TensorError: the model cannot be read.
         NumericError: a weight is NaN or infinite.
         StorageError: the output exists, cannot be written, or differs from what was written when it is read back.
     """
     directory, output = directory_of(Path(model)), Path(output)
-    if output.resolve() == directory.resolve():
-        raise UsageError(f"{output}: the output is the model itself: name another directory")
+    check_kept(output, Path(model))
     stored = Checkpoint(directory)
     if format_of(stored.config) is not None:
         raise UsageError(f"{model}: --to {TARGET}: is quantized to integers: convert it to bfloat16 first")

@@ -18,6 +18,7 @@ from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import FinishedParts, discard_parts
+from warpbus.formats.files import check_kept
 from warpbus.formats.hub import find_model
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.models import check_loadable
@@ -192,6 +193,8 @@ def quantize(
             )
         data = held = None
         if algorithm in METHODS:
+            if not isinstance(calibration, Calibration):
+                check_kept(Path(output), Path(calibration))
             data = read_data(plan, calibration, options)
         identity = _identity(plan, algorithm, data, devices[0].type, damping)
         settings = _settings(plan, data, calibration, options)

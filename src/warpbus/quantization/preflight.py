@@ -11,6 +11,7 @@ from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableFormat, format_named
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.files import check_kept
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.models import ModelConfig, MoESpec, TensorMap, read_config, tensor_map
 from warpbus.models.families import BY_NAME
@@ -167,11 +168,11 @@ def prepare(
         TensorError: if a matrix is missing, or has not the shape that config.json gives it, or no floating dtype.
         SchemeError: if the group size does not divide a matrix' columns, the format cannot hold it, or parts of one
             fused matrix have different schemes; the message names its tensor.
-        UsageError: if the output is the source, or the model's KV cache cannot have such scales.
+        UsageError: if writing the output would delete the source, or the model's KV cache cannot have such scales.
     """
     checkpoint = dequantized(Checkpoint(model))
-    if output is not None and output.resolve() == model.resolve():
-        raise UsageError(f"{output}: the output is the model itself: name another directory")
+    if output is not None:
+        check_kept(output, model)
     _check_unquantized(checkpoint, model)
     config = read_config(checkpoint, mtp="stored")
     if kv_cache is not None and not isinstance(config.attention, AttentionSpec):

@@ -13,7 +13,7 @@ from warpbus.dist import Patience, Processes, ProcessStalledError, joined_group
 from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import DeviceError, UsageError
-from warpbus.formats.files import FileLock, check_target
+from warpbus.formats.files import FileLock, check_kept, check_target
 from warpbus.train.run import Finished, Halted, TrainingProgress, TrainingStarted, TrainingTask, work
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.state import StateFile
@@ -71,8 +71,8 @@ def train(
         the content of `training.json` in `output`: settings, losses, tokens, seconds, device.
 
     Raises:
-        UsageError: the settings do not fit the model or the processes, differ from those of the interrupted run, or
-            `rank_timeout` is below 10 s.
+        UsageError: the settings do not fit the model or the processes, differ from those of the interrupted run,
+            `output` would replace a file that is read, or `rank_timeout` is below 10 s.
         CheckpointError: the model is not supported, or the state of an interrupted run is damaged.
         DataError: a data file is missing or malformed.
         DeviceError: a device does not exist, or a process died or made no progress for `rank_timeout` seconds.
@@ -90,6 +90,7 @@ def train(
         state.remove()
         return summary
     check_target(output, overwrite=overwrite, configs=("config.json", "adapter_config.json"))
+    check_kept(output, model, data, *(() if valid is None else (valid,)))
     task = TrainingTask(model, output, data, valid, settings, workers, overwrite)
     messages: list[TrainingStarted | Halted | Finished] = []
 

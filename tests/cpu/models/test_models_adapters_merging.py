@@ -1,6 +1,7 @@
 """`merge_lora`: the merged model is the model with its adapter, all else stays, and nothing is left of a failure."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,10 @@ def test_a_prefix_is_refused(tmp_path: Path) -> None:
 def test_targets(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "glm")
     lora = write_lora(tmp_path / "lora", lora_tensors(modules_of("glm")))
-    for output in (model, lora):
-        with pytest.raises(UsageError, match="the output is the model or the adapter itself"):
+    around = write_model(tmp_path / "around", "glm")
+    shutil.move(lora, lora := around / "lora")
+    for output in (model, lora, around):
+        with pytest.raises(UsageError, match="replacing it would delete"):
             merge_lora(model, lora, output, overwrite=True)
     with pytest.raises(CheckpointError, match="there is no such directory"):
         merge_lora(model, tmp_path / "none", tmp_path / "merged")

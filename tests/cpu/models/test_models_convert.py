@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +247,13 @@ def test_arguments(tmp_path: Path) -> None:
         with pytest.raises(error, match=message) as caught:
             convert(model, tmp_path / "out", **arguments)
         assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(UsageError, match="the output is the model itself"):
+    with pytest.raises(UsageError, match="replacing it would delete"):
         convert(directory, directory, to="gptq", overwrite=True)
+    within = shutil.copytree(directory, plain / "within")
+    for target in ("gptq", "float16"):
+        with pytest.raises(UsageError, match="replacing it would delete .*within, which is read"):
+            convert(within, plain, to=target, overwrite=True)
+    assert (within / "config.json").is_file()
     with pytest.raises(StorageError, match="exists and is not empty"):
         convert(directory, tmp_path / "plain", to="gptq")
     convert(directory, tmp_path / "plain", to="gptq", overwrite=True)

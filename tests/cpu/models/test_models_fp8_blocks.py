@@ -1,6 +1,7 @@
 """Models written in FP8 with a scale per block: they are read as what was rounded."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -69,8 +70,11 @@ def test_what_has_no_such_form_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is quantized to integers: convert it to bfloat16 first"):
         convert(quantized, tmp_path / "out", to="fp8-block")
     source = write_files(tmp_path / "model", HF, plain_tensors(HF))
-    with pytest.raises(UsageError, match="the output is the model itself"):
+    with pytest.raises(UsageError, match="replacing it would delete"):
         convert(source, source, to="fp8-block", overwrite=True)
+    within = shutil.copytree(source, tmp_path / "q" / "within")
+    with pytest.raises(UsageError, match="replacing it would delete"):
+        convert(within, quantized, to="fp8-block", overwrite=True)
     with pytest.raises(UsageError, match="not widened in FP8"):
         convert(source, tmp_path / "out", to="fp8-block", pad_ffn="auto")
     assert json.loads((source / "config.json").read_text())["model_type"] == "glm"

@@ -202,7 +202,12 @@ def test_a_gpu_beyond_those_there_are(chosen: Callable[..., list[str]]) -> None:
 
 def test_models_that_cannot_be_quantized(tmp_path: Path, model: Path) -> None:
     refused(CheckpointError, tmp_path, tmp_path / "none", "none", algorithm="rtn")
-    refused(UsageError, tmp_path, model, "is the model itself", algorithm="rtn", output=model)
+    refused(UsageError, tmp_path, model, "replacing it would delete", algorithm="rtn", output=model)
+    within = Path(shutil.copytree(model, write_model(tmp_path / "around", **SMALL) / "within"))
+    refused(UsageError, tmp_path, within, "replacing it would delete", algorithm="rtn", output=within.parent)
+    texts = within.parent / "texts.txt"
+    texts.write_text("text")
+    refused(UsageError, tmp_path, model, "texts.txt, which is read", calibration=texts, output=within.parent)
     odd = write_model(tmp_path / "odd", **SMALL | {"intermediate_size": 144})
     found = refused(SchemeError, tmp_path, odd, "144 columns", algorithm="rtn", scheme="w4a16-g64")
     assert "model.layers.0.mlp.down_proj.weight: 144 columns" in found

@@ -13,6 +13,7 @@ from warpbus.errors import CheckpointError, TensorError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter, format_of
 from warpbus.formats.companions import find_companions
 from warpbus.formats.dequantizing import dequantized
+from warpbus.formats.files import check_kept
 from warpbus.formats.peft import CONFIG, PeftLora
 from warpbus.formats.ptuning import is_prefix
 from warpbus.models.adapters.sites import placed
@@ -78,7 +79,7 @@ def merge_lora(
         progress: see `Progress`.
 
     Raises:
-        UsageError: if the model is quantized, the adapter is no LoRA, or the output is one of the two.
+        UsageError: if the model is quantized, the adapter is no LoRA, or writing the output would delete one of the two.
         CheckpointError: if the model or the adapter cannot be read, or do not belong together.
         TensorError: if a tensor is missing, has the wrong shape or type, or a sum is nothing that its dtype can hold.
         StorageError: if the output exists or cannot be written.
@@ -140,8 +141,7 @@ def _opened(model: Path, adapter: Path, output: Path) -> tuple[Checkpoint, PeftL
             f"{adapter}: is a prefix of keys and values (P-Tuning), which no weights can take up: "
             "load it beside the model as an adapter"
         )
-    if output.resolve() in (model.resolve(), adapter.resolve()):
-        raise UsageError(f"{output}: the output is the model or the adapter itself: name another directory")
+    check_kept(output, model, adapter)
     return checkpoint, PeftLora.open(adapter)
 
 

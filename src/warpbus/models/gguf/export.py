@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.dequantizing import dequantized, dequantized_reordered
-from warpbus.formats.files import check_files, check_space, replace_file
+from warpbus.formats.files import check_files, check_kept, check_space, replace_file
 from warpbus.formats.format import Format, format_of
 from warpbus.formats.gguf.architectures import ROPE_FACTORS, llama3_factors, permuted
 from warpbus.formats.gguf.blocks import GROUP, PLAIN, TYPES, BlockType
@@ -202,6 +202,7 @@ def export_gguf(
         raise UsageError(f"{output}: --to {to} writes one file: give a name that ends in {SUFFIX}")
     if output.exists() and not overwrite:
         raise StorageError(f"{output}: exists: name another file, or pass --overwrite")
+    check_kept(output, Path(model))
     check_files(output)
     job = _Export.prepare(Path(model), to)
     digests = job.write(output, progress or (lambda what, done, total: None))
