@@ -1,6 +1,7 @@
 """Models as GGUF files: what is written comes back as the same model, and llama.cpp computes the same logits."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from warpbus.cli import app
-from warpbus.errors import CheckpointError, StorageError, UsageError
+from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.gguf.blocks import TYPES
 from warpbus.formats.gguf.file import PlannedTensor, read_header, write_file
@@ -269,6 +270,9 @@ def test_bad_arguments_are_refused(tmp_path):
     assert (tmp_path / "m.gguf").read_text() == "kept"
     with pytest.raises(StorageError, match=r"cannot be created below .*/m\.gguf, which is a file"):
         convert(source, tmp_path / "m.gguf" / "n.gguf", to="gguf")
+    with pytest.raises(UsageError, match="replacing it would delete"):
+        convert(tmp_path / "m.gguf", tmp_path / "m.gguf", to="gguf-q8_0", overwrite=True)
+    assert (tmp_path / "m.gguf").read_text() == "kept"
     (source / "tokenizer.model").unlink()
     with pytest.raises(CheckpointError, match="no tokenizer"):
         convert(source, tmp_path / "new.gguf", to="gguf")
@@ -280,6 +284,18 @@ def test_bad_arguments_are_refused(tmp_path):
     with pytest.raises(UsageError, match="fewer than the residual stream of 64"):
         convert(narrow, tmp_path / "new.gguf", to="gguf")
     assert not (tmp_path / "new.gguf").exists()
+
+
+def test_values_beyond_float16_are_refused_where_the_type_does_not_hold_them(tmp_path):
+    values = CONFIGS["qwen2"]
+    tensors = plain_tensors(values, torch.float32)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e9
+    source = write_vocabulary(write_files(tmp_path / "model", values, tensors), values)
+    for to, kind in (("gguf-f16", "F16"), ("gguf-q8_0", "Q8_0")):
+        with pytest.raises(TensorError, match=rf"down_proj: has NaN, or values that overflow {kind}: .*gguf-f32"):
+            convert(source, tmp_path / "m.gguf", to=to)
+    convert(source, tmp_path / "m.gguf", to="gguf-f32")
+    torch.testing.assert_close(logits(directory_of(tmp_path / "m.gguf")), logits(source))
 
 
 def test_damaged_metadata_is_refused_by_key(tmp_path):

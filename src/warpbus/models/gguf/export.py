@@ -90,6 +90,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "
 _FILE_TYPES |= {"Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32}
 _QUANTIZATION_VERSION = 2
 _WEIGHTS_AT_ONCE = 2**22
+_LARGEST_FLOAT16 = 65504.0  # the scales of blocks are float16
 _MIDDLE = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 
 Progress = Callable[[str, int, int], None]
@@ -323,7 +324,7 @@ class _Export:
         scales = weight.scales.to(torch.float16)
         if bool((~scales.isfinite() | ((scales == 0) & (weight.scales != 0))).any()):
             raise TensorError(
-                f"{source.prefix}: has a scale that float16 cannot represent: convert to gguf-q8_0, which rounds again"
+                f"{source.prefix}: has a scale that float16 cannot represent: convert to gguf-f32"
             )
         self.scales_rounded[0] += int((scales.double() != weight.scales.double()).sum())
         repeated, columns = source.shape[1] // GROUP // scales.shape[1], source.target[1] // GROUP
@@ -361,18 +362,21 @@ def _in_type(source: _ExportedTensor, plain: Tensor) -> Tensor:
         blocks = torch.empty(rows, columns // source.kind.size * source.kind.nbytes, dtype=torch.uint8)
         step = max(1, _WEIGHTS_AT_ONCE // columns)
         for start in range(0, rows, step):
-            band = _finite(source.prefix, plain[start : start + step].float())
+            band = _held(source, plain[start : start + step].float(), _LARGEST_FLOAT16)
             blocks[start : start + step] = encode(source.kind.name, band.view(-1, source.kind.size)).view(len(band), -1)
         return blocks
     scaled = plain if source.factor == 1.0 else plain.double() * source.factor
-    return _finite(source.prefix, scaled.to(source.kind.dtype)).contiguous()
+    return _held(source, scaled.to(source.kind.dtype)).contiguous()
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
-    # The scales of blocks are float16.
-    if not bool(tensor.isfinite().all()) or (tensor.dtype == torch.float32 and bool((tensor.abs() > 65504).any())):
-        raise TensorError(f"{name}: has NaN, or values that overflow float16: use an undamaged checkpoint")
-    return tensor
+def _held(source: _ExportedTensor, values: Tensor, largest: float = float("inf")) -> Tensor:
+    """The values, if all are numbers and none is larger than the type of the file can hold."""
+    if not bool(values.isfinite().all()) or bool((values.abs() > largest).any()):
+        raise TensorError(
+            f"{source.prefix}: has NaN, or values that overflow {source.kind.name}: use an undamaged checkpoint, or "
+            "convert to gguf-f32"
+        )
+    return values
 
 
 def _hidden_size(config: ModelConfig, architecture: str, model: Path) -> int:
