@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
 from warpbus.models.fp8_blocks import TARGET as FP8_BLOCK
 from warpbus.models.gguf.export import TARGETS
-from warpbus.models.layer_spec import MLPSpec
+from warpbus.models.layer_spec import FLOAT32_PARAMETERS, MLPSpec
 from warpbus.models.loading import quantized_parameters, read_config
 from warpbus.models.padding import padded_size
 from warpbus.models.parameter_source import tensor_map
@@ -102,6 +103,12 @@ class ConversionPlan:
             name for matrix in self.matrices for name in (f"{matrix.prefix}.weight", *self._stored(matrix.prefix))
         }
         return [name for name in self.checkpoint.names() if name not in taken]
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """The tensors that keep their dtype: rounded, they would let some tokens choose other experts."""
+        tensors = tensor_map(self.config).items()
+        return frozenset(name for key, names in tensors if key.endswith(FLOAT32_PARAMETERS) for name in names)
 
     def _stored(self, prefix: str) -> list[str]:
         return [] if self.source is None else self.source.stored(self.checkpoint, prefix)

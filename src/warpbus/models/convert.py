@@ -270,8 +270,10 @@ class _RunningConversion:
         return {f"{prefix}.weight": cast(Tensor, converted)}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """An unquantized tensor, converted to `plan.dtype` if that is set."""
-        if self.plan.dtype is None or not tensor.is_floating_point() or name.endswith(_CONSTANTS):
+        """An unquantized tensor, converted to `plan.dtype` if that is set and the tensor may be rounded."""
+        if self.plan.dtype is None or not tensor.is_floating_point():
+            return tensor
+        if name in self.plan.exact or name.endswith(_CONSTANTS):
             return tensor
         return _finite(name, tensor.to(self.plan.dtype))
 

@@ -323,6 +323,18 @@ def test_transformers_understands_the_configurations(form: str, tmp_path: Path) 
     assert read.format == {"gptq": "gptq", "gptq-v2": "gptq_v2", "awq": "gemm"}[form]
 
 
+@pytest.mark.parametrize("to", ["float16", "bfloat16"])
+def test_router_biases_stay_in_float32(to: str, poet_moe: Path, tmp_path: Path) -> None:
+    convert(poet_moe, tmp_path / "fp8", to="fp8-block")
+    convert(tmp_path / "fp8", tmp_path / "plain", to=to)
+    before, after = Checkpoint(poet_moe), Checkpoint(tmp_path / "plain")
+    biases = [name for name in before.names() if name.endswith("e_score_correction_bias")]
+    assert biases
+    for name in biases:
+        assert torch.equal(after.tensor(name), before.tensor(name))
+    assert after.tensor("model.norm.weight").dtype == getattr(torch, to)
+
+
 def test_progress_names_each_step(tmp_path: Path) -> None:
     directory, _ = write_quantized(tmp_path / "ct", HF, "compressed-tensors", "w4a16-g32")
     seen: list[tuple[str, int, int]] = []
