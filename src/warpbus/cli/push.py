@@ -28,7 +28,9 @@ def push(
         str | None, typer.Option("--license", help="the hub's identifier of the licence, such as apache-2.0")
     ] = None,
     message: Annotated[str, typer.Option(help="of the commit")] = "Upload by warpbus push",
-    as_json: Annotated[bool, typer.Option("--json", help="print what was uploaded as JSON")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print what was uploaded, or with --dry-run what would be, as JSON")
+    ] = False,
 ) -> None:
     """Upload the model DIR to Hugging Face or ModelScope, with a card that tells how it was made and how to load it.
 
@@ -58,7 +60,11 @@ def push(
     if dry_run:
         content = files[CARD]
         assert isinstance(content, bytes)
-        print(content.decode(errors="replace"), end="")
+        text = content.decode(errors="replace")
+        if as_json:
+            print(json.dumps({"name": str(target), "files": list(files), "card": text}, ensure_ascii=False))
+            return
+        print(text, end="")
         console.print(f"would be uploaded to {target}: {', '.join(files)}", markup=False)
         return
     done = run(files, target, private=private, message=message, licence=licence)

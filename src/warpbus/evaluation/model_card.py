@@ -1,4 +1,4 @@
-"""The model card of a quantized model: `README.md` on a hub, made from its config.json and its report."""
+"""The model card of a model: `README.md` on a hub, made from its config.json and its report."""
 
 import json
 import re
@@ -13,8 +13,10 @@ from warpbus.formats.format import format_of
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
 from warpbus.formats.hub import ModelName, parse_name
+from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.trellis import detect as is_trellis
 from warpbus.models import read_config
+from warpbus.models.gguf.export import ARCHITECTURES
 from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
@@ -44,14 +46,16 @@ def model_card(directory: Path, name: ModelName, *, base_model: str | None = Non
         raise UsageError(f"--license {licence!a:.80}: expected an identifier such as apache-2.0 or mit")
     files = sorted(file.name for file in directory.iterdir() if file.is_file())
     licences = [name for name in files if "LICENSE" in name]
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    quantized = bool(ggufs) or _format_name(checkpoint) is not None
     parts = [
-        "\n".join(_metadata(base, licence, licences)),
+        "\n".join(_metadata(base, licence, licences, quantized=quantized)),
         f"# {name.repository.rpartition('/')[2]}",
         _introduction(base, report),
         *_quantization(checkpoint, report),
         *_quality(report),
         "## Use",
-        *_usage(checkpoint, name, [file for file in files if file.endswith(".gguf")]),
+        *_usage(checkpoint, name, ggufs),
         "## Licence",
         _licence(base, licence, licences),
     ]
@@ -99,11 +103,11 @@ def base_of(report: Mapping[str, Any] | None, given: str | None) -> str | None:
     return None
 
 
-def _metadata(base: str | None, licence: str | None, licences: list[str]) -> Iterator[str]:
+def _metadata(base: str | None, licence: str | None, licences: list[str], *, quantized: bool) -> Iterator[str]:
     yield "---"
     if base is not None:
         yield f"base_model: {base}"
-        yield "base_model_relation: quantized"
+        yield f"base_model_relation: {'quantized' if quantized else 'finetune'}"
     if licence is not None:
         yield f"license: {licence}"
     elif licences:
@@ -113,7 +117,7 @@ def _metadata(base: str | None, licence: str | None, licences: list[str]) -> Ite
         "pipeline_tag: text-generation",
         "tags:",
         "- warpbus",
-        "- quantized",
+        *(["- quantized"] if quantized else []),
         "---",
     )
 
@@ -190,7 +194,7 @@ def _quality(report: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _usage(checkpoint: Checkpoint, name: ModelName, ggufs: list[str]) -> Iterator[str]:
-    config = checkpoint.config
+    config, cached = checkpoint.config, read_kv_cache_scheme(checkpoint.config)
     format, schemes = _format_name(checkpoint), read_schemes(config).distinct()
     yield f"**Warpbus**\n\n```sh\nwarpbus chat {name}\nwarpbus serve {name}\n```"
     repository = name.repository
@@ -204,25 +208,26 @@ def _usage(checkpoint: Checkpoint, name: ModelName, ggufs: list[str]) -> Iterato
         )
         return
     codes = [each for each in schemes if each.activations is None and each.element is None]
+    embedded = _has_quantized(checkpoint, "embed_tokens", "word_embeddings")
+    shared = embedded and read_config(checkpoint).tie_embeddings
     slow = next((each for each in codes if each.bits not in _VLLM_BITS), None)
     if "auto_map" in config:
         yield (
             "**vLLM, transformers**: this architecture needs Python code of the original in transformers; it is not in "
             "this repository."
         )
+    elif shared:
+        yield "**vLLM**: cannot load it, because the embedding is quantized, and the head is the same matrix."
+    elif cached is not None and cached.dtype == "int8":
+        yield "**vLLM**: does not read the scales of the KV cache, which is in int8."
     elif slow is not None:
         yield f"**vLLM**: weights of {slow.bits} bits may not be supported by your version."
     else:
         yield f"**vLLM**\n\n```sh\nvllm serve {repository}\n```"
     if _has_quantized(checkpoint, "lm_head", "output_layer"):
         yield "The head is quantized: versions of vLLM and SGLang before the middle of 2026 cannot load it."
-    embedded = _has_quantized(checkpoint, "embed_tokens", "word_embeddings")
-    if embedded:
-        yield (
-            "The embedding is quantized, and the head is the same matrix: vLLM cannot load it."
-            if read_config(checkpoint).tie_embeddings
-            else "The embedding is quantized: vLLM before 0.26 cannot load it."
-        )
+    if embedded and not shared:
+        yield "The embedding is quantized: vLLM before 0.26 cannot load it."
     # transformers 5.24 holds no quantized embedding and no zero points, and dequantizes all matrices by one scheme.
     dequantized = embedded or any(not each.symmetric for each in schemes)
     if "auto_map" not in config and format in ("compressed-tensors", None) and not (dequantized and len(schemes) > 1):
@@ -237,7 +242,7 @@ def _usage(checkpoint: Checkpoint, name: ModelName, ggufs: list[str]) -> Iterato
     if ggufs:
         file = f"-m {repository}/{ggufs[0]}" if name.source == "modelscope" else f"-hf {repository} -hff {ggufs[0]}"
         yield f"**llama.cpp**\n\n```sh\nllama-server {file}\n```"
-    elif codes and len(codes) == len(schemes):
+    elif codes and len(codes) == len(schemes) and cached is None and read_config(checkpoint).family in ARCHITECTURES:
         yield (
             "**llama.cpp**: convert it to GGUF first\n\n```sh\n"
             f"warpbus convert {name} model.gguf --to gguf\nllama-server -m model.gguf\n```"

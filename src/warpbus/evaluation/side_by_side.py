@@ -177,7 +177,9 @@ def _opened(models: Sequence[tuple[str, Path]]) -> list[_ComparedModel]:
     """The models, if they can be compared; errors as of `evaluate`."""
     checkpoints = {name: Checkpoint(path) for name, path in models}
     if len(checkpoints) < len(models):
-        raise UsageError("two models have one name: give each another")
+        names = [name for name, _ in models]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"two models are named {twice}: compare a model with another one")
     found = [
         _ComparedModel(name, path, checkpoints[name], read_config(checkpoints[name]), load_tokenizer(path))
         for name, path in models

@@ -59,7 +59,7 @@ def test_models_of_one_name_are_reported_by_their_paths(tiny_model, tmp_path, da
     monkeypatch.chdir(tmp_path / "b" / "tiny")
     found = invoke(tmp_path / "a" / "tiny", ".", "--data", data, "--no-speed", "--json")
     assert [each["name"] for each in json.loads(found.stdout)] == [str(tmp_path / "a" / "tiny"), "."]
-    with pytest.raises(UsageError, match="two models have one name"):
+    with pytest.raises(UsageError, match="two models are named"):
         invoke(tiny_model, tiny_model, "--data", data, "--no-speed")
 
 

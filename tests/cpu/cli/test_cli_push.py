@@ -115,6 +115,35 @@ def test_without_options_the_licence_file_is_named(hub: StandIn, quantized: Path
     assert "base_model" not in card(quantized)
 
 
+def test_a_dry_run_prints_json(hub: StandIn, quantized: Path):
+    found = json.loads(card(quantized, "--json"))
+    assert found["name"] == NAME
+    assert {"config.json", "README.md", "LICENSE"} <= set(found["files"])
+    assert found["card"] == card(quantized)
+
+
+def test_a_model_that_is_not_quantized_is_not_called_so(hub: StandIn, tiny_model: Path):
+    text = card(tiny_model, "--base-model", "someone/original")
+    assert "base_model_relation: finetune" in text
+    assert "quantized" not in text
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8-head"])
+def test_a_card_names_no_program_that_does_not_read_the_scales_of_the_cache(
+    scheme: str, hub: StandIn, tiny_model: Path, tmp_path: Path, write_lines
+):
+    texts = write_lines(tmp_path / "texts.jsonl", {"text": "1 2 3 4 5 6 7 8"})
+    warpbus.quantize(tiny_model, tmp_path / "out", scheme="w4a16-g32", calibration=texts, kv_cache=scheme, device="cpu")
+    text = card(tmp_path / "out")
+    assert ("vllm serve" in text) == (scheme == "fp8")
+    assert "convert" not in text  # which refuses such a model
+
+
+def test_a_card_offers_gguf_only_for_families_that_it_has(hub: StandIn, poet_moe: Path, tmp_path: Path):
+    warpbus.quantize(poet_moe, tmp_path / "out", scheme="w4a16-g32", algorithm="rtn", device="cpu")
+    assert "gguf" not in card(tmp_path / "out")
+
+
 def test_a_verdict_is_in_the_card(hub: StandIn, quantized: Path, tmp_path: Path, make_model):
     texts = tmp_path / "private" / "texts.jsonl"
     texts.parent.mkdir()

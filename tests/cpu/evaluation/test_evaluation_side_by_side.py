@@ -151,7 +151,7 @@ def test_only_one_vocabulary_can_be_compared(
 
 
 def test_names_are_different(tiny_model: Path, data: Path) -> None:
-    with pytest.raises(UsageError, match="two models have one name"):
+    with pytest.raises(UsageError, match="two models are named"):
         evaluate([("tiny", tiny_model), ("tiny", tiny_model)], data=data, device=CPU, speed=False)
 
 

@@ -323,9 +323,7 @@ class _Export:
         """The blocks of a quantized matrix whose codes stay as they are."""
         scales = weight.scales.to(torch.float16)
         if bool((~scales.isfinite() | ((scales == 0) & (weight.scales != 0))).any()):
-            raise TensorError(
-                f"{source.prefix}: has a scale that float16 cannot represent: convert to gguf-f32"
-            )
+            raise TensorError(f"{source.prefix}: has a scale that float16 cannot represent: convert to gguf-f32")
         self.scales_rounded[0] += int((scales.double() != weight.scales.double()).sum())
         repeated, columns = source.shape[1] // GROUP // scales.shape[1], source.target[1] // GROUP
         codes = source.arranged(weight.codes()).reshape(-1, GROUP)
