@@ -63,8 +63,8 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 where = f"{path}:{number}"
-                if line.strip():
-                    yield where, _decode(where, line)
+                if (text := _decode(where, line)).strip():
+                    yield where, text
     except OSError as error:
         raise _unreadable(path, error) from None
 

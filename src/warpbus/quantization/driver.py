@@ -349,8 +349,8 @@ def _leaving_nothing_useless(output: Path) -> Iterator[None]:
             discard_parts(output)
             raise
         raise NumericError(
-            f"{error} ({layers} finished layers are kept in {parts.directory}: once this is mended, the same command "
-            "goes on from there; with --restart another one starts anew; without either, remove it)"
+            f"{error}. The finished layers ({layers}) are kept in {parts.directory}: once this is mended, the same "
+            "command goes on from there; with --restart another one starts anew; without either, remove it"
         ) from error
 
 

@@ -171,6 +171,13 @@ def test_what_is_left_out_exists() -> None:
             "w4: 34.5 MB -> 13.5 MB in 1.1 s on cpu, peak memory 0.35 GB",
             "w4：34.5 MB -> 13.5 MB，用时 1.1 秒，设备 cpu，内存峰值 0.35 GB",
         ),
+        (
+            "down: NaN or infinity among its weights (1 in rows 0 to 127): use an undamaged checkpoint. The finished "
+            "layers (1) are kept in o.quantization: once this is mended, the same command goes on from there; with "
+            "--restart another one starts anew; without either, remove it",
+            "down：权重中有 NaN 或无穷大（第 0 至 127 行中有 1 个）：请使用未损坏的检查点。已完成的层（1 个）保留在 o.quantization："
+            "问题解决后，再次执行同一命令即可继续；加 --restart 则重新开始；两者都不需要时请删除它",
+        ),
         ("an unknown error: the model changed", "an unknown error: the model changed"),  # not half of it
     ],
 )

@@ -251,7 +251,7 @@ def test_arguments(tmp_path: Path) -> None:
         convert(directory, directory, to="gptq", overwrite=True)
     within = shutil.copytree(directory, plain / "within")
     for target in ("gptq", "float16"):
-        with pytest.raises(UsageError, match="replacing it would delete .*within, which is read"):
+        with pytest.raises(UsageError, match=r"replacing it would delete .*within, which is read"):
             convert(within, plain, to=target, overwrite=True)
     assert (within / "config.json").is_file()
     with pytest.raises(StorageError, match="exists and is not empty"):

@@ -1,7 +1,6 @@
 """Models as GGUF files: what is written comes back as the same model, and llama.cpp computes the same logits."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -180,7 +180,7 @@ def test_numbers_that_cannot_be_used(
     assert not (tmp_path / "out").exists()
     kept = [part for part in FinishedParts(tmp_path / "out").parts() if part.startswith("layer")]
     assert kept == ["layer-00000", "layer-00001"]
-    assert f"2 finished layers are kept in {tmp_path / 'out.quantization'}: once this is mended" in str(raised.value)
+    assert f". The finished layers (2) are kept in {tmp_path / 'out.quantization'}: once this" in str(raised.value)
     assert "--device cpu" not in str(raised.value)
 
 

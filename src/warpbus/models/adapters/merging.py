@@ -79,7 +79,7 @@ def merge_lora(
         progress: see `Progress`.
 
     Raises:
-        UsageError: if the model is quantized, the adapter is no LoRA, or writing the output would delete one of the two.
+        UsageError: if the model is quantized, the adapter is no LoRA, or the output would replace one of the two.
         CheckpointError: if the model or the adapter cannot be read, or do not belong together.
         TensorError: if a tensor is missing, has the wrong shape or type, or a sum is nothing that its dtype can hold.
         StorageError: if the output exists or cannot be written.
