@@ -66,7 +66,7 @@ _SENSITIVE = {
 # Singular vectors are determined up to a phase: compared is the combination of them that is unique.
 _UP_TO_A_PHASE = ("pca_lowrank", "svd_lowrank")
 
-# Their derivatives are sums on a GPU that atomic additions round in another order each time. In 16 bits the roundings of
+# A GPU sums their derivatives by atomic additions, which round in another order each time. In 16 bits the roundings of
 # partial sums of up to 8 remain where the sum is close to zero.
 _ADDED_IN_ANY_ORDER = ("grid_sampler_2d", "grid_sampler_3d", "nn.functional.grid_sample", "nn.functional.interpolate")
 _LARGEST_PARTIAL_SUM = 8

@@ -63,6 +63,18 @@ def test_transforms_of_float16(gpu: Session, half_on_tenant: None, name: str, op
     torch.testing.assert_close(found, right, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_transform_is_compiled(gpu: Session, half_on_tenant: None) -> None:
+    """A graph of fake tensors is traced while the transform is."""
+    compiled = torch.compile(lambda x: torch.fft.irfft(x * 2), backend="aot_eager")
+    x = torch.ones(4, 5, device=gpu.device).half().requires_grad_()
+    result = compiled(x)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    right = torch.fft.irfft(x.detach().cpu().float() * 2)
+    torch.testing.assert_close(result.detach().cpu().float(), right, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(gradient.cpu()[:, 0], torch.full((4,), 2.0).half())
+
+
 def test_an_error_is_that_of_the_device(gpu: Session) -> None:
     """A GPU refuses sizes that are no power of two; this tenant, a CPU, refuses all."""
     spectrum = torch.fft.fft(torch.ones(4, device=gpu.device).half())
@@ -72,7 +84,7 @@ def test_an_error_is_that_of_the_device(gpu: Session) -> None:
 
 
 def test_a_cpu_refuses_float16_at_once() -> None:
-    with connected() as (session, executor):
+    with connected() as (session, _):
         x = torch.ones(4, device=session.device)
         with pytest.raises(RuntimeError, match="Unsupported dtype Half"):
             torch.fft.fft(x.half())

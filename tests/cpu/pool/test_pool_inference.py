@@ -113,7 +113,8 @@ def test_efficient_attention_with_dropout_has_no_derivative() -> None:
         session.kind = "cuda"
         with pytest.raises(DeviceError, match="with dropout is not among the operators that a pool runs"):
             gradients(0.5, False)
-    heads, log, seed = contiguous(torch.float32, HEADS), contiguous(torch.float32, (2, 4, 32)), contiguous(torch.int64, ())
+    heads, log = contiguous(torch.float32, HEADS), contiguous(torch.float32, (2, 4, 32))
+    seed = contiguous(torch.int64, ())
     name = "aten::_scaled_dot_product_efficient_attention_backward"
     inputs = (heads,) * 6 + (log, seed, seed)
     tensors = tuple(Input(index) for index in range(len(inputs)))

@@ -62,8 +62,8 @@ def _jitting_for_others(launch: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *tensors: Tensor, **kwargs: Any) -> Any:
         if any(is_remote(each) for each in tensors):
             raise NotImplementedError(
-                f"{self.kernel_name}: torch.cuda.jiterator compiles CUDA code for GPUs of this machine, not for a remote "
-                "GPU: compute the same by PyTorch's operators"
+                f"{self.kernel_name}: torch.cuda.jiterator compiles CUDA code for GPUs of this machine, not for a "
+                "remote GPU: compute the same by PyTorch's operators"
             )
         return launch(self, *tensors, **kwargs)
 
