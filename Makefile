@@ -1,7 +1,7 @@
 # Everything goes through one environment, .venv, which scripts/environment.py builds on the first use.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() * 3 // 2))')
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() * 2))')
 
 .PHONY: demo test check coverage lowest test-gpu bench format release docs
 

@@ -5,9 +5,9 @@
 
 All samples of all operators in five dtypes, forward, backward and in place, take some ten minutes per core. Results
 go to build/pool-operators-DEVICE.jsonl as they come, one operator and dtype per line; a run that was stopped goes on
-there (`--fresh` begins again). The records go to benchmarks/results. `--only fft logsigmoid` computes the operators whose
-names contain one of these words, from the beginning and without records. The exit code is 1 if an operator gives other
-numbers than the device itself, or an error that the table in docs/remote_gpu.md does not have.
+there (`--fresh` begins again). The records go to benchmarks/results. `--only fft logsigmoid` computes the operators
+whose names contain one of these words, from the beginning and without records. The exit code is 1 if an operator gives
+other numbers than the device itself, or an error that the table in docs/remote_gpu.md does not have.
 """
 
 import argparse

@@ -15,6 +15,7 @@ from hub_standin import StandIn
 from huggingface_hub import constants, file_download
 
 import warpbus
+from warpbus.cuda.compiled_cache import cache_directory
 from warpbus.demo import recipe
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.models import Decoder, read_config
@@ -128,7 +129,14 @@ def ray_cluster() -> Iterator[Any]:
         sources = Path(warpbus.__file__).parents[1]  # those that are tested, wherever another Warpbus is installed
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here / "dist", here / "engine", sources))))
         for _ in range(2):
-            nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+            # Without the processes that collect logs and start machines: they compute until the tests end.
+            nodes.add_node(
+                num_cpus=1,
+                object_store_memory=80 * 2**20,
+                include_dashboard=False,
+                include_log_monitor=False,
+                no_monitor=True,
+            )
     yield nodes
     ray.shutdown()
     nodes.shutdown()
@@ -136,7 +144,14 @@ def ray_cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without models and without a token, for this process and for those that it starts."""
+    """A home without models and without a token, for this process and for those that it starts.
+
+    Compiled kernels are there: to compile them again takes ten seconds.
+    """
+    kernels = cache_directory()
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / ".cache" / "warpbus").mkdir(parents=True)
+    (tmp_path / ".cache" / "warpbus" / "kernels").symlink_to(kernels)
     for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "MODELSCOPE_API_TOKEN", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name, normal
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, normal
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.records import Parameter
+from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -121,7 +122,7 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
             "kv_heads": shape.kv_heads,
             "context": context,
             "batch": batch,
-            "dtype": dtype_name(dtype),
+            "dtype": short_name(dtype),
             "variant": variant,
         },
         metric="time",
@@ -141,7 +142,7 @@ def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
     table = torch.randperm(batch * count, device=keys.device).int().view(batch, count)
     slots = table[:, -1].long() * BLOCK + (context - 1) % BLOCK
     if stored is None:
-        return _Cache(table, slots, _in_blocks(keys, table), _in_blocks(values, table), None, None)
+        return _Cache(table, slots, in_blocks(keys, table), in_blocks(values, table), None, None)
     shape = (batch * count, kv_heads, BLOCK)
     if stored == INT4:
         packed = [torch.randint(256, (*shape, head_dim // 2), device=keys.device).to(INT4) for _ in range(2)]
@@ -156,7 +157,7 @@ def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
     return _Cache(table, slots, *codes, *scales)
 
 
-def _in_blocks(vectors: Tensor, table: Tensor) -> Tensor:
+def in_blocks(vectors: Tensor, table: Tensor) -> Tensor:
     """`[batch, kv_heads, context, head_dim]` as the blocks that the table names, the last ones filled up with zeros."""
     count = table.shape[1]
     padded = F.pad(vectors, (0, 0, 0, count * BLOCK - vectors.shape[2]))

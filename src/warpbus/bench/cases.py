@@ -346,8 +346,3 @@ def normal(rows: int, columns: int, device: torch.device, dtype: torch.dtype, st
     """A matrix of normal numbers. Activations have a deviation of 1, a weight with `in` columns one of in**-0.5, so
     that products are about normal again."""
     return torch.randn(rows, columns, device=device, dtype=dtype).mul_(std)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As flags and records have it."""
-    return str(dtype).removeprefix("torch.")

@@ -9,10 +9,11 @@ import torch
 import warpbus
 from warpbus.bench import decoders
 from warpbus.bench.breakdown import breakdown, described, launches
-from warpbus.bench.cases import Benchmark, Plot, Result, Run, Task, distribution, dtype_name
+from warpbus.bench.cases import Benchmark, Plot, Result, Run, Task, distribution
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.decoders import Generate, random_prompt
 from warpbus.bench.footprint import measure_memory
+from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, Decoder, LayerSpec, MatrixSpec, ModelConfig, MoESpec, random_model
@@ -82,7 +83,7 @@ def _speed(run: Run, name: str, scheme: Scheme, tokens: int, peers: Peers) -> li
             "batch": 1,
             "prompt": _PROMPT,
             "generated": tokens,
-            "dtype": dtype_name(dtype),
+            "dtype": short_name(dtype),
             "variant": str(scheme),
             "timed": "clock",
         },
@@ -103,7 +104,7 @@ def _peers(run: Run, config: ModelConfig, tokens: int) -> list[tuple[str, str, G
         return decoders.ours(random_model(config, None, run.device, dtype), length)
 
     makers: list[tuple[str, str, Callable[[], Generate]]] = [
-        (f"warpbus, {dtype_name(dtype)}", warpbus.__version__, unquantized),
+        (f"warpbus, {short_name(dtype)}", warpbus.__version__, unquantized),
         ("torch.compile, int4", torch.__version__, partial(decoders.Plain, config, length, run.device)),
     ]
     if not run.quick:
@@ -151,7 +152,7 @@ def _memory(run: Run, name: str, scheme: Scheme, limit: int | None) -> list[Resu
                         "task": task,
                         "tokens": tokens,
                         "memory": planned,
-                        "dtype": dtype_name(_dtype(run)),
+                        "dtype": short_name(_dtype(run)),
                         "variant": str(scheme),
                     },
                     metric="memory",

@@ -15,7 +15,6 @@ from warpbus.bench.cases import (
     Run,
     cublas_rival,
     cublas_vector_rival,
-    dtype_name,
     normal,
     torch_rival,
 )
@@ -23,6 +22,7 @@ from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.findings import kernels
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call
+from warpbus.cuda.dtype_names import short_name
 from warpbus.kernels.ops.gemm import VARIANTS, gemm, linear
 from warpbus.kernels.ops.gemv import gemv
 
@@ -60,7 +60,7 @@ def _square(run: Run, n: int, variant: str) -> Case:
     dtype = run.dtype or torch.float16
     work = 2 * n**3
     return Case(
-        parameters={"shape": "square", "m": n, "n": n, "k": n, "dtype": dtype_name(dtype), "variant": variant},
+        parameters={"shape": "square", "m": n, "n": n, "k": n, "dtype": short_name(dtype), "variant": variant},
         metric="throughput",
         work=work,
         floor_seconds=work / matrix_rate(run.device, dtype),
@@ -75,7 +75,7 @@ def _layer(run: Run, name: str, tokens: int, variant: str) -> Case:
     n, k, _ = LAYERS[name]
     work = 2 * tokens * n * k
     return Case(
-        parameters={"shape": name, "m": tokens, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": variant},
+        parameters={"shape": name, "m": tokens, "n": n, "k": k, "dtype": short_name(dtype), "variant": variant},
         metric="throughput",
         work=work,
         floor_seconds=work / matrix_rate(run.device, dtype),
@@ -114,7 +114,7 @@ def _decode(run: Run, name: str, n: int, k: int, parts: int) -> Case:
         return normal(n, k, run.device, dtype, k**-0.5), torch.randn(k, device=run.device, dtype=dtype)
 
     return Case(
-        parameters={"shape": name, "m": 1, "n": n, "k": k, "tp": parts, "dtype": dtype_name(dtype)},
+        parameters={"shape": name, "m": 1, "n": n, "k": k, "tp": parts, "dtype": short_name(dtype)},
         metric="bandwidth",
         work=moved,
         floor_seconds=moved / read_bandwidth(run.device),
@@ -153,7 +153,7 @@ def _sigmoid_layer(run: Run, n: int, m: int, variant: str) -> Case:
     if compiled is not None:
         rivals.append(PeerContender("torch.compile", torch.__version__, compiled))
     return Case(
-        parameters={"m": m, "n": n, "k": n, "dtype": dtype_name(dtype), "variant": variant},
+        parameters={"m": m, "n": n, "k": n, "dtype": short_name(dtype), "variant": variant},
         metric="time",
         work=2 * m * n * n,
         floor_seconds=max(moved / read_bandwidth(run.device), 2 * m * n * n / matrix_rate(run.device, dtype)),

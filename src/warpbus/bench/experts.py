@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, dtype_name, normal
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, normal
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate, precision_rate
 from warpbus.bench.quantized import Shelf, random_weight
 from warpbus.bench.records import Parameter
+from warpbus.cuda.dtype_names import short_name
 from warpbus.kernels.ops.grouped_mlp import grouped_mlp
 from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.packed import pack
@@ -103,7 +104,7 @@ def _case(run: Run, name: str, form: str, tokens: int, shelf: Shelf) -> Case:
     flops = 2 * tokens * shape.per_token * each_expert
     rate = precision_rate(run.device, "fp8") if form in (_FP8, _ROUNDED) else matrix_rate(run.device, dtype)
     return Case(
-        parameters={"shape": name, "tokens": tokens, "dtype": dtype_name(dtype), "variant": form},
+        parameters={"shape": name, "tokens": tokens, "dtype": short_name(dtype), "variant": form},
         metric="time",
         work=moved,
         floor_seconds=max(moved / copy_bandwidth(run.device), flops / rate),

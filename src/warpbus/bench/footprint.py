@@ -11,6 +11,7 @@ import sys
 import torch
 
 from warpbus.bench.decoders import random_prompt
+from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.engine import Engine
 from warpbus.engine.plan import MemoryPlan, Stored, enforce, plan_memory
 from warpbus.errors import DeviceError
@@ -42,7 +43,7 @@ def measure_memory(
     """
     code = "from warpbus.bench.footprint import main; main()"
     free = torch.cuda.mem_get_info(device)[0]
-    words = [shape, scheme, str(dtype).removeprefix("torch."), device, encode, generate, limit or 0]
+    words = [shape, scheme, short_name(dtype), device, encode, generate, limit or 0]
     command = [sys.executable, "-c", code, *map(str, words)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:

@@ -16,12 +16,12 @@ from warpbus.bench.cases import (
     cpu_rival,
     cublas_rival,
     cublas_vector_rival,
-    dtype_name,
     normal,
 )
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.findings import gpu_against_cpu, rungs
 from warpbus.bench.timing import Inputs, Timing, measure
+from warpbus.cuda.dtype_names import short_name
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError
@@ -63,7 +63,7 @@ def _matmul_on_gpu(run: Run, rung: Rung, n: int, transfers: bool, cpu: Callable[
         return torch.matmul(a.to(run.device), b.to(run.device)).cpu()
 
     return Case(
-        parameters={"rung": rung.name, "n": n, "dtype": dtype_name(dtype), "transfers": transfers},
+        parameters={"rung": rung.name, "n": n, "dtype": short_name(dtype), "transfers": transfers},
         metric="time",
         work=2 * n**3,
         floor_seconds=None if transfers else 2 * n**3 / matrix_rate(run.device, dtype),
@@ -102,7 +102,7 @@ def _ladder_cases(run: Run) -> list[Callable[[], Case]]:
 def _product(run: Run, rung: Rung, n: int) -> Case:
     dtype = _dtype(run, rung)
     return Case(
-        parameters={"operator": "matmul", "n": n, "rung": rung.name, "dtype": dtype_name(dtype)},
+        parameters={"operator": "matmul", "n": n, "rung": rung.name, "dtype": short_name(dtype)},
         metric="throughput",
         work=2 * n**3,
         floor_seconds=2 * n**3 / matrix_rate(run.device, dtype),
@@ -120,7 +120,7 @@ def _vector(run: Run, rung: Rung, n: int) -> Case:
         return normal(n, n, run.device, dtype, n**-0.5), torch.randn(n, device=run.device, dtype=dtype)
 
     return Case(
-        parameters={"operator": "gemv", "n": n, "rung": rung.name, "dtype": dtype_name(dtype)},
+        parameters={"operator": "gemv", "n": n, "rung": rung.name, "dtype": short_name(dtype)},
         metric="bandwidth",
         work=moved,
         floor_seconds=moved / read_bandwidth(run.device),
@@ -139,7 +139,7 @@ def _runnable(run: Run, rungs: dict[str, Rung], names: Sequence[str]) -> list[Ru
         if not runs_on(arch, rung.needs):
             run.note(f"{name} was left out: it needs {rung.needs}.")
         elif run.dtype is not None and run.dtype not in rung.dtypes:
-            run.note(f"{name} was left out: it does not take {dtype_name(run.dtype)}.")
+            run.note(f"{name} was left out: it does not take {short_name(run.dtype)}.")
         else:
             runnable.append(rung)
     if names and not runnable:

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 
 import warpbus
-from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, dtype_name
+from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.decode import step_bytes
 from warpbus.bench.decoders import decode_once
 from warpbus.bench.findings import scaling
 from warpbus.bench.options import ParallelBenchOptions
 from warpbus.bench.serving import SMALL, SMALL_SHAPE
+from warpbus.cuda.dtype_names import short_name
 from warpbus.dist import SHARES, Group, Send, launch
 from warpbus.engine.engine import Engine
 from warpbus.errors import UsageError
@@ -93,7 +94,7 @@ def _measure(
         "shape": shape,
         "layers": config.num_layers,
         "variant": "none" if scheme is None else str(scheme),
-        "dtype": dtype_name(dtype),
+        "dtype": short_name(dtype),
         "batch": 1,
         "prompt": _PROMPT,
         "generated": tokens,

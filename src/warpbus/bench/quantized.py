@@ -19,7 +19,6 @@ from warpbus.bench.cases import (
     Run,
     cublas_rival,
     distribution,
-    dtype_name,
     normal,
 )
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
@@ -27,6 +26,7 @@ from warpbus.bench.dense import LAYERS
 from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call, Inputs
+from warpbus.cuda.dtype_names import short_name
 from warpbus.cuda.jit import architecture
 from warpbus.errors import UsageError
 from warpbus.kernels.ops import wna8
@@ -150,7 +150,7 @@ def layer_case(
     moved = int(bits * n * k / 8) + m * (n + k) * dtype.itemsize
     flops = 2 * m * n * k
     return Case(
-        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(variant)},
+        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": short_name(dtype), "variant": str(variant)},
         metric="time",
         work=flops,
         floor_seconds=max(moved / copy_bandwidth(run.device), flops / (rate * matrix_rate(run.device, dtype))),

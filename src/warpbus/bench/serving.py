@@ -13,7 +13,7 @@ import torch
 
 import warpbus
 from warpbus.bench import serving_http
-from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution, dtype_name
+from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution
 from warpbus.bench.options import ServingBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import drive
@@ -24,7 +24,7 @@ from warpbus.bench.serving_peer import transformers_figures
 from warpbus.bench.serving_plot import serving_figure, serving_finding
 from warpbus.bench.serving_rows import PeerFigures, closed_rows, host_rows, open_rows
 from warpbus.cuda.devices import default_dtype
-from warpbus.cuda.dtype_names import rounds_activations
+from warpbus.cuda.dtype_names import rounds_activations, short_name
 from warpbus.engine.engine import Engine
 from warpbus.engine.kv_cache import token_bytes
 from warpbus.engine.offload import OffloadableModel
@@ -161,12 +161,12 @@ def _in_process(
     base: dict[str, Parameter] = {
         "level": "engine",
         "shape": shape,
-        "dtype": dtype_name(dtype),
+        "dtype": short_name(dtype),
         "variant": variant,
         "prompt": effort.prompt,
         "generated": effort.tokens,
     }
-    named: dict[str, Parameter] = {"shape": shape, "dtype": dtype_name(dtype), "variant": variant}
+    named: dict[str, Parameter] = {"shape": shape, "dtype": short_name(dtype), "variant": variant}
     progress("making the model", 0, 1)
     model = random_model(config, scheme, run.device, dtype)
     round_activations(model, work.activation_dtype)

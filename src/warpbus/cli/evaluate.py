@@ -29,7 +29,10 @@ def evaluate(
             help="model directories, names on a hub, or demo; the first is the reference",
         ),
     ],
-    data: Annotated[Path | None, typer.Option(help=".jsonl of conversations or texts, or .txt to predict")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help=".jsonl of conversations or texts, or .txt to predict; demo: the packaged poems"),
+    ] = None,
     choices: Annotated[Path | None, typer.Option(help=".jsonl of multiple-choice questions")] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas")
@@ -62,16 +65,19 @@ def evaluate(
         raise UsageError("--task-path and --fewshot have no part without --tasks: name the tasks")
     with permanent_objects():
         from warpbus.cuda.devices import resolve_device, resolve_dtype
-        from warpbus.demo import data_path
+        from warpbus.demo import evaluation_paths
         from warpbus.evaluation import evaluate as measure
         from warpbus.evaluation import report
         from warpbus.formats.files import check_files
 
     check_files(plot, html)
-    if data is None:
-        if models[0] != DEMO:
-            raise UsageError("--data is missing: give a .jsonl of conversations or texts, or a .txt, to predict")
-        data, choices = data_path("validation.jsonl"), choices or data_path("next-verse.jsonl")
+    if data is None and models[0] != DEMO:
+        raise UsageError(
+            "--data is missing: give a .jsonl of conversations or texts, a .txt, or demo for the packaged poems"
+        )
+    if data is None or data == Path(DEMO):
+        data, questions = evaluation_paths()
+        choices = choices or questions
     named = [(model_name(model), model_directory(model)) for model in models]
     doubled = {name for name, _ in named if [other for other, _ in named].count(name) > 1}
     named = [(str(path) if name in doubled else name, path) for name, path in named]

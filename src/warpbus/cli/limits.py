@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from warpbus.cli.language import Console
+from warpbus.cuda.dtype_names import short_name
 
 if TYPE_CHECKING:  # loads torch
     import torch
@@ -57,7 +58,7 @@ def _measured(device: "torch.device") -> dict[str, float]:
     dtypes: Sequence[torch.dtype] = (torch.float32,)
     if device.type == "cuda":
         dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in matmul_rates(device, dtypes).items()}
+    rates = {short_name(dtype): rate for dtype, rate in matmul_rates(device, dtypes).items()}
     return {"copy": copy_bandwidth(device)} | rates
 
 

@@ -108,19 +108,20 @@ def options_of(
 def _with_options(text: Any, options: Mapping[str, str]) -> Any:
     """A message that names options, not the fields behind them: `options` has the option for each field.
 
-    A field of one word, such as `memory`, may also be prose: it is named as `memory=`, before its value.
+    `kv_dtype` becomes --kv-cache-dtype, `memory=8GB` --memory 8GB, and `restart=True` --restart. A field of one word
+    may also be prose, and is only named before a value. A part of a path or of a dotted name stays as it is.
     """
     if not isinstance(text, str) or not any(field in text for field in options):
         return text
-    several = "|".join(field for field in options if "_" in field) or "(?!)"
-    # The catalogue has the text with the fields' names.
-    fields_here = re.compile(rf"(?<![\w.])(?:({'|'.join(options)})=(?=\w)|({several})(?![\w.]))", re.ASCII)
+    named = re.compile(rf"(?<![\w./-])({'|'.join(options)})(=True\b|=(?=\w)|(?![\w./-]))", re.ASCII)
 
     def option(match: re.Match[str]) -> str:
-        name = options[match[1] or match[2]].replace("_", "-")
-        return f"--{name} " if match[1] else f"--{name}"
+        field, value = match.groups()
+        if "_" not in field and not value:
+            return match[0]
+        return f"--{options[field].replace('_', '-')}" + (" " if value == "=" else "")
 
-    return fields_here.sub(option, translated(text))
+    return named.sub(option, translated(text))  # the catalogue has the text with the fields' names
 
 
 def _field(sources: Mapping[str, type], name: str) -> tuple[str, Field[Any]]:

@@ -10,7 +10,7 @@ from warpbus.cli.language import Console
 from warpbus.cli.models import DEMO
 from warpbus.cli.progress import progress_bar
 from warpbus.cli.tables import report_tables
-from warpbus.demo import data_path
+from warpbus.demo import evaluation_paths
 from warpbus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def check_output(
     allowed = None if max_perplexity_increase is None else _share(max_perplexity_increase)
     data, limit = None if evaluate is None else Path(evaluate), None
     if evaluate == DEMO:
-        data, limit = data_path("validation.jsonl"), DEMO_DOCUMENTS
-        questions = questions or data_path("next-verse.jsonl")
+        data, packaged_questions = evaluation_paths()
+        questions, limit = questions or packaged_questions, DEMO_DOCUMENTS
     if data is not None:
         from warpbus.evaluation import check_data  # it takes longer to load than all that quantizing needs
 

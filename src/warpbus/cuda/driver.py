@@ -86,6 +86,11 @@ def attribute(which: int, device: int) -> int:
     return value.value
 
 
+def shared_memory_of_block(device: int) -> int:
+    """Bytes of shared memory that a block can ask for."""
+    return attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+
+
 def create_stream() -> int:
     """The handle of a new stream of the current context, which does not wait for others by itself."""
     handle = ctypes.c_void_p()
@@ -147,7 +152,7 @@ def allow_shared_memory(handle: ctypes.c_void_p, size: int, device: int, label: 
     Raises:
         DeviceError: the device has less.
     """
-    limit = attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+    limit = shared_memory_of_block(device)
     if size > limit:
         raise DeviceError(f"{label} needs {size} bytes of shared memory a block, GPU {device} has {limit}")
     status = library().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, size, handle, device)
@@ -232,7 +237,7 @@ def explain_launch(status: int, grid: Any, block: Any, shared: int, device: int,
     limits = [attribute(MAX_GRID_DIM_X + axis, device) for axis in range(3)]
     sides = [attribute(MAX_BLOCK_DIM_X + axis, device) for axis in range(3)]
     most = attribute(MAX_THREADS_PER_BLOCK, device)
-    at_most = attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+    at_most = shared_memory_of_block(device)
     if min(*grid, *block) < 1:
         reason = "every side of grid and block has to be at least 1"
     elif threads > most or any(side > limit for side, limit in zip(block, sides, strict=True)):

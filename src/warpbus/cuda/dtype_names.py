@@ -10,13 +10,18 @@ ACTIVATION_DTYPES = ("auto", "fp8", "int8")
 """The words of the option `activation_dtype`: "auto" does not round activations."""
 
 
+def short_name(dtype: object) -> str:
+    """The name of a torch dtype without "torch."; names stay as they are."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(dtype: object) -> str:
     """The name of the dtype that a flag or a torch dtype means.
 
     Raises:
         UsageError: not one of `DTYPE_NAMES`.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = short_name(dtype)
     if name not in DTYPE_NAMES:
         raise UsageError(f"dtype is {str(dtype)!r}: give auto, {', '.join(DTYPE_NAMES)}")
     return name

@@ -1,4 +1,4 @@
-"""Amounts of a GPU's memory, as people write them and as they are shown."""
+"""Amounts of memory: as people write them, as they are shown, and as multiples of a unit."""
 
 import re
 
@@ -34,3 +34,8 @@ def gigabytes(size: float) -> str:
 def short_size(size: int) -> str:
     """Bytes in GB with two digits behind the point, or in MB with one."""
     return gigabytes(size) if abs(size) >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def rounded_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `size`."""
+    return -(-size // unit) * unit

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from warpbus.cuda.memory_size import rounded_up
+
 _POINTER = ("Q", 8, 8)
 # The code of `struct`, bytes and alignment of what is no pointer; the maps are those of csrc/common/ptx.cuh.
 _VALUES = {
@@ -51,15 +53,15 @@ class Parameters:
             fields = self.structs.get(kind, {name: kind})
             sizes = [_value(field) for field in fields.values()]
             alignment = max(aligned for _, _, aligned in sizes)
-            begin = _round_up(end, alignment)
+            begin = rounded_up(end, alignment)
             parts.append(f"{begin - end}x")
             end = begin
             for code, size, aligned in sizes:
-                parts.append(f"{_round_up(end, aligned) - end}x{code}")
-                end = _round_up(end, aligned) + size
+                parts.append(f"{rounded_up(end, aligned) - end}x{code}")
+                end = rounded_up(end, aligned) + size
                 self._codes.append(code)
-            parts.append(f"{_round_up(end, alignment) - end}x")
-            end = _round_up(end, alignment)
+            parts.append(f"{rounded_up(end, alignment) - end}x")
+            end = rounded_up(end, alignment)
             self._names += fields
             self.layout.append((begin, end - begin))
         if len(set(self._names)) < len(self._names):
@@ -152,7 +154,3 @@ def _fits(value: Any, code: str) -> bool:
     except struct.error:
         return False
     return True
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -77,24 +77,6 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
-def run_on_cpu(source: Path, arguments: Sequence[str] = (), *, order: str = "forward") -> ProgramRun:
-    """Compile a program for the CPU and run it.
-
-    Args:
-        source: a `.cu` file; its includes are looked up beside it.
-        arguments: of its `main`.
-        order: "forward" or "reverse": the order in which the threads of a block run.
-
-    Returns:
-        The run. If the compiler rejects the program, its mistake says so, and nothing ran.
-
-    Raises:
-        DataError: the file cannot be read, or a launch in it is not complete.
-        DeviceError: there is no C++ compiler.
-    """
-    return run_in_orders(source, arguments, orders=(order,))[0]
-
-
 def run_in_orders(
     source: Path,
     arguments: Sequence[str] = (),
@@ -108,14 +90,20 @@ def run_in_orders(
     """Compile a program for the CPU and run it once per order of threads, up to the first run with a finding.
 
     Args:
-        source, arguments: see `run_on_cpu`.
+        source: a `.cu` file; its includes are looked up beside it.
+        arguments: of its `main`.
+        orders: "forward" or "reverse": the order in which the threads of a block run.
         appended: more of the program, behind the file.
         include: a directory with more headers.
         checks: whether each access to memory is checked (`on_cpu/checks.h`).
         limit: seconds of CPU time after which a program that has not ended is stopped, with a finding.
 
+    Returns:
+        the runs. If the compiler rejects the program, the mistake of the only one says so, and nothing ran.
+
     Raises:
-        DataError, DeviceError: see `run_on_cpu`.
+        DataError: the file cannot be read, or a launch in it is not complete.
+        DeviceError: there is no C++ compiler.
     """
     compiler = find_compiler()
     text = _text(source)
@@ -180,7 +168,7 @@ def run_on_gpu(
         source, arguments, appended, include: see `run_in_orders`.
 
     Raises:
-        DataError: see `run_on_cpu`.
+        DataError: see `run_in_orders`.
         DeviceError: there is no nvcc.
     """
     compiler = _nvcc()

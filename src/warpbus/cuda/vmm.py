@@ -17,6 +17,7 @@ from torch import Tensor
 
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.dlpack import bytes_at
+from warpbus.cuda.memory_size import rounded_up
 from warpbus.cuda.remote import remote_backend
 from warpbus.cuda.vmm_driver import VirtualMemory
 from warpbus.errors import DeviceError, UsageError
@@ -225,11 +226,6 @@ class WholeSpace:
 
     def tensor(self, offset: int, size: int) -> Tensor:
         return self._memory[offset : offset + size]
-
-
-def rounded_up(size: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `size`."""
-    return -(-size // unit) * unit
 
 
 def _drop_last(driver: VirtualMemoryDriver, address: int, pieces: list[tuple[int, int]]) -> None:

@@ -22,6 +22,11 @@ def calibration_path() -> Path:
     return data_path("calibration.jsonl")
 
 
+def evaluation_paths() -> tuple[Path, Path]:
+    """Poems that the packaged model was not trained on, and multiple-choice questions."""
+    return data_path("validation.jsonl"), data_path("next-verse.jsonl")
+
+
 def _existing(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"{path}: the packaged demo is incomplete: install warpbus again")

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeGuard, overload
 import torch
 
 from warpbus.cuda.devices import resolve_device
+from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.grammar import GrammarCompiler
 from warpbus.engine.loading import build_engine, open_model
@@ -145,7 +146,7 @@ class LLM:
     ) -> None:
         self.device = resolve_device(device)
         options = ServiceOptions(
-            dtype=dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."),
+            dtype=dtype if isinstance(dtype, str) else short_name(dtype),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             memory=memory,
@@ -173,7 +174,7 @@ class LLM:
 
     def describe(self) -> str:
         """The model in one line: family, size, number formats, device, context."""
-        numbers = str(self.dtype).removeprefix("torch.")
+        numbers = short_name(self.dtype)
         if self.schemes.distinct():
             numbers = f"{self.schemes}, {numbers}"
         if self.engine.kv_kind is not None:

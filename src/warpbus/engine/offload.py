@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.cuda import capture
-from warpbus.cuda.vmm import PIECE, Arena, rounded_up
+from warpbus.cuda.memory_size import rounded_up
+from warpbus.cuda.vmm import PIECE, Arena
 from warpbus.errors import DeviceError, UsageError
 
 ALIGNMENT = 256

@@ -108,9 +108,7 @@ class ServiceOptions:
             ("max_restarts", 0),
             ("tensor_parallel", 1),
         ):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
+            _check_whole(name, getattr(self, name), least)
         if self.expert_parallel and self.tensor_parallel == 1:
             raise UsageError(
                 "expert_parallel shares out experts over the GPUs of tensor_parallel, which is 1: give 2 or more, or "
@@ -118,46 +116,60 @@ class ServiceOptions:
             )
         Speculation.parse(self.speculation)
         if self.inter_token_latency is not None:
-            parse_latency(self.inter_token_latency)
-            if self.tensor_parallel > 1:
-                raise UsageError(
-                    f"inter_token_latency with tensor_parallel {self.tensor_parallel}: each process would measure "
-                    "other times, and plan other steps: leave one of them out"
-                )
-        if self.kv_host_memory is not None:
-            parse_memory(self.kv_host_memory, what="kv_host_memory")
-            if not self.prefix_caching:
-                raise UsageError("kv_host_memory keeps blocks for prefix caching, which is off: leave one of them out")
-        parse_memory(self.kv_disk_size, what="kv_disk_size")
-        if self.kv_disk is None and self.kv_disk_size != DISK_SIZE:
-            raise UsageError(
-                "kv_disk_size limits the files of kv_disk, which is not given: give kv_disk, or leave kv_disk_size out"
-            )
-        if self.kv_disk is not None:
-            if not self.prefix_caching:
-                raise UsageError("kv_disk keeps blocks for prefix caching, which is off: leave one of them out")
-            if self.tensor_parallel > 1:
-                raise UsageError(
-                    f"kv_disk with tensor_parallel {self.tensor_parallel}: each process would read files at its own "
-                    "pace, and plan other steps: leave one of them out"
-                )
+            self._check_latency(self.inter_token_latency)
+        self._check_kept_blocks()
         if self.generation_config not in get_args(GenerationConfig):
             raise UsageError(f"generation_config is {self.generation_config!r}: give auto or none")
         check_limit("watchdog_timeout", self.watchdog_timeout)
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):
             raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")
-        if rounds_activations(self.activation_dtype) and self.memory is not None:
-            raise UsageError("memory plans activations of 16 bits: leave out either memory or activation_dtype")
-        if self.cache_tokens is not None:
-            if self.memory is not None:
-                raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")
-            if self.max_model_len is not None and self.cache_tokens < self.max_model_len:
-                raise UsageError(
-                    f"cache_tokens is {self.cache_tokens}: give at least max_model_len, which is {self.max_model_len}"
-                )
+        self._check_memory()
         if self.dtype != "auto":
             dtype_name(self.dtype)
+
+    def _check_latency(self, latency: str | float) -> None:
+        parse_latency(latency)
+        if self.tensor_parallel > 1:
+            raise UsageError(
+                f"inter_token_latency with tensor_parallel {self.tensor_parallel}: each process would measure "
+                "other times, and plan other steps: leave one of them out"
+            )
+
+    def _check_kept_blocks(self) -> None:
+        """Check where prefix caching keeps blocks that the GPU has no room for."""
+        if self.kv_host_memory is not None:
+            parse_memory(self.kv_host_memory, what="kv_host_memory")
+            if not self.prefix_caching:
+                raise UsageError("kv_host_memory keeps blocks for prefix caching, which is off: leave one of them out")
+        parse_memory(self.kv_disk_size, what="kv_disk_size")
+        if self.kv_disk is None:
+            if self.kv_disk_size != DISK_SIZE:
+                raise UsageError(
+                    "kv_disk_size limits the files of kv_disk, which is not given: give kv_disk, or leave kv_disk_size "
+                    "out"
+                )
+            return
+        if not self.prefix_caching:
+            raise UsageError("kv_disk keeps blocks for prefix caching, which is off: leave one of them out")
+        if self.tensor_parallel > 1:
+            raise UsageError(
+                f"kv_disk with tensor_parallel {self.tensor_parallel}: each process would read files at its own "
+                "pace, and plan other steps: leave one of them out"
+            )
+
+    def _check_memory(self) -> None:
+        """Check what a memory plan decides itself, and the size of the cache."""
+        if rounds_activations(self.activation_dtype) and self.memory is not None:
+            raise UsageError("memory plans activations of 16 bits: leave out either memory or activation_dtype")
+        if self.cache_tokens is None:
+            return
+        if self.memory is not None:
+            raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")
+        if self.max_model_len is not None and self.cache_tokens < self.max_model_len:
+            raise UsageError(
+                f"cache_tokens is {self.cache_tokens}: give at least max_model_len, which is {self.max_model_len}"
+            )
 
 
 @dataclass(frozen=True)
@@ -181,9 +193,7 @@ class ReplicaOptions:
 
     def __post_init__(self) -> None:
         for name in ("data_parallel", "replicas", "min_replicas", "max_replicas"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name} is {value!r}: give a whole number, 1 or more")
+            _check_whole(name, getattr(self, name), 1)
         if self.on_cluster and self.data_parallel > 1:
             raise UsageError(f"data_parallel is for this machine, {self.asked} for a cluster: leave one of them out")
         if not self.fewest <= self.count <= self.most:
@@ -216,6 +226,11 @@ class ReplicaOptions:
     def most(self) -> int:
         """The most engines."""
         return self.max_replicas or self.count
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if value is not None and (type(value) is not int or value < least):
+        raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
 
 
 def parse_latency(value: str | float) -> float:

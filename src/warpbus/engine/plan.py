@@ -28,17 +28,24 @@ from warpbus.cuda.devices import free_memory
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.expert_memory import OffloadableExperts
-from warpbus.engine.joined_spans import MOST_EXPANDED
 from warpbus.engine.kv_cache import chosen_dtype, stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
+from warpbus.engine.step_memory import (
+    PIECES,
+    activation_bytes,
+    expanded_bytes,
+    prompt_piece,
+    read_bytes,
+    selection_bytes,
+    table_bytes,
+)
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.trellis_dequantize import BUFFER_BYTES
-from warpbus.kernels.reference.dsa import score_columns
-from warpbus.models import LatentAttentionSpec, MatrixSpec, ModelConfig, quantized_parameters
-from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
+from warpbus.models import MatrixSpec, ModelConfig, quantized_parameters
+from warpbus.models.cost import MemoryNeed, packed_bytes, parameter_bytes
 from warpbus.models.kv_scales import kv_cache_scheme
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
@@ -59,8 +66,6 @@ PLANNED_GRAPHS = 16
 _SHORTEST_CONTEXT = 2048  # tokens; less is planned only where it is asked for
 _OFFLOADED_CONTEXT = 8192  # tokens: the same where experts are offloaded, which then give way to a longer context
 _CONTEXT_STEP = 256  # tokens
-_PIECES = (2048, 1024, 512, 256)  # tokens of the prompts that are read at a time
-_SHARE_OF_PIECE = 0.025  # of the memory, for the activations of a piece
 _SHARE_OF_HOST = 0.9  # of the free main memory that experts may take
 _PAGE = 2**21  # bytes: the cache takes whole ones
 _WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention
@@ -254,7 +259,7 @@ def plan_memory(
     Raises:
         UsageError: it does not fit; the message says what would.
     """
-    piece = _piece(stored.config, stored.dtype, limit, max_model_len)
+    piece = prompt_piece(stored.config, stored.dtype, limit, max_model_len)
     wanted = _Wanted(stored, stored.sizes, stored.offloadable, limit, max_model_len, max_num_seqs, piece)
     options = list(_options(stored, kv_dtype))
     for option in options:
@@ -304,21 +309,21 @@ def _lay_out(
     per_token = token_bytes(config, stored.dtype, option.kv_dtype)
     left = limit - sum(parts.values()) - _PAGE
     # Whole blocks, beside those that no sequence gets.
-    reading = _read_bytes(config, stored.dtype)
-    unit = per_token + reading + _table_bytes(config)
+    reading = read_bytes(config, stored.dtype)
+    unit = per_token + reading + table_bytes(config)
 
     def needed(tokens: int) -> int:
         longest = asked or min(max(0, tokens - stored.kept_tokens), config.max_context)
         return (
             tokens * unit
-            + _expanded_bytes(config, stored.dtype, wanted.piece, longest)
-            + _selection_bytes(config, rows, longest)
+            + expanded_bytes(config, stored.dtype, wanted.piece, longest)
+            + selection_bytes(config, rows, longest)
         )
 
     answering = bisect_right(range(max(0, left) // unit + 1), left, key=needed) - 1
     # Loading stacks the experts layer by layer, which needs those of a layer twice, while nothing else is there.
     stacking = _stacking_bytes(wanted.experts, offloaded)
-    loading = (left + parts["workspace"] - stacking) // (per_token + _table_bytes(config))
+    loading = (left + parts["workspace"] - stacking) // (per_token + table_bytes(config))
     tokens = min(answering, loading) // BLOCK * BLOCK - stored.kept_tokens
     if tokens < least:
         return None
@@ -326,9 +331,9 @@ def _lay_out(
     pool = min(tokens, -(-context // BLOCK) * BLOCK * wanted.max_num_seqs)
     cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
     read = (context + stored.prefix_blocks * BLOCK) * reading
-    read += _expanded_bytes(config, stored.dtype, wanted.piece, context) + _selection_bytes(config, rows, context)
+    read += expanded_bytes(config, stored.dtype, wanted.piece, context) + selection_bytes(config, rows, context)
     parts["workspace"] = max(parts["workspace"] + read, stacking)
-    parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
+    parts |= {"KV cache": cache, "rotary table": context * table_bytes(config)}
     host_bytes = wanted.experts.nbytes(offloaded)
     return MemoryPlan(
         *("GPU", parts, limit, context, pool, option.kv_dtype, option.head, option.embedding_on_cpu),
@@ -343,7 +348,7 @@ def _offload(wanted: _Wanted, option: _Option) -> MemoryPlan | None:
     if not experts.most or wanted.stored.gpus > 1:
         return None
     # Each piece of a prompt reads all offloaded experts: a large one is worth its activations.
-    large = replace(wanted, piece=max(wanted.piece, _PIECES[0]))
+    large = replace(wanted, piece=max(wanted.piece, PIECES[0]))
     for each, shortest in ((large, _OFFLOADED_CONTEXT), (wanted, _OFFLOADED_CONTEXT), (wanted, _SHORTEST_CONTEXT)):
 
         def plan(count: int, each: _Wanted = each, shortest: int = shortest) -> MemoryPlan | None:
@@ -454,7 +459,7 @@ def _fixed_parts(
         **({"adapters": stored.adapters} if stored.adapters else {}),
         "embedding": embedding,
         "head": heads,
-        "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
+        "workspace": sum(activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
         + scores
         + _WORKSPACE
         + _dequantized_bytes(stored)
@@ -498,69 +503,23 @@ def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
     )
 
 
-def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
-    """What is alive at once while a piece of the prompts passes through a layer, with room to spare."""
-    return tokens * max(map(activation_features, set(config.all_layers))) * dtype.itemsize
-
-
-def _piece(config: ModelConfig, dtype: torch.dtype, limit: int, max_model_len: int | None) -> int:
-    """How many tokens of the prompts to read at a time."""
-    if config.prompt_end is not None:  # a prompt is read whole, and may be as long as the context
-        return max_model_len or config.max_context
-    fitting = [piece for piece in _PIECES if _activation_bytes(config, dtype, piece) <= _SHARE_OF_PIECE * limit]
-    return fitting[0] if fitting else _PIECES[-1]
-
-
-def _read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What a token of the context takes while a prompt is read: a layer's keys and values, out of the cache."""
-    return config.attention.cache_entry.size * dtype.itemsize
-
-
-def _expanded_bytes(config: ModelConfig, dtype: torch.dtype, piece: int, context: int) -> int:
-    """What latents take besides, while the last piece of a prompt as long as the context is read.
-
-    They are expanded to keys and values of all heads: up to `MOST_EXPANDED`. A longer prompt attends to the latents,
-    with a mask, of which torch makes a copy in 16 bits.
-    """
-    spec = config.attention
-    if not isinstance(spec, LatentAttentionSpec):
-        return 0
-    each = spec.num_heads * (spec.nope_dim + spec.value_dim + spec.query_dim) * dtype.itemsize
-    masks = piece * context * (torch.bool.itemsize + dtype.itemsize) if context > MOST_EXPANDED else 0
-    return min(context, MOST_EXPANDED) * each + masks
-
-
-def _selection_bytes(config: ModelConfig, rows: int, context: int) -> int:
-    """What indexers take in a step of so many rows: a layer's scores of all tokens, and the slots of two selections, of
-    which one is made while the other one is still there."""
-    spec = config.attention
-    if not isinstance(spec, LatentAttentionSpec) or spec.indexer is None or context <= spec.indexer.top_k:
-        return 0
-    return rows * (score_columns(context) * torch.float32.itemsize + 2 * spec.indexer.top_k * torch.int32.itemsize)
-
-
-def _table_bytes(config: ModelConfig) -> int:
-    """A position's cosines and sines."""
-    return config.rope.rotary_dim * torch.float32.itemsize
-
-
 def _smallest(
     stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str
 ) -> tuple[int, int, int]:
     """Of the layout that takes least: the shortest context, the bytes of everything but the cache, those of a token."""
     config = stored.config
     option = list(_options(stored, kv_dtype))[-1]
-    piece = _piece(config, stored.dtype, limit, max_model_len)
+    piece = prompt_piece(config, stored.dtype, limit, max_model_len)
     experts = stored.offloadable
     rows = batch_bucket(max_num_seqs)
     offloaded = experts.counts if stored.gpus == 1 else ()
     parts = _fixed_parts(stored, stored.sizes, experts, rows, piece, option, offloaded)
     parts["workspace"] = max(parts["workspace"], _stacking_bytes(experts, offloaded))
     per_token = (
-        token_bytes(config, stored.dtype, option.kv_dtype) + _read_bytes(config, stored.dtype) + _table_bytes(config)
+        token_bytes(config, stored.dtype, option.kv_dtype) + read_bytes(config, stored.dtype) + table_bytes(config)
     )
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
-    expanded = _expanded_bytes(config, stored.dtype, piece, least) + _selection_bytes(config, rows, least)
+    expanded = expanded_bytes(config, stored.dtype, piece, least) + selection_bytes(config, rows, least)
     return least, sum(parts.values()) + expanded, per_token
 
 

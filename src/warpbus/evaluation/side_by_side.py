@@ -1,26 +1,30 @@
 """Measures several models on the same data for comparison."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import default_dtype
+from warpbus.cuda.dtype_names import short_name
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
 from warpbus.evaluation.intervals import confidence
 from warpbus.evaluation.likelihood import score
-from warpbus.evaluation.speed import measure_speed
+from warpbus.evaluation.speed import Speed, measure_speed
 from warpbus.formats import Checkpoint, read_schemes
 from warpbus.formats.dequantizing import dequantized_schemes
-from warpbus.models import Decoder, load_model, read_config
+from warpbus.models import Decoder, ModelConfig, load_model, read_config
 from warpbus.models.documents import Document, read_documents
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.templates import Template, find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def evaluate(
     speed: bool = True,
     device: torch.device,
     dtype: torch.dtype | None = None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> list[Evaluation]:
     """Measure models on the same documents; the first is the reference of the others.
 
@@ -104,69 +108,49 @@ def evaluate(
         DataError: the vocabularies differ, or a file is missing, malformed, or has nothing to predict.
         NumericError: a model's scores are NaN or infinite.
     """
-    checkpoints = {name: Checkpoint(path) for name, path in models}
-    if len(checkpoints) < len(models):
-        raise UsageError("two models have one name: give each another")
-    configs = {name: read_config(checkpoint) for name, checkpoint in checkpoints.items()}
-    tokenizers = {name: load_tokenizer(path) for name, path in models}
-    first_name, first_path = models[0]
-    for name in checkpoints:
-        size, expected = configs[name].vocab_size, configs[first_name].vocab_size
-        if size != expected:
-            raise DataError(
-                f"{name} has a vocabulary of {size:,} tokens, {first_name} one of {expected:,}: "
-                "only models of one vocabulary can be compared"
-            )
-        if not _same_vocabulary(tokenizers[name], tokenizers[first_name]):
-            raise DataError(
-                f"{name} has another tokenizer than {first_name}: only models of one vocabulary can be compared"
-            )
-    length = min(length, *(config.max_context for config in configs.values()))
-    tokenizer = tokenizers[first_name]
-    template = find_template(first_path, checkpoints[first_name].config, tokenizer)
-    documents, asked = _read(first_name, tokenizer, template, data, questions, length, limit)
+    candidates = _opened(models)
+    first = candidates[0]
+    length = min(length, *(candidate.config.max_context for candidate in candidates))
+    template = find_template(first.path, first.checkpoint.config, first.tokenizer)
+    documents, asked = _read(first.name, first.tokenizer, template, data, questions, length, limit)
     loaded: dict[str, Decoder] = {}
-    for index, (name, checkpoint) in enumerate(checkpoints.items()):
-        progress("loading", index, len(models))
-        chosen = dtype or default_dtype(device, checkpoint_dtype(checkpoint))
-        loaded[name] = load_model(checkpoint, device=device, dtype=chosen)
-        progress("loading", index + 1, len(models))
+    for candidate in _counted(candidates, "loading", progress):
+        chosen = dtype or default_dtype(device, checkpoint_dtype(candidate.checkpoint))
+        loaded[candidate.name] = load_model(candidate.checkpoint, device=device, dtype=chosen)
     scores = score(loaded, documents, lambda done, total: progress("perplexity and divergence", done, total))
-    accuracies: dict[str, float | None] = dict.fromkeys(loaded)
+    accuracies: dict[str, float] = {}
     if template is not None and asked:
-        for index, (name, model) in enumerate(loaded.items()):
-            progress("choices", index, len(loaded))
+        for name, model in _counted(list(loaded.items()), "choices", progress):
             accuracies[name] = choice_accuracy(model, template, asked)
-            progress("choices", index + 1, len(loaded))
     weights = {name: _weight_bytes(model) for name, model in loaded.items()}
-    schemes = {name: _weights_of(checkpoints[name], model) for name, model in loaded.items()}
+    schemes = {each.name: _weights_of(each.checkpoint, loaded[each.name]) for each in candidates}
     caches = {name: str(model.kv_scales.scheme) if model.kv_scales else None for name, model in loaded.items()}
     loaded.clear()
+    speeds: dict[str, Speed] = {}
+    if speed:
+        spelled = "auto" if dtype is None else short_name(dtype)
+        for candidate in _counted(candidates, "speed", progress):
+            speeds[candidate.name] = measure_speed(candidate.path, device=str(device), dtype=spelled)
     evaluations = []
-    for index, (name, path) in enumerate(models):
-        speeds = None
-        if speed:
-            progress("speed", index, len(models))
-            spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-            speeds = measure_speed(path, device=str(device), dtype=spelled)
-            progress("speed", index + 1, len(models))
-        result = scores[name]
-        sure = confidence(result, scores[first_name]) if index else None
+    for candidate in candidates:
+        name, result = candidate.name, scores[candidate.name]
+        sure = None if candidate is first else confidence(result, scores[first.name])
+        measured = speeds.get(name)
         evaluations.append(
             Evaluation(
                 name=name,
-                model=str(path),
+                model=str(candidate.path),
                 scheme=schemes[name],
                 perplexity=result.perplexity,
                 divergence=result.divergence,
                 agreement=result.agreement,
-                accuracy=accuracies[name],
+                accuracy=accuracies.get(name),
                 tokens=result.tokens,
-                disk_bytes=checkpoints[name].total_bytes,
+                disk_bytes=candidate.checkpoint.total_bytes,
                 weight_bytes=weights[name],
-                tokens_per_second=None if speeds is None else speeds.tokens_per_second,
-                slowest=None if speeds is None else speeds.slowest,
-                peak_bytes=None if speeds is None else speeds.peak_bytes,
+                tokens_per_second=None if measured is None else measured.tokens_per_second,
+                slowest=None if measured is None else measured.slowest,
+                peak_bytes=None if measured is None else measured.peak_bytes,
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
                 date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 kv_cache=caches[name],
@@ -176,6 +160,52 @@ def evaluate(
             )
         )
     return evaluations
+
+
+@dataclass(frozen=True)
+class _ComparedModel:
+    """A model that is going to be measured."""
+
+    name: str
+    path: Path
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def _opened(models: Sequence[tuple[str, Path]]) -> list[_ComparedModel]:
+    """The models, if they can be compared; errors as of `evaluate`."""
+    checkpoints = {name: Checkpoint(path) for name, path in models}
+    if len(checkpoints) < len(models):
+        raise UsageError("two models have one name: give each another")
+    found = [
+        _ComparedModel(name, path, checkpoints[name], read_config(checkpoints[name]), load_tokenizer(path))
+        for name, path in models
+    ]
+    first = found[0]
+    for each in found:
+        size, expected = each.config.vocab_size, first.config.vocab_size
+        if size != expected:
+            raise DataError(
+                f"{each.name} has a vocabulary of {size:,} tokens, {first.name} one of {expected:,}: "
+                "only models of one vocabulary can be compared"
+            )
+        if not _same_vocabulary(each.tokenizer, first.tokenizer):
+            raise DataError(
+                f"{each.name} has another tokenizer than {first.name}: only models of one vocabulary can be compared"
+            )
+    return found
+
+
+_Item = TypeVar("_Item")
+
+
+def _counted(items: Sequence[_Item], what: str, progress: Progress) -> Iterator[_Item]:
+    """The items, each reported before and after it is worked on."""
+    for index, item in enumerate(items):
+        progress(what, index, len(items))
+        yield item
+        progress(what, index + 1, len(items))
 
 
 def check_data(
@@ -224,7 +254,7 @@ def _weights_of(checkpoint: Checkpoint, model: Decoder) -> str:
     if schemes.distinct():
         return str(schemes)
     stored = dequantized_schemes(checkpoint.config)
-    dtype = str(checkpoint_dtype(checkpoint)).removeprefix("torch.")
+    dtype = short_name(checkpoint_dtype(checkpoint))
     if stored is None:
         return dtype
     in_codes = any(isinstance(module, QuantizedLinear) for module in model.layers.modules())

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.dtype_names import short_name
 from warpbus.errors import TensorError
 from warpbus.formats import compressed_tensors
 from warpbus.formats.checkpoint import Checkpoint
@@ -33,7 +34,7 @@ _WHERE = "quantization_config"
 _WEIGHT, _INPUT_SCALE = ".weight", ".input_scale"
 _E4M3 = torch.float8_e4m3fn
 _FP8 = (_E4M3, torch.float8_e5m2)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {short_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class GrowingCheckpoint(FinishedParts):
                 raise UsageError(
                     f"{self.output}: {self.directory} holds finished parts of a run that differs: "
                     f"{'; '.join(differences(run.get('identity'), identity))}: use the same to go on, "
-                    "or start over with --restart (in Python restart=True), which removes them"
+                    "or start over with restart=True, which removes them"
                 )
             self._forget()
         if not self.directory.exists():

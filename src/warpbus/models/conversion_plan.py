@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from warpbus.cuda.dtype_names import short_name
 from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Format, WritableFormat, format_named, format_of
 from warpbus.formats.dequantizing import ReorderedMatrix, dequantized, dequantized_matrices, dequantized_reordered
@@ -130,7 +131,7 @@ class ConversionPlan:
             config[BY_NAME[self.config.family].ffn_key] = after
         if self.target is None:
             for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:
-                config[key] = str(self.dtype).removeprefix("torch.")
+                config[key] = short_name(self.dtype)
             return config
         return config | {"quantization_config": self.target.quantization_config(self.schemes, self._unquantized())}
 

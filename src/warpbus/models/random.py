@@ -5,6 +5,7 @@ norms its input first.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -65,70 +66,126 @@ def random_model(
     Returns:
         the decoder in eval mode, its parameters without gradients.
     """
-    draw = _RandomTensors(torch.device(device), dtype, seed)
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world, expert_parallel)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
     if part is not None:
         part.narrow(model)
-    # Names: a list of modules would keep the experts of a layer beside the stacked ones.
-    names = [name for name, _ in model.named_modules()]
-    last = {name.split(".")[1]: name for name in names if name.startswith("layers.")}  # of each layer
-    layer_of = {name: int(index) for index, name in last.items()}
-    for name in names:
-        module = model.get_submodule(name)
-        if isinstance(module, nn.Linear):
-            if module is model.head and config.tie_embeddings:
-                continue
-            matrix = model.config.matrix(f"{name}.weight")
-            rounded = scheme if matrix is not None and not matrix.dequantized else None
-            chosen = head if module is model.head else rounded
-            if chosen is None:
-                module.weight = _fixed(draw.normal(*module.weight.shape, std=module.in_features**-0.5))
-                module.bias = None if module.bias is None else _fixed(draw.bias(module))
-            else:
-                bias = None if module.bias is None else draw.bias(module)
-                parent, _, leaf = name.rpartition(".")
-                drawn = draw.weight(chosen.fitting(module.in_features), module)
-                drawn = drawn.to("cpu") if config.is_offloaded(f"{name}.weight", offloaded) else drawn
-                quantized = QuantizedLinear(drawn, bias, dtype=dtype, int8_activations=int8_activations)
-                setattr(model.get_submodule(parent), leaf, quantized)
-        elif isinstance(module, nn.Embedding):
-            # Drawn on the device, for the same numbers wherever it lies; nothing else is there yet.
-            module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02).to(embedding_device or device))
-            if embedding is not None:
-                place = torch.device(embedding_device or device)
-                form = round_onto(module.weight, embedding, place, dtype)
-                model.embedding = QuantizedEmbedding(form, dtype=dtype)
-                if config.tie_embeddings:
-                    if part is not None or place != torch.device(device):
-                        rows = module.weight if part is None else part.tied_head(module.weight)
-                        form = round_onto(rows, embedding, device, dtype)
-                    model.add_module("head", QuantizedLinear(form, dtype=dtype, int8_activations=int8_activations))
-            if part is not None:  # the same embedding on every process, and from here on a part of its own
-                draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
-        elif isinstance(module, Router):
-            module.weight = _fixed(draw.normal(*module.weight.shape, std=module.weight.shape[1] ** -0.5))
-            if module.bias is not None:
-                module.bias = _fixed(torch.zeros(module.weight.shape[0], device=device))
-        elif isinstance(weight := getattr(module, "weight", None), Tensor):
-            module.weight = _fixed(torch.ones(weight.shape, dtype=dtype, device=device))
-            if getattr(module, "bias", None) is not None:
-                module.bias = _fixed(torch.zeros(weight.shape, dtype=dtype, device=device))
-        if stacked and name in layer_of and isinstance(mlp := model.layers[layer_of[name]].mlp, MoE):
-            mlp.stack(offloaded[layer_of[name]] if offloaded else 0)
-    if config.tie_embeddings and isinstance(model.embedding, nn.Embedding):
-        tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
-        if head is None:
-            model.head.weight = tied
-        else:
-            tied_head = round_onto(tied, head, device, dtype)
-            model.add_module("head", QuantizedLinear(tied_head, dtype=dtype, int8_activations=int8_activations))
+    weights = _RandomWeights(
+        model,
+        config,
+        part,
+        scheme,
+        torch.device(device),
+        dtype,
+        seed,
+        head=head,
+        embedding=embedding,
+        embedding_device=torch.device(embedding_device or device),
+        offloaded=offloaded,
+        int8_activations=int8_activations,
+    )
+    weights.draw_all(stacked=stacked)
     if part is not None and group is not None:
         part.join(model, group)
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # drawn experts, and an embedding that was moved
     return model.eval()
+
+
+@dataclass
+class _RandomWeights:
+    """Puts random weights into the modules of a model on the meta device; attributes as of `random_model`."""
+
+    model: Decoder
+    config: ModelConfig
+    part: Part | None
+    scheme: Scheme | None
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    head: Scheme | None
+    embedding: Scheme | None
+    embedding_device: torch.device
+    offloaded: Sequence[int]
+    int8_activations: bool
+
+    def __post_init__(self) -> None:
+        self._draw = _RandomTensors(self.device, self.dtype, self.seed)
+
+    def draw_all(self, *, stacked: bool) -> None:
+        """Draw the weights of the modules in their order."""
+        # Names: a list of modules would keep the experts of a layer beside the stacked ones.
+        names = [name for name, _ in self.model.named_modules()]
+        last = {name.split(".")[1]: name for name in names if name.startswith("layers.")}  # of each layer
+        layer_of = {name: int(index) for index, name in last.items()}
+        for name in names:
+            self._draw_module(name, self.model.get_submodule(name))
+            if stacked and name in layer_of and isinstance(mlp := self.model.layers[layer_of[name]].mlp, MoE):
+                mlp.stack(self.offloaded[layer_of[name]] if self.offloaded else 0)
+        if self.config.tie_embeddings and isinstance(self.model.embedding, nn.Embedding):
+            self._tie_head(self.model.embedding.weight)
+
+    def _draw_module(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            self._draw_linear(name, module)
+        elif isinstance(module, nn.Embedding):
+            self._draw_embedding(module)
+        elif isinstance(module, Router):
+            module.weight = _fixed(self._draw.normal(*module.weight.shape, std=module.weight.shape[1] ** -0.5))
+            if module.bias is not None:
+                module.bias = _fixed(torch.zeros(module.weight.shape[0], device=self.device))
+        elif isinstance(weight := getattr(module, "weight", None), Tensor):  # of a norm
+            module.weight = _fixed(torch.ones(weight.shape, dtype=self.dtype, device=self.device))
+            if getattr(module, "bias", None) is not None:
+                module.bias = _fixed(torch.zeros(weight.shape, dtype=self.dtype, device=self.device))
+
+    def _draw_linear(self, name: str, linear: nn.Linear) -> None:
+        is_head = linear is self.model.head
+        if is_head and self.config.tie_embeddings:
+            return
+        matrix = self.model.config.matrix(f"{name}.weight")
+        of_layers = self.scheme if matrix is not None and not matrix.dequantized else None
+        scheme = self.head if is_head else of_layers
+        if scheme is None:
+            linear.weight = _fixed(self._draw.normal(*linear.weight.shape, std=linear.in_features**-0.5))
+            linear.bias = None if linear.bias is None else _fixed(self._draw.bias(linear))
+            return
+        bias = None if linear.bias is None else self._draw.bias(linear)
+        weight = self._draw.weight(scheme.fitting(linear.in_features), linear)
+        if self.config.is_offloaded(f"{name}.weight", self.offloaded):
+            weight = weight.to("cpu")
+        parent, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), leaf, self._quantized(weight, bias))
+
+    def _draw_embedding(self, embedding: nn.Embedding) -> None:
+        # Drawn on the device, for the same numbers wherever it lies; nothing else is there yet.
+        embedding.weight = _fixed(self._draw.normal(*embedding.weight.shape, std=0.02).to(self.embedding_device))
+        if self.embedding is not None:
+            form = round_onto(embedding.weight, self.embedding, self.embedding_device, self.dtype)
+            self.model.embedding = QuantizedEmbedding(form, dtype=self.dtype)
+            if self.config.tie_embeddings:
+                if self.part is not None or self.embedding_device != self.device:
+                    form = round_onto(self._head_rows(embedding.weight), self.embedding, self.device, self.dtype)
+                self.model.add_module("head", self._quantized(form))
+        if self.part is not None:  # the same embedding on every process, and from here on a part of its own
+            seed = (self.seed + 1) * self.part.world + self.part.rank
+            self._draw = _RandomTensors(self.device, self.dtype, seed)
+
+    def _tie_head(self, embedding: Tensor) -> None:
+        """Make the head of an embedding that is not quantized."""
+        tied = self._head_rows(embedding)
+        if self.head is None:
+            self.model.head.weight = tied
+        else:
+            self.model.add_module("head", self._quantized(round_onto(tied, self.head, self.device, self.dtype)))
+
+    def _head_rows(self, embedding: Tensor) -> Tensor:
+        """The rows of the embedding that this process's head has."""
+        return embedding if self.part is None else self.part.tied_head(embedding)
+
+    def _quantized(self, weight: QTensor | PackedWeight | PackedTrellis, bias: Tensor | None = None) -> QuantizedLinear:
+        return QuantizedLinear(weight, bias, dtype=self.dtype, int8_activations=self.int8_activations)
 
 
 class _RandomTensors:

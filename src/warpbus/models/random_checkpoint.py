@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.devices import resolve_device
+from warpbus.cuda.dtype_names import short_name
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.models.config import ModelConfig
@@ -85,7 +86,7 @@ def write_random_checkpoint(
             rows = part_rows(config, parameter, len(names), len(whole))
             for name, piece in zip(names, whole.split(rows), strict=True):
                 writer.add(name, piece)
-        writer.write_json("config.json", described | {"torch_dtype": str(dtype).removeprefix("torch.")})
+        writer.write_json("config.json", described | {"torch_dtype": short_name(dtype)})
         writer.finish(check)
     return config
 

@@ -144,6 +144,7 @@ def estimate(
     tuned: Calibration | None = None,
     kept_bytes: int = 0,
     finished: Collection[int] = (),
+    passed: Collection[int] | None = None,
 ) -> QuantizationEstimate:
     """The resources for quantizing a model.
 
@@ -159,6 +160,7 @@ def estimate(
         tuned: the data that scales are tuned on and checked with; None without tuning.
         kept_bytes: bytes that an earlier run has already written.
         finished: the numbers of the layers that it has finished.
+        passed: those of the layers that the calibration data pass through, finished ones among them; None: all.
 
     Raises:
         UsageError: if there are more ranks than shares of the work.
@@ -167,7 +169,6 @@ def estimate(
         raise UsageError(f"{len(ranks)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
     device, world = torch.device(ranks[0].device), len(ranks)
     kind, machines = device.type, Counter(rank.machine for rank in ranks)
-    distinct = len({rank.device for rank in ranks}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.dtype)
     matrices = plan.layer(0).values()
@@ -175,11 +176,17 @@ def estimate(
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"tuning": tuning_bytes(plan)} if tuned else {})
     disk |= {"there already": -kept_bytes} if kept_bytes else {}
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
-    moved = plan.checkpoint.total_bytes + plan.bytes_after
-    products = _seconds(plan, algorithm, needed, tokens, most, device, rates, finished)
+    # The weights of finished layers are read too: their hashes are compared.
+    moved = plan.checkpoint.total_bytes + max(0, plan.bytes_after - (kept_bytes if finished else 0))
+    solved = [matrix for matrix in plan.matrices if matrix.layer not in finished]
+    through = plan.matrices if passed is None else [matrix for matrix in plan.matrices if matrix.layer in passed]
+    products = _seconds(plan, algorithm, needed, tokens, most, device, rates, through, finished)
     seconds = {name: shared * value for name, value in products.items()}
     if tuned:
         seconds["tuning"] = _tuning_flop(plan, tuned.tokens) / rates[torch.float32]
+
+    tuning = _tuning_memory(plan, tuned, kind) if tuned else {}
+    waiting = {"finished layers": (WAITING + 2) * part}  # with the first rank; one is copied as a whole
 
     def made(*, keep: bool) -> QuantizationEstimate:
         at_once = {shape: solved_at_once(shape) if algorithm == "gptq" else 1 for shape in plan.shapes}
@@ -188,41 +195,56 @@ def estimate(
         working = _working_memory(
             plan, needed, at_once, tokens, together, most, dtype.itemsize, keep=keep, stacks=stacks
         )
-        waiting = {"finished layers": (WAITING + 2) * part}  # with the first rank; one is copied as a whole
-        gpus = []
-        for number, rank in enumerate(ranks if kind == "cuda" else ()):
-            # On a cluster each process has a cuda:0 of its own.
-            name = rank.device if distinct else f"process {number} on {rank.machine}"
-            parts = {**working, **(waiting if number == 0 else {})}
-            if tuned and number == 0:
-                parts = _larger(parts, _tuning_memory(plan, tuned, kind))
-            parts["libraries"] = _ALLOWANCE[kind]
-            gpus.append(MemoryNeed(name, parts, rank.free))
-        memories = []
-        for rank in {rank.machine: rank for rank in ranks}.values():
-            count, host = machines[rank.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
-            if kind == "cpu":
-                host |= {name: size * count for name, size in working.items()}
-            if rank.machine == ranks[0].machine:
-                host |= waiting if kind == "cpu" else {"finished layers": part}
-            if tuned and kind == "cpu" and rank.machine == ranks[0].machine:
-                host = _larger(host, _tuning_memory(plan, tuned, kind))
-            host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
-            name = "main memory" if len(machines) == 1 else f"main memory of {rank.machine}"
-            memories.append(MemoryNeed(name, host, rank.memory))
         return QuantizationEstimate(
-            gpus=tuple(gpus),
-            memory=min(memories, key=lambda need: math.inf if need.available is None else need.available - need.total),
+            gpus=_gpu_memory(ranks, {**working, **waiting}, working, tuning) if kind == "cuda" else (),
+            memory=_main_memory(plan, ranks, working, waiting, tuning),
             disk=MemoryNeed(str(output.resolve().parent), disk, free_space(output)),
             keep=keep,
             tokens=tokens,
             columns=max(matrix.columns for matrix in matrices),
             seconds=seconds,
-            time=time_range(seconds, kind, matrices=len(plan.matrices), file_bytes=moved) if seconds else None,
+            time=time_range(seconds, kind, matrices=len(solved), file_bytes=moved) if tokens else None,
         )
 
     kept = made(keep=True)
     return kept if all(need.fits for need in (*kept.gpus, kept.memory)) else made(keep=False)
+
+
+def _gpu_memory(
+    ranks: Sequence[RankDevice], first: dict[str, int], others: dict[str, int], tuning: dict[str, int]
+) -> tuple[MemoryNeed, ...]:
+    """The memory of each GPU: bytes of the `first` one, which also tunes, and of the `others`."""
+    distinct = len({rank.device for rank in ranks}) == len(ranks)
+    needs = []
+    for number, rank in enumerate(ranks):
+        # On a cluster each process has a cuda:0 of its own.
+        name = rank.device if distinct else f"process {number} on {rank.machine}"
+        parts = _larger(first, tuning) if number == 0 else others
+        needs.append(MemoryNeed(name, {**parts, "libraries": _ALLOWANCE["cuda"]}, rank.free))
+    return tuple(needs)
+
+
+def _main_memory(
+    plan: Plan,
+    ranks: Sequence[RankDevice],
+    working: dict[str, int],
+    waiting: dict[str, int],
+    tuning: dict[str, int],
+) -> MemoryNeed:
+    """The main memory of the machine that has least to spare; the last three arguments are bytes of a process."""
+    on_cpu, machines = torch.device(ranks[0].device).type == "cpu", Counter(rank.machine for rank in ranks)
+    needs = []
+    for rank in {rank.machine: rank for rank in ranks}.values():
+        count, parts = machines[rank.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
+        if on_cpu:
+            parts |= {name: size * count for name, size in working.items()}
+        if rank.machine == ranks[0].machine:
+            parts |= waiting if on_cpu else {"finished layers": plan.bytes_quantized // len(plan.config.all_layers)}
+            parts = _larger(parts, tuning) if on_cpu else parts
+        parts["processes"] = (_ALLOWANCE["cpu"] if on_cpu else 2 * _ALLOWANCE["cuda"]) * count
+        name = "main memory" if len(machines) == 1 else f"main memory of {rank.machine}"
+        needs.append(MemoryNeed(name, parts, rank.memory))
+    return min(needs, key=lambda need: math.inf if need.available is None else need.available - need.total)
 
 
 def _working_memory(
@@ -346,14 +368,20 @@ def _seconds(
     most: float,
     device: torch.device,
     rates: Mapping[torch.dtype, float],
+    through: Sequence[Matrix],
     finished: Collection[int],
 ) -> dict[str, float]:
-    """Seconds of the rank with most to do, by kind of product."""
+    """Seconds of the rank with most to do, by kind of product.
+
+    Args:
+        through: the matrices that the calibration data pass through.
+        finished: the numbers of the layers among theirs that are not solved again.
+    """
     if not tokens:
         return {}
     compared = (DRIFT in needed) * (0.5 if tokens > COMPARED_TOKENS else 1.0)
     flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve", "search"), 0.0)
-    for matrix in plan.matrices:
+    for matrix in through:
         rows, columns = sum(matrix.rows), matrix.columns
         layer = plan.config.all_layers[matrix.layer]
         spec = layer.matrix(matrix.linear)

@@ -40,7 +40,7 @@ from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.report import EndResult, LayerResult, Report, TuningResult, peak_memory, versions
-from warpbus.quantization.saved_states import SavedStates
+from warpbus.quantization.saved_states import SavedStates, saved_layer
 from warpbus.quantization.sources import Reading, Sources, check_finite
 from warpbus.quantization.states import embed, enter_mtp
 from warpbus.quantization.statistics import DRIFT
@@ -527,6 +527,14 @@ def _rates(group: Group, plan: Plan, *, tuned: bool) -> Mapping[torch.dtype, flo
     return None
 
 
+def _passed_layers(layers: int, finished: Sequence[int], parts: FinishedParts, device: torch.device) -> range:
+    """The layers that the calibration data pass through: see `_QuantizationRun._calibrate`."""
+    missing = [index for index in range(layers) if index not in finished]
+    if not missing:
+        return range(0)
+    return range(saved_layer(parts, missing[0]) if device.type == "cpu" else 0, missing[-1] + 1)
+
+
 def _agreed(
     group: Group, send: Send, job: Job, plan: Plan, rank_device: RankDevice, rates: Mapping[torch.dtype, float] | None
 ) -> tuple[QuantizationEstimate | None, bool]:
@@ -538,7 +546,8 @@ def _agreed(
         assert rates is not None, "the first process always measures"
         earlier = FinishedParts(job.output)
         parts = earlier.parts()
-        layers = () if job.restart else range(len(plan.config.all_layers))
+        count = len(plan.config.all_layers)
+        finished = [] if job.restart else [index for index in range(count) if layer_part(index) in parts]
         needs = estimate(
             plan,
             output=job.output,
@@ -550,7 +559,8 @@ def _agreed(
             ranks=ranks,
             rates=rates,
             kept_bytes=sum(earlier.tensors_file(part).stat().st_size for part in parts),
-            finished=[index for index in layers if layer_part(index) in parts],
+            finished=finished,
+            passed=_passed_layers(count, finished, earlier, group.device),
         )
         send(needs)
         needs.check()

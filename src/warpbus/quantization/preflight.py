@@ -1,5 +1,6 @@
 """The plan of a quantization, and every reason to refuse it, found before the first weight is read."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,24 +172,14 @@ def prepare(
     checkpoint = dequantized(Checkpoint(model))
     if output is not None and output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
-    for key in ("quantization_config", "quantization_bit"):
-        if checkpoint.config.get(key):
-            raise CheckpointError(
-                f"{model}: is quantized already (config.json has {key}): give the original checkpoint instead"
-            )
+    _check_unquantized(checkpoint, model)
     config = read_config(checkpoint, mtp="stored")
     if kv_cache is not None and not isinstance(config.attention, AttentionSpec):
         raise UsageError(f"--kv-cache {kv_cache}: {model} caches latents of all heads together: leave it out")
     schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
     chosen, tensors = format_named(format), tensor_map(config)
     matrices = tuple(_matrices(checkpoint, config, tensors, schemes))
-    for matrix in matrices:
-        for source, rows in zip(matrix.sources, matrix.rows, strict=True):
-            matrix.scheme.groups(matrix.columns, source)
-            chosen.check(matrix.scheme, (rows, matrix.columns), source)
-            if not matrix.scheme.symmetric:
-                # Any group may get a zero point 0: not even one could be seen before all the work is done.
-                chosen.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
+    _check_schemes(matrices, chosen)
     rounded_head = None if head is None else _end("head", checkpoint, config, head, chosen)
     rounded_embedding = None if embedding is None else _end("embedding", checkpoint, config, embedding, chosen)
     rounded = [end for end in (rounded_embedding, rounded_head) if end is not None]
@@ -200,18 +191,7 @@ def prepare(
     scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
     scale_dtype = scale_dtype if scale_dtype in _SCALE_DTYPES else torch.float32
     companions = find_companions(model)
-    weights = sum(
-        sum(matrix.rows) * matrix.columns * matrix.scheme.bits_per_weight(matrix.columns, scale_dtype.itemsize * 8) / 8
-        for matrix in matrices
-    )
-    layers = [sum(map(checkpoint.nbytes, names)) for names in kept]
-    for matrix in matrices:
-        layers[matrix.layer] += sum(map(checkpoint.nbytes, matrix.sources))
-    copied = sum(map(checkpoint.nbytes, [*ends, *(name for names in kept for name in names)]))
-    for end in rounded:
-        rows, columns = end.shape
-        bits = end.scheme.bits_per_weight(columns, scale_dtype.itemsize * 8)
-        copied += int(rows * columns * bits / 8)
+    quantized, copied = _result_bytes(checkpoint, matrices, rounded, [*ends, *itertools.chain(*kept)], scale_dtype)
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -231,10 +211,63 @@ def prepare(
             if rounded_head is None or f"{name}.weight" != rounded_head.name
         ),
         scale_dtype=scale_dtype,
-        bytes_quantized=int(weights),
-        bytes_after=int(weights) + copied + sum(file.stat().st_size for file in companions),
-        largest_unit=max([*layers, *map(checkpoint.nbytes, ends), *(checkpoint.nbytes(end.source) for end in rounded)]),
+        bytes_quantized=quantized,
+        bytes_after=quantized + copied + sum(file.stat().st_size for file in companions),
+        largest_unit=max(_unit_bytes(checkpoint, matrices, rounded, kept, ends)),
     )
+
+
+def _check_unquantized(checkpoint: Checkpoint, model: Path) -> None:
+    for key in ("quantization_config", "quantization_bit"):
+        if checkpoint.config.get(key):
+            raise CheckpointError(
+                f"{model}: is quantized already (config.json has {key}): give the original checkpoint instead"
+            )
+
+
+def _check_schemes(matrices: Sequence[Matrix], format: WritableFormat) -> None:
+    """Refuse a scheme that does not fit its matrix or the format."""
+    for matrix in matrices:
+        for source, rows in zip(matrix.sources, matrix.rows, strict=True):
+            matrix.scheme.groups(matrix.columns, source)
+            format.check(matrix.scheme, (rows, matrix.columns), source)
+            if not matrix.scheme.symmetric:
+                # Any group may get a zero point 0: not even one could be seen before all the work is done.
+                format.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
+
+
+def _result_bytes(
+    checkpoint: Checkpoint,
+    matrices: Sequence[Matrix],
+    ends: Sequence[EndMatrix],
+    copied: Sequence[str],
+    scale_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Bytes of the quantized layers, and of all other tensors: quantized ends, and tensors that are `copied`."""
+    scale_bits = scale_dtype.itemsize * 8
+    layers = sum(
+        sum(matrix.rows) * matrix.columns * matrix.scheme.bits_per_weight(matrix.columns, scale_bits) / 8
+        for matrix in matrices
+    )
+    others = sum(map(checkpoint.nbytes, copied))
+    for end in ends:
+        rows, columns = end.shape
+        others += int(rows * columns * end.scheme.bits_per_weight(columns, scale_bits) / 8)
+    return int(layers), others
+
+
+def _unit_bytes(
+    checkpoint: Checkpoint,
+    matrices: Sequence[Matrix],
+    rounded: Sequence[EndMatrix],
+    kept: Sequence[Sequence[str]],
+    ends: Sequence[str],
+) -> list[int]:
+    """Bytes of what is read at a time: each layer of the original, and each tensor outside of the layers."""
+    layers = [sum(map(checkpoint.nbytes, names)) for names in kept]
+    for matrix in matrices:
+        layers[matrix.layer] += sum(map(checkpoint.nbytes, matrix.sources))
+    return [*layers, *map(checkpoint.nbytes, ends), *(checkpoint.nbytes(end.source) for end in rounded)]
 
 
 def check_kv_cache(scheme: KVCacheScheme, schemes: Schemes, format: str, *, calibrated: bool) -> None:

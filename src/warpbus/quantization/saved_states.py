@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from warpbus.dist import Group
+from warpbus.dist import SHARES, Group
 from warpbus.errors import CheckpointError, StorageError
 from warpbus.formats import FinishedParts
 from warpbus.formats.files import free_space
@@ -47,7 +47,7 @@ class SavedStates:
     def __init__(
         self, parts: FinishedParts, states: Sequence[States], config: ModelConfig, group: Group, *, reserved: int
     ) -> None:
-        self._parts = FinishedParts(parts.directory / "states")
+        self._parts = _states_of(parts)
         self._states, self._config, self._group = states, config, group
         self._reserved = reserved
         self._enabled, self._bytes = group.device.type == "cpu", 0
@@ -151,6 +151,25 @@ class SavedStates:
             for index in range(len(self._config.all_layers)):
                 if index != keep and (only is None or index == only):
                     self._parts.remove(_part(index, share))
+
+
+def saved_layer(parts: FinishedParts, finished: int) -> int:
+    """The number of the layer at which a run on a CPU goes on, by the names of the files alone: see `SavedStates.load`.
+
+    Args:
+        parts: of the run.
+        finished: how many layers from the first one on are finished.
+    """
+    there = set(_states_of(parts).parts())
+    whole = (
+        index for index in range(finished, 0, -1) if there.issuperset(_part(index, each) for each in range(SHARES))
+    )
+    return next(whole, 0)
+
+
+def _states_of(parts: FinishedParts) -> FinishedParts:
+    """Where the states of a run are."""
+    return FinishedParts(parts.directory / "states")
 
 
 def _part(index: int, share: int) -> str:

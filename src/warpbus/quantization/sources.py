@@ -179,7 +179,7 @@ class Sources:
         what = f"tensor {changed[0]}{more}" if changed else f"a tensor that {part} depends on"
         raise UsageError(
             f"{self._plan.checkpoint.directory}: {what} has changed since {part} in {parts.directory} was made: "
-            "restore the weights to go on, or start anew with --restart (in Python restart=True)"
+            "restore the weights to go on, or start anew with restart=True"
         )
 
     def _layer(self, index: int) -> list[str]:

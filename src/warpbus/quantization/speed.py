@@ -42,7 +42,8 @@ def token_times(
     """Measure the schemes alternately in rounds, so that other programs affect all of them equally.
 
     The weights are random with the shapes of the model, and of so many layers that a matrix has left the cache before
-    it is used again, as in the whole model. The time of embedding, head, attention and norms is not included.
+    it is used again, as in the whole model. The layers are spread over the model, so that those with experts and those
+    without have their shares of the time. The time of embedding, head, attention and norms is not included.
 
     Args:
         config: the model's shapes.
@@ -69,7 +70,8 @@ def _step(
     config: ModelConfig, scheme: Scheme | None, copies: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[], None]:
     """The products of one token with the matrices of so many random layers, ready to be run."""
-    shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=(), mtp=None)
+    layers = tuple(config.layers[(2 * index + 1) * config.num_layers // (2 * copies)] for index in range(copies))
+    shape = replace(config, layers=layers, vocab_size=_VOCABULARY, stop_ids=(), mtp=None)
     model = random_model(shape, scheme, device, dtype, int8_activations=activations_in_8_bits())
     products: list[Callable[[], object]] = []
 
@@ -95,9 +97,9 @@ def _step(
 
 
 def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> int:
-    """Layers that are twice the size of the cache, but no more than there are."""
+    """Layers of which a token reads twice the size of the cache, but no more than there are."""
     cache = _CPU_CACHE if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
-    weights = config.layers[0].num_weights
+    weights = sum(layer.active_weights for layer in config.layers) / config.num_layers
     bits = dtype.itemsize * 8 if scheme is None else scheme.bits
     return min(config.num_layers, math.ceil(2 * cache / (weights * bits / 8)))
 

@@ -1,7 +1,7 @@
 """The memory of each GPU for a training step, computed before anything is allocated."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
@@ -224,28 +224,14 @@ class _LayerActivations:
         self.stream = _FLOAT if full and not shared else half
         branches = _branches(spec)
         self.widening = max((branch.widening for branch in branches), key=lambda matrix: matrix.num_weights)
-        qkv, o, *_ = spec.matrices
         adapted = () if settings.method == "ptuning" else adapted_matrices(spec, settings.targets)
         learning = {matrix.name for matrix in (spec.matrices if full else adapted)}
         taken = _BYTE if full and settings.fp8 else half  # what a product keeps of its input
-        hidden, heads, kv = spec.hidden_size, spec.attention.width, spec.attention.kv_width
+        hidden = spec.hidden_size
         # RMSNorm keeps its input; LayerNorm, and what meets weights of another dtype, a copy of it in float32.
         self.norm = hidden * (_FLOAT if spec.norm.kind == "layer" else self.stream)
-        norms = self.norm * (4 if spec.output_norms else 2)
-        if spec.attention.qk_norm:
-            norms += (heads + kv) * (half if self.stream == half else _FLOAT + half)
-        reading = [(qkv, 1), *((matrix, branch.passes) for branch in branches for matrix in branch.matrices)]
-        inputs = sum(matrix.columns.length * taken * passes for matrix, passes in reading if matrix.name in learning)
-        if o.name in learning and full and settings.fp8:
-            inputs += heads * taken
-        # Queries, keys and values as attention takes them, its output, and a sum for each head.
-        attention = half * (2 * heads + 2 * kv) + _FLOAT * spec.attention.num_heads
-        if settings.method == "ptuning":
-            # The prefix stands in front of every document, of which there is one in a row at least.
-            attention += half * 2 * kv * settings.prefix_tokens // settings.length
-        if _masks(config, settings):
-            # The mask as numbers that are added, keys and values repeated for every head.
-            attention += half * (settings.length + 2 * heads - 2 * kv)
+        norms = self.norm * (4 if spec.output_norms else 2) + _query_norms(spec.attention, half, self.stream)
+        attention = _attention(spec.attention, config, settings, half)
         # Gate and up, where no kernel knows the gradient of their product silu(gate) too; or what goes through GELU.
         gated = isinstance(spec.mlp, MoESpec) or spec.mlp.gated
         parts = 1 if not gated else 2 if half == _HALF else 3
@@ -254,6 +240,7 @@ class _LayerActivations:
             mlp += _routing(spec.mlp, hidden, half, self.stream, full=full)
         unrouted = sum(matrix.expert is None for matrix in spec.matrices)
         ranks = unrouted * settings.rank * half if settings.method == "lora" else 0
+        inputs = _product_inputs(spec, branches, learning, taken)
         self.kept = norms + inputs + attention + mlp + ranks
         most = self.stream * hidden // SMALL
         each_rank = settings.rank * half if ranks else 0
@@ -269,6 +256,41 @@ class _LayerActivations:
         self.activation_work = self.stream * hidden + half * ffn * (3 if gated else 2) - freed + summed
         # The output is free too; the gradient of the product's input, and its part by LoRA.
         self.widening_work = hidden * (self.stream + 2 * half) - freed + summed
+
+
+def _query_norms(attention: AttentionSpec, half: int, stream: int) -> int:
+    """Bytes per token that the norms of queries and keys keep."""
+    if not attention.qk_norm:
+        return 0
+    return (attention.width + attention.kv_width) * (half if stream == half else _FLOAT + half)
+
+
+def _product_inputs(spec: LayerSpec, branches: Sequence["_Branch"], learning: Collection[str], taken: int) -> int:
+    """Bytes per token of the inputs that the products keep for the gradients of their weights.
+
+    Args:
+        learning: the names of the matrices that are trained.
+        taken: bytes of a number.
+    """
+    qkv, o, *_ = spec.matrices
+    reading = [(qkv, 1), *((matrix, branch.passes) for branch in branches for matrix in branch.matrices)]
+    inputs = sum(matrix.columns.length * taken * passes for matrix, passes in reading if matrix.name in learning)
+    if o.name in learning and taken == _BYTE:  # otherwise its input is the output that attention keeps
+        inputs += spec.attention.width * taken
+    return inputs
+
+
+def _attention(attention: AttentionSpec, config: ModelConfig, settings: TrainingSettings, half: int) -> int:
+    """Bytes per token of queries, keys and values as attention takes them, its output, and a sum for each head."""
+    heads, kv = attention.width, attention.kv_width
+    kept = half * (2 * heads + 2 * kv) + _FLOAT * attention.num_heads
+    if settings.method == "ptuning":
+        # The prefix stands in front of every document, of which there is one in a row at least.
+        kept += half * 2 * kv * settings.prefix_tokens // settings.length
+    if _masks(config, settings):
+        # The mask as numbers that are added, keys and values repeated for every head.
+        kept += half * (settings.length + 2 * heads - 2 * kv)
+    return kept
 
 
 @dataclass(frozen=True)

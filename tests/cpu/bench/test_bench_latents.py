@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from warpbus.bench import latents, sparse_latents
+from warpbus.bench import latents
 from warpbus.bench.cases import Run
 from warpbus.bench.latents import MLA
 from warpbus.errors import UsageError
@@ -15,8 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    for module in (latents, sparse_latents):
-        monkeypatch.setattr(module, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(latents, "copy_bandwidth", lambda device: 1e9)
 
 
 def settings(**changes):
@@ -66,7 +65,7 @@ def test_both_answer_from_the_same_numbers(variant, a_token, tolerance):
 )
 @pytest.mark.parametrize("context", [70, 20])
 def test_both_attend_to_selected_tokens(monkeypatch, variant, dtype, a_token, tolerance, context):
-    monkeypatch.setattr(sparse_latents, "_INDEXER", replace(sparse_latents._INDEXER, top_k=40))
+    monkeypatch.setattr(latents, "_INDEXER", replace(latents._INDEXER, top_k=40))
     case = MLA.cases(settings(sizes=(context,), variants=(variant,), dtype=dtype))[1]()
     assert (case.parameters["shape"], case.parameters["heads"], case.parameters["variant"]) == ("glm-5", 64, variant)
     size, others = dtype.itemsize, 64 * 256 * 512 + 8 * 64 * (576 + 256)

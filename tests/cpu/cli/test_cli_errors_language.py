@@ -1,6 +1,7 @@
 """Every error that a command can print has its Chinese: a message of the source without it fails the test."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,17 +50,19 @@ def printed(path: str) -> bool:
     return not path.startswith(FOR_PROGRAMS) or path in {f"pool/protocol/{name}" for name in FOR_USERS_TOO}
 
 
-SOURCES = {
-    str(file.relative_to(PACKAGE)): ast.parse(file.read_text(encoding="utf-8"))
-    for file in sorted(PACKAGE.rglob("*.py"))
-}
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    return {
+        str(file.relative_to(PACKAGE)): ast.parse(file.read_text(encoding="utf-8"))
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def errors() -> set[str]:
     """The names of WarpbusError and of all classes derived from it."""
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-        for tree in SOURCES.values()
+        for tree in sources().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -102,7 +105,7 @@ def messages() -> dict[str, str]:
     """Where each message of an error is raised, by the message, and each sentence that fills one."""
     found: dict[str, str] = {}
     names = errors()
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         if not printed(path):
             continue
         for node in ast.walk(tree):
@@ -114,14 +117,14 @@ def messages() -> dict[str, str]:
     return found
 
 
-MESSAGES = messages()
 CHINESE = Catalogue(read_catalogue(CATALOGUE.read_text(encoding="utf-8")))
 
 
 def test_every_error_has_its_chinese_with_all_of_its_values() -> None:
-    assert len(MESSAGES) > 800
+    found = messages()
+    assert len(found) > 800
     wrong = {}
-    for english, place in MESSAGES.items():
+    for english, place in found.items():
         chinese = CHINESE.gettext(english)
         if sorted(PLACEHOLDER.findall(chinese)) != sorted(PLACEHOLDER.findall(english)):
             wrong[place] = f"{english} -> {chinese}"

@@ -63,7 +63,7 @@ def test_models_of_one_name_are_reported_by_their_paths(tiny_model, tmp_path, da
         invoke(tiny_model, tiny_model, "--data", data, "--no-speed")
 
 
-def test_the_demo_brings_its_own_data(monkeypatch):
+def test_the_packaged_data_by_default_and_by_name(tiny_model, monkeypatch):
     given = {}
 
     def measure(models, **options):
@@ -76,6 +76,9 @@ def test_the_demo_brings_its_own_data(monkeypatch):
     assert [name for name, _ in given["models"]] == ["glm-poet"]
     assert (given["data"].name, given["questions"].name) == ("validation.jsonl", "next-verse.jsonl")
     assert str(given["dtype"]) == "torch.bfloat16"
+    with pytest.raises(CheckpointError, match="enough"):
+        invoke(tiny_model, "--data", "demo", "--choices", "own.jsonl")
+    assert (given["data"].name, given["questions"].name) == ("validation.jsonl", "own.jsonl")
 
 
 def test_what_cannot_be(tiny_model, data, tmp_path):

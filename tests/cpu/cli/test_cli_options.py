@@ -224,3 +224,35 @@ def test_positive_numbers() -> None:
     for text in ("", "1,x", "0", "-1", "inf", "nan"):
         with pytest.raises(UsageError, match=r"--rates .*: expected positive numbers separated by commas"):
             parse_numbers("rates", text, float)
+
+
+@dataclass
+class Store:
+    """What the command below fills."""
+
+    kv_dtype: str = "auto"
+    kv_disk: str | None = None
+    restart: bool = False
+
+
+@pytest.mark.parametrize(
+    ("raised", "shown"),
+    [
+        ("kv_dtype is 'int3': give auto", "--kv-cache-dtype is 'int3': give auto"),
+        ("kv_disk: /data/kv_disk/a.kv_disk cannot be made", "--kv-disk: /data/kv_disk/a.kv_disk cannot be made"),
+        (
+            "no restart: start over with restart=True, or give kv_disk=d",
+            "no restart: start over with --restart, or give --kv-disk d",
+        ),
+    ],
+)
+def test_messages_name_options_in_place_of_fields(raised: str, shown: str) -> None:
+    @options_of(
+        {"store": Store}, kv_cache_dtype=FieldOption("dtype", field="kv_dtype"), kv_disk="where", restart="anew"
+    )
+    def keep(store: dict[str, Any]) -> None:
+        raise UsageError(raised)
+
+    with pytest.raises(UsageError) as error:
+        keep(kv_cache_dtype="auto", kv_disk=None, restart=False)
+    assert str(error.value) == shown

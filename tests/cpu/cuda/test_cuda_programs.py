@@ -28,7 +28,7 @@ def run(tmp_path):
     def run_text(text: str, *arguments: str, order: str = "forward") -> programs.ProgramRun:
         source = tmp_path / "program.cu"
         source.write_text(text, encoding="utf-8")
-        return programs.run_on_cpu(source, arguments, order=order)
+        return programs.run_in_orders(source, arguments, orders=(order,))[0]
 
     return run_text
 
@@ -142,7 +142,7 @@ def test_examples(name: str, expected: list[str]) -> None:
 
 
 def test_a_query_of_the_device() -> None:
-    found = programs.run_on_cpu(EXAMPLES / "device_query.cu")
+    (found,) = programs.run_in_orders(EXAMPLES / "device_query.cu", orders=("forward",))
     assert "  threads per block, at most   1024\n" in found.output
     assert "  block, at most               1024 x 1024 x 64\n" in found.output
 
@@ -385,13 +385,13 @@ def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(programs.shutil, "which", lambda name: None)
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler was found .*: install g\+\+"):
-        programs.run_on_cpu(EXAMPLES / "vector_add.cu")
+        programs.run_in_orders(EXAMPLES / "vector_add.cu")
     with pytest.raises(DeviceError, match="needs nvcc, which was not found"):
         programs.run_on_gpu(EXAMPLES / "vector_add.cu")
     monkeypatch.undo()
     find_compiler.cache_clear()
     with pytest.raises(DataError, match=r"none\.cu: there is no such file"):
-        programs.run_on_cpu(tmp_path / "none.cu")
+        programs.run_in_orders(tmp_path / "none.cu")
 
 
 def invoke(*words: str):

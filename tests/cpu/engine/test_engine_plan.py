@@ -106,6 +106,21 @@ def test_the_scores_and_selections_of_indexers_are_counted():
     assert workspace(16, 32_769) - workspace(1, 32_769) == rows * (logits + 4 * 32_772 + 2 * 4 * 2048)
 
 
+@pytest.mark.parametrize(("heads", "masks"), [(32, 0), (16, 2048 * 65_536 * (1 + 2))])
+def test_masks_of_long_prompts_are_counted_where_no_kernel_attends_to_a_list(heads, masks):
+    """32 heads of an indexer have kernels, 16 have none; the context is twice what is expanded."""
+    flash = SHAPES["glm-4.7-flash"]
+
+    def workspace(context):
+        spec = replace(flash.attention, indexer=IndexerSpec(heads=heads, head_dim=128, top_k=2048))
+        layers = tuple(replace(layer, attention=spec) for layer in flash.layers)
+        stored = Stored.uniform(replace(flash, layers=layers), torch.bfloat16, W4)
+        return plan_memory(stored, 80 * GB, max_model_len=context, max_num_seqs=1).parts["workspace"]
+
+    scores_and_cached = 32_768 * (4 + 2 * (512 + 64 + 128))
+    assert workspace(65_536) - workspace(32_768) == masks + scores_and_cached
+
+
 def test_options_are_given_up_in_their_order():
     """As memory shrinks: first the context, then the cache's dtype, the head's, the embedding's, and its place."""
     found = []

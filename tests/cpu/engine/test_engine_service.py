@@ -544,15 +544,6 @@ def test_two_processes_step_alike_and_die_together() -> None:
     with_service(test, tensor_parallel=2, max_restarts=0)
 
 
-def test_processes_of_a_cluster_answer(two_nodes: str) -> None:
-    async def test(service: Service) -> None:
-        prompts = [[10] * (1 + index) for index in range(20)]
-        answers = await asyncio.gather(*(collect(service, prompt, 5) for prompt in prompts))
-        assert answers == [(tokens(5, prompt), "length") for prompt in prompts]
-
-    with_service(test, tensor_parallel=2, cluster=two_nodes)
-
-
 def test_what_keeps_an_engine_from_starting_is_raised(tmp_path: Path) -> None:
     async def run() -> None:
         others = psutil.Process().children()

@@ -133,7 +133,7 @@ def test_a_damaged_part_is_done_again(tmp_path: Path, suffix: str, damage: str) 
 def test_what_another_run_kept_is_removed_only_by_a_restart(tmp_path: Path) -> None:
     stopped(tmp_path / "out", identity={"seed": 1})
     kept = FinishedParts(tmp_path / "out").parts()
-    with pytest.raises(UsageError, match=r"finished parts of a run that differs: seed was 1 and is 0: .* --restart"):
+    with pytest.raises(UsageError, match=r"finished parts of a run that differs: seed was 1 and is 0: .* restart=True"):
         GrowingCheckpoint(tmp_path / "out", identity={"seed": 0})
     assert FinishedParts(tmp_path / "out").parts() == kept
     assert len(kept) == 3

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -121,3 +124,25 @@ def test_efficient_attention_with_dropout_has_no_derivative() -> None:
     for dropout_p in (0.5, Number("float", 0)):  # a hostile client sends it with each call
         with pytest.raises(DeviceError, match="with dropout is not among the operators that a pool runs"):
             infer(Signature(name, (*tensors, dropout_p, (True,) * 4), (), inputs, ("float",)), "cuda")
+
+
+def test_results_are_inferred_without_pytorchs_compiler() -> None:
+    """Its import would take longer than everything else that a client does when it connects."""
+    code = """
+        import sys
+        import torch
+        from warpbus.pool.protocol.geometry import contiguous
+        from warpbus.pool.protocol.inference import infer
+        from warpbus.pool.protocol.signature import Input, Signature
+
+        x = contiguous(torch.float32, (2, 2))
+        for name in ("mul.Tensor", "gelu", "_softmax"):
+            arguments = {"mul.Tensor": (Input(0), Input(0)), "gelu": (Input(0),), "_softmax": (Input(0), -1, False)}
+            assert infer(Signature(f"aten::{name}", arguments[name], (), (x,), ()))
+        assert "torch._dynamo" not in sys.modules
+        compiled = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2, backend="aot_eager")
+        assert torch.equal(compiled(torch.ones(3)), torch.nn.functional.gelu(torch.ones(3)) * 2)
+        print("compiled", "torch._dynamo" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("compiled True\n", 0), done.stderr

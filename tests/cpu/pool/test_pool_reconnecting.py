@@ -28,6 +28,7 @@ class Machine:
     def __init__(self, answer, port=0):
         self.answer = answer
         self.met = 0
+        self.answered = threading.Event()  # its thread has sent the answer to the end
         self._listening = socket.create_server(("127.0.0.1", port))
         self.port = self._listening.getsockname()[1]
         self._channels = []
@@ -60,6 +61,7 @@ class Machine:
                     channel = Channel(sock)
                     self._channels.append(channel)
                     self.answer(channel, decode(channel.receive(30).payload))
+                    self.answered.set()
 
 
 def welcome(channel, _hello=None):
@@ -82,6 +84,7 @@ def machine():
 @pytest.fixture
 def client(machine):
     made = Connection(machine.address, LEASE, KEY, patience=FOR_EVER)
+    assert machine.answered.wait(30)
     yield made
     made.close()
 

@@ -16,7 +16,10 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+FOUR_LAYERS = 4
+"""Layers of the model of `undisturbed` (`conftest`)."""
 
 _SECONDS = 60.0
 
@@ -33,6 +36,13 @@ class Outcome:
 
     code: int
     said: str
+    seconds: float
+
+
+class Undisturbed(NamedTuple):
+    """A run that nothing disturbed: the fingerprint of its model, and the seconds it took."""
+
+    fingerprint: str
     seconds: float
 
 
@@ -85,6 +95,12 @@ class Runs:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Outcome(**json.loads(self._process.stdout.readline()))
+
+
+def command(model: Path, output: Path, texts: Path, *more: object) -> tuple[object, ...]:
+    """The arguments of a quantization with calibration."""
+    given = ("--calibration", texts, "--scheme", "w3a16-g32-asym", "--device", "cpu")
+    return ("quantize", model, output, *given, *more)
 
 
 def fingerprint(directory: Path) -> str:

@@ -17,6 +17,7 @@ from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization import Calibration, Progress, QuantizationEstimate, job, quantize
 from warpbus.quantization.algorithms import rtn
+from warpbus.quantization.saved_states import saved_layer
 from warpbus.quantization.states import States
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
@@ -325,6 +326,7 @@ def test_the_estimate_leaves_out_what_an_earlier_run_has_finished(tmp_path: Path
     stopping = Progress(estimated=estimates.append, matrix=stop_after_layer(tmp_path / "out", 0))
     with pytest.raises(KeyboardInterrupt):
         quantize(model, tmp_path / "out", progress=stopping, **arguments)
+    begins_with_states = saved_layer(FinishedParts(tmp_path / "out"), 1) == 1  # they are saved if there is time for it
     for more in ({}, {"restart": True}):
         with pytest.raises(KeyboardInterrupt):
             quantize(model, tmp_path / "out", progress=stopping, **arguments, **more)
@@ -333,7 +335,7 @@ def test_the_estimate_leaves_out_what_an_earlier_run_has_finished(tmp_path: Path
     assert resumed.disk.total < first.disk.total
     work = [sum(value for name, value in each.seconds.items() if name != "forward") for each in estimates]
     share = [value / each.seconds["forward"] for value, each in zip(work, estimates, strict=True)]
-    assert share == pytest.approx([share[0], share[0] / 2, share[0]])
+    assert share == pytest.approx([share[0], share[0] if begins_with_states else share[0] / 2, share[0]])
 
 
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])

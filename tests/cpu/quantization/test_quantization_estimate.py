@@ -134,6 +134,21 @@ def test_finished_layers_only_have_to_be_passed_through(plan: Plan, tmp_path: Pa
     assert run(plan, tmp_path, finished=[0, 1]).seconds.keys() == {"forward"}
 
 
+def test_finished_layers_that_are_not_passed_through_take_no_time(plan: Plan, tmp_path: Path) -> None:
+    """Those before saved states, and those after the last layer that is missing."""
+    whole = run(plan, tmp_path)
+    half = run(plan, tmp_path, finished=[0], passed=[1], kept_bytes=plan.bytes_after // 2)
+    for name in ("forward", "moments", "factors", "solve"):
+        assert half.seconds[name] == pytest.approx(whole.seconds[name] / 2)
+    nothing = run(plan, tmp_path, finished=[0, 1], passed=[], kept_bytes=plan.bytes_after)
+    assert nothing.seconds == {}
+    for less, more in ((half, whole), (nothing, half)):
+        assert less.time is not None
+        assert more.time is not None
+        assert less.time.least < more.time.least
+        assert less.time.most < more.time.most
+
+
 def test_without_room_activations_are_not_kept(plan: Plan, tmp_path: Path) -> None:
     wide = run(plan, tmp_path, needed=frozenset({"moments"}))
     assert run(plan, tmp_path, needed=frozenset({"moments"}), free=[wide.gpus[0].total]).keep

@@ -4,13 +4,12 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from quantization_models import write_model
-from quantization_runs import Runs, fingerprint
+from quantization_runs import Runs, command, fingerprint
 from safetensors.torch import load_file, save_file
 
 from warpbus.formats import Checkpoint, FinishedParts
@@ -42,16 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     decoder.initialize(torch.Generator().manual_seed(3), std=0.08)
     save_file(dict(named_tensors(decoder, torch.float32)), directory / "model.safetensors")
     return directory
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    with Runs() as started:
-        yield started
-
-
-def command(model: Path, output: Path, texts: Path) -> tuple[object, ...]:
-    return ("quantize", model, output, "--calibration", texts, "--scheme", "w3a16-g32", "--device", "cpu")
 
 
 def test_kills_at_any_moment_end_in_the_same_model(runs: Runs, model: Path, texts: Path, tmp_path: Path) -> None:

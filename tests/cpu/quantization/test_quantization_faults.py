@@ -4,46 +4,17 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model
-from quantization_runs import Outcome, Runs, fingerprint
+from quantization_runs import FOUR_LAYERS, Outcome, Runs, Undisturbed, command, fingerprint
 
 from warpbus.errors import NumericError
 from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts
 from warpbus.quantization import quantize
 
-LAYERS = 4
 KILLS = 20
-SMALL = {"num_hidden_layers": LAYERS, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("source") / "tiny", **SMALL)
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    with Runs() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs, model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
-    """The fingerprint of a model that was quantized without disturbance, and the seconds it took."""
-    output = tmp_path_factory.mktemp("whole") / "out"
-    run = runs.start(*command(model, output, texts))
-    assert run.code == 0, run.said
-    return fingerprint(output), run.seconds
-
-
-def command(model: Path, output: Path, texts: Path, *more: object) -> tuple[object, ...]:
-    arguments = ("quantize", model, output, "--calibration", texts, "--scheme", "w3a16-g32-asym", "--device", "cpu")
-    return (*arguments, *more)
 
 
 def shown(run: Outcome) -> str:
@@ -52,19 +23,19 @@ def shown(run: Outcome) -> str:
 
 
 def test_twenty_kills_end_in_the_same_model(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """Each at a random moment of the next stage or the one after; when the model is there, it begins again."""
     expected, seconds = undisturbed
     chance, kills, kept = random.Random(5), 0, set()
     output, parts = tmp_path / "out", tmp_path / "out.quantization"
-    stages = ["run", *(f"layer-{index:05}" for index in range(LAYERS)), "order"]
+    stages = ["run", *(f"layer-{index:05}" for index in range(FOUR_LAYERS)), "order"]
     while kills < KILLS or not output.exists() or parts.exists():
         ahead = [path for name in stages if not (path := parts / f"{name}.json").exists()]
         # Killed in the last stage, the next run is killed so long after its start.
         moment = {"when": chance.choice(ahead[:2] or [parts]), "after": chance.uniform(0, seconds / len(stages))}
         moment = moment if kills < KILLS else {}
-        run = runs.start(*command(model, output, texts), **moment)
+        run = runs.start(*command(four_layers, output, texts), **moment)
         assert run.code in (0, -signal.SIGKILL), run.said
         kills += run.code != 0
         kept.add(len(FinishedParts(output).parts()))
@@ -81,51 +52,51 @@ def test_twenty_kills_end_in_the_same_model(
 
 
 def test_a_run_that_goes_on_says_so_in_its_report(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     second = tmp_path / "out.quantization" / "layer-00001.json"
-    assert runs.start(*command(model, tmp_path / "out", texts), when=second).code == -signal.SIGKILL
+    assert runs.start(*command(four_layers, tmp_path / "out", texts), when=second).code == -signal.SIGKILL
     kept = [part for part in FinishedParts(tmp_path / "out").parts() if part.startswith("layer")]
     assert kept[:2] == ["layer-00000", "layer-00001"]
-    run = runs.start(*command(model, tmp_path / "out", texts))
+    run = runs.start(*command(four_layers, tmp_path / "out", texts))
     assert run.code == 0, run.said
     report = json.loads((tmp_path / "out" / "warpbus-report.json").read_text())
     assert report["resumed_layers"] == len(kept)
-    assert len(report["layers"]) == 4 * LAYERS
-    assert fingerprint(tmp_path / "out") == undisturbed[0]
+    assert len(report["layers"]) == 4 * FOUR_LAYERS
+    assert fingerprint(tmp_path / "out") == undisturbed.fingerprint
 
 
 def test_other_settings_need_a_restart_and_a_damaged_layer_is_done_again(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     output, kept = tmp_path / "out", tmp_path / "out.quantization"
-    assert runs.start(*command(model, output, texts, "--seed", 3), when=kept / "layer-00000.json").code != 0
+    assert runs.start(*command(four_layers, output, texts, "--seed", 3), when=kept / "layer-00000.json").code != 0
     before = FinishedParts(output).parts()
-    run = runs.start(*command(model, output, texts))
+    run = runs.start(*command(four_layers, output, texts))
     assert run.code == 2
     assert "holds finished parts of a run that differs: calibration tokens differ: use the same to go on" in shown(run)
     assert FinishedParts(output).parts() == before
-    run = runs.start(*command(model, output, texts, "--restart"), when=kept / "layer-00002.json")
+    run = runs.start(*command(four_layers, output, texts, "--restart"), when=kept / "layer-00002.json")
     assert run.code == -signal.SIGKILL
     assert "the finished layers of an earlier run were removed" in " ".join(run.said.split())
     file = kept / "layer-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     layers = sum(part.startswith("layer") for part in FinishedParts(output).parts())
-    run = runs.start(*command(model, output, texts))
+    run = runs.start(*command(four_layers, output, texts))
     assert f"resuming after {layers} finished layers" in " ".join(run.said.split())
     assert json.loads((output / "warpbus-report.json").read_text())["resumed_layers"] == layers
-    assert fingerprint(output) == undisturbed[0]
+    assert fingerprint(output) == undisturbed.fingerprint
 
 
 def cut_off(
-    runs: Runs, model: Path, texts: Path, folder: Path, part: str, number: signal.Signals
+    runs: Runs, four_layers: Path, texts: Path, folder: Path, part: str, number: signal.Signals
 ) -> tuple[Path, Outcome]:
     """Stop a run once a part is there; one that was over before the signal came is tried again. Gives its output."""
     for attempt in range(30):
         output = folder / str(attempt) / "out"
         output.parent.mkdir()
         when = output.parent / "out.quantization" / f"{part}.json"
-        run = runs.start(*command(model, output, texts), number=number, when=when)
+        run = runs.start(*command(four_layers, output, texts), number=number, when=when)
         if run.code != 0:
             return output, run
     raise AssertionError("every run was over before the signal came")
@@ -137,15 +108,15 @@ def cut_off(
 def test_a_signal_keeps_what_is_finished_and_says_how_to_go_on(
     *,
     runs: Runs,
-    model: Path,
+    four_layers: Path,
     texts: Path,
     tmp_path: Path,
-    undisturbed: tuple[str, float],
+    undisturbed: Undisturbed,
     number: signal.Signals,
     code: int,
     said: str,
 ) -> None:
-    output, run = cut_off(runs, model, texts, tmp_path, "layer-00000", number)
+    output, run = cut_off(runs, four_layers, texts, tmp_path, "layer-00000", number)
     assert run.code == code, run.said
     assert "Traceback" not in run.said
     assert said in shown(run)
@@ -154,24 +125,24 @@ def test_a_signal_keeps_what_is_finished_and_says_how_to_go_on(
     assert not output.exists()
     assert "layer-00000" in FinishedParts(output).parts()
     assert [path.name for path in output.parent.iterdir()] == ["out.quantization"]  # nobody is kept out
-    assert runs.start(*command(model, output, texts)).code == 0
-    assert fingerprint(output) == undisturbed[0]
+    assert runs.start(*command(four_layers, output, texts)).code == 0
+    assert fingerprint(output) == undisturbed.fingerprint
 
 
 def test_a_full_disk_keeps_what_was_finished(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    output, run = cut_off(runs, model, texts, tmp_path, "layer-00001", signal.SIGKILL)
+    output, run = cut_off(runs, four_layers, texts, tmp_path, "layer-00001", signal.SIGKILL)
     assert run.code == -signal.SIGKILL
     kept = FinishedParts(output).parts()
-    run = runs.start(*command(model, output, texts), largest_file=8_000)
+    run = runs.start(*command(four_layers, output, texts), largest_file=8_000)
     assert run.code == 1
     assert "cannot be written (File too large): free some space or choose another path" in shown(run)
     assert f"finished parts kept in {output}.quantization: {len(kept)}: run the same command to resume" in shown(run)
     assert FinishedParts(output).parts() == kept
     assert not output.exists()
-    assert runs.start(*command(model, output, texts)).code == 0
-    assert fingerprint(output) == undisturbed[0]
+    assert runs.start(*command(four_layers, output, texts)).code == 0
+    assert fingerprint(output) == undisturbed.fingerprint
 
 
 def changed_model(model: Path, output: Path, name: str, value: float) -> Path:
@@ -199,10 +170,10 @@ def changed_model(model: Path, output: Path, name: str, value: float) -> Path:
     ],
 )
 def test_numbers_that_cannot_be_used(
-    model: Path, texts: Path, tmp_path: Path, tensor: str, value: float, said: str
+    four_layers: Path, texts: Path, tmp_path: Path, tensor: str, value: float, said: str
 ) -> None:
     """In the weights and in the calibration's states: the matrix is named, and layers before it are kept."""
-    broken = changed_model(model, tmp_path / "broken", tensor, value)
+    broken = changed_model(four_layers, tmp_path / "broken", tensor, value)
     with pytest.raises(NumericError, match=said) as raised:
         quantize(broken, tmp_path / "out", calibration=texts, scheme="w3a16-g32-asym", device="cpu")
     assert "\n" not in str(raised.value)
@@ -213,10 +184,10 @@ def test_numbers_that_cannot_be_used(
     assert "--device cpu" not in str(raised.value)
 
 
-def test_a_hessian_that_is_not_positive_definite(runs: Runs, model: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_hessian_that_is_not_positive_definite(runs: Runs, four_layers: Path, texts: Path, tmp_path: Path) -> None:
     """Fewer tokens than columns and no damping: refused with the matrix's name, and not rounded to nearest instead."""
     output = tmp_path / "out"
-    few = command(model, output, texts, "--samples", 1, "--seqlen", 16)
+    few = command(four_layers, output, texts, "--samples", 1, "--seqlen", 16)
     run = runs.start(*few, "--damping", 0)
     assert run.code == 1
     assert "layers.0.attention.qkv: its Hessian is not positive definite: raise --damping" in shown(run)
@@ -228,5 +199,5 @@ def test_a_hessian_that_is_not_positive_definite(runs: Runs, model: Path, texts:
 def scales(directory: Path) -> list[torch.Tensor]:
     checkpoint = Checkpoint(directory)
     found = [checkpoint.tensor(name) for name in checkpoint.names() if name.endswith("weight_scale")]
-    assert len(found) == 6 * LAYERS  # gate and up are one tensor in this family
+    assert len(found) == 6 * FOUR_LAYERS  # gate and up are one tensor in this family
     return found

@@ -2,14 +2,13 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from quantization_models import write_model
-from quantization_runs import Runs, fingerprint
+from quantization_runs import FOUR_LAYERS, Runs, Undisturbed, command, fingerprint
 from quantization_threads import together
 
 from warpbus.dist import SHARES, Group
@@ -18,51 +17,24 @@ from warpbus.models import ModelConfig, read_config
 from warpbus.models.latent_spec import IndexerSpec, LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec, MLPSpec, NormSpec
 from warpbus.quantization import saved_states
-from warpbus.quantization.saved_states import SavedStates
+from warpbus.quantization.saved_states import SavedStates, saved_layer
 from warpbus.quantization.states import States
-
-LAYERS = 4
-SMALL = {"num_hidden_layers": LAYERS, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("source") / "tiny", **SMALL)
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    with Runs() as started:
-        yield started
-
-
-def command(model: Path, output: Path, texts: Path) -> tuple[object, ...]:
-    return ("quantize", model, output, "--calibration", texts, "--scheme", "w3a16-g32-asym", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(runs: Runs, model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    output = tmp_path_factory.mktemp("whole") / "out"
-    run = runs.start(*command(model, output, texts))
-    assert run.code == 0, run.said
-    assert not output.with_name("out.quantization").exists()
-    return fingerprint(output)
 
 
 def saved(output: Path) -> FinishedParts:
     return FinishedParts(FinishedParts(output).directory / "states")
 
 
-def killed(runs: Runs, model: Path, texts: Path, folder: Path) -> Path:
+def killed(runs: Runs, four_layers: Path, texts: Path, folder: Path) -> Path:
     """The output of a run that was killed when states were saved, whole, and a layer was missing."""
     for attempt in range(30):
         output = folder / str(attempt) / "out"
         output.parent.mkdir()
         when = saved(output).facts_file(f"states-00001-{SHARES - 1}")
-        run = runs.start(*command(model, output, texts), when=when)
+        run = runs.start(*command(four_layers, output, texts), when=when)
         layers = [part for part in FinishedParts(output).parts() if part.startswith("layer-")]
         parts = saved(output).parts()
-        if run.code == -signal.SIGKILL and len(layers) < LAYERS and len(parts) == SHARES:
+        if run.code == -signal.SIGKILL and len(layers) < FOUR_LAYERS and len(parts) == SHARES:
             return output
     raise AssertionError("every run was over before it was killed, or was killed while it saved states")
 
@@ -79,43 +51,48 @@ def flip(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [None, cut, flip, Path.unlink], ids=["none", "cut", "flipped", "missing"])
 def test_damaged_states_are_computed_again(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: str, damage: Callable[[Path], None] | None
+    runs: Runs,
+    four_layers: Path,
+    texts: Path,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    damage: Callable[[Path], None] | None,
 ) -> None:
-    output = killed(runs, model, texts, tmp_path)
+    output = killed(runs, four_layers, texts, tmp_path)
     if damage is not None:
         parts = saved(output)
         damage(parts.tensors_file(parts.parts()[3]))
-    run = runs.start(*command(model, output, texts))
+    run = runs.start(*command(four_layers, output, texts))
     assert run.code == 0, run.said
-    assert fingerprint(output) == undisturbed
+    assert fingerprint(output) == undisturbed.fingerprint
     assert not output.with_name("out.quantization").exists()
 
 
 def test_a_resumed_run_goes_on_from_the_states(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: str
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """Others, with their checksum, give another model."""
-    output = killed(runs, model, texts, tmp_path)
+    output = killed(runs, four_layers, texts, tmp_path)
     parts = saved(output)
     for part in parts.parts():
         parts.write(part, {name: entry.read() * 3 for name, entry in parts.read(part).items()})
-    run = runs.start(*command(model, output, texts))
+    run = runs.start(*command(four_layers, output, texts))
     assert run.code == 0, run.said
     assert fingerprint(output) != undisturbed
 
 
 def test_a_disk_without_room_for_the_states(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: str
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """They are larger than the parts of the model: the run ends without them."""
-    output = killed(runs, model, texts, tmp_path)
+    output = killed(runs, four_layers, texts, tmp_path)
     states = max(file.stat().st_size for file in saved(output).directory.glob("*.safetensors"))
     parts = max(file.stat().st_size for file in FinishedParts(output).directory.glob("*.safetensors"))
     assert parts < states - 1000
     fresh = tmp_path / "fresh"
-    run = runs.start(*command(model, fresh, texts), largest_file=states - 1000)
+    run = runs.start(*command(four_layers, fresh, texts), largest_file=states - 1000)
     assert run.code == 0, run.said
-    assert fingerprint(fresh) == undisturbed
+    assert fingerprint(fresh) == undisturbed.fingerprint
 
 
 def states(group: Group, seed: int) -> list[States]:
@@ -140,8 +117,8 @@ def loaded(output: Path, config: ModelConfig, group: Group, finished: int) -> tu
 
 
 @pytest.fixture
-def config(model: Path) -> ModelConfig:
-    return read_config(Checkpoint(model))
+def config(four_layers: Path) -> ModelConfig:
+    return read_config(Checkpoint(four_layers))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 3), (8, 2)])
@@ -158,6 +135,7 @@ def test_any_number_of_processes_reads_what_any_number_has_saved(
     found = together(after, lambda group: loaded(tmp_path / "out", config, group, 4))
     assert [index for index, _ in found] == [3] * after
     assert values([each for _, own in found for each in own]) == values(states(Group(0, 1, torch.device("cpu")), 5))
+    assert [saved_layer(FinishedParts(tmp_path / "out"), finished) for finished in (4, 3, 2)] == [3, 3, 0]
     # A layer before them has to be made again: from the beginning.
     assert {index for index, _ in together(after, lambda group: loaded(tmp_path / "out", config, group, 2))} == {0}
     # One process cannot read its own: none uses them.

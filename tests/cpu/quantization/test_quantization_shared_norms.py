@@ -190,15 +190,14 @@ def test_processes_give_the_same_bits(models: dict[str, Path], tmp_path: Path, f
     assert fingerprint(tmp_path / "1") == fingerprint(tmp_path / "2")
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(runs: Runs, models: dict[str, Path], tmp_path: Path) -> None:
     model, texts = models["glm_moe_dsa"], write_texts(tmp_path / "texts.jsonl")
     settings = ("--calibration", texts, "--scheme", "w4a16-g32", "--algorithm", "awq", "--device", "cpu")
-    with Runs() as runs:
-        assert runs.start("quantize", model, tmp_path / "whole", *settings).code == 0
-        command = ("quantize", model, tmp_path / "out", *settings)
-        first = tmp_path / "out.quantization" / "layer-00000.json"
-        assert runs.start(*command, when=first).code == -signal.SIGKILL
-        assert first.exists()
-        assert runs.start(*command).code == 0
+    assert runs.start("quantize", model, tmp_path / "whole", *settings).code == 0
+    command = ("quantize", model, tmp_path / "out", *settings)
+    first = tmp_path / "out.quantization" / "layer-00000.json"
+    assert runs.start(*command, when=first).code == -signal.SIGKILL
+    assert first.exists()
+    assert runs.start(*command).code == 0
     assert json.loads((tmp_path / "out" / "warpbus-report.json").read_text())["resumed_layers"] == 1
     assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "whole")

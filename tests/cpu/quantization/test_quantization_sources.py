@@ -73,7 +73,7 @@ def test_quietly_changed_weights_are_noticed(tmp_path: Path, model: Path, algori
     interrupted(model, output, algorithm)
     kept = FinishedParts(output).parts()
     write(model, name, 0.75)
-    with pytest.raises(UsageError, match=f"tensor {name} has changed since .* --restart"):
+    with pytest.raises(UsageError, match=f"tensor {name} has changed since .* restart=True"):
         run(model, output, algorithm)
     assert FinishedParts(output).parts() == kept
     report = run(model, output, algorithm, restart=True)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from warpbus.formats import Checkpoint
-from warpbus.models import read_config
+from warpbus.models import SHAPES, read_config
+from warpbus.models.layer_spec import MLPSpec
 from warpbus.qtensor import Scheme
 from warpbus.quantization import speed
 
@@ -72,3 +73,22 @@ def test_layers_are_many_enough_to_leave_the_cache(config, monkeypatch):
     assert speed._copies(config, Scheme.parse("w8a16"), CPU, torch.float32) == min(config.num_layers, 2)
     # Twice the cache are half a layer of 32 bits.
     assert speed._copies(config, None, CPU, torch.float32) == 1
+
+
+def test_layers_with_experts_have_their_share(monkeypatch):
+    """GLM-4.7-Flash has one layer without experts, the first of 47. In the others a token reads 5 of 65 experts."""
+    flash, made = SHAPES["glm-4.7-flash"], []
+
+    def stop(shape, *arguments, **options):
+        made.extend(shape.layers)
+        raise StopIteration
+
+    monkeypatch.setattr(speed, "random_model", stop)
+    for copies, dense in ((1, 0), (4, 0), (47, 1)):
+        made.clear()
+        with pytest.raises(StopIteration):
+            speed._step(flash, None, copies, CPU, torch.float32)
+        assert [isinstance(layer.mlp, MLPSpec) for layer in made] == [True] * dense + [False] * (copies - dense)
+    attention = sum(matrix.num_weights for matrix in flash.layers[1].matrices if matrix.name.startswith("attention."))
+    monkeypatch.setattr(speed, "_CPU_CACHE", (attention + 5 * 3 * 2048 * 1536) * 4)
+    assert speed._copies(flash, Scheme.parse("w8a16"), CPU, torch.float32) == 8

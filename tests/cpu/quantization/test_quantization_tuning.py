@@ -114,17 +114,16 @@ def test_an_interrupted_tuning_goes_on(model: Path, tuned: tuple[Path, Report], 
     assert fingerprint(tmp_path / "out") == fingerprint(tuned[0])
 
 
-def test_a_killed_tuning_goes_on(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_killed_tuning_goes_on(runs: Runs, model: Path, texts: Path, tmp_path: Path) -> None:
     """Killed in the first epoch, and while the layers are written with their new scales."""
     command = ["--scheme", "w2a16-g32", "--effort", "high", "--device", "cpu", "--calibration", texts]
-    with Runs() as runs:
-        assert runs.start("quantize", model, tmp_path / "whole", *command).code == 0
-        for part in (STATE_PART, tuned_part(0)):
-            when = FinishedParts(tmp_path / "out").facts_file(part)
-            killed = runs.start("quantize", model, tmp_path / "out", *command, when=when, after=0.0)
-            assert killed.code == -signal.SIGKILL, killed.said
-        finished = runs.start("quantize", model, tmp_path / "out", *command)
-        assert finished.code == 0, finished.said
+    assert runs.start("quantize", model, tmp_path / "whole", *command).code == 0
+    for part in (STATE_PART, tuned_part(0)):
+        when = FinishedParts(tmp_path / "out").facts_file(part)
+        killed = runs.start("quantize", model, tmp_path / "out", *command, when=when, after=0.0)
+        assert killed.code == -signal.SIGKILL, killed.said
+    finished = runs.start("quantize", model, tmp_path / "out", *command)
+    assert finished.code == 0, finished.said
     assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "whole")
 
 

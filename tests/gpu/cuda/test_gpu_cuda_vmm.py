@@ -12,7 +12,8 @@ import torch
 
 from warpbus.cuda import driver
 from warpbus.cuda.dlpack import bytes_at
-from warpbus.cuda.vmm import PIECE, Arena, mapped_bytes, rounded_up
+from warpbus.cuda.memory_size import rounded_up
+from warpbus.cuda.vmm import PIECE, Arena, mapped_bytes
 from warpbus.cuda.vmm_driver import VirtualMemory
 from warpbus.errors import DeviceError
 

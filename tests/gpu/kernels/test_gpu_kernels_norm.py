@@ -85,6 +85,27 @@ def test_rows_that_begin_anywhere():
     assert error(rms_norm(x[:, ::2], weight[:2048], EPS), rms_exact(x[:, ::2], weight[:2048])) < bound(torch.float16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", ["columns", "rows", "unaligned", "uneven", "transposed"])
+def test_rows_that_are_not_one_behind_the_other(view, dtype):
+    whole = random(3, 40, 1344, dtype=dtype)
+    views = {
+        "columns": whole[..., 64:832],
+        "rows": whole[:, ::2],
+        "unaligned": whole[..., 3:772],
+        "uneven": whole[:, :33, :768],
+        "transposed": whole.transpose(1, 2),
+    }
+    x, weight, bias = views[view], random(views[view].shape[-1], dtype=dtype, seed=1), None
+    residual = random(*x.shape, dtype=dtype, seed=2)
+    poison(*x.shape, dtype=dtype)
+    assert torch.equal(rms_norm(x, weight, EPS), rms_norm(x.clone().contiguous(), weight, EPS))
+    found, expected = rms_norm(x, weight, EPS, residual), rms_norm(x.contiguous(), weight, EPS, residual)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(layer_norm(x, weight, bias, EPS), layer_norm(x.contiguous(), weight, bias, EPS))
+    assert error(rms_norm(x, weight, EPS), rms_exact(x, weight)) < bound(dtype)
+
+
 def test_a_row_is_the_same_alone_and_among_others():
     x, weight = random(300, 3000, dtype=torch.bfloat16), random(3000, dtype=torch.bfloat16, seed=1)
     together = rms_norm(x, weight, EPS)

@@ -1,12 +1,12 @@
 """Checks of operators' arguments, where kernels support them, and how these cover them with blocks."""
 
 import functools
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from warpbus.cuda.dtype_names import short_name
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
@@ -74,11 +74,13 @@ def check_alike(operator: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS)
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.dtype not in dtypes:
-            known = ", ".join(_plain(dtype) for dtype in dtypes)
-            raise TensorError(f"{operator}: {name} is {_plain(tensor.dtype)}, expected {known}: convert it with .to()")
+            known = ", ".join(short_name(dtype) for dtype in dtypes)
+            raise TensorError(
+                f"{operator}: {name} is {short_name(tensor.dtype)}, expected {known}: convert it with .to()"
+            )
         if tensor.dtype != first.dtype:
             raise TensorError(
-                f"{operator}: {name} is {_plain(tensor.dtype)} and {first_name} {_plain(first.dtype)}: "
+                f"{operator}: {name} is {short_name(tensor.dtype)} and {first_name} {short_name(first.dtype)}: "
                 f"convert one of them with .to()"
             )
         if tensor.device != first.device:
@@ -186,6 +188,12 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
+def contiguous_aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy that is contiguous and whose rows kernels can read 16 bytes at a time."""
+    tensor = tensor.contiguous()
+    return tensor if aligned(tensor) else tensor.clone()
+
+
 def strides(*axes: str, **tensors: Tensor) -> dict[str, Any]:
     """The strides of the first axes of some tensors: a kernel's parameters `<tensor>_<axis>`, in elements."""
     return {f"{name}_{axis}": tensor.stride(at) for name, tensor in tensors.items() for at, axis in enumerate(axes)}
@@ -203,7 +211,3 @@ def blocks_in_stride(size: int, block: int, device: torch.device) -> int:
     """The blocks of a kernel whose threads stride over `size` elements: no more than the GPU holds at once."""
     resident = multiprocessors(device) * _BLOCKS_OF_A_MULTIPROCESSOR
     return min(blocks((size, block)), resident)
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

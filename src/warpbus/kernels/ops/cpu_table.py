@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from warpbus.cuda.memory_size import rounded_up
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.cpu_codes import stored_bits
 from warpbus.kernels.ops.cpu_library import check_operands
@@ -102,7 +103,7 @@ def pack_table(weight: QTensor) -> CpuTable | None:
     n, k = weight.shape
     groups = weight.scales.shape[1]
     chunks = -(-n // _CHUNK)
-    chunk = _round_up(-(-n // chunks), _ALIGNMENT)
+    chunk = rounded_up(-(-n // chunks), _ALIGNMENT)
     size = k // groups + (0 if weight.scheme.symmetric else 1)
     tail = torch.tensor([1.0, -weight.scheme.middle_code], dtype=torch.float32 if bits == 8 else torch.float16)
     code_bytes = chunk * bits // 8
@@ -205,7 +206,3 @@ def _bag(bits: int) -> _Bag | None:
     kind = "byte" if bits == 8 else f"{bits}bit"
     bag: _Bag | None = getattr(torch.ops.quantized, f"embedding_bag_{kind}_rowwise_offsets", None)
     return bag
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -14,7 +14,7 @@ from warpbus.cuda.kernel import runs_on
 from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape, contiguous_aligned, per_dtype
 from warpbus.kernels.ops.cache import check_indices, check_stored
 from warpbus.kernels.ops.latent_cache import even
 from warpbus.kernels.ops.sampling import blocks_of_row
@@ -172,14 +172,14 @@ def index_select(scores: Tensor, positions: Tensor, blocks: Tensor, *, top_k: in
 def has_kernel(dtype: torch.dtype, heads: int, head_dim: int, device: torch.device) -> bool:
     """Whether `index_scores` has a kernel for such an indexer on a device.
 
-    It has on GPUs since Ampere for float16 and bfloat16 and 32 heads of 128 features, as in GLM-5.
+    It has on GPUs since Ampere for what `is_compiled` says.
     """
-    return (
-        is_gpu(device)
-        and dtype in HALVES
-        and (heads, head_dim) == (HEADS, HEAD_DIM)
-        and capabilities(architecture(device)).mma
-    )
+    return is_gpu(device) and is_compiled(dtype, heads, head_dim) and capabilities(architecture(device)).mma
+
+
+def is_compiled(dtype: torch.dtype, heads: int, head_dim: int) -> bool:
+    """Whether `index_scores` is compiled for such an indexer: in 16 bits, 32 heads of 128 features, as in GLM-5."""
+    return dtype in HALVES and (heads, head_dim) == (HEADS, HEAD_DIM)
 
 
 def tiles_of(rows: int, limit: int, processors: int) -> int:
@@ -217,8 +217,8 @@ def _launch_features(
     _FEATURES[q.dtype](
         (tokens, -(-pairs // _FEATURE_THREADS)),
         _FEATURE_THREADS,
-        q=_contiguous(q),
-        k=_contiguous(k),
+        q=contiguous_aligned(q),
+        k=contiguous_aligned(k),
         table=table.contiguous(),
         positions=positions.contiguous(),
         slots=slots.contiguous(),
@@ -248,8 +248,8 @@ def _launch_scores(q: Tensor, weights: Tensor, positions: Tensor, blocks: Tensor
     _SCORES[q.dtype](
         (rows, -(-limit // (_KEYS * tiles))),
         _SCORE_THREADS,
-        q=_contiguous(q),
-        weights=_contiguous(weights),
+        q=contiguous_aligned(q),
+        weights=contiguous_aligned(weights),
         positions=positions.contiguous(),
         block_table=blocks,
         keys=keys,
@@ -288,11 +288,6 @@ def _launch_select(scores: Tensor, positions: Tensor, blocks: Tensor, top_k: int
         cluster=sharing,
     )
     return slots
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if aligned(tensor) else tensor.clone()
 
 
 def _unit_stride(blocks: Tensor) -> Tensor:

@@ -18,15 +18,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from warpbus.cuda.capabilities import Capabilities, capabilities
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import gemm_sm80, gemm_sm90, w8a8, w8a8_experts
 from warpbus.kernels.ops.activation import swiglu
-from warpbus.kernels.ops.arguments import HALVES, aligned, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape, contiguous_aligned
 from warpbus.kernels.ops.expert_rows import MOST_EXPERTS, SortedRows
 from warpbus.kernels.ops.moe_gemv import MOST_SLOTS, multiply_few
+from warpbus.kernels.ops.tiles_sm80 import Sm80Tiling
 from warpbus.kernels.ops.w8a8 import CODES, check_device
 from warpbus.kernels.reference.moe import Matrix
 from warpbus.kernels.reference.moe import moe_mlp as reference_mlp
@@ -118,10 +119,9 @@ def _launch(
 ) -> Tensor:
     if len(x) == 0:
         return torch.empty_like(x)
-    able = capabilities(architecture(x.device))
     given = gate_up, down
-    x, gate_up, down = (_whole(each) for each in (x, gate_up, down))
-    residual = None if residual is None else _whole(residual)
+    x, gate_up, down = (contiguous_aligned(each) for each in (x, gate_up, down))
+    residual = None if residual is None else contiguous_aligned(residual)
     experts, weights = experts.contiguous(), weights.contiguous()
     scales = None
     if gate_up_scales is not None and down_scales is not None:
@@ -131,74 +131,61 @@ def _launch(
     if len(x) <= few and experts.shape[1] <= MOST_SLOTS:
         early = gate_up is given[0] and down is given[1]
         return multiply_few(x, experts, weights, gate_up, down, scales, residual, early=early)
-    if scales is not None:
-        return _by_tile_in_8_bits(x, experts, weights, gate_up, down, scales, residual, absent, able)
-    return _by_tile(x, experts, weights, gate_up, down, residual, absent, able)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy where kernels cannot read it 16 bytes at a time."""
-    tensor = tensor.contiguous()
-    return tensor if aligned(tensor) else tensor.clone()
-
-
-def _by_tile(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    residual: Tensor | None,
-    absent: int,
-    able: Capabilities,
-) -> Tensor:
-    count, hidden, ffn = down.shape
-    average = experts.numel() / (count + absent)
-    if able.wgmma:
-        wide = choose_sm90(average)
-        rows = SortedRows.sort(experts, count, wide.tile_m, x.dtype)
-        inner = x.new_empty(rows.padded, ffn)
-        y = x.new_empty(rows.count, hidden)
-        gemm_sm90.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, wide, inner, gated=True)
-        gemm_sm90.multiply_experts(inner, down, rows.tiles, rows.most, wide, y)
+    wgmma, average = capabilities(architecture(x.device)).wgmma, experts.numel() / (len(down) + absent)
+    if scales is None:
+        tiling = choose_sm90(average) if wgmma else choose_sm80(average)
+        rows = SortedRows.sort(experts, len(down), tiling.tile_m, x.dtype)
+        y = _products(x, rows, gate_up, down, tiling)
     else:
-        small = choose_sm80(average)
-        rows = SortedRows.sort(experts, count, small.tile_m, x.dtype)
-        both = x.new_empty(rows.padded, 2 * ffn)
-        y = x.new_empty(rows.count, hidden)
-        gemm_sm80.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, small, both)
-        gemm_sm80.multiply_experts(swiglu(both), down, rows.tiles, rows.most, small, y)
+        small = None if wgmma else w8a8.AMPERE[1 if average <= w8a8.AMPERE[1].tile_m else 0]
+        height = w8a8_experts.HOPPER_ROWS if small is None else small.tile_m
+        rows = SortedRows.sort(experts, len(down), height, x.dtype)
+        y = _products_in_8_bits(x, rows, gate_up, down, scales, small)
     return rows.combine(y, weights, residual)
 
 
-def _by_tile_in_8_bits(
+def _products(
     x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
+    rows: SortedRows,
+    gate_up: Tensor,
+    down: Tensor,
+    tiling: gemm_sm90.GemmSm90Tiling | gemm_sm80.GemmSm80Tiling,
+) -> Tensor:
+    """What the experts make of their rows of x: `[rows, hidden]`."""
+    y = x.new_empty(rows.count, x.shape[1])
+    if isinstance(tiling, gemm_sm90.GemmSm90Tiling):
+        inner = x.new_empty(rows.padded, down.shape[2])
+        gemm_sm90.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, tiling, inner, gated=True)
+        gemm_sm90.multiply_experts(inner, down, rows.tiles, rows.most, tiling, y)
+    else:
+        both = x.new_empty(rows.padded, gate_up.shape[1])
+        gemm_sm80.multiply_experts(rows.gather(x), gate_up, rows.tiles, rows.most, tiling, both)
+        gemm_sm80.multiply_experts(swiglu(both), down, rows.tiles, rows.most, tiling, y)
+    return y
+
+
+def _products_in_8_bits(
+    x: Tensor,
+    rows: SortedRows,
     gate_up: Tensor,
     down: Tensor,
     scales: tuple[Tensor, Tensor],
-    residual: Tensor | None,
-    absent: int,
-    able: Capabilities,
+    tiling: Sm80Tiling | None,
 ) -> Tensor:
-    count, hidden, ffn = down.shape
-    average = experts.numel() / (count + absent)
-    small = w8a8.AMPERE[1 if average <= w8a8.AMPERE[1].tile_m else 0]
-    rows = SortedRows.sort(experts, count, w8a8_experts.HOPPER_ROWS if able.wgmma else small.tile_m, x.dtype)
-    y = x.new_empty(rows.count, hidden)
+    """The same of 8-bit weights; without a tiling of `w8a8.AMPERE` on Hopper."""
+    y = x.new_empty(rows.count, x.shape[1])
     codes = w8a8.quantize_tokens(rows.gather(x), gate_up.dtype)
-    if able.wgmma:
-        inner = x.new_empty(rows.padded, ffn)
+    if tiling is None:
+        inner = x.new_empty(rows.padded, down.shape[2])
         w8a8_experts.hopper(*codes, gate_up, scales[0], rows.tiles, rows.most, inner, gated=True)
         codes = w8a8.quantize_tokens(inner, down.dtype)
         w8a8_experts.hopper(*codes, down, scales[1], rows.tiles, rows.most, y)
     else:
-        both = x.new_empty(rows.padded, 2 * ffn)
-        w8a8_experts.ampere(*codes, gate_up, scales[0], rows.tiles, rows.most, small, both)
+        both = x.new_empty(rows.padded, gate_up.shape[1])
+        w8a8_experts.ampere(*codes, gate_up, scales[0], rows.tiles, rows.most, tiling, both)
         codes = w8a8.quantize_tokens(swiglu(both), down.dtype)
-        w8a8_experts.ampere(*codes, down, scales[1], rows.tiles, rows.most, small, y)
-    return rows.combine(y, weights, residual)
+        w8a8_experts.ampere(*codes, down, scales[1], rows.tiles, rows.most, tiling, y)
+    return y
 
 
 def choose_sm90(rows: float) -> gemm_sm90.GemmSm90Tiling:

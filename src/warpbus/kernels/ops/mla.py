@@ -22,7 +22,15 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.arguments import (
+    ELEMENTS,
+    HALVES,
+    check_alike,
+    check_rank,
+    check_shape,
+    contiguous_aligned,
+    per_dtype,
+)
 from warpbus.kernels.ops.cache import CODES, check_indices
 from warpbus.kernels.ops.latent_cache import RANK, ROPE, check_even, check_latents, even
 from warpbus.kernels.ops.mla_plan import GROUP, HEADS, KEYS, WGMMA_KEYS, LatentDevice, other_bytes, plan, wgmma_bytes
@@ -225,15 +233,16 @@ def has_kernel(
 ) -> bool:
     """Whether `mla_queries` and `mla_attention` have kernels for such heads on a device.
 
-    They have on GPUs since Ampere for float16 and bfloat16 and the dimensions of GLM-4.7-Flash and GLM-5: 192, 64, 512
-    and any multiple of 32.
+    They have on GPUs since Ampere for what `is_compiled` says.
     """
-    return (
-        is_gpu(device)
-        and dtype in HALVES
-        and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, ROPE, RANK, 0)
-        and capabilities(architecture(device)).mma
-    )
+    compiled = is_compiled(dtype, nope_dim, rope_dim, kv_rank, value_dim)
+    return is_gpu(device) and compiled and capabilities(architecture(device)).mma
+
+
+def is_compiled(dtype: torch.dtype, nope_dim: int, rope_dim: int, kv_rank: int, value_dim: int) -> bool:
+    """Whether the kernels are compiled for such heads: float16 and bfloat16, the dimensions of GLM-4.7-Flash and GLM-5,
+    which are 192, 64, 512 and any multiple of 32."""
+    return dtype in HALVES and (nope_dim, rope_dim, kv_rank, value_dim % _VALUES) == (_NOPE, ROPE, RANK, 0)
 
 
 def _check_new(
@@ -328,7 +337,7 @@ def _launch_queries(
     _new_tokens_kernel("mla_queries", q.dtype, _code(latents))(
         (heads * (RANK // _QUERY_COLUMNS) + 1, tiles),
         _QUERY_THREADS,
-        q=_contiguous(q),
+        q=contiguous_aligned(q),
         kv_b=kv_b,
         out=out,
         head_stride=kv_b.shape[1] * rank,
@@ -390,7 +399,7 @@ def _new_tokens(
         latent = latent.clone(memory_format=torch.contiguous_format)
     return {
         "latent": latent,
-        "norm": _contiguous(norm),
+        "norm": contiguous_aligned(norm),
         "table": table.contiguous(),
         "positions": positions.contiguous(),
         "slots": slots.contiguous(),
@@ -433,7 +442,7 @@ def _launch_attention(
     _attention_kernel(q.dtype, code, listed, cut.heads, cut.keys)(
         (cut.blocks, cut.tiles, batch),
         _ATTENTION_THREADS,
-        q=_contiguous(q),
+        q=contiguous_aligned(q),
         positions=positions,
         block_table=blocks,
         latents=latents,
@@ -482,11 +491,6 @@ def _launch_attention(
         dependent=True,
     )
     return out
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if aligned(tensor) else tensor.clone()
 
 
 _mla_queries = operator(

@@ -1,5 +1,6 @@
 """`rms_norm` and `layer_norm` over the last axis, with the residual's addition in the same pass."""
 
+import itertools
 from typing import Any, overload
 
 import torch
@@ -14,13 +15,13 @@ _RMS_NORM = per_dtype(
     "step/norm.cu",
     "rms_norm",
     "const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, ELEMENT* out, ELEMENT* total, "
-    "long long rows, int width, int warps, float eps, int vectorised",
+    "long long rows, long long x_stride, int width, int warps, float eps, int vectorised",
 )
 _LAYER_NORM = per_dtype(
     "step/norm.cu",
     "layer_norm",
     "const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, const ELEMENT* bias, ELEMENT* out, "
-    "ELEMENT* total, long long rows, int width, int warps, float eps, int vectorised",
+    "ELEMENT* total, long long rows, long long x_stride, int width, int warps, float eps, int vectorised",
 )
 
 _CHUNK = 8  # elements: kChunk in step/chunk.cuh
@@ -40,7 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     multiplied by the weight.
 
     Args:
-        x, weight: `[..., d]` and `[d]`, float32, float16 or bfloat16, any sizes; copied where not contiguous.
+        x, weight: `[..., d]` and `[d]`, float32, float16 or bfloat16, any sizes; copied where rows of x are not at
+            equal distances, or a row is not contiguous.
         residual: in the shape of `x`. With it, `x + residual` (rounded to the dtype) is normalized.
 
     Returns:
@@ -68,8 +70,8 @@ def layer_norm(
     """Layer normalization (Ba et al., 2016): `(x - mean) / sqrt(variance + eps) * weight + bias`.
 
     Args:
-        x, weight, bias: `[..., d]`, `[d]` and `[d]` or none, float32, float16 or bfloat16, any sizes; copied where not
-            contiguous.
+        x, weight, bias: `[..., d]`, `[d]` and `[d]` or none, float32, float16 or bfloat16, any sizes; copied where rows
+            of x are not at equal distances, or a row is not contiguous.
         residual: in the shape of `x`. With it, `x + residual` (rounded to the dtype) is normalized.
 
     Returns:
@@ -104,8 +106,8 @@ def warps_of_row(width: int) -> int:
 
 
 def _launch_rms(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
-    out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    x, weight, residual = _in_rows(x), weight.contiguous(), None if residual is None else residual.contiguous()
+    out, total = x.new_empty(x.shape), x if residual is None else x.new_empty(x.shape)
     if x.numel():
         grid, block, shape = _geometry(x, residual, weight)
         _RMS_NORM[x.dtype](
@@ -138,15 +140,30 @@ def _launch_layer(
     return out, total
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """x itself, if its rows are contiguous and at equal distances; else a copy."""
+    if x.is_contiguous():
+        return x
+    outer = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    even = all(before == stride * size for (_, before), (size, stride) in itertools.pairwise(outer))
+    return x if even and (x.stride(-1) == 1 or x.shape[-1] == 1) else x.contiguous()
+
+
+def _distance(x: Tensor) -> int:
+    """From a row of x to the next one, in elements."""
+    return next((stride for size, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True) if size > 1), 0)
+
+
 def _geometry(x: Tensor, *others: Tensor | None) -> tuple[int, int, dict[str, Any]]:
-    """Blocks, threads of a block, and the kernels' arguments rows, width, warps (of a row) and vectorised."""
-    width = x.shape[-1]
+    """Blocks, threads of a block, and the kernels' arguments rows, x_stride, width, warps (of a row) and vectorised."""
+    width, distance = x.shape[-1], _distance(x)
     rows = x.numel() // width
     warps = warps_of_row(width)
     warps_of_block = max(warps, _WARPS_OF_A_BLOCK)
-    vectorised = width % _CHUNK == 0 and aligned(x, *(tensor for tensor in others if tensor is not None))
-    grid = blocks((rows, warps_of_block // warps))
-    return grid, 32 * warps_of_block, {"rows": rows, "width": width, "warps": warps, "vectorised": vectorised}
+    whole = width % _CHUNK == 0 and distance % _CHUNK == 0
+    sizes = {"rows": rows, "x_stride": distance, "width": width, "warps": warps}
+    vectorised = whole and aligned(x, *(tensor for tensor in others if tensor is not None))
+    return blocks((rows, warps_of_block // warps)), 32 * warps_of_block, {**sizes, "vectorised": vectorised}
 
 
 _rms_norm = operator(

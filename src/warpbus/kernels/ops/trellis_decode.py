@@ -119,7 +119,7 @@ def plan_of(x: Tensor, weight: PackedTrellis, gated: bool) -> TrellisPlan | None
     """The plan on the GPU of x `[m, k]`; None where x has too many rows for its kernels or its shared memory."""
     if x.shape[0] > MOST_TOKENS:
         return None
-    resident, shared = multiprocessors(x.device), _shared_memory(x.get_device())
+    resident, shared = multiprocessors(x.device), driver.shared_memory_of_block(x.get_device())
     return choose(x.shape[0], *weight.shape, weight.scheme.bits, gated, resident, shared)
 
 
@@ -181,11 +181,6 @@ def multiply(
         eps=eps,
         dependent=not copied,
     )
-
-
-def _shared_memory(device: int) -> int:
-    """Bytes that a block can ask for."""
-    return driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
 
 
 for _dtype, _bits, _tokens, (_span, _depth) in itertools.product(HALVES, TRELLIS_BITS, (8, 16), _RINGS):

@@ -96,7 +96,6 @@ def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
     gated = activation == "swiglu"
     if 0 in (m, n, k):
         return reference_linear(x, unpack(weight), bias, norm, eps, residual, activation)
-    x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
     able = capabilities(architecture(x.device))
     whole_tiles = n // 2 % TILE_ROWS == 0  # of the gate and of up
@@ -105,10 +104,9 @@ def _launch(x: Tensor, weight: PackedWeight, around: _Around) -> Tensor:
             x, norm = rms_norm(x, norm, eps), None
         out = x.new_empty(m, n // 2 if gated else n)
         residual = None if residual is None else residual.contiguous()
-        wna16_decode.multiply(x, weight, bias, norm, eps, residual, gated, out)
+        wna16_decode.multiply(x.contiguous(), weight, bias, norm, eps, residual, gated, out)
         return out
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+    x = x.contiguous() if norm is None else rms_norm(x, norm, eps)
     rounded = None if codes is None or not wna8.fits(x, weight, codes) else codes
     joins = able.wgmma if rounded is None else wna8.joins_gates(able.arch, rounded)
     joined = gated and whole_tiles and joins  # by the product's own kernel

@@ -70,7 +70,7 @@ class _DecodeVariant:
         n, k = weight.shape
         several = n > 2 * TILE_ROWS * driver.attribute(driver.MULTIPROCESSOR_COUNT, device)
         two_scales = weight.scheme.group_size == 32
-        return _chosen(m, k, several, weight.bits, two_scales, _shared_memory(device), experts)
+        return _chosen(m, k, several, weight.bits, two_scales, driver.shared_memory_of_block(device), experts)
 
     @property
     def warps(self) -> int:
@@ -119,7 +119,7 @@ class _DecodeVariant:
 
     def stages(self, m: int, k: int, device: int, *, streamed: bool) -> int:
         """How many stages there is room for, with m rows of x."""
-        return self.fitting(m, k, _shared_memory(device), streamed=streamed)
+        return self.fitting(m, k, driver.shared_memory_of_block(device), streamed=streamed)
 
     def fitting(self, m: int, k: int, room: int, *, streamed: bool) -> int:
         """The same for so many bytes of shared memory."""
@@ -329,11 +329,6 @@ def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
     """How many stages there is room for, with x `[m, k]`."""
     m, k = x.shape
     return _DecodeVariant.of(m, weight, x.get_device()).stages(m, k, x.get_device(), streamed=streamed)
-
-
-def _shared_memory(device: int) -> int:
-    """Bytes that a block can ask for."""
-    return driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
 
 
 for _dtype, _two, _bits in itertools.product(HALVES, (False, True), STORED_BITS):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.meta_kernels import skip_compiler
 from warpbus.pool.protocol.operators import operator
 from warpbus.pool.protocol.result_shapes import declared_results, named_arguments
 from warpbus.pool.protocol.signature import (
@@ -84,6 +85,7 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
     tensors = [torch.empty_strided(g.shape, g.stride, dtype=g.dtype, device="meta") for g in signature.inputs]
     arguments = [_filled(argument, tensors) for argument in signature.arguments]
     keywords = {name: _filled(argument, tensors) for name, argument in signature.keywords}
+    skip_compiler()
     with torch.no_grad():
         outputs = outputs_of(call(*arguments, **keywords), tensors)
     before = [geometry.shape for geometry in signature.inputs]

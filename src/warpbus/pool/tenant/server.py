@@ -169,23 +169,7 @@ class TenantServer:
         """Run one iteration of the event loop. Returns False when the process has to end."""
         patience = self._attend()
         talking = self.channel is not None and self._kept is None
-        patience = min(patience, _REST) if self._work_rests else patience
-        busy = self._work is not None and not self._work_rests
-        busy = busy or (talking and self.channel is not None and self.channel.pending())
-        busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
-        waiting = select.poll()
-        for other in (self._end, self._acceptor, self._links):
-            waiting.register(other, select.POLLIN)
-        if talking and not busy and self.channel is not None:
-            waiting.register(self.channel, select.POLLIN)
-        elif not talking and self.channel is not None and self._swapping.out:
-            waiting.register(self.channel, select.POLLRDHUP)  # it may wait for long, and nothing is read meanwhile
-        if self._destination is not None and (source := self._destination.fileno()) is not None:
-            waiting.register(source, select.POLLIN)
-        if not busy and patience < 0.001:  # poll counts in milliseconds
-            time.sleep(patience)
-            busy = True
-        found = {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
+        found = self._wait(min(patience, _REST) if self._work_rests else patience, talking=talking)
         if self._end.fileno() in found and not self._obey():
             return False
         if not talking and self._swapping.out and self.channel is not None and self.channel.fileno() in found:
@@ -208,6 +192,35 @@ class TenantServer:
             self._next_tick = time.monotonic() + _TICK
             self._tell_clients()
         return self._ends is None or time.monotonic() < self._ends
+
+    def _wait(self, patience: float, *, talking: bool) -> set[int]:
+        """Wait for a message, up to `patience` seconds and not at all if there is work.
+
+        Args:
+            talking: whether messages of the client are read.
+
+        Returns:
+            the file descriptors of what has messages.
+        """
+        busy = (
+            (self._work is not None and not self._work_rests)
+            or (talking and self.channel is not None and self.channel.pending())
+            or bool(self._leaving)
+            or (self._destination is not None and self._destination.pending())
+        )
+        waiting = select.poll()
+        for other in (self._end, self._acceptor, self._links):
+            waiting.register(other, select.POLLIN)
+        if talking and not busy and self.channel is not None:
+            waiting.register(self.channel, select.POLLIN)
+        elif not talking and self.channel is not None and self._swapping.out:
+            waiting.register(self.channel, select.POLLRDHUP)  # it may wait for long, and nothing is read meanwhile
+        if self._destination is not None and (source := self._destination.fileno()) is not None:
+            waiting.register(source, select.POLLIN)
+        if not busy and patience < 0.001:  # poll counts in milliseconds
+            time.sleep(patience)
+            busy = True
+        return {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
 
     def _obey(self) -> bool:
         """Handle a message of the daemon. Returns False if the process has to end."""

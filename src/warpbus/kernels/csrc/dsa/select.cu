@@ -15,16 +15,16 @@
 // Algorithm. Scores become integers of the same order (keys). The cut is found eight bits at a time, from a histogram of the
 // keys that agree with the bits found so far; counts are integers, so the result does not depend on the order of the
 // additions. Then the keys above the cut, and the first of those at it, are numbered by prefix sums and written.
-#include "step/scores.cuh"
+#include "step/radix.cuh"
 
+using step::inclusive_sum;
+using step::kBins;
 using step::kBlock;
-using step::kMostBlocks;
+using step::kCopies;
 using step::kWarps;
 using step::of_block;
 using step::row_sync;
 
-constexpr int kBins = 256;
-constexpr int kCopies = 8;  // of each bin, by lane: scores of a warp often have the same bin
 constexpr unsigned int kAll = 0xffffffff;
 constexpr int kEqual = 16;  // counts of keys above the cut are in the lower 16 bits, those of keys at it in the upper ones
 
@@ -46,15 +46,6 @@ struct Cut {
     __device__ __forceinline__ bool equal(unsigned int other) const { return other >> shift == key >> shift; }
 };
 
-__device__ __forceinline__ unsigned int inclusive_sum(unsigned int value) {
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-        const unsigned int before = __shfl_up_sync(kAll, value, offset);
-        if (threadIdx.x % 32 >= offset) value += before;
-    }
-    return value;
-}
-
 // The cut of the `top_k` best scores, the same for all threads that share the row.
 __device__ __forceinline__ Cut find_cut(const step::Scores<float>& scores, int blocks, int top_k, Shared& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -65,16 +56,14 @@ __device__ __forceinline__ Cut find_cut(const step::Scores<float>& scores, int b
         __syncthreads();
         scores.visit<4>([&](float score, int) {
             const unsigned int key = step::key_of(score);
-            if ((key ^ cut.key) >> shift >> 8 == 0) {
-                atomicAdd(&shared.copies[(key >> shift & (kBins - 1)) * kCopies + threadIdx.x % kCopies], 1u);
-            }
+            if (step::agrees(key, cut.key, shift)) atomicAdd(&shared.copies[step::copy_of_bin(key, shift)], 1u);
         });
         __syncthreads();
         const int bin = kBins - 1 - static_cast<int>(threadIdx.x);
         if (bin >= 0) {
             unsigned int sum = 0;
 #pragma unroll
-            for (int i = 0; i < kCopies; ++i) sum += shared.copies[bin * kCopies + (i + threadIdx.x) % kCopies];
+            for (int i = 0; i < kCopies; ++i) sum += shared.copies[step::copy_at(bin, i)];
             shared.of_block[turn][threadIdx.x] = sum;
         }
         row_sync();

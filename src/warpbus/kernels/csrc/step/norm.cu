@@ -4,8 +4,8 @@
 //   rms_norm:   out = round(total * rsqrt(mean(total^2) + eps)) * weight       both products rounded to ELEMENT
 //   layer_norm: out = (total - mean(total)) * rsqrt(variance(total) + eps) * weight + bias             rounded once
 //
-// Shapes and layout: x, residual, total, out [rows, width]; weight, bias [width]; all contiguous. ELEMENT = float,
-// __half or __nv_bfloat16, computed in float32. residual, total (both or neither) and bias may be null. Launch: `warps`
+// Shapes and layout: x [rows, width], rows x_stride elements apart; residual, total, out [rows, width]; weight, bias [width];
+// all but x contiguous. ELEMENT = float, __half or __nv_bfloat16, computed in float32. residual, total (both or neither) and bias may be null. Launch: `warps`
 // (a power of two, at most 32) share a row; a block of any number of times 32 * warps threads, at most 1024, takes as
 // many rows, and the grid covers all. `vectorised`: width is a multiple of 8 and everything is aligned to 16 bytes.
 //
@@ -59,8 +59,8 @@ __device__ __forceinline__ float sum_of_row(float value, int warps) {
 
 template <bool Centered>
 __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight,
-                                          const ELEMENT* bias, ELEMENT* out, ELEMENT* total, long long rows, int width,
-                                          int warps, float eps, bool vectorised) {
+                                          const ELEMENT* bias, ELEMENT* out, ELEMENT* total, long long rows,
+                                          long long x_stride, int width, int warps, float eps, bool vectorised) {
     const int threads = 32 * warps;
     const int thread = threadIdx.x % threads;
     const int chunks = (width + kChunk - 1) / kChunk;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* resid
     const long long index = static_cast<long long>(blockIdx.x) * (blockDim.x / threads) + threadIdx.x / threads;
     const bool stores = index < rows;  // threads of a row that is not there go along to the barriers
     const long long begin = (stores ? index : 0) * width;
-    const Row row = {x + begin, residual == nullptr ? nullptr : residual + begin, width, vectorised};
+    const Row row = {x + (stores ? index : 0) * x_stride, residual == nullptr ? nullptr : residual + begin, width, vectorised};
 
     float sum = 0.0f;
     for (int chunk = thread; chunk < chunks; chunk += threads) {
@@ -132,13 +132,14 @@ __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* resid
 // The previous kernels may write what these read: no __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, ELEMENT* __restrict__ out,
-             ELEMENT* __restrict__ total, long long rows, int width, int warps, float eps, int vectorised) {
-    normalize<false>(x, residual, weight, nullptr, out, total, rows, width, warps, eps, vectorised);
+             ELEMENT* __restrict__ total, long long rows, long long x_stride, int width, int warps, float eps,
+             int vectorised) {
+    normalize<false>(x, residual, weight, nullptr, out, total, rows, x_stride, width, warps, eps, vectorised);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
     layer_norm(const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, const ELEMENT* bias,
-               ELEMENT* __restrict__ out, ELEMENT* __restrict__ total, long long rows, int width, int warps, float eps,
-               int vectorised) {
-    normalize<true>(x, residual, weight, bias, out, total, rows, width, warps, eps, vectorised);
+               ELEMENT* __restrict__ out, ELEMENT* __restrict__ total, long long rows, long long x_stride, int width,
+               int warps, float eps, int vectorised) {
+    normalize<true>(x, residual, weight, bias, out, total, rows, x_stride, width, warps, eps, vectorised);
 }

@@ -21,17 +21,19 @@
 // bits at every run and for any number of blocks. A weight below min_p's counts as none. Equal scores have equal weights, so that the place among them is a
 // quotient. What a weight leaves out by rounding is at most 2^-32 a token; the exponential's own error, a few units of
 // float32, is larger. A row is read from memory once and then from L1.
-#include "step/scores.cuh"
+#include "step/radix.cuh"
 
 using ptx::uint64;
+using step::agrees;
+using step::inclusive_sum;
+using step::kBins;
 using step::kBlock;
+using step::kCopies;
 using step::kMostBlocks;
 using step::kWarps;
 using step::of_block;
 using step::row_sync;
 
-constexpr int kBins = 256;
-constexpr int kCopies = 8;  // of each bin, by lane: tokens of a warp often have the same bin
 constexpr int kTopShift = step::Format<ELEMENT>::kBits - 8;
 
 // A bin, and the sum over those that are better.
@@ -71,11 +73,6 @@ struct Row {
     }
 };
 
-// Whether a key has the bits of `prefix` above the eight bits at `shift`.
-__device__ __forceinline__ bool agrees(unsigned int key, unsigned int prefix, int shift) {
-    return (key ^ prefix) >> shift >> 8 == 0;
-}
-
 // The histogram of the eight bits at `shift` of the keys that agree with `prefix`, over the whole row. A token weighs
 // its weight or, `counting`, one. Threads 0 to 255 get the sum of bin 255 - thread, so that better tokens come first.
 __device__ __forceinline__ uint64 histogram(const Row& row, const Cut& cut, bool counting, unsigned int prefix,
@@ -86,7 +83,7 @@ __device__ __forceinline__ uint64 histogram(const Row& row, const Cut& cut, bool
         const unsigned int key = step::key_of(score);
         if (key > cut.key && agrees(key, prefix, shift)) {
             const unsigned int amount = counting ? 1 : row.weight(to_float(score));
-            const int at = (key >> shift & (kBins - 1)) * kCopies + threadIdx.x % kCopies;
+            const int at = step::copy_of_bin(key, shift);
             if (amount & 0xFFFF) atomicAdd(&shared.low[at], amount & 0xFFFF);
             if (amount >> 16) atomicAdd(&shared.high[at], amount >> 16);
         }
@@ -97,7 +94,7 @@ __device__ __forceinline__ uint64 histogram(const Row& row, const Cut& cut, bool
         uint64 sum = 0;
 #pragma unroll 2
         for (int i = 0; i < kCopies; ++i) {
-            const int at = bin * kCopies + (i + threadIdx.x) % kCopies;  // no two lanes of eight in one bank
+            const int at = step::copy_at(bin, i);
             sum += shared.low[at] + (static_cast<uint64>(shared.high[at]) << 16);
         }
         if (row.rank == 0 && cut.equals != 0 && agrees(cut.key, prefix, shift) &&
@@ -117,16 +114,11 @@ __device__ __forceinline__ uint64 histogram(const Row& row, const Cut& cut, bool
 
 // The sums of the bins from the best one to each thread's own, inclusive, for threads 0 to 255.
 __device__ __forceinline__ uint64 cumulated(uint64 value, Shared& shared) {
-    const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     uint64 inclusive = value;
     if (threadIdx.x < kBins) {
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const uint64 before = __shfl_up_sync(0xffffffff, inclusive, offset);
-            if (lane >= offset) inclusive += before;
-        }
-        if (lane == 31) shared.of_warp[warp] = inclusive;
+        inclusive = inclusive_sum(value);
+        if (threadIdx.x % 32 == 31) shared.of_warp[warp] = inclusive;
     }
     __syncthreads();
     if (threadIdx.x < kBins) {
@@ -195,12 +187,7 @@ __device__ __forceinline__ void pick(const Row& row, unsigned int key, unsigned 
     if (before < passed || before >= passed + count) return;
     for (int first = begin; first < end; first += 32) {
         const unsigned int found = matches(first + lane);
-        unsigned int inclusive = __popc(found);
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const unsigned int others = __shfl_up_sync(0xffffffff, inclusive, offset);
-            if (lane >= offset) inclusive += others;
-        }
+        const unsigned int inclusive = inclusive_sum<unsigned int>(__popc(found));
         unsigned int at = passed + inclusive - __popc(found);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
