@@ -29,7 +29,7 @@ _UNKNOWN_BEFORE = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_depe
 
 MEASURED = frozenset(
     {f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")}
-    | {"_embedding_bag", "_embedding_bag_forward_only", "_grouped_mm"}
+    | {"_embedding_bag", "_embedding_bag_forward_only", "_grouped_mm", "log_sigmoid_forward"}
 )
 """Their results, or the dtypes that they take, are others on a CPU and on each kind of GPU: one call shows them."""
 
@@ -96,9 +96,6 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
         raise OutputSizeError(signature.operator, resized)
     if _base_name(call) == "native_group_norm_backward":
         return _group_norm_gradients(outputs, named_arguments(call, signature))
-    if device == "cuda" and _base_name(call) == "log_sigmoid_forward":
-        result, buffer = outputs  # a CPU keeps something for the backward there
-        return result, _changed(buffer, signature.inputs[0].dtype, (0,))
     if device == "cpu" and _base_name(call) in _NORMS:
         return _normalized_on_cpu(outputs, named_arguments(call, signature), _base_name(call) in _EVALUATING)
     return outputs
