@@ -175,8 +175,8 @@ def test_what_is_left_out_exists() -> None:
             "down: NaN or infinity among its weights (1 in rows 0 to 127): use an undamaged checkpoint. The finished "
             "layers (1) are kept in o.quantization: once this is mended, the same command goes on from there; with "
             "--restart another one starts anew; without either, remove it",
-            "down：权重中有 NaN 或无穷大（第 0 至 127 行中有 1 个）：请使用未损坏的检查点。已完成的层（1 个）保留在 o.quantization："
-            "问题解决后，再次执行同一命令即可继续；加 --restart 则重新开始；两者都不需要时请删除它",
+            "down：权重含 NaN 或无穷大（第 0 至 127 行中有 1 个）：请使用未损坏的检查点。已完成的层（1 个）保留在 "
+            "o.quantization：问题解决后，再次执行同一命令即可继续；加 --restart 则重新开始；两者都不需要时请删除它",
         ),
         ("an unknown error: the model changed", "an unknown error: the model changed"),  # not half of it
     ],

@@ -96,7 +96,7 @@ def test_each_piece_of_a_text_of_chatglm6b_has_a_prompt(
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines, text = tmp_path / "a.jsonl", tmp_path / "a.txt"
-    lines.write_bytes(b"\xef\xbb\xbf" + '{"text": "明月"}\r\n'.encode())
+    lines.write_bytes(b"\xef\xbb\xbf" + '\r\n{"text": "明月"}\r\n'.encode())
     text.write_bytes(b"\xef\xbb\xbf" + "明月".encode())
     for path in (lines, text):
         assert read_documents(path, tokenizer, None, length=9)[0].ids == tokenizer.encode("明月")
