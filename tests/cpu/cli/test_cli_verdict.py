@@ -102,6 +102,13 @@ def test_flags_that_need_data(model, tmp_path, flag):
     assert not (tmp_path / "out").exists()
 
 
+def test_data_in_an_output_that_is_replaced(model, texts, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"replacing it would delete .*texts\.jsonl, which is read"):
+        invoke(model, tmp_path, *ROUGH, "--evaluate", texts, "--overwrite")
+    assert texts.exists()
+
+
 @pytest.mark.parametrize("text", ["5", "-1%", "nan%", "inf%", "five%", "%"])
 def test_percentages(model, texts, tmp_path, text):
     with pytest.raises(UsageError, match="give a percentage from 0% up, such as 5%"):

@@ -303,6 +303,10 @@ def test_an_output_that_exists(blank_model: Path, tmp_path: Path, data: Path) ->
     with pytest.raises(StorageError, match=r"data\.jsonl: is a file"):
         run(blank_model, data, data)
     (output / "config.json").write_text("{}", encoding="utf-8")
+    within = Path(shutil.copy(data, output))
+    with pytest.raises(UsageError, match=r"replacing it would delete .*jsonl, which is read"):
+        run(blank_model, output, within, overwrite=True)
+    assert within.exists()
     run(blank_model, output, data, steps=1, overwrite=True)
     assert (output / "model.safetensors").exists()
     assert not (output / "notes.txt").exists()
