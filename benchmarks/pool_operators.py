@@ -5,8 +5,9 @@
 
 All samples of all operators in five dtypes, forward, backward and in place, take some ten minutes per core. Results
 go to build/pool-operators-DEVICE.jsonl as they come, one operator and dtype per line; a run that was stopped goes on
-there (`--fresh` begins again). The records go to benchmarks/results. The exit code is 1 if an operator gives other
-numbers than the device itself, or an error that the table in docs/remote_gpu.md does not have.
+there (`--fresh` begins again). The records go to benchmarks/results. `--only fft logsigmoid` computes the operators
+whose names contain one of these words, from the beginning and without records. The exit code is 1 if an operator gives
+other numbers than the device itself, or an error that the table in docs/remote_gpu.md does not have.
 """
 
 import argparse
@@ -38,9 +39,10 @@ Key = tuple[str, str]
 """An operator's title and the name of a dtype."""
 
 
-def jobs(device: str) -> list[Key]:
-    """All that is to be computed."""
-    return [(title(entry), str(dtype)[6:]) for dtype in DTYPES for entry in entries(dtype, device)]
+def jobs(device: str, words: list[str]) -> list[Key]:
+    """All that is to be computed: the operators whose names contain one of the words."""
+    found = [(title(entry), str(dtype)[6:]) for dtype in DTYPES for entry in entries(dtype, device)]
+    return [key for key in found if any(word in key[0] for word in words)]
 
 
 class DeviceBrokenError(Exception):
@@ -183,15 +185,16 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the pool")
     parser.add_argument("--processes", type=int, default=1, help="that compute at the same time")
     parser.add_argument("--partial", type=Path, help="results of a run that goes on")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="operators whose names contain one of the words")
     parser.add_argument("--fresh", action="store_true", help="begin again")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
-    path = options.partial or Path(f"build/pool-operators-{options.device}.jsonl")
-    if options.fresh:
+    path = options.partial or Path(f"build/pool-operators-{options.device}{'-only' if options.only else ''}.jsonl")
+    if options.fresh or options.only:
         path.unlink(missing_ok=True)
     outcomes = read_partial(path, options.samples)
     path.parent.mkdir(parents=True, exist_ok=True)
-    todo = [key for key in jobs(options.device) if key not in outcomes]
+    todo = [key for key in jobs(options.device, options.only or [""]) if key not in outcomes]
     found = computed_in_parallel(todo, options.samples, options.device, options.processes)
     with path.open("a", encoding="utf-8") as partial:
         for done, (key, outcome) in enumerate(found, 1):
@@ -210,7 +213,8 @@ def main() -> None:
                 print(f"{name} {dtype} {direction}: {each['verdict']}: {each['messages'][each['verdict']]:.200}")
     for each in made:
         print(f"{each.case['dtype']} {each.case['direction']}: {each.ours:.0f} of {each.peer.value:.0f}")
-    print(write(made, options.output))
+    if not options.only:
+        print(write(made, options.output))
     sys.exit(bad)
 
 

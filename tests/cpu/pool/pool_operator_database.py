@@ -4,7 +4,9 @@
 backward with the same gradients of the results, and in place where the operator has that form.
 """
 
+import functools
 import importlib.util
+import inspect
 import random
 import re
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
 if importlib.util.find_spec("expecttest") is None:
@@ -53,8 +56,31 @@ _TOLERANCES = {
     torch.complex64: (1e-4, 1e-5),
 }
 
-# Derivatives that divide by differences of singular values: rounding is all the more there.
-_SENSITIVE = {"pca_lowrank": (1e-2, 1e-2), "svd_lowrank": (1e-2, 1e-2)}
+# Derivatives that divide by differences of singular values, and products of reflections of large vectors (PyTorch's own
+# tests allow as much there): rounding is all the more.
+_SENSITIVE = {
+    "pca_lowrank": (1e-2, 1e-2),
+    "svd_lowrank": (1e-2, 1e-2),
+    "linalg.householder_product": (1e-3, 1e-3),
+}
+
+# Singular vectors are determined up to a phase: compared is the combination of them that is unique.
+_UP_TO_A_PHASE = ("pca_lowrank", "svd_lowrank")
+
+# A GPU sums their derivatives by atomic additions, which round in another order each time. In 16 bits the roundings of
+# partial sums of up to 8 remain where the sum is close to zero.
+_ADDED_IN_ANY_ORDER = ("grid_sampler_2d", "grid_sampler_3d", "nn.functional.grid_sample", "nn.functional.interpolate")
+_LARGEST_PARTIAL_SUM = 8
+
+# With dropout PyTorch computes them on its own GPU by kernels that keep their seed on the host. The pool takes others,
+# which draw other masks.
+_WITH_DROPOUT = ("nn.functional.multi_head_attention_forward", "nn.functional.scaled_dot_product_attention")
+
+# Results that are the state of a random generator, and memory as it was if nothing is drawn.
+_RANDOM_STATES = {
+    "torch.ops.aten._efficient_attention_forward": (2, 3),
+    "torch.ops.aten._flash_attention_forward": (2, 3),
+}
 
 
 @dataclass
@@ -64,7 +90,7 @@ class Outcome:
     Attributes:
         counts: "equal" to the bit, "close", "refused", "wrong" (other numbers), "failed" (an error that the CPU does
             not raise) and "skipped" (the CPU raises an error, or there are no numbers to compare).
-        messages: the first message of each kind that is neither equal, close nor skipped.
+        messages: the first message of each kind that has one: why the numbers were not right, or not compared.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -86,8 +112,8 @@ class Outcome:
 
 def documented_refusals() -> list[str]:
     """What the errors of the table in docs/remote_gpu.md contain."""
-    text = (Path(__file__).parents[3] / "docs" / "pool.md").read_text(encoding="utf-8")
-    table = text.partition("### What does not run")[2]
+    text = (Path(__file__).parents[3] / "docs" / "remote_gpu.md").read_text(encoding="utf-8")
+    table = text.partition("## What does not run")[2].partition("\n## ")[0]
     return re.findall(r"^\| [^|]+ \| `([^`|]+)` \| [^|]+ \|$", table, re.MULTILINE)
 
 
@@ -142,7 +168,9 @@ def check(
     rights = {key: iter(each) for key, each in (right or expected(entry, dtype, indices, device)).items()}
     outcomes = {direction: Outcome() for direction in DIRECTIONS}
     for direction, compute, sample in _work(entry, dtype, indices, device):
-        _compare(outcomes[direction], is_refusal, entry, compute, sample, next(rights[direction]))
+        drawn = device != "cpu" and _has_dropout(entry, sample)
+        difference = functools.partial(_difference, entry, direction, drawn)
+        _compare(outcomes[direction], is_refusal, entry, compute, sample, next(rights[direction]), difference)
     return outcomes
 
 
@@ -157,7 +185,7 @@ def _work(entry: Any, dtype: torch.dtype, indices: Iterable[int], device: str) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for sample in _samples(entry, dtype, differentiable, set(indices)):
-            yield "forward", lambda moved: _forward(entry, moved), sample
+            yield "forward", lambda moved, of=sample: _forward(entry, moved, of), sample
             if differentiable:
                 yield "backward", lambda moved, of=sample: _backward(entry, moved, of), sample
             if in_place is not None and not sample.broadcasts_input:
@@ -187,10 +215,23 @@ def _moved(entry: Any, sample: Any, device: str) -> tuple[Any, tuple[Any, ...], 
     return tree_map(move, (sample.input, sample.args, sample.kwargs))
 
 
-def _forward(entry: Any, moved: Any) -> list[Any]:
+def _has_dropout(entry: Any, sample: Any) -> bool:
+    """Whether a sample's results depend on random numbers that the pool draws by another kernel."""
+    if entry.name not in _WITH_DROPOUT:
+        return False
+    if "dropout_p" in sample.kwargs:
+        return bool(sample.kwargs["dropout_p"])
+    given = inspect.signature(F.multi_head_attention_forward).bind(sample.input, *sample.args, **sample.kwargs)
+    return bool(given.arguments["training"] and given.arguments["dropout_p"])
+
+
+def _forward(entry: Any, moved: Any, sample: Any) -> list[Any]:
     value, args, kwargs = moved
     with torch.no_grad():
-        return tree_flatten(entry.op(value, *args, **kwargs))[0]
+        results = entry.op(value, *args, **kwargs)
+        if entry.name in _UP_TO_A_PHASE:
+            results = sample.output_process_fn_grad(results)
+        return tree_flatten(results)[0]
 
 
 def _backward(entry: Any, moved: Any, sample: Any) -> list[Any]:
@@ -231,6 +272,7 @@ def _compare(
     compute: Compute,
     sample: Any,
     right: list[Any] | None,
+    difference: Callable[[list[Any], list[Any]], tuple[str, str]],
 ) -> None:
     if right is None:
         outcome.add("skipped")
@@ -242,14 +284,15 @@ def _compare(
         message = f"{type(error).__name__}: {error}"
         outcome.add("refused" if is_refusal(message) else "failed", message[:600])
         return
-    outcome.add(*_difference(entry, right, found))
+    outcome.add(*difference(right, found))
 
 
-def _difference(entry: Any, expected: list[Any], found: list[Any]) -> tuple[str, str]:
+def _difference(entry: Any, direction: str, drawn: bool, expected: list[Any], found: list[Any]) -> tuple[str, str]:
+    """What became of a sample, and why. The numbers are not compared if they were `drawn` by another kernel."""
     if len(expected) != len(found):
         return "wrong", f"{len(found)} results, expected {len(expected)}"
     kind = "equal"
-    for one, other in zip(expected, found, strict=True):
+    for position, (one, other) in enumerate(zip(expected, found, strict=True)):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             if one is not other and not (one == other or one != one):
                 return "wrong", f"{other!r}, expected {one!r}"
@@ -258,14 +301,24 @@ def _difference(entry: Any, expected: list[Any], found: list[Any]) -> tuple[str,
             return "wrong", f"{other.dtype} {tuple(other.shape)}, expected {one.dtype} {tuple(one.shape)}"
         if entry.name in _UNWRITTEN:
             return "skipped", ""
+        if drawn or position in _RANDOM_STATES.get(entry.name, ()):
+            continue
         try:
             torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True, check_stride=False)
             continue
         except AssertionError:
             kind = "close"
-        rtol, atol = _SENSITIVE.get(entry.name) or _TOLERANCES.get(one.dtype, (1e-5, 1e-8))
+        rtol, atol = _tolerances(entry.name, direction, one.dtype)
         try:
             torch.testing.assert_close(other, one, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
         except AssertionError as error:
             return "wrong", str(error)
-    return kind, ""
+    return ("skipped", "dropout is drawn by another kernel") if drawn else (kind, "")
+
+
+def _tolerances(name: str, direction: str, dtype: torch.dtype) -> tuple[float, float]:
+    """The relative and the absolute one."""
+    rtol, atol = _SENSITIVE.get(name) or _TOLERANCES.get(dtype, (1e-5, 1e-8))
+    if direction == "backward" and name in _ADDED_IN_ANY_ORDER and dtype in (torch.float16, torch.bfloat16):
+        atol = _LARGEST_PARTIAL_SUM * torch.finfo(dtype).eps
+    return rtol, atol

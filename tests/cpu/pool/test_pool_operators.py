@@ -14,7 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from pool_direct import connected
-from pool_operator_database import DTYPES, REMOTE, check, documented_refusals, entries, title
+from pool_operator_database import DTYPES, REMOTE, check, documented_refusals, entries, expected, title
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -83,6 +83,19 @@ def test_a_comparison_sees_a_difference(pool: None, monkeypatch: pytest.MonkeyPa
         assert check(entry, torch.float32, is_refusal, [0])["forward"].verdict == verdict
 
 
+def test_samples_with_dropout_alone_are_not_compared(pool: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the pool draws the dropout of attention otherwise than PyTorch: only their shapes are compared."""
+    (entry,) = (each for each in entries(torch.float32) if title(each) == "nn.functional.scaled_dot_product_attention")
+    attend, indices = entry.op, range(25)
+    right = expected(entry, torch.float32, indices)
+    monkeypatch.setattr(entry, "op", lambda x, *args, **kwargs: attend(x, *args, **kwargs) + (x.device.type != "cpu"))
+    outcome = check(entry, torch.float32, is_refusal, indices, right, "cuda")["forward"]
+    assert outcome.counts["wrong"]
+    assert outcome.counts["skipped"]
+    assert outcome.counts.total() == outcome.counts["wrong"] + outcome.counts["skipped"]
+    assert outcome.messages["skipped"] == "dropout is drawn by another kernel"
+
+
 def _distributed() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -133,6 +146,9 @@ PROGRAMS: dict[str, Callable[[], object]] = {
         _ones(1, 1, 3, 3), _ones(1, 1, 2, 2), [2, 2]
     ).cpu(),
     "FlexAttention is only supported on": lambda: flex_attention(*[_ones(1, 1, 2, 4)] * 3),
+    "compiles CUDA code for GPUs of this machine": lambda: torch.cuda.jiterator._create_jit_fn(
+        "template <typename T> T f(T x) { return x; }"
+    )(_ones(2)),
     "getPinnedMemoryAllocator": lambda: torch.ones(2, pin_memory=True),
     "a tensor that it writes another size": lambda: torch.add(_ones(2), 1, out=_ones(3)),
     "Expected all tensors to be on the same device": lambda: _ones(2) + torch.ones(2),

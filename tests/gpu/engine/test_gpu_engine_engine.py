@@ -414,7 +414,9 @@ def test_graphs_count_in_the_engines_own_memory(model):
     engine = Engine(model, max_num_seqs=8)
     prompts = drawn_prompts(8, 1900, 9)
     answers = engine.decode(prompts, 20)
-    assert {device: reserve.numel() for device, reserve in workspace._reserves.items()} == before
+    # Nothing was taken of a reserve; a kernel outside of graphs may have been the first to need one.
+    left = {device: reserve.numel() for device, reserve in workspace._reserves.items()}
+    assert left == {device: before.get(device, workspace._RESERVE) for device in left}
     assert not engine._instance.step._counters.any()
     for prompt, answer in zip(prompts, answers, strict=True):  # this takes memory of the reserve
         assert_best(model, prompt, answer)

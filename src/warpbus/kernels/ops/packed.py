@@ -19,6 +19,7 @@ mask picks a pair that is one register of the fragment. With b bits a lane has b
 and g + 8, column 2 t + 1 of both, then the same 8 columns on. Codes of 5 and 6 bits are stored in 8.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,12 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of the codes, the scales and the zero points together."""
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+
+@functools.cache
+def scheme_of(bits: int, group: int, symmetric: bool) -> Scheme:
+    """The scheme of the numbers that operators take; `group`: columns that share a scale, 0: all."""
+    return Scheme(bits, group or None, symmetric)
 
 
 def stored_bits(scheme: Scheme) -> int:

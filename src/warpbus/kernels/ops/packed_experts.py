@@ -10,8 +10,8 @@ from warpbus.cuda.staging import pinned_bytes
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.arguments import blocks
 from warpbus.kernels.ops.expert_rows import MOST_EXPERTS
-from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, scheme_of, unpack
+from warpbus.qtensor import QTensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PackedExperts:
             shape: of one expert's matrix.
         """
         step = 3 if len(parts) % 3 == 0 else 2
-        scheme = Scheme(bits, group or None, step == 2)
+        scheme = scheme_of(bits, group, step == 2)
         both = [
             PackedWeight(parts[at], parts[at + 1], parts[at + 2] if step == 3 else None, scheme, shape)
             for at in range(0, len(parts), step)

@@ -19,11 +19,11 @@ from warpbus.kernels.ops import wna8, wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_projection
 from warpbus.kernels.ops.norm import rms_norm
-from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, check_weight_only, unpack
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, check_weight_only, scheme_of, unpack
 from warpbus.kernels.reference.wna8 import wna8_linear as reference_wna8
 from warpbus.kernels.reference.wna16 import finish
 from warpbus.kernels.reference.wna16 import wna16_linear as reference_linear
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor import QTensor
 
 
 def wna16_linear(
@@ -142,7 +142,7 @@ def _packing(implementation: Callable[[Tensor, PackedWeight, _Around], Tensor]) 
     def run(
         x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, bits: int, group: int, *others: Any
     ) -> Tensor:
-        scheme = Scheme(bits, group or None, zeros is None)
+        scheme = scheme_of(bits, group, zeros is None)
         return implementation(x, PackedWeight(codes, scales, zeros, scheme, (n, x.shape[1])), _Around(*others))
 
     return run

@@ -10,10 +10,10 @@ from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, blocks_in_stride, check_device
-from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, PackedWeight, check_weight_only, unpack
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, PackedWeight, check_weight_only, scheme_of, unpack
 from warpbus.kernels.reference.wna16 import wna16_embedding as reference_embedding
 from warpbus.kernels.units import unit
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor import QTensor
 
 _PARAMETERS = Parameters(
     "const long long* tokens, const uint32* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, "
@@ -93,7 +93,7 @@ def _reference(
 
 
 def _packed(codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, k: int, bits: int, group: int) -> PackedWeight:
-    return PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k))
+    return PackedWeight(codes, scales, zeros, scheme_of(bits, group, zeros is None), (n, k))
 
 
 _embedding = operator(

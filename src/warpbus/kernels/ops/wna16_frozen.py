@@ -12,10 +12,9 @@ from torch import Tensor
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.operators import differentiable, operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, blocks_in_stride
-from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight, unpack
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight, scheme_of, unpack
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.kernels.units import unit
-from warpbus.qtensor import Scheme
 
 _PARAMETERS = Parameters(
     "const uint32* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, int n, int stride, "
@@ -118,7 +117,7 @@ def _parts(weight: PackedWeight) -> _Parts:
 
 def _packed(parts: _Parts, k: int) -> PackedWeight:
     codes, scales, zeros, n, bits, group = parts
-    return PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k))
+    return PackedWeight(codes, scales, zeros, scheme_of(bits, group, zeros is None), (n, k))
 
 
 def _forward(

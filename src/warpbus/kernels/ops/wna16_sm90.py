@@ -67,6 +67,7 @@ class Wna16Sm90Tiling:
         """Blocks of k in flight, of codes of so many bits."""
         return self.stages[max(bits, 4)]
 
+    @functools.cache  # noqa: B019 - see `kernel`
     def shared(self, bits: int) -> int:
         """Bytes: the ring with its barriers, staging buffers, and room to align."""
         stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32

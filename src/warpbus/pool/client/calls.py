@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 
 from warpbus.pool.client.tensors import geometry_of
 from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.protocol.inference import WITHOUT_DROPOUT
 from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, Number, NumberKind, Signature
 
 NUMBER_KINDS: dict[type, NumberKind] = {int: "int", float: "float", bool: "bool"}
@@ -16,7 +17,7 @@ NUMBER_KINDS: dict[type, NumberKind] = {int: "int", float: "float", bool: "bool"
 _NUMBER_TYPES = frozenset({"number", "Optional[number]", "List[number]", "float", "Optional[float]", "Tensor"})
 
 # Their numbers decide about the shape of the result, or whether there is one.
-_DEFINED_BY_NUMBERS = frozenset({"arange", "geometric", "geometric_", "histc", "range"})
+_DEFINED_BY_NUMBERS = frozenset({"arange", "geometric", "geometric_", "histc", "range"}) | WITHOUT_DROPOUT
 
 
 def number_positions(overload: OpOverload) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils import backend_registration
 
 from warpbus.cuda.remote import register_remote_backend
-from warpbus.pool.client import attention, autocast, refusals, sparse, transfers
+from warpbus.pool.client import attention, autocast, half_fft, refusals, sparse, transfers
 from warpbus.pool.client.composites import ADAPTED, COMPOSITES
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
@@ -71,7 +71,8 @@ def register() -> None:
             else:
                 fast_path.register(libraries[namespace], overload, operator, kernel)
     libraries["aten"].impl("pin_memory", transfers.pin_memory, "CPU")
-    composites = {"scaled_dot_product_attention": attention.scaled_dot_product_attention, **COMPOSITES}
+    attend = {"scaled_dot_product_attention": attention.scaled_dot_product_attention}
+    composites = {**attend, **COMPOSITES, **half_fft.composites()}
     for name, composite in composites.items():
         for key in (_KEY, "AutogradPrivateUse1"):
             libraries["aten"].impl(name, choosing(f"aten::{name}", composite), key)

@@ -39,6 +39,8 @@ def register(library: torch.library.Library) -> None:
         library.fallback(functools.partial(_refuse_kind, kind), key)
     wrapper: Any = torch._TorchCompileInductorWrapper
     wrapper.__call__ = _compiling_for_others(wrapper.__call__)
+    jitted: Any = torch.cuda.jiterator._JittedFunction
+    jitted.__call__ = _jitting_for_others(jitted.__call__)
 
 
 def _refuse(operator: OpOverload, *_: Any, **__: Any) -> NoReturn:
@@ -52,6 +54,20 @@ def _refuse(operator: OpOverload, *_: Any, **__: Any) -> NoReturn:
 
 def _refuse_kind(kind: str, operator: OpOverload, *_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(f"{operator.name()} of {kind} tensors does not run on a remote GPU: {_WAYS_OUT[kind]}")
+
+
+def _jitting_for_others(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.cuda.jiterator`, whose CUDA code is compiled and launched by the program itself."""
+
+    def call(self: Any, *tensors: Tensor, **kwargs: Any) -> Any:
+        if any(is_remote(each) for each in tensors):
+            raise NotImplementedError(
+                f"{self.kernel_name}: torch.cuda.jiterator compiles CUDA code for GPUs of this machine, not for a "
+                "remote GPU: compute the same by PyTorch's operators"
+            )
+        return launch(self, *tensors, **kwargs)
+
+    return call
 
 
 def _compiling_for_others(compile_graph: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,9 +29,13 @@ _UNKNOWN_BEFORE = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_depe
 
 MEASURED = frozenset(
     {f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")}
-    | {"_embedding_bag", "_embedding_bag_forward_only", "_grouped_mm"}
+    | {"_embedding_bag", "_embedding_bag_forward_only", "_grouped_mm", "log_sigmoid_forward"}
 )
 """Their results, or the dtypes that they take, are others on a CPU and on each kind of GPU: one call shows them."""
+
+WITHOUT_DROPOUT = frozenset({"_efficient_attention_backward", "_scaled_dot_product_efficient_attention_backward"})
+"""With dropout their CUDA kernels read the seed from the memory of the host: one on the GPU, where all tensors of a
+lease are, ends the process. `dropout_p` is a part of their definitions, so that each call is known to have none."""
 
 _SAMPLES = {"int": 1, "float": 1.0, "bool": True}
 """Numbers that stand for those of a call: none of them decides about a shape."""
@@ -69,6 +73,8 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
         NotImplementedError: meta tensors cannot tell, but the results are the same at every call.
     """
     call = operator(signature.operator)
+    if device == "cuda" and call._overloadpacket.__name__ in WITHOUT_DROPOUT:
+        _check_no_dropout(call, signature)
     if call._overloadpacket.__name__ in MEASURED:
         raise NotImplementedError(f"{signature.operator}: only a call can tell what it gives")
     if not _UNKNOWN_BEFORE.isdisjoint(call.tags) or not gives_tensors(call):
@@ -90,12 +96,17 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
         raise OutputSizeError(signature.operator, resized)
     if _base_name(call) == "native_group_norm_backward":
         return _group_norm_gradients(outputs, named_arguments(call, signature))
-    if device == "cuda" and _base_name(call) == "log_sigmoid_forward":
-        result, buffer = outputs  # a CPU keeps something for the backward there
-        return result, _changed(buffer, signature.inputs[0].dtype, (0,))
     if device == "cpu" and _base_name(call) in _NORMS:
         return _normalized_on_cpu(outputs, named_arguments(call, signature), _base_name(call) in _EVALUATING)
     return outputs
+
+
+def _check_no_dropout(call: torch._ops.OpOverload, signature: Signature) -> None:
+    if named_arguments(call, signature)["dropout_p"] != 0:
+        raise DeviceError(
+            f"{signature.operator} with dropout is not among the operators that a pool runs: call "
+            "torch.nn.functional.scaled_dot_product_attention, which has a derivative with dropout"
+        )
 
 
 def _base_name(call: torch._ops.OpOverload) -> str:

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 from warpbus.errors import UsageError
 from warpbus.pool.protocol.geometry import MAX_BYTES, Geometry, contiguous
-from warpbus.pool.protocol.signature import Argument, Input, New, Signature
+from warpbus.pool.protocol.signature import Argument, Input, New, Output, Signature
 
 Named: TypeAlias = dict[str, Any]
 """Arguments by name: a `Geometry` for a tensor, a tuple for a list, None for what was left out, else the value."""
@@ -33,7 +33,7 @@ def _resolved(argument: Argument, signature: Signature) -> Any:
     return argument
 
 
-def declared_results(operator: OpOverload, signature: Signature) -> tuple[New, ...] | None:
+def declared_results(operator: OpOverload, signature: Signature) -> tuple[Output, ...] | None:
     """The results of a call, if they are declared here.
 
     Raises:
@@ -46,11 +46,14 @@ def declared_results(operator: OpOverload, signature: Signature) -> tuple[New, .
         outlines = tuple(shape_of(named_arguments(operator, signature)))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise UsageError(f"{signature.operator}: arguments of other kinds or sizes than it takes") from None
-    for dtype, shape in outlines:
-        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > MAX_BYTES:
-            raise UsageError(f"{signature.operator} would give a tensor of shape {shape}: give it other sizes")
-    places = (contiguous(dtype, shape) for dtype, shape in outlines)
-    return tuple(New(place, place.extent) for place in places)
+    return tuple(None if outline is None else _new(signature.operator, *outline) for outline in outlines)
+
+
+def _new(operator: str, dtype: torch.dtype, shape: tuple[int, ...]) -> New:
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > MAX_BYTES:
+        raise UsageError(f"{operator} would give a tensor of shape {shape}: give it other sizes")
+    place = contiguous(dtype, shape)
+    return New(place, place.extent)
 
 
 def _like(*names: str) -> Callable[[Named], Iterable[Outline]]:
@@ -83,13 +86,22 @@ def _learned(named: Named) -> Iterable[Outline]:
     return (dtype, named["self"].shape), (dtype, (channels,)), (dtype, (channels,))
 
 
+def _attention_gradients(named: Named) -> Iterable[Outline | None]:
+    """The gradients of efficient attention: of its query, key and value, and of a bias that asks for one."""
+    for name in ("query", "key", "value"):
+        yield named[name].dtype, named[name].shape
+    bias: Geometry | None = named["bias"] if named["bias_requires_grad"] else None
+    yield None if bias is None else (bias.dtype, bias.shape)
+
+
 _FAKE = "_fake_quantize_learnable_per_"
-_RESULTS: dict[str, Callable[[Named], Iterable[Outline]]] = {
+_RESULTS: dict[str, Callable[[Named], Iterable[Outline | None]]] = {
     "_ctc_loss_backward": _like("log_probs"),
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _like("self", "mask"),
     **{f"{_FAKE}{kind}_affine": _like("self") for kind in ("tensor", "channel")},
     **{f"{_FAKE}{kind}_affine_backward": _learned for kind in ("tensor", "channel")},
     **{f"fake_quantize_per_{kind}_affine_cachemask": _like("self", "mask") for kind in ("tensor", "channel")},
+    "_efficient_attention_backward": _attention_gradients,
     "_histogramdd_bin_edges": _bin_edges,
     "_histogramdd_from_bin_cts": _counts,
     "_histogramdd_from_bin_tensors": _counts_between,
