@@ -150,8 +150,9 @@ def train(
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
         lines = [text, f"loss curve: {curve}"]
         if summary["truncated"] or summary["dropped"]:
+            whole = summary["documents"] + summary["dropped"]
             lines.append(
-                f"data: {summary['documents'] + summary['dropped']:,} documents, {summary['truncated']:,} of them cut to "
+                f"data: {whole:,} documents, {summary['truncated']:,} of them cut to "
                 f"--length {settings.length:,}, {summary['dropped']:,} left out because no answer begins within it"
             )
         for line in lines:

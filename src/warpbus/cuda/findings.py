@@ -96,8 +96,8 @@ _WORDS: dict[str, tuple[str, str]] = {
         "主机代码：访问了 {array}{line}，但它已被 cudaFree 释放",
     ),
     "stack": (
-        "{at}: its local variables and calls need more than 512 KB{line}, the limit of a GPU: look for a recursion that "
-        "does not end, or move a large array to memory of cudaMalloc",
+        "{at}: its local variables and calls need more than 512 KB{line}, the limit of a GPU: look for a recursion "
+        "that does not end, or move a large array to memory of cudaMalloc",
         "{at}：局部变量和函数调用需要超过 512 KB{line}，这是 GPU 的上限：请检查是否有不会结束的递归，"
         "或者把大数组移到 cudaMalloc 分配的内存里",
     ),
@@ -190,8 +190,8 @@ _WORDS: dict[str, tuple[str, str]] = {
         "。编译器不认识这个名字：是拼写有误，还是使用之前没有声明？",
     ),
     "hint_cuda": (
-        ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU and nvcc "
-        "runs the program",
+        ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU and "
+        "nvcc runs the program",
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_no_rows": (

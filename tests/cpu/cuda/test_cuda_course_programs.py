@@ -206,14 +206,17 @@ def test_mistakes(run, kernel: str, said: str) -> None:
     text = (
         f"__device__ int depth(int n); __global__ void k(float *x, int n) {{ {kernel} }}\n"
         "__device__ int depth(int n) { volatile int a[64]; a[n & 63] = n; return depth(n + 1) + a[n & 63]; }\n"
-        "int main() { float *x; cudaMalloc(&x, 400); cudaMemset(x, 0, 400); k<<<1, 1>>>(x, 0); cudaDeviceSynchronize(); }\n"
+        "int main() { float *x; cudaMalloc(&x, 400); cudaMemset(x, 0, 400); k<<<1, 1>>>(x, 0); "
+        "cudaDeviceSynchronize(); }\n"
     )
     assert f"kernel k, block (0, 0, 0), thread (0, 0, 0): {said}" in run(text)
 
 
 def test_memory_that_was_freed(run) -> None:
     text = "__global__ void k(int *x) { x[0] = 1; }\nint main() { int *x; cudaMalloc(&x, 4); cudaFree(x); "
-    assert "accesses x (line 4), but cudaFree has freed it" in run(text + "k<<<1, 1>>>(x); cudaDeviceSynchronize(); }\n")
+    assert "accesses x (line 4), but cudaFree has freed it" in run(
+        text + "k<<<1, 1>>>(x); cudaDeviceSynchronize(); }\n"
+    )
     assert run(text + "return x[0]; }\n").startswith("host code: accesses x (line 5), but cudaFree has freed it")
 
 

@@ -350,7 +350,15 @@ def test_the_command_says_what_it_cut(tiny_model: Path, tmp_path: Path, write_li
         return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
 
     lines = conversation("写诗", "床前明月光"), conversation("写诗", "霜" * 40), conversation("光" * 40, "霜")
-    words = ["train", tiny_model, tmp_path / "out", "--data", write_lines(tmp_path / "long.jsonl", *lines), "--device", "cpu"]
+    words = [
+        "train",
+        tiny_model,
+        tmp_path / "out",
+        "--data",
+        write_lines(tmp_path / "long.jsonl", *lines),
+        "--device",
+        "cpu",
+    ]
     words += ["--steps", 1, "--length", 32, "--rows", 2, "--workers", 1]
     found = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False, env={"COLUMNS": "200"})
     assert found.exit_code == 0
