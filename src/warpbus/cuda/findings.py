@@ -190,8 +190,8 @@ _WORDS: dict[str, tuple[str, str]] = {
         "。编译器不认识这个名字：是拼写有误，还是使用之前没有声明？",
     ),
     "hint_cuda": (
-        ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU and "
-        "nvcc runs the program",
+        ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU "
+        "and nvcc runs the program",
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_no_rows": (

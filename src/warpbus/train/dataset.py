@@ -121,7 +121,7 @@ def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, wo
 _Lines = list[tuple[str, str]]
 
 
-class _Part(NamedTuple):
+class _TokenizedLines(NamedTuple):
     """The documents of some lines; `lengths` has one number per document, the rest is as in `Documents`."""
 
     tokens: NDArray[np.int32]
@@ -137,7 +137,7 @@ def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
         yield chunk
 
 
-def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _Part:
+def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _TokenizedLines:
     tokenizer = load_tokenizer(model)
     template = find_template(model, config, tokenizer)
     tokens: list[int] = []
@@ -153,7 +153,7 @@ def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Line
             lengths.append(len(document.ids))
             truncated += len(whole.ids) > length
     arrays = np.array(tokens, np.int32), np.array(answers, np.bool_), np.array(lengths, np.int64)
-    return _Part(*arrays, truncated, len(lines) - len(lengths))
+    return _TokenizedLines(*arrays, truncated, len(lines) - len(lengths))
 
 
 def _tokenize_text(path: Path, tokenizer: Tokenizer, length: int) -> Documents:
