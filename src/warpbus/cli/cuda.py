@@ -1,5 +1,6 @@
 """`warpbus cuda`: stand-alone CUDA programs, on a GPU or on the CPU."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +59,8 @@ def run(
     sys.stderr.write(found.errors)
     if found.mistake:
         raise DataError(f"{file}: {explain(found.mistake, language_of_locale())}")
+    if found.code < 0:
+        raise DataError(f"{file}: the signal {signal.Signals(-found.code).name} ended the program")
     for again in others:
         if (again.output, again.code) != (found.output, found.code):
             sys.stdout.write(again.output)
@@ -68,6 +71,7 @@ def run(
                 f"{file}: the output depends on the order of the threads (the second one above is that of the reverse "
                 "order): a __syncthreads() is missing, or several threads write one element"
             )
-        print("no mistake was found; the same output with the threads in reverse order")
+        if found.code == 0:
+            print("no mistake was found; the same output with the threads in reverse order")
     if found.code:
-        raise typer.Exit(found.code if found.code > 0 else 128 - found.code)
+        raise typer.Exit(found.code)

@@ -148,5 +148,12 @@ def train(
         if "expert_load" in summary:
             losses += f", busiest expert {summary['expert_load']:.2f} times the mean"
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
-        for line in (text, f"loss curve: {curve}"):
+        lines = [text, f"loss curve: {curve}"]
+        if summary["truncated"] or summary["dropped"]:
+            whole = summary["documents"] + summary["dropped"]
+            lines.append(
+                f"data: {whole:,} documents, {summary['truncated']:,} of them cut to "
+                f"--length {settings.length:,}, {summary['dropped']:,} left out because no answer begins within it"
+            )
+        for line in lines:
             console.print(line, highlight=False, markup=False)

@@ -20,6 +20,12 @@ _HINTS = (
         "hint_incomplete",
         r"expected '?(?:;|,|\)|\]|primary-expression|initializer|expression|unqualified-id)|expected a",
     ),
+    (
+        "hint_cuda",
+        r"(?:'|^)(?:cu[A-Z]|cuda|curand|cublas|cufft|__|atomic|surf|tex|wmma|nvcuda|thrust|cooperative_groups|half)\w*'?"
+        r"(?: was not declared|' has not been declared|' does not name)|undeclared identifier '(?:cuda|__|atomic)",
+    ),
+    ("hint_cuda", r"(?:cooperative_groups|cuda_\w+|mma|cu[rbfs]\w+|(?:thrust|cub|cuda)/[\w/]+)(?:\.h)?: No such file"),
     ("hint_unknown", r"was not declared|undeclared identifier|is undefined|has not been declared|does not name a type"),
     ("hint_no_rows", r"invalid types '[^']*' for array subscript|subscripted value is not|must have pointer-to-object"),
     ("hint_const", r"read-only|const-qualified|expression must be a modifiable lvalue"),

@@ -15,6 +15,7 @@ from warpbus.errors import DataError, UsageError
 from warpbus.language import in_language, translated
 
 _FILES = Path(__file__).parent / "exercise_files"
+_DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 LIMIT = 20
@@ -155,7 +156,9 @@ class Exercise:
             DeviceError: there is no C++ compiler.
         """
         code = _COMMENTS.sub("", _read(solution))
-        test = (_FILES / self.file).with_suffix(".test.cu").read_text(encoding="utf-8")
+        # Macros of the solution, such as T or N, must not change the test behind it.
+        undefined = "".join(f"#undef {name}\n" for name in _DEFINED.findall(code))
+        test = undefined + (_FILES / self.file).with_suffix(".test.cu").read_text(encoding="utf-8")
         try:
             runs = run_in_orders(solution, appended=test, include=_FILES, checks=True, limit=LIMIT)
         except DataError as error:

@@ -87,6 +87,29 @@ _WORDS: dict[str, tuple[str, str]] = {
         "host code: access through a null pointer{line}",
         "主机代码：访问了空指针{line}",
     ),
+    "freed": (
+        "{at}: accesses {array}{line}, but cudaFree has freed it: move the cudaFree behind its last use",
+        "{at}：访问了 {array}{line}，但它已被 cudaFree 释放：请把 cudaFree 移到最后一次使用之后",
+    ),
+    "freed_host": (
+        "host code: accesses {array}{line}, but cudaFree has freed it",
+        "主机代码：访问了 {array}{line}，但它已被 cudaFree 释放",
+    ),
+    "stack": (
+        "{at}: its local variables and calls need more than 512 KB{line}, the limit of a GPU: look for a recursion "
+        "that does not end, or move a large array to memory of cudaMalloc",
+        "{at}：局部变量和函数调用需要超过 512 KB{line}，这是 GPU 的上限：请检查是否有不会结束的递归，"
+        "或者把大数组移到 cudaMalloc 分配的内存里",
+    ),
+    "division": (
+        "{at}: divides an integer by zero{line}: a GPU does not stop there, but the result is undefined",
+        "{at}：整数除以零{line}：GPU 不会因此停止，但结果是未定义的",
+    ),
+    "division_host": ("host code: divides an integer by zero{line}", "主机代码：整数除以零{line}"),
+    "assertion": (
+        "{at}: its assert failed (see above) or it called abort: a GPU stops with `device-side assert triggered`",
+        "{at}：断言（assert）失败（见上文），或调用了 abort：GPU 会报 device-side assert triggered",
+    ),
     "race": (
         "kernel {kernel}, block {block}: a race on {memory} memory: thread {its_thread} {its_verb} "
         "{array}[{index}]{its_line} "
@@ -165,6 +188,11 @@ _WORDS: dict[str, tuple[str, str]] = {
     "hint_unknown": (
         ". The compiler does not know this name: is it misspelt, or not declared before its first use?",
         "。编译器不认识这个名字：是拼写有误，还是使用之前没有声明？",
+    ),
+    "hint_cuda": (
+        ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU "
+        "and nvcc runs the program",
+        "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_no_rows": (
         ". An array in device memory has one index: row * columns + column instead of [row][column]",
@@ -299,7 +327,7 @@ def _kind(finding: Finding) -> str:
         return "race_blocks"
     if kind == "wild" and (finding["address"] == "(nil)" or int(finding["address"], 16) < _FIRST_PAGE):
         kind = "null"
-    if kind in ("wild", "null", "endless") and "thread" not in finding:
+    if kind in ("wild", "null", "endless", "freed", "division") and "thread" not in finding:
         return f"{kind}_host"
     if kind == "status" and finding["status"] == "invalid configuration argument":
         return "configuration"

@@ -27,13 +27,19 @@ from warpbus.errors import DataError, DeviceError
 HEADERS = Path(__file__).parent / "on_cpu"
 _RUNTIME = HEADERS / "runtime.cpp"
 _RUNTIME_FLAGS = ("-std=c++20", "-O2", "-w", "-fno-pie")
-_CHECKED = ("-fsanitize=thread", "-fno-threadsafe-statics")
+_CHECKED = ("-fsanitize=thread", "-fno-threadsafe-statics", "-fno-tree-sra")
+
+_WRAPPED = tuple(f"-Wl,--wrap={name}" for name in ("printf", "puts", "putchar"))
 
 _SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
-_DYNAMIC = re.compile(r"\bextern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]\s*;")
+_ALIGNED = r"(?:__align__|alignas)\s*\((?:[^()]|\([^()]*\))*\)\s*"
 _SHARED = re.compile(
-    r"(?<!extern )\b__shared__\s+((?:unsigned\s+|signed\s+|long\s+)*[\w:]+(?:<[^<>;{}]*>)?)\s+(\w[^;={}()]*);"
+    rf"(?P<before>(?:\b(?:extern|static|const|volatile)\s+|{_ALIGNED})*)\b__shared__\s+(?:{_ALIGNED})*"
+    rf"(?P<type>(?:(?:const|volatile|unsigned|signed|long|short|struct)\s+|{_ALIGNED})*[\w:]+(?:<[^<>;{{}}]*>)?)"
+    r"\s+(?P<arrays>\w[^;={}()]*);"
 )
+_NOT_OF_A_TYPE = re.compile(rf"\b(?:extern|static|const)\b|{_ALIGNED}")
+_DYNAMIC = re.compile(r"(\w+)\s*\[\s*\]\s*")
 _DECLARED = re.compile(r"\s*(\w+)\s*((?:\[[^\[\]]+\]\s*)*)")
 _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
@@ -113,7 +119,9 @@ def run_in_orders(
         pieces += ['#line 1 "test"', translate(appended)]
     # The language is that of `run_on_gpu`. Findings need lines and inlined calls (-g1); all that a debugger reads takes
     # twice as long. An access to address 0 has to happen, so that it is explained: it must not be optimized away.
-    flags = ["-std=c++17", "-O1", "-g1", "-w", "-fno-delete-null-pointer-checks", f"-I{HEADERS}", f"-I{source.parent}"]
+    flags = ["-std=c++17", "-O1", "-g1", "-w", "-fno-delete-null-pointer-checks"]
+    # Large frames are probed, so that they do not reach past the guard of their stack.
+    flags += ["-fstack-clash-protection", f"-I{HEADERS}", f"-I{source.parent}"]
     flags += [f"-I{include}"] if include else []
     with tempfile.TemporaryDirectory() as place:
         translated, program = Path(place, f"{source.stem}.cpp"), Path(place, source.stem)
@@ -156,7 +164,7 @@ def _build(
     defined = ("-DWARPBUS_CHECKS",) if checks else ()
     with kept_object(_RUNTIME, HEADERS, (*_RUNTIME_FLAGS, *defined)) as runtime:
         # The runtime comes first: its global variables are there before those of the program are initialized.
-        return _compile([*compiler, "-no-pie", str(runtime), str(own), "-o", str(program)], source)
+        return _compile([*compiler, "-no-pie", *_WRAPPED, str(runtime), str(own), "-o", str(program)], source)
 
 
 def run_on_gpu(
@@ -200,14 +208,18 @@ def translate(text: str) -> str:
         DataError: a launch is not complete.
     """
     plain = _plain(text)
-    edits: list[tuple[int, int, str]] = [
-        (*found.span(), f'{found[1]} *{found[2]} = warpbus::dynamic_array<{found[1]}>("{found[2]}");')
-        for found in _DYNAMIC.finditer(plain)
-    ]
+    edits: list[tuple[int, int, str]] = []
     for found in _SHARED.finditer(plain):
-        arrays = [_DECLARED.fullmatch(each) for each in found[2].split(",")]
+        element = _spaced(_NOT_OF_A_TYPE.sub(" ", f"{found['before']} {found['type']}"))
+        if "extern" in found["before"]:
+            if dynamic := _DYNAMIC.fullmatch(found["arrays"]):
+                name = f"{dynamic[1]} = warpbus::dynamic_array<{element}>"
+                edits.append((*found.span(), f'{element} *{name}("{dynamic[1]}");' + "\n" * found[0].count("\n")))
+            continue
+        arrays = [_DECLARED.fullmatch(each) for each in found["arrays"].split(",")]
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks
-            edits.append((*found.span(), " ".join(_shared(found[1], *each.groups()) for each in arrays if each)))
+            shared = " ".join(_shared(element, *each.groups()) for each in arrays if each)
+            edits.append((*found.span(), shared + "\n" * found[0].count("\n")))
     start = plain.find("<<<")
     while start >= 0:
         line = plain.count("\n", 0, start) + 1
@@ -228,9 +240,14 @@ def translate(text: str) -> str:
     return text
 
 
+def _spaced(text: str) -> str:
+    """A text on one line."""
+    return " ".join(text.split())
+
+
 def _shared(element: str, name: str, extents: str) -> str:
     """An array of shared memory, on one line."""
-    array = re.sub(r"\s+", " ", element + extents).strip()
+    array = _spaced(element + extents)
     return (
         f'static warpbus::Shared<warpbus::Type<{array}>> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ class Documents:
         tokens: int32 `[total]`.
         answers: bool `[total]`, true for tokens to be learnt.
         offsets: int64 `[documents + 1]`, the start of each document.
+        truncated: how many documents were longer.
+        dropped: how many documents of the file are not here, because nothing in them can be learnt.
 
     Each document has at least two tokens, and a token to be learnt that is not its first.
     """
@@ -42,6 +44,8 @@ class Documents:
     tokens: NDArray[np.int32]
     answers: NDArray[np.bool_]
     offsets: NDArray[np.int64]
+    truncated: int = 0
+    dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -99,21 +103,32 @@ def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, wo
             parts = list(pool.imap(encode, chunks))
     else:
         parts = [encode(chunk) for chunk in chunks]
-    if not any(len(lengths) for _, _, lengths in parts):
+    if not any(len(part.lengths) for part in parts):
         raise DataError(
             f"{path}: nothing to learn in it: expected lines like {{'messages': [...]}}, with an answer of the "
             f"assistant that begins within {length} tokens, or {{'text': ...}}"
         )
-    lengths = np.concatenate([lengths for _, _, lengths in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
     return Documents(
-        np.concatenate([tokens for tokens, _, _ in parts]),
-        np.concatenate([answers for _, answers, _ in parts]),
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.answers for part in parts]),
         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+        sum(part.truncated for part in parts),
+        sum(part.dropped for part in parts),
     )
 
 
 _Lines = list[tuple[str, str]]
-_Part = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
+
+
+class _TokenizedLines(NamedTuple):
+    """The documents of some lines; `lengths` has one number per document, the rest is as in `Documents`."""
+
+    tokens: NDArray[np.int32]
+    answers: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    truncated: int
+    dropped: int
 
 
 def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
@@ -122,19 +137,23 @@ def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
         yield chunk
 
 
-def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _Part:
+def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _TokenizedLines:
     tokenizer = load_tokenizer(model)
     template = find_template(model, config, tokenizer)
     tokens: list[int] = []
     answers: list[bool] = []
     lengths: list[int] = []
+    truncated = 0
     for where, line in lines:
-        document = encode_line(where, line, tokenizer, template).cut(length)
+        whole = encode_line(where, line, tokenizer, template)
+        document = whole.cut(length)
         if any(document.answers[1:]):
             tokens += document.ids
             answers += document.answers
             lengths.append(len(document.ids))
-    return np.array(tokens, np.int32), np.array(answers, np.bool_), np.array(lengths, np.int64)
+            truncated += len(whole.ids) > length
+    arrays = np.array(tokens, np.int32), np.array(answers, np.bool_), np.array(lengths, np.int64)
+    return _TokenizedLines(*arrays, truncated, len(lines) - len(lengths))
 
 
 def _tokenize_text(path: Path, tokenizer: Tokenizer, length: int) -> Documents:

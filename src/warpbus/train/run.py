@@ -337,6 +337,8 @@ class _TrainingRun:
             "parameters": self.inputs.config.num_parameters,
             "trained": self.trained,
             "documents": len(self.inputs.batches.documents),
+            "truncated": self.inputs.batches.documents.truncated,
+            "dropped": self.inputs.batches.documents.dropped,
             "epochs": settings.steps / self.inputs.batches.steps_per_epoch(),
             "tokens": settings.steps * settings.rows_per_step * settings.length,
             "seconds": course.seconds,

@@ -43,6 +43,10 @@ def test_a_solution_passes_with_little_traffic(exercise):
     assert set(exercise.coalesced) <= {each.array for each in found.traffic}
 
 
+def test_macros_of_a_solution_do_not_reach_the_test(checked):
+    assert checked("01.1", "#define T 16\n  # define same (1)\n" + solution("01.1")).problem is None
+
+
 @pytest.mark.parametrize("exercise", EXERCISES, ids=NAMES)
 def test_an_exercise_belongs_to_a_chapter_in_both_languages(exercise):
     assert exercise.file.startswith(exercise.name.replace(".", "_"))

@@ -345,6 +345,27 @@ def test_the_best_of_what_was_never_validated(tiny_model: Path, tmp_path: Path, 
     assert not (tmp_path / "out.training").exists()
 
 
+def test_the_command_says_what_it_cut(tiny_model: Path, tmp_path: Path, write_lines: Callable[..., Path]) -> None:
+    def conversation(asked: str, answered: str) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+    lines = conversation("写诗", "床前明月光"), conversation("写诗", "霜" * 40), conversation("光" * 40, "霜")
+    words = [
+        "train",
+        tiny_model,
+        tmp_path / "out",
+        "--data",
+        write_lines(tmp_path / "long.jsonl", *lines),
+        "--device",
+        "cpu",
+    ]
+    words += ["--steps", 1, "--length", 32, "--rows", 2, "--workers", 1]
+    found = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False, env={"COLUMNS": "200"})
+    assert found.exit_code == 0
+    said = " ".join(found.output.split())
+    assert "data: 3 documents, 1 of them cut to --length 32, 1 left out because no answer begins within it" in said
+
+
 def test_the_command_says_which_step_it_kept(tiny_model: Path, tmp_path: Path, data: Path, valid: Path) -> None:
     words = ["train", tiny_model, tmp_path / "out", "--data", data, "--method", "lora", "--device", "cpu"]
     words += ["--steps", 2, "--length", 32, "--rows", 4, "--workers", 1, "--valid", valid, "--keep", "best"]

@@ -156,6 +156,9 @@ def test_tokenize_keeps_what_there_is_to_learn(blank_model: Path, tmp_path: Path
     assert documents.tokens.tolist() == [*tokenizer.encode("明月光"), *ids]
     assert documents.answers.tolist() == [True, True, True, *answers]
     assert documents.offsets.tolist() == [0, 3, 3 + len(ids)]
+    assert (documents.truncated, documents.dropped) == (0, 4)
+    cut = tokenize(path, blank_model, config_of(blank_model), length=len(ids) - 1)
+    assert (len(cut), cut.truncated, cut.dropped) == (2, 1, 4)
 
 
 def test_processes_tokenize_alike(blank_model: Path, tmp_path: Path, write_lines: WriteLines) -> None:

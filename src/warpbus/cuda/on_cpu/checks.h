@@ -4,7 +4,8 @@
 //
 // For each element of device and shared memory a cell remembers who wrote and read it last. Two accesses of two threads
 // conflict if one of them writes, not both are atomic, and nothing orders them: __syncthreads() orders the threads of a
-// block, __syncwarp() those of a warp, and nothing the blocks of a kernel. An element that is read before anything was
+// block, __syncwarp() those of a warp, a fence and an atomic operation the threads whose atomic operations come later (a
+// lock), and nothing the blocks of a kernel. An element that is read before anything was
 // written to it is remembered until the next barrier: if another thread writes it meanwhile, a barrier is missing.
 //
 // The same calls give the memory traffic: accesses of one instruction by the lanes of a warp, in the same round, are one
@@ -22,10 +23,14 @@ using warpbus::current;
 using warpbus::field;
 
 struct Visit {
-    uint32_t block, interval, sync, pc;  // `block` 0: nobody
+    uint32_t block, interval, sync, pc, stamp;  // `block` 0: nobody
     uint16_t thread;
     bool atomic;
 };
+
+// Of a thread of the block: accesses before its fence `fenced`, or `released` if an atomic operation followed at
+// `released_at`, and its last atomic operation. The numbers are those of `stamp`.
+struct Fences { uint32_t fenced, released, released_at, acquired; };
 
 struct Cell { Visit wrote, read[2]; };
 
@@ -70,6 +75,8 @@ std::vector<Region> regions;
 size_t recent;
 uint32_t serial, first_serial, interval;   // of blocks, of the launch's first block, of barriers
 uint32_t syncs[32];                        // barriers of each warp
+uint32_t stamp;                            // of fences and atomic operations
+Fences fences[warpbus::kMostThreads];
 bool unordered = true, device_unordered = true;
 Unwritten unwritten;
 std::vector<std::vector<Access>> logs;     // per thread of the block
@@ -96,7 +103,15 @@ bool ordered(const Visit &earlier, bool shared) {
     if (earlier.block != serial) return !device_unordered;
     const unsigned own = current->number;
     if (earlier.thread == own || earlier.interval != interval) return true;
-    return earlier.thread / 32u == own / 32 && earlier.sync < syncs[own / 32];
+    if (earlier.thread / 32u == own / 32 && earlier.sync < syncs[own / 32]) return true;
+    const Fences &its = fences[earlier.thread];
+    return its.released > earlier.stamp && fences[own].acquired > its.released_at;
+}
+
+void note_atomic() {
+    Fences &own = fences[current->number];
+    own.acquired = ++stamp;
+    if (own.fenced > own.released) own.released = own.fenced, own.released_at = stamp;
 }
 
 std::string element(const Region &region, size_t index) {
@@ -145,7 +160,7 @@ void access(const void *address, size_t size, bool write, bool atomic, const voi
         ++logged;
         logs[thread].push_back({pc, static_cast<uint16_t>(region - regions.data()), static_cast<uint8_t>(size), write, at});
     }
-    const Visit now{serial, interval, syncs[thread / 32], pc, static_cast<uint16_t>(thread), atomic};
+    const Visit now{serial, interval, syncs[thread / 32], pc, stamp, static_cast<uint16_t>(thread), atomic};
     const size_t offset = static_cast<size_t>(at - region->begin);
     for (size_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) {
         Cell &cell = region->cells[i];
@@ -167,6 +182,14 @@ void access(const void *address, size_t size, bool write, bool atomic, const voi
             if (ordered(place, region->shared)) place = now;
         }
     }
+}
+
+// An aggregate, or a number whose address need not be a multiple of its size: as accesses that fit its address.
+void access_in_pieces(const void *address, size_t size, bool write, const void *counter) {
+    size_t piece = 16;
+    while (piece > 1 && (size % piece || reinterpret_cast<uintptr_t>(address) % piece)) piece /= 2;
+    for (size_t at = 0; at < size; at += piece)
+        access(static_cast<const char *>(address) + at, piece, write, false, counter);
 }
 
 void add(Site &site, const Request &request) {
@@ -319,9 +342,15 @@ void check_freed(const void *at) {
     shadows.erase(found);
 }
 
-void check_atomic(const void *at, size_t size, const void *pc) { access(at, size, true, true, pc); }
+void check_atomic(const void *at, size_t size, const void *pc) {
+    access(at, size, true, true, pc);
+    if (current) note_atomic();
+}
 
-void check_unordered() { unordered = device_unordered = false; }
+void check_fence(bool of_block) {
+    if (current) fences[current->number].fenced = ++stamp;
+    if (!of_block) unordered = device_unordered = false;
+}
 
 void forget_traffic() {
     sites.clear();
@@ -332,18 +361,20 @@ void forget_traffic() {
 
 #define WARPBUS_ACCESS(name, size, write) \
     extern "C" void __tsan_##name(void *at) { access(at, size, write, false, __builtin_return_address(0)); }
+#define WARPBUS_PIECES(name, size, write) \
+    extern "C" void __tsan_##name(void *at) { access_in_pieces(at, size, write, __builtin_return_address(0)); }
 #define WARPBUS_ACCESSES(size) \
     WARPBUS_ACCESS(read##size, size, false) \
     WARPBUS_ACCESS(write##size, size, true) \
-    WARPBUS_ACCESS(unaligned_read##size, size, false) \
-    WARPBUS_ACCESS(unaligned_write##size, size, true)
+    WARPBUS_PIECES(unaligned_read##size, size, false) \
+    WARPBUS_PIECES(unaligned_write##size, size, true)
 WARPBUS_ACCESSES(1)
 WARPBUS_ACCESSES(2)
 WARPBUS_ACCESSES(4)
 WARPBUS_ACCESSES(8)
 WARPBUS_ACCESSES(16)
-extern "C" void __tsan_read_range(void *at, size_t size) { access(at, size, false, false, __builtin_return_address(0)); }
-extern "C" void __tsan_write_range(void *at, size_t size) { access(at, size, true, false, __builtin_return_address(0)); }
+extern "C" void __tsan_read_range(void *at, size_t size) { access_in_pieces(at, size, false, __builtin_return_address(0)); }
+extern "C" void __tsan_write_range(void *at, size_t size) { access_in_pieces(at, size, true, __builtin_return_address(0)); }
 extern "C" void __tsan_read_write4(void *at) {
     access(at, 4, false, false, __builtin_return_address(0));
     access(at, 4, true, false, __builtin_return_address(0));

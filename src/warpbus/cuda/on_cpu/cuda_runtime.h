@@ -32,18 +32,14 @@
 #include <algorithm>
 #endif
 
-struct uint3 { unsigned x, y, z; };
-struct dim3 {
-    unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-    operator uint3() const { return {x, y, z}; }
-};
+#include "device_functions.h"
 
 #define __global__
 #define __device__
 #define __host__
 #define __constant__ static
-#define __shared__ static  // one block runs at a time
+#define __managed__
+#define __shared__ static  // one block runs at a time; `translate` rewrites most declarations
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
@@ -53,22 +49,12 @@ struct dim3 {
 using std::max;
 using std::min;
 
-struct alignas(8) float2 { float x, y; };
-struct float3 { float x, y, z; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-
 enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidConfiguration = 9,
+    cudaErrorInvalidPitchValue = 12,
     cudaErrorInvalidMemcpyDirection = 21,
     cudaErrorInvalidDevice = 101,
     cudaErrorNotReady = 600,
@@ -85,6 +71,16 @@ enum cudaMemcpyKind {
     cudaMemcpyDeviceToDevice = 3,
     cudaMemcpyDefault = 4,
 };
+enum cudaDeviceAttr {
+    cudaDevAttrMaxThreadsPerBlock = 1,
+    cudaDevAttrMaxSharedMemoryPerBlock = 8,
+    cudaDevAttrWarpSize = 10,
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+};
+constexpr int cudaCpuDeviceId = -1;
 enum cudaStreamCaptureMode {
     cudaStreamCaptureModeGlobal = 0,
     cudaStreamCaptureModeThreadLocal = 1,
@@ -111,7 +107,7 @@ struct cudaDeviceProp {
 namespace warpbus {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
-constexpr size_t kMostShared = 48 << 10, kStack = 128 << 10, kGuard = 64 << 20, kGap = 512;
+constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 512;
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
 enum class Waits : unsigned char { nothing, block, warp };
@@ -139,6 +135,7 @@ void *allocate_pinned(size_t size);
 void add_shared_array(char *begin, size_t size, size_t element, const char *name);
 char *dynamic_memory(size_t element, const char *name);
 void check_atomic(const void *at, size_t size, const void *pc);
+cudaError_t copy_symbol(char *symbol, size_t has, size_t offset, void *other, size_t size, cudaMemcpyKind kind);
 void forget_traffic();
 void write_finding(const char *kind, const char *fields);
 
@@ -192,11 +189,11 @@ template <class T> using Type = T;
 // An array of __shared__ memory, with a gap before and behind it in which an access is a mistake.
 template <class T> struct Shared {
     alignas(128) char before[kGap];
-    alignas(16) T value;
+    alignas(128) T value;
     char behind[kGap];
     explicit Shared(const char *name) {
         static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
-        add_shared_array(reinterpret_cast<char *>(&value), sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
+        add_shared_array((char *)&value, sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
     }
 };
 
@@ -211,6 +208,20 @@ template <class T> T exchange(unsigned mask, T value, unsigned source, const cha
     wait_for(Waits::warp, what, line, mask);
     memcpy(&value, &current->got, sizeof value);
     return value;
+}
+
+// The values of all lanes of a mask as one.
+template <class T, class Join>
+T reduce_lanes(unsigned mask, T value, const char *what, int line, const Join &join) {
+    bool begun = false;
+    T found{};
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+        if (!(mask >> lane & 1)) continue;
+        const T its = exchange(mask, value, lane, what, line);
+        found = begun ? join(found, its) : its;
+        begun = true;
+    }
+    return found;
 }
 
 inline unsigned lane() { return current->number % kWarp; }
@@ -244,7 +255,8 @@ inline void __syncwarp(unsigned mask = ~0u, WARPBUS_LINE) {
     warpbus::wait_for(warpbus::Waits::warp, "__syncwarp()", line, mask);
 }
 void __threadfence();
-inline void __threadfence_block() {}
+inline void __threadfence_system() { __threadfence(); }
+void __threadfence_block();
 
 template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32, WARPBUS_LINE) {
     const int begin = static_cast<int>(warpbus::lane()) / width * width;
@@ -264,9 +276,24 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, WARPBUS_LINE) {
 }
 inline int __any_sync(unsigned mask, int predicate, WARPBUS_LINE) { return __ballot_sync(mask, predicate, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, WARPBUS_LINE) { return __ballot_sync(mask, !predicate, line) == 0; }
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __clz(int bits) { return bits ? __builtin_clz(static_cast<unsigned>(bits)) : 32; }
-inline int __ffs(int bits) { return __builtin_ffs(bits); }
+#define WARPBUS_REDUCE(name, joined) \
+    template <class T> T __reduce_##name##_sync(unsigned mask, T value, WARPBUS_LINE) { \
+        return warpbus::reduce_lanes(mask, value, "__reduce_" #name "_sync", line, [](T a, T b) { return joined; }); \
+    }
+WARPBUS_REDUCE(add, a + b)
+WARPBUS_REDUCE(min, min(a, b))
+WARPBUS_REDUCE(max, max(a, b))
+WARPBUS_REDUCE(and, a & b)
+WARPBUS_REDUCE(or, a | b)
+WARPBUS_REDUCE(xor, a ^ b)
+#undef WARPBUS_REDUCE
+template <class T> unsigned __match_any_sync(unsigned mask, T value, WARPBUS_LINE) {
+    unsigned found = 0;
+    for (unsigned lane = 0; lane < warpbus::kWarp; ++lane)
+        if (mask >> lane & 1)
+            found |= unsigned{warpbus::exchange(mask, value, lane, "__match_any_sync", line) == value} << lane;
+    return found;
+}
 
 template <class T, class U> __forceinline__ T atomicAdd(T *at, U value) {
     return warpbus::change(at, [&](T old) { return static_cast<T>(old + static_cast<T>(value)); });
@@ -287,10 +314,23 @@ template <class T> __forceinline__ T atomicCAS(T *at, T expected, T value) {
     return warpbus::change(at, [&](T old) { return old == expected ? value : old; });
 }
 
+template <class T, class U> __forceinline__ T atomicAnd(T *at, U value) {
+    return warpbus::change(at, [&](T old) { return static_cast<T>(old & static_cast<T>(value)); });
+}
+template <class T, class U> __forceinline__ T atomicOr(T *at, U value) {
+    return warpbus::change(at, [&](T old) { return static_cast<T>(old | static_cast<T>(value)); });
+}
+template <class T, class U> __forceinline__ T atomicXor(T *at, U value) {
+    return warpbus::change(at, [&](T old) { return static_cast<T>(old ^ static_cast<T>(value)); });
+}
+__forceinline__ unsigned atomicInc(unsigned *at, unsigned last) {
+    return warpbus::change(at, [&](unsigned old) { return old >= last ? 0 : old + 1; });
+}
+__forceinline__ unsigned atomicDec(unsigned *at, unsigned last) {
+    return warpbus::change(at, [&](unsigned old) { return old == 0 || old > last ? last : old - 1; });
+}
+
 template <class T> T __ldg(const T *at) { return *at; }
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t size) {
     return warpbus::allocate_named("device memory", pointer, size, false);
@@ -305,10 +345,19 @@ template <class T> cudaError_t cudaHostAlloc(T **pointer, size_t size, unsigned)
     return *pointer ? cudaSuccess : warpbus::remember(cudaErrorMemoryAllocation);
 }
 template <class T> cudaError_t cudaMallocHost(T **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
-template <class T> cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t size) {
-    if (size > sizeof symbol) return warpbus::remember(cudaErrorInvalidValue);
-    memcpy(&symbol, from, size);
-    return cudaSuccess;
+template <class T> cudaError_t cudaMallocPitch(T **pointer, size_t *pitch, size_t width, size_t height) {
+    *pitch = (width + 511) / 512 * 512;
+    return warpbus::allocate_named("pitched memory", pointer, *pitch * height, false);
+}
+template <class T>
+cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t size, size_t offset = 0,
+                               cudaMemcpyKind kind = cudaMemcpyHostToDevice) {
+    return warpbus::copy_symbol((char *)&symbol, sizeof symbol, offset, const_cast<void *>(from), size, kind);
+}
+template <class T>
+cudaError_t cudaMemcpyFromSymbol(void *to, const T &symbol, size_t size, size_t offset = 0,
+                                 cudaMemcpyKind kind = cudaMemcpyDeviceToHost) {
+    return warpbus::copy_symbol((char *)&symbol, sizeof symbol, offset, to, size, kind);
 }
 
 const char *cudaGetErrorName(cudaError_t status);
@@ -319,6 +368,11 @@ cudaError_t cudaFreeHost(void *pointer);
 cudaError_t cudaFree(void *pointer);
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                         cudaMemcpyKind kind);
+cudaError_t cudaMemset2D(void *at, size_t pitch, int value, size_t width, size_t height);
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total);
+cudaError_t cudaMemPrefetchAsync(const void *at, size_t size, int device, cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size);
 cudaError_t cudaMemsetAsync(void *at, int value, size_t size, cudaStream_t stream = nullptr);
@@ -330,6 +384,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned);
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
 cudaError_t cudaStreamCreate(cudaStream_t *stream);

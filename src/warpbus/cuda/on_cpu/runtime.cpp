@@ -2,6 +2,7 @@
 //
 // With WARPBUS_CHECKS, they are those of a program whose accesses to memory are checked.
 #include <chrono>
+#include <cstdarg>
 #include <memory>
 
 #include "streams.h"
@@ -72,6 +73,7 @@ void add_shared_array(char *begin, size_t size, size_t element, const char *name
 }
 
 char *dynamic_memory(size_t element, const char *name) {
+    if (shared_arrays.empty()) shared_arrays.push_back({});  // declared outside of functions: before the first launch
     SharedArray &found = shared_arrays.front();
     if (found.name != name) {
         found.name = name;
@@ -86,7 +88,7 @@ void Launch::start(const Call &call) const {
     const bool fits = threads >= 1 && threads <= kMostThreads && block.z <= 64 && grid.x >= 1 && grid.y >= 1 &&
                       grid.z >= 1 && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535;
     if (!fits || shared > kMostShared) {
-        remember(cudaErrorInvalidConfiguration);
+        remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
         return;
     }
     if (!stream && capturing) stop("default_stream", field("kernel", name));
@@ -104,7 +106,27 @@ void Launch::start(const Call &call) const {
 
 }  // namespace warpbus
 
-void __threadfence() { warpbus::check_unordered(); }
+// The linker puts these in the place of printf, and of what a compiler makes of simple calls of it, see `programs.py`.
+extern "C" int __real_puts(const char *text);
+extern "C" int __real_putchar(int letter);
+extern "C" int __wrap_printf(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    int size = warpbus::current ? 0 : vprintf(format, arguments);
+    if (warpbus::current) {
+        char *text = nullptr;
+        size = vasprintf(&text, format, arguments);
+        if (size >= 0) warpbus::printed.push_back({warpbus::phase, warpbus::current->number, text});
+        free(text);
+    }
+    va_end(arguments);
+    return size;
+}
+extern "C" int __wrap_puts(const char *text) { return warpbus::current ? __wrap_printf("%s\n", text) : __real_puts(text); }
+extern "C" int __wrap_putchar(int letter) { return warpbus::current ? __wrap_printf("%c", letter) : __real_putchar(letter); }
+
+void __threadfence() { warpbus::check_fence(false); }
+void __threadfence_block() { warpbus::check_fence(true); }
 
 const char *cudaGetErrorName(cudaError_t status) {
     switch (status) {
@@ -112,6 +134,7 @@ const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
         case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
         case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+        case cudaErrorInvalidPitchValue: return "cudaErrorInvalidPitchValue";
         case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
         case cudaErrorNotReady: return "cudaErrorNotReady";
@@ -128,6 +151,7 @@ const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorInvalidValue: return "invalid argument";
         case cudaErrorMemoryAllocation: return "out of memory";
         case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+        case cudaErrorInvalidPitchValue: return "invalid pitch argument";
         case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
         case cudaErrorNotReady: return "device not ready";
@@ -167,6 +191,15 @@ inline bool copies(const void *to, const void *from, size_t size, cudaMemcpyKind
     return kind == cudaMemcpyDefault || (is_of(to, size, to_device) && is_of(from, size, from_device));
 }
 
+// A symbol is memory of the host here.
+cudaError_t copy_symbol(char *symbol, size_t has, size_t offset, void *other, size_t size, cudaMemcpyKind kind) {
+    if (offset > has || size > has - offset) return remember(cudaErrorInvalidValue);
+    const bool to_symbol = kind == cudaMemcpyHostToDevice;
+    if (!to_symbol && kind != cudaMemcpyDeviceToHost) return remember(cudaErrorInvalidMemcpyDirection);
+    char *from = to_symbol ? static_cast<char *>(other) : symbol + offset;
+    return cudaMemcpy(to_symbol ? symbol + offset : other, from, size, cudaMemcpyHostToHost);
+}
+
 }  // namespace warpbus
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
@@ -190,6 +223,33 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyK
     if (!stream->graph && kind == cudaMemcpyDeviceToHost && !warpbus::is_pinned(to, size))
         warpbus::run_until(stream);
     return cudaSuccess;
+}
+cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                         cudaMemcpyKind kind) {
+    if (width > to_pitch || width > from_pitch) return warpbus::remember(cudaErrorInvalidPitchValue);
+    for (size_t row = 0; row < height; ++row) {
+        const cudaError_t status = cudaMemcpy(static_cast<char *>(to) + row * to_pitch,
+                                              static_cast<const char *>(from) + row * from_pitch, width, kind);
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaMemset2D(void *at, size_t pitch, int value, size_t width, size_t height) {
+    if (width > pitch) return warpbus::remember(cudaErrorInvalidPitchValue);
+    for (size_t row = 0; row < height; ++row) {
+        const cudaError_t status = cudaMemset(static_cast<char *>(at) + row * pitch, value, width);
+        if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    *available = static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * warpbus::page();
+    *total = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * warpbus::page();
+    return cudaSuccess;
+}
+cudaError_t cudaMemPrefetchAsync(const void *at, size_t, int, cudaStream_t) {
+    const warpbus::Allocation *found = warpbus::owner(at);
+    return found && found->managed ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream) {
     return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
@@ -220,6 +280,21 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return warpbus::remember
 cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return device ? warpbus::remember(cudaErrorInvalidDevice) : cudaSuccess; }
 cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    cudaDeviceProp found;
+    const cudaError_t status = cudaGetDeviceProperties(&found, device);
+    if (status != cudaSuccess) return status;
+    switch (attribute) {
+        case cudaDevAttrMaxThreadsPerBlock: *value = found.maxThreadsPerBlock; return cudaSuccess;
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = static_cast<int>(found.sharedMemPerBlock); return cudaSuccess;
+        case cudaDevAttrWarpSize: *value = found.warpSize; return cudaSuccess;
+        case cudaDevAttrMultiProcessorCount: *value = found.multiProcessorCount; return cudaSuccess;
+        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = found.maxThreadsPerMultiProcessor; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMajor: *value = found.major; return cudaSuccess;
+        case cudaDevAttrComputeCapabilityMinor: *value = found.minor; return cudaSuccess;
+    }
+    return warpbus::remember(cudaErrorInvalidValue);
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     if (device) return warpbus::remember(cudaErrorInvalidDevice);
     *found = {};

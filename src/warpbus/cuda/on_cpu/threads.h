@@ -38,12 +38,28 @@ struct SharedArray {
     const char *name;
 };
 
+// `stack`: kStack bytes, 512 KB of local memory as on a GPU and what the runtime needs; kStackGuard before them cannot be accessed.
 struct Fiber : Thread {
     ucontext_t context;
-    std::vector<char> stack;
+    char *stack = nullptr;
+};
+
+// A call of printf by a thread of the block, after so many barriers.
+struct Printed {
+    unsigned phase, thread;
+    std::string text;
+};
+
+// Memory that was freed: accesses to it are explained as long as nothing else is there.
+struct Freed {
+    char *reserved, *end;
+    std::string name;
 };
 
 inline std::map<char *, Allocation> allocations;
+inline std::vector<Freed> freed;
+inline std::vector<Printed> printed;
+inline unsigned phase;
 inline std::vector<SharedArray> shared_arrays;
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
@@ -60,7 +76,7 @@ void check_warp_barrier(unsigned warp);    // so are the threads of a warp
 void check_launch_end();
 void check_host_write(const void *, size_t);
 void check_freed(const void *);
-void check_unordered();                    // the program orders blocks by fences
+void check_fence(bool of_block);           // if not of a block, the program orders blocks by fences
 void check_new_array(const SharedArray &);
 void check_dynamic_array(const SharedArray &);
 #else
@@ -71,7 +87,7 @@ inline void check_warp_barrier(unsigned) {}
 inline void check_launch_end() {}
 inline void check_host_write(const void *, size_t) {}
 inline void check_freed(const void *) {}
-inline void check_unordered() {}
+inline void check_fence(bool) {}
 inline void check_new_array(const SharedArray &) {}
 inline void check_dynamic_array(const SharedArray &) {}
 #endif
@@ -95,7 +111,17 @@ inline std::string field(const char *name, uint3 at) {
     return field(name, "[" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + "]");
 }
 
+// What the block has printed, in the order of its barriers and threads: the same in both orders of threads.
+inline void print_block() {
+    std::stable_sort(printed.begin(), printed.end(), [](const Printed &a, const Printed &b) {
+        return a.phase != b.phase ? a.phase < b.phase : a.thread < b.thread;
+    });
+    for (const Printed &each : printed) fwrite(each.text.data(), 1, each.text.size(), stdout);
+    printed.clear();
+}
+
 [[noreturn]] inline void stop(const std::string &kind, const std::string &fields) {
+    print_block();
     fflush(stdout);
     write_finding(kind.c_str(), fields.c_str());
     _exit(70);
@@ -122,6 +148,18 @@ inline std::string outside(const Allocation &each, const char *at) {
            field("count", static_cast<std::ptrdiff_t>(each.size) / element) + field("element", element);
 }
 
+inline Fiber &running() { return *static_cast<Fiber *>(current); }
+
+inline char *new_stack() {
+    char *guard = static_cast<char *>(mmap(nullptr, kStackGuard + kStack, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (guard == MAP_FAILED || mprotect(guard, kStackGuard, PROT_NONE)) {
+        fprintf(stderr, "no memory for the stack of a thread\n");
+        _exit(71);
+    }
+    return guard + kStackGuard;
+}
+
 inline uintptr_t counter_of(void *context) {
     const auto *machine = &static_cast<ucontext_t *>(context)->uc_mcontext;
 #if defined(__x86_64__)
@@ -141,9 +179,24 @@ inline void explain_fault(int, siginfo_t *info, void *context) {
         if (!current) stop("host", field("array", each.name.c_str()) + field("bytes", each.size) + pc);
         stop("outside", place(*current) + outside(each, at) + pc);
     }
+    if (current && at < running().stack && at >= running().stack - kStackGuard) stop("stack", place(*current) + pc);
+    for (auto each = freed.rbegin(); each != freed.rend(); ++each)
+        if (at >= each->reserved && at < each->end)
+            stop("freed", (current ? place(*current) : std::string()) + field("array", each->name.c_str()) + pc);
     char address[40];
     snprintf(address, sizeof address, "%p", static_cast<const void *>(at));
     stop("wild", (current ? place(*current) : std::string()) + field("address", address) + pc);
+}
+
+inline void explain_division(int, siginfo_t *, void *context) {
+    stop("division", (current ? place(*current) : std::string()) + field("pc", counter_of(context)));
+}
+
+// A failed assert has printed its condition.
+inline void explain_abort(int signal, siginfo_t *, void *) {
+    if (current) stop("assertion", place(*current));
+    std::signal(signal, SIG_DFL);
+    raise(signal);
 }
 
 inline void explain_limit(int, siginfo_t *, void *context) {
@@ -169,6 +222,8 @@ inline void install() {
     sigaltstack(&other, nullptr);
     handle(SIGSEGV, explain_fault);
     handle(SIGBUS, explain_fault);
+    handle(SIGFPE, explain_division);
+    handle(SIGABRT, explain_abort);
     if (const char *limit = getenv("WARPBUS_LIMIT")) {
         handle(SIGVTALRM, explain_limit);
         struct itimerval timer{};
@@ -176,8 +231,6 @@ inline void install() {
         setitimer(ITIMER_VIRTUAL, &timer, nullptr);
     }
 }
-
-inline Fiber &running() { return *static_cast<Fiber *>(current); }
 
 inline void enter() {
     (*body)();
@@ -266,7 +319,8 @@ inline void run_block(unsigned threads, bool reverse) {
             stop("barrier", place() + waiting(*waits) + field("count", at_barrier) + field("ended", threads - at_barrier) +
                  field("returned", ended->thread));
         check_barrier();
-        if (!waits) return;
+        ++phase;
+        if (!waits) return print_block();
         uint64_t sum = 0;
         for (unsigned i = 0; i < threads; ++i) sum += fibers[i].given != 0;
         for (unsigned i = 0; i < threads; ++i) {
@@ -308,15 +362,15 @@ inline void run_kernel(const char *name, dim3 grid, dim3 block, size_t shared, c
                 for (const SharedArray &each : shared_arrays) memset(each.begin, kUnwritten, each.size);
                 for (unsigned i = 0; i < threads; ++i) {
                     Fiber &fiber = fibers[i];
-                    if (fiber.stack.empty()) fiber.stack.resize(kStack);
+                    if (!fiber.stack) fiber.stack = new_stack();
                     fiber.number = i;
                     fiber.thread = thread_of(i);
                     fiber.waits = Waits::nothing;
                     fiber.ended = false;
                     fiber.given = 0;
                     getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-                    fiber.context.uc_stack.ss_size = fiber.stack.size();
+                    fiber.context.uc_stack.ss_sp = fiber.stack;
+                    fiber.context.uc_stack.ss_size = kStack;
                     fiber.context.uc_link = nullptr;
                     makecontext(&fiber.context, enter, 0);
                 }
@@ -347,6 +401,8 @@ inline bool release(void *pointer) {
     const auto found = allocations.find(static_cast<char *>(pointer));
     if (found == allocations.end()) return false;
     check_freed(pointer);
+    const Allocation &old = found->second;
+    freed.push_back({old.reserved, old.pages + old.mapped + kGuard, old.name});
     munmap(found->second.reserved, kGuard + found->second.mapped + kGuard);
     allocations.erase(found);
     return true;
