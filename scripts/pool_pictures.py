@@ -16,41 +16,27 @@ sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 
 from fake_pool import GB, FakePool, event, fake_pool, gpu, lease, remembered  # noqa: E402
 
+_MOVES = [
+    (3300, "02", "bob", "mill/1", "mill/0", 2.1, 0.012),
+    (1900, "04", "dana", "mill/0", "forge/0", 3.4, 0.046),
+    (500, "07", "erin", "mill/2", "forge/0", 1.8, 0.009),
+]
 _BEST = "best fit of 3 GPUs with room: 16.00 GB and share 0.25 stay free"
 
 
 def main() -> None:
     moves = [
         event(
-            3300,
+            ago,
             "moved",
-            lease="02" + 30 * "9",
-            tenant="bob",
-            source="mill/1",
-            target="mill/0",
-            seconds=2.1,
-            pause=0.012,
-        ),
-        event(
-            1900,
-            "moved",
-            lease="04" + 30 * "9",
-            tenant="dana",
-            source="mill/0",
-            target="forge/0",
-            seconds=3.4,
-            pause=0.046,
-        ),
-        event(
-            500,
-            "moved",
-            lease="07" + 30 * "9",
-            tenant="erin",
-            source="mill/2",
-            target="forge/0",
-            seconds=1.8,
-            pause=0.009,
-        ),
+            lease=number + 30 * "9",
+            tenant=tenant,
+            source=source,
+            target=target,
+            seconds=took,
+            pause=pause,
+        )
+        for ago, number, tenant, source, target, took, pause in _MOVES
     ]
     hour = [("mill/0", 64 * GB, 0.7), ("mill/1", 60 * GB, 0.9), ("mill/2", 20 * GB, 0.45), ("forge/0", 78 * GB, 0.35)]
     with fake_pool(example(moves), history=remembered(hour, moves)) as pool, sync_playwright() as playwright:

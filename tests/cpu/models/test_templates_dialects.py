@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lark_grammars import accepted
 from tokenizer_files import write_byte_level
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -297,14 +298,6 @@ def test_text_is_shown_as_soon_as_it_cannot_be_a_call():
     assert [stream.push(char)[0] for char in "a <tb"] == ["a", "", "", "", " <tb"]
     stream = LLAMA.stream(TOOLS)
     assert [stream.push(char)[0] for char in " ab"] == ["", " a", "b"]
-
-
-def accepted(grammar, text):
-    llguidance = pytest.importorskip("llguidance")
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = list(text.encode())
-    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(

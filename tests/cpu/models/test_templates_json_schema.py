@@ -4,6 +4,7 @@ import json
 
 import jsonschema
 import pytest
+from lark_grammars import accepted
 
 from warpbus.models.templates.json_schema import for_llguidance, json_grammar, resolved, types_of
 
@@ -22,14 +23,6 @@ TAGGED = {"oneOf": [{"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/box"}], "discr
 SHAPES = {"$defs": {"circle": CIRCLE, "box": BOX, "shape": TAGGED}, "$ref": "#/$defs/shape"}
 REQUIRED = [{**each, "required": ["kind", *each["required"]]} for each in (CIRCLE, {**BOX, "properties": {
     "kind": {"enum": ["box", "square"]}, "inner": {"type": "null"}}})]  # fmt: skip
-
-
-def accepted(grammar, text):
-    llguidance = pytest.importorskip("llguidance")
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar))
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = list(text.encode())
-    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
