@@ -5,9 +5,10 @@
 //   layer_norm: out = (total - mean(total)) * rsqrt(variance(total) + eps) * weight + bias             rounded once
 //
 // Shapes and layout: x [rows, width], rows x_stride elements apart; residual, total, out [rows, width]; weight, bias [width];
-// all but x contiguous. ELEMENT = float, __half or __nv_bfloat16, computed in float32. residual, total (both or neither) and bias may be null. Launch: `warps`
-// (a power of two, at most 32) share a row; a block of any number of times 32 * warps threads, at most 1024, takes as
-// many rows, and the grid covers all. `vectorised`: width is a multiple of 8 and everything is aligned to 16 bytes.
+// all but x contiguous. ELEMENT = float, __half or __nv_bfloat16, computed in float32. residual, total (both or neither)
+// and bias may be null. Launch: `warps` (a power of two, at most 32) share a row; a block of any number of times
+// 32 * warps threads, at most 1024, takes as many rows, and the grid covers all. `vectorised`: width and x_stride are
+// multiples of 8 and everything is aligned to 16 bytes.
 //
 // A row is read two or three times, the first time from memory and then from L1: kept in registers it would limit the
 // width. Sums are formed in a fixed order that depends on the width alone: the result is the same at every run and for
