@@ -116,6 +116,7 @@ async def _serve(
     app = create_app(models, options, traced)
     server = make_server(app, options, app.state.running)
     loop = asyncio.get_running_loop()
+    url = address(listening, options)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -125,7 +126,8 @@ async def _serve(
             own = replace(service, adapters=one.adapters)
             models.find(one.name).loaded(await start_service(one.directory, own, replicas, progress=progress(one.name)))
         gc.freeze()  # a collection of all that was loaded would stop the streams for a tenth of a second and more
-        ready(address(listening, options))
+        if not server.should_exit:  # a signal may have closed the socket already
+            ready(url)
 
     loading = asyncio.create_task(load())
     # If a model cannot be loaded, the server ends.
