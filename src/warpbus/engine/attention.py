@@ -36,6 +36,9 @@ class PrefillAttention(FusedAttention):
         cache: its memory is committed for the blocks.
         slot_mapping: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
         spans: the chunks, in the order of their tokens, without gaps.
+
+    Attributes:
+        results: `[1, tokens, features]`: where the next call may put what it returns; None: in memory of its own.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class PrefillAttention(FusedAttention):
         # there are kernels, as slots, int32 `[tokens, top_k]`; None: all.
         self._selected: list[Tensor | None] = [None] * len(spans)
         self._joined_spans: JoinedSpans | None = None
+        self.results: Tensor | None = None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config, angles = self._config, self._angles
@@ -70,7 +74,7 @@ class PrefillAttention(FusedAttention):
             interleaved=config.rope.interleaved,
         )
         joined = self._joined(q, expanded=False)
-        attended = torch.empty_like(q)
+        attended = torch.empty_like(q) if self.results is None else self.results.view(q.shape)
         for span in joined.alone:
             part = span.part
             keys, values = k[part], v[part]
@@ -120,7 +124,7 @@ class PrefillAttention(FusedAttention):
             ]
             return torch.cat(outputs).flatten(-2)[None]
         joined = self._joined(q, expanded=True)
-        attended = torch.empty_like(q)
+        attended = torch.empty_like(q) if self.results is None else self.results.view(q.shape)
         for span in joined.alone:
             attended[span.part] = self._attend_span(attention, q, latent, cached, span, None)
         if joined:
