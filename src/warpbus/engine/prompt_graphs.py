@@ -1,8 +1,8 @@
 """Steps with prompts as CUDA graphs of all but attention, where launching kernel by kernel takes longer than they run.
 
 What attention launches depends on the lengths of the chunks and of what is cached before them. The rest of a layer
-depends only on the number of tokens: between the attention of two layers it is one graph, for a number of tokens that is
-rounded up. A layer of a mixture of experts is about twenty launches, of which attention is a third.
+depends only on the number of tokens: between the attention of two layers it is one graph, for a number of tokens that
+is rounded up. A layer of a mixture of experts takes some thirty launches, of which attention is a third.
 """
 
 from collections import abc
