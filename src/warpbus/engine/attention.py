@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.chunk_attention import attend_chunk, causal_mask
+from warpbus.engine.chunk_attention import attend_chunk, causal_mask, rounded_up
 from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
@@ -150,8 +150,12 @@ class PrefillAttention(FusedAttention):
         if selected is not None and selected.dtype == torch.int32:
             return _attend_listed(attention, q[span.part], span, cached, selected)
         if span.blocks is None:
-            keys, values = attention.expand(latent[span.part])
-            return attend_chunk(q[span.part], keys, values, causal=True, selected=selected)
+            queries, latents = q[span.part], latent[span.part]
+            if selected is None:  # rounded up before they are expanded, which is much more to copy
+                queries, latents = rounded_up(queries), rounded_up(latents)
+            keys, values = attention.expand(latents)
+            attended = attend_chunk(queries, keys, values, causal=True, selected=selected)
+            return attended[: span.end - span.begin]
         # Absorbed: keys and values of all heads would take much more memory than the latents.
         spec = attention.spec
         keys = gather_latents(cached, span.blocks, span.seen, spec.kv_rank, spec.rope_dim, q.dtype)

@@ -18,6 +18,7 @@ from warpbus.kernels.ops.attention_merge import merge_attention
 LONGEST_ALONE = 1024
 """Tokens: a chunk with as many and nothing cached before it is faster by itself, in cuDNN's kernel."""
 
+_LARGEST_HEAD = 256  # features that cuDNN's kernel takes
 _ROUNDING, _ROUNDING_IN_PARTS = 256, 512  # tokens of a plan of cuDNN are multiples of it
 _PART = 2048  # the cached tokens of a plan are multiples of it, and a chunk in two parts has at least as many tokens
 
@@ -40,13 +41,10 @@ def attend_chunk(
     tokens, keys = len(q_thd), len(k_thd)
     if selected is None and causal and scale is None and attends_in_parts(q_thd, tokens, keys):
         return _attend_in_parts(q_thd, k_thd, v_thd)
+    if selected is None and causal and tokens == keys:
+        q_thd, k_thd, v_thd = (rounded_up(x) for x in (q_thd, k_thd, v_thd))
     scale = q_thd.shape[-1] ** -0.5 if scale is None else scale
-    rounded = tokens
-    if causal and tokens == keys and tokens >= LONGEST_ALONE and _plans_shapes(q_thd):
-        rounded = -(-tokens // _ROUNDING) * _ROUNDING
-    q, k, v = (
-        _rounded(x, rounded if len(x) == tokens else len(x)).transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd)
-    )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
     if selected is not None:
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=selected, scale=scale)
     elif causal and tokens != keys:
@@ -57,26 +55,41 @@ def attend_chunk(
     return attended[0].transpose(0, 1)[:tokens]
 
 
+def rounded_up(x: Tensor) -> Tensor:
+    """`[tokens, ...]` with zeros behind it, as `attend_chunk` rounds up a chunk with nothing cached before it: no token
+    of the chunk attends to them. As it is where no kernel plans shapes."""
+    if len(x) < LONGEST_ALONE or not _plans_shapes(x):
+        return x
+    return _padded(x, -(-len(x) // _ROUNDING) * _ROUNDING)
+
+
 def attends_in_parts(q_thd: Tensor, tokens: int, keys: int) -> bool:
     """Whether a chunk of so many tokens, with queries like these, attends to so many keys in two parts."""
-    return tokens >= _PART and keys - tokens >= _PART and _plans_shapes(q_thd)
+    long = tokens >= _PART and keys - tokens >= _PART
+    return long and q_thd.shape[-1] <= _LARGEST_HEAD and _plans_shapes(q_thd)
 
 
-def _plans_shapes(q: Tensor) -> bool:
-    """Whether cuDNN's kernel computes the attention of such queries."""
-    return q.is_cuda and q.dtype in HALVES and capabilities(architecture(q.device)).tma
+def _plans_shapes(x: Tensor) -> bool:
+    """Whether PyTorch chooses cuDNN's kernel for attention in the dtype and on the device of x."""
+    if not x.is_cuda or x.dtype not in HALVES or not capabilities(architecture(x.device)).tma:
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
 
 
-def _rounded(x_thd: Tensor, rows: int) -> Tensor:
-    """`x_thd` with zeros behind it: no query before attends to them."""
-    return x_thd if rows == len(x_thd) else F.pad(x_thd, (0, 0, 0, 0, 0, rows - len(x_thd)))
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """`[tokens, ...]` with zeros behind it, `[rows, ...]`."""
+    if rows == len(x):
+        return x
+    padded = x.new_zeros(rows, *x.shape[1:])
+    padded[: len(x)] = x
+    return padded
 
 
 def _attend_in_parts(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
     """Causal attention of the last tokens of a sequence to all of it: to the first cached tokens, and to the rest."""
     tokens = len(q_thd)
     before = (len(k_thd) - tokens) // _PART * _PART
-    padded = _rounded(q_thd, -(-tokens // _ROUNDING_IN_PARTS) * _ROUNDING_IN_PARTS)
+    padded = _padded(q_thd, -(-tokens // _ROUNDING_IN_PARTS) * _ROUNDING_IN_PARTS)
     padded, q, k, v = (x.transpose(0, 1)[None] for x in (padded, q_thd, k_thd, v_thd))
     cudnn, flash = (
         torch.ops.aten._scaled_dot_product_cudnn_attention,
