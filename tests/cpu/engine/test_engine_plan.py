@@ -91,6 +91,16 @@ def test_what_is_read_of_the_cache_with_a_long_prompt_is_counted():
     assert long.parts["workspace"] - short.parts["workspace"] == (32768 - 2048) * vectors
 
 
+@pytest.mark.parametrize(("seqs", "context"), [(1, 2048), (2, 2048), (4, 2048), (16, 2048), (16, 8192), (16, 12_288)])
+def test_what_chunks_of_several_sequences_read_together_is_counted(seqs, context):
+    """Keys and values of 8,192 tokens, the values twice while they are joined, or those of one sequence."""
+    plan = plan_memory(CHATGLM2, 40 * GB, max_model_len=context, max_num_seqs=seqs)
+    vectors = 2 * SHAPE.attention.num_kv_heads * SHAPE.attention.head_dim * 2
+    without = plan_memory(CHATGLM2, 40 * GB, max_model_len=32_768, max_num_seqs=seqs)
+    joined = 3 * min(seqs * context, 8192) // 2 if seqs > 1 else 0
+    assert without.parts["workspace"] - plan.parts["workspace"] == (32_768 - max(context, joined)) * vectors
+
+
 def test_the_scores_and_selections_of_indexers_are_counted():
     """Of all sequences of a batch, and only for contexts longer than a selection."""
     indexer = IndexerSpec(heads=32, head_dim=128, top_k=2048)
@@ -102,7 +112,8 @@ def test_the_scores_and_selections_of_indexers_are_counted():
         return plan_memory(stored, 80 * GB, max_model_len=context, max_num_seqs=seqs).parts["workspace"]
 
     rows, logits = 16 - 1, flash.vocab_size * (2 + 3 * 4)
-    assert workspace(16, 2048) - workspace(1, 2048) == rows * logits
+    expanded = (32_768 - 2048) * 2 * (512 + 64 + 128 + 20 * (192 + 256 + 256))
+    assert workspace(16, 2048) - workspace(1, 2048) == rows * logits + expanded
     assert workspace(16, 32_769) - workspace(1, 32_769) == rows * (logits + 4 * 32_772 + 2 * 4 * 2048)
 
 
