@@ -122,6 +122,60 @@ def test_functions_of_the_device(run) -> None:
     assert run(FUNCTIONS) == "496 31 22222222 40000000 63 0.5 0.5\nffffffff 0 0 2 8"
 
 
+LAUNCHES = """
+#define SAY(call) printf("%s, ", cudaGetErrorString(call))
+template <class T> __global__ void axpy(T a, const T *x, T *y, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] += a * x[i];
+}
+__global__ void reversed(float *out) {
+    extern __shared__ float s[];
+    s[threadIdx.x * 600] = threadIdx.x;
+    __syncthreads();
+    out[threadIdx.x] = s[(blockDim.x - 1 - threadIdx.x) * 600];
+}
+int main() {
+    const int n = 1000; float a = 2, h[n], *x, *y;
+    for (int i = 0; i < n; ++i) h[i] = i;
+    cudaStream_t s; cudaStreamCreate(&s);
+    cudaMallocAsync(&x, n * 4, s); cudaMallocAsync((void **)&y, n * 4, s);
+    cudaMemcpyAsync(x, h, n * 4, cudaMemcpyHostToDevice, s); cudaMemsetAsync(y, 0, n * 4, s);
+    int count = n; void *arguments[] = {&a, &x, &y, &count};
+    SAY(cudaLaunchKernel((void *)axpy<float>, dim3(4), dim3(256), arguments, 0, s));
+    a = 100;  // the launch has taken the values
+    SAY(cudaLaunchKernel(reinterpret_cast<const void *>(&axpy<float>), 4, 2048, arguments));
+    cudaMemcpyAsync(h, y, n * 4, cudaMemcpyDeviceToHost, s);
+    SAY(cudaFreeAsync(x, s)); SAY(cudaFreeAsync(y, s)); SAY(cudaFreeAsync(y + 1, s)); cudaStreamSynchronize(s);
+    printf("%g\\n", h[999]); cudaGetLastError();
+    float *o; cudaMalloc(&o, 128);
+    reversed<<<1, 32, 80000>>>(o); SAY(cudaGetLastError());
+    SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 80000));
+    reversed<<<1, 32, 80000>>>(o); SAY(cudaGetLastError());
+    SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 200000));
+    cudaMemcpy(h, o, 128, cudaMemcpyDeviceToHost);
+    int blocks, grid, block;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reversed, 256, 80000);
+    cudaOccupancyMaxPotentialBlockSize(&grid, &block, axpy<float>, 0, 0);
+    printf("%g %d %d %d", h[0], blocks, grid, block);
+}
+"""
+
+
+def test_launches_by_pointer_and_limits_of_kernels(run) -> None:
+    refused, passed = "invalid argument, ", "no error, "
+    first = f"{passed}invalid configuration argument, {passed}{passed}{refused}1998\n"
+    assert run(LAUNCHES) == f"{first}{refused}{passed}{passed}{refused}31 2 1 1024"
+
+
+def test_a_refused_launch_is_an_error_of_the_launch_alone(run) -> None:
+    """A call that waits returns the errors of kernels that ran, not those of launches."""
+    text = "__global__ void k() {}\nint main() { cudaStream_t s; cudaStreamCreate(&s); cudaEvent_t e; "
+    text += "cudaEventCreate(&e); cudaEventRecord(e, s); k<<<1, 2000>>>();\n"
+    waits = "cudaDeviceSynchronize(), cudaStreamSynchronize(s), cudaEventSynchronize(e)"
+    text += f'printf("%d %d %d ", {waits}); printf("%d ", cudaPeekAtLastError());\n'
+    assert run(text + 'printf("%d ", cudaGetLastError()); printf("%d", cudaGetLastError()); }') == "0 0 0 9 9 0"
+
+
 def test_what_threads_print_does_not_depend_on_their_order(run) -> None:
     text = '__global__ void k() { printf("%d\\n", threadIdx.x); __syncthreads(); puts("after"); }\n'
     assert run(text + "int main() { k<<<1, 2>>>(); cudaDeviceSynchronize(); }\n") == "0\n1\nafter\nafter\n"

@@ -298,7 +298,7 @@ void check_launch() {
 void check_new_array(const SharedArray &each) {
     static std::map<const void *, Cell *> cells;
     Cell *&found = cells[each.begin];
-    const size_t room = each.begin == dynamic + kGap ? kMostShared : each.size / each.element + 1;
+    const size_t room = each.begin == dynamic + kGap ? kMostOptIn : each.size / each.element + 1;
     if (!found) found = static_cast<Cell *>(calloc(room, sizeof(Cell)));
     regions.push_back({each.begin - kGap, each.begin + each.size + kGap, each.begin, each.size, each.element, true, found,
                        nullptr, each.name});

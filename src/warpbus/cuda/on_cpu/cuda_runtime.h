@@ -79,6 +79,17 @@ enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerMultiProcessor = 39,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+enum cudaFuncCache {
+    cudaFuncCachePreferNone = 0,
+    cudaFuncCachePreferShared = 1,
+    cudaFuncCachePreferL1 = 2,
+    cudaFuncCachePreferEqual = 3,
 };
 constexpr int cudaCpuDeviceId = -1;
 enum cudaStreamCaptureMode {
@@ -98,7 +109,7 @@ using cudaHostFn_t = void (*)(void *);
 
 struct cudaDeviceProp {
     char name[256];
-    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerMultiprocessor;
+    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
     int regsPerBlock, warpSize, maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], major, minor;
     int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels;
     size_t totalConstMem;
@@ -108,6 +119,8 @@ namespace warpbus {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 512;
+constexpr size_t kMostOptIn = 163 << 10;  // shared memory of a kernel that asks for it, as compute capability 8.0
+constexpr unsigned kMostBlocks = 32;      // of a multiprocessor
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
 enum class Waits : unsigned char { nothing, block, warp };
@@ -155,13 +168,34 @@ struct Launch {
     Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
         : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
-    template <class Lambda> void operator()(const Lambda &lambda) const {
-        start({&lambda, [](const void *of) { (*static_cast<const Lambda *>(of))(); },
+    template <class Lambda> cudaError_t operator()(const Lambda &lambda) const {
+        return start({&lambda, [](const void *of) { (*static_cast<const Lambda *>(of))(); },
                [](const void *of) -> const void * { return new Lambda(*static_cast<const Lambda *>(of)); },
                [](const void *of) { delete static_cast<const Lambda *>(of); }});
     }
-    void start(const Call &call) const;
+    cudaError_t start(const Call &call) const;
 };
+
+template <class... T, size_t... I>
+cudaError_t launch_with(const Launch &launch, void (*kernel)(T...), void **arguments, std::index_sequence<I...>) {
+    const auto start = [&](std::decay_t<T>... values) { return launch([=] { kernel(values...); }); };
+    return start(*static_cast<std::decay_t<T> *>(arguments[I])...);
+}
+
+// A launch through a pointer: `translate` adds the kernel's name, and drops a cast to void *.
+template <class... T>
+cudaError_t cudaLaunchKernel(const char *name, void (*kernel)(T...), dim3 grid, dim3 block, void **arguments,
+                             size_t shared = 0, cudaStream_t stream = nullptr) {
+    return launch_with(Launch(name, grid, block, shared, stream), kernel, arguments, std::index_sequence_for<T...>{});
+}
+
+cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value);
+template <class F>
+cudaError_t cudaFuncSetAttribute(const char *name, F *, cudaFuncAttribute attribute, int value) {
+    return set_function_attribute(name, attribute, value);
+}
+cudaError_t count_resident(int *blocks, int block, size_t dynamic);
+cudaError_t best_block(int *grid, int *block, size_t dynamic, int limit);
 
 template <class T> constexpr size_t element_of = sizeof(T);
 template <> inline constexpr size_t element_of<void> = 0;
@@ -340,6 +374,9 @@ template <class T> cudaError_t cudaMallocManaged(T **pointer, size_t size, unsig
 }
 // With the text of the argument, an allocation has the name of its pointer.
 #define cudaMalloc(pointer, size) warpbus::allocate_named(#pointer, pointer, size, false)
+template <class T> cudaError_t cudaMallocAsync(T **pointer, size_t size, cudaStream_t) {
+    return warpbus::allocate_named("device memory", pointer, size, false);
+}
 template <class T> cudaError_t cudaHostAlloc(T **pointer, size_t size, unsigned) {
     *pointer = static_cast<T *>(warpbus::allocate_pinned(size));
     return *pointer ? cudaSuccess : warpbus::remember(cudaErrorMemoryAllocation);
@@ -349,6 +386,15 @@ template <class T> cudaError_t cudaMallocPitch(T **pointer, size_t *pitch, size_
     *pitch = (width + 511) / 512 * 512;
     return warpbus::allocate_named("pitched memory", pointer, *pitch * height, false);
 }
+template <class F>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F, int block, size_t dynamic) {
+    return warpbus::count_resident(blocks, block, dynamic);
+}
+template <class F>
+cudaError_t cudaOccupancyMaxPotentialBlockSize(int *grid, int *block, F, size_t dynamic = 0, int limit = 0) {
+    return warpbus::best_block(grid, block, dynamic, limit);
+}
+template <class F> cudaError_t cudaFuncSetCacheConfig(F, cudaFuncCache) { return cudaSuccess; }
 template <class T>
 cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t size, size_t offset = 0,
                                cudaMemcpyKind kind = cudaMemcpyHostToDevice) {
@@ -366,6 +412,7 @@ cudaError_t cudaPeekAtLastError();
 cudaError_t cudaGetLastError();
 cudaError_t cudaFreeHost(void *pointer);
 cudaError_t cudaFree(void *pointer);
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream);
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,

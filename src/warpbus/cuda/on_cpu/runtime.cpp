@@ -15,6 +15,8 @@ namespace warpbus {
 
 Thread *current;
 uint3 block_at, block_size, grid_size;
+// The last error of a call. A launch that is refused is such an error: calls that wait return only the errors of kernels
+// that ran, which end the program here.
 cudaError_t last;
 
 #ifndef WARPBUS_CHECKS
@@ -83,25 +85,55 @@ char *dynamic_memory(size_t element, const char *name) {
     return dynamic + kGap;
 }
 
-void Launch::start(const Call &call) const {
+// A kernel's name without the namespace and arguments of a template.
+static std::string base_name(const char *name) {
+    const std::string whole(name, strcspn(name, "<"));
+    const size_t begin = whole.rfind(':') == std::string::npos ? 0 : whole.rfind(':') + 1;
+    return whole.substr(begin, whole.find_last_not_of(' ') + 1 - begin);
+}
+
+static std::map<std::string, size_t> raised;  // kernels that may have more than kMostShared bytes of dynamic memory
+
+static size_t most_dynamic(const char *name) {
+    const auto found = raised.find(base_name(name));
+    return found == raised.end() ? kMostShared : found->second;
+}
+
+cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value) {
+    const bool carveout = attribute == cudaFuncAttributePreferredSharedMemoryCarveout;
+    if (value < (carveout ? -1 : 0) || (carveout ? value > 100 : static_cast<size_t>(value) > kMostOptIn))
+        return remember(cudaErrorInvalidValue);
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
+        raised[base_name(name)] = std::max(static_cast<size_t>(value), kMostShared);
+    return cudaSuccess;
+}
+
+// Of the limits of a multiprocessor, those of threads and shared memory: registers are not known here.
+static int resident_blocks(int block, size_t dynamic) {
+    const int padded = (block + 31) / 32 * 32;
+    const size_t by_memory = dynamic ? kMostOptIn / dynamic : kMostBlocks;
+    return block > static_cast<int>(kMostThreads) ? 0
+         : static_cast<int>(std::min({size_t{kMostThreads} / padded, by_memory, size_t{kMostBlocks}}));
+}
+
+cudaError_t Launch::start(const Call &call) const {
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const bool fits = threads >= 1 && threads <= kMostThreads && block.z <= 64 && grid.x >= 1 && grid.y >= 1 &&
                       grid.z >= 1 && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535;
-    if (!fits || shared > kMostShared) {
-        remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
-        return;
-    }
+    if (!fits || shared > most_dynamic(name))
+        return remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
     if (!stream && capturing) stop("default_stream", field("kernel", name));
     if (!stream) {
         run_streams(false);
         run_kernel(name, grid, block, shared, [&call] { call.run(call.lambda); });
-        return;
+        return cudaSuccess;
     }
     // A launch with a stream captures its arguments by value, see `translate`.
     const std::shared_ptr<const void> kept(call.copy(call.lambda), call.drop);
     enqueue(stream, [launch = *this, run = call.run, kept] {
         run_kernel(launch.name, launch.grid, launch.block, launch.shared, [&] { run(kept.get()); });
     });
+    return cudaSuccess;
 }
 
 }  // namespace warpbus
@@ -169,6 +201,13 @@ cudaError_t cudaFreeHost(void *pointer) {
     warpbus::run_streams(true);
     warpbus::pinned.erase(static_cast<char *>(pointer));
     free(pointer);
+    return cudaSuccess;
+}
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
+    if (!pointer) return cudaSuccess;
+    const warpbus::Allocation *found = warpbus::owner(pointer);
+    if (!found || found->begin != pointer) return warpbus::remember(cudaErrorInvalidValue);
+    warpbus::enqueue(stream, [=] { warpbus::release(pointer); });
     return cudaSuccess;
 }
 cudaError_t cudaFree(void *pointer) {
@@ -272,7 +311,7 @@ cudaError_t cudaMemset(void *at, int value, size_t size) { return cudaMemsetAsyn
 cudaError_t cudaDeviceSynchronize() {
     if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
     warpbus::run_streams(true);
-    return warpbus::last;
+    return cudaSuccess;
 }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
@@ -287,6 +326,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     switch (attribute) {
         case cudaDevAttrMaxThreadsPerBlock: *value = found.maxThreadsPerBlock; return cudaSuccess;
         case cudaDevAttrMaxSharedMemoryPerBlock: *value = static_cast<int>(found.sharedMemPerBlock); return cudaSuccess;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(found.sharedMemPerBlockOptin); return cudaSuccess;
         case cudaDevAttrWarpSize: *value = found.warpSize; return cudaSuccess;
         case cudaDevAttrMultiProcessorCount: *value = found.multiProcessorCount; return cudaSuccess;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = found.maxThreadsPerMultiProcessor; return cudaSuccess;
@@ -300,7 +340,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     *found = {};
     snprintf(found->name, sizeof found->name, "CPU, in the place of a GPU (warpbus cuda run)");
     found->totalGlobalMem = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * warpbus::page();
-    found->sharedMemPerBlock = found->sharedMemPerMultiprocessor = warpbus::kMostShared;
+    found->sharedMemPerBlock = warpbus::kMostShared;
+    found->sharedMemPerBlockOptin = found->sharedMemPerMultiprocessor = warpbus::kMostOptIn;
     found->totalConstMem = 64 << 10;
     found->regsPerBlock = 65536;
     found->warpSize = 32;
@@ -313,6 +354,23 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->multiProcessorCount = 1;
     return cudaSuccess;
 }
+
+namespace warpbus {
+
+cudaError_t count_resident(int *blocks, int block, size_t dynamic) {
+    if (block < 1) return remember(cudaErrorInvalidValue);
+    *blocks = resident_blocks(block, dynamic);
+    return cudaSuccess;
+}
+
+cudaError_t best_block(int *grid, int *block, size_t dynamic, int limit) {
+    if (dynamic > kMostOptIn || limit < 0) return remember(cudaErrorInvalidValue);
+    *block = limit ? std::min(limit, static_cast<int>(kMostThreads)) : static_cast<int>(kMostThreads);
+    *grid = resident_blocks(*block, dynamic);
+    return cudaSuccess;
+}
+
+}  // namespace warpbus
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     *stream = new warpbus_stream;
@@ -328,7 +386,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     }
     if (!stream) warpbus::run_streams(false);
     if (stream) warpbus::run_until(stream);
-    return warpbus::last;
+    return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     return stream && warpbus::step(stream) ? cudaErrorNotReady : cudaSuccess;
@@ -357,7 +415,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (event->graph && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
     if (event->stream) warpbus::run_until(event->stream, event, event->recorded);
-    return warpbus::last;
+    return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (event->done == event->recorded) return cudaSuccess;

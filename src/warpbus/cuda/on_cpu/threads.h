@@ -65,7 +65,7 @@ inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline const std::function<void()> *body;
 inline const char *kernel = "";
-alignas(128) inline char dynamic[kGap + kMostShared + kGap];
+alignas(128) inline char dynamic[kGap + kMostOptIn + kGap];
 inline size_t dynamic_size;
 
 #ifdef WARPBUS_CHECKS
