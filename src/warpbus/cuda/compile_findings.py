@@ -22,10 +22,15 @@ _HINTS = (
     ),
     (
         "hint_cuda",
-        r"(?:'|^)(?:cu[A-Z]|cuda|curand|cublas|cufft|__|atomic|surf|tex|wmma|nvcuda|thrust|cooperative_groups|half)\w*'?"
+        r"(?:'|^)(?:cu[A-Z]|cuda|curand|cublas|cufft|__|atomic|surf|tex|wmma|nvcuda|thrust|half)\w*'?"
         r"(?: was not declared|' has not been declared|' does not name)|undeclared identifier '(?:cuda|__|atomic)",
     ),
-    ("hint_cuda", r"(?:cooperative_groups|cuda_\w+|mma|cu[rbfs]\w+|(?:thrust|cub|cuda)/[\w/]+)(?:\.h)?: No such file"),
+    (
+        "hint_library",
+        r"(?:cooperative_groups/\w+|cuda_\w+|mma|nv\w+|cu[rbfsd]\w+|(?:thrust|cub|cuda|cutlass|cute)/[\w/]+)(?:\.\w+)?: "
+        r"No such file",
+    ),
+    ("hint_cuda", r"is not a member of '(?:cg|cooperative_groups|nvcuda|cub|thrust)\b"),
     ("hint_unknown", r"was not declared|undeclared identifier|is undefined|has not been declared|does not name a type"),
     ("hint_no_rows", r"invalid types '[^']*' for array subscript|subscripted value is not|must have pointer-to-object"),
     ("hint_const", r"read-only|const-qualified|expression must be a modifiable lvalue"),

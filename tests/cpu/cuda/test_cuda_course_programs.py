@@ -1,34 +1,16 @@
 """CUDA programs as courses write them, run on the CPU with all checks in both orders of threads."""
 
-import re
-
 import pytest
+from cuda_program_runs import run_checked
 from typer.testing import CliRunner
 
 from warpbus.cli import app
-from warpbus.cuda import programs
-from warpbus.cuda.findings import explain
 from warpbus.errors import DataError
-
-START = "#include <cstdio>\n#include <cassert>\n#include <cuda_runtime.h>\n"
 
 
 @pytest.fixture
 def run(tmp_path):
-    """What a program prints, the same in both orders of threads, or the explanation of its mistake."""
-
-    def run_text(text: str) -> str:
-        source = tmp_path / "program.cu"
-        source.write_text(START + text, encoding="utf-8")
-        found = programs.run_in_orders(source, checks=True)
-        if mistake := found[-1].mistake:
-            assert re.search("[\u4e00-\u9fff]", explain(mistake, "zh"))
-            return explain(mistake)
-        assert [(each.code, each.errors) for each in found] == [(0, "")] * 2
-        assert found[0].output == found[1].output
-        return found[0].output
-
-    return run_text
+    return lambda text: run_checked(tmp_path, text)
 
 
 SHARED = """
@@ -275,10 +257,25 @@ def test_memory_that_was_freed(run) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["cuda_fp16.h", "mma.h", "thrust/sort.h", "cub/cub.cuh", "cublas_v2.h", "curand_kernel.h", "cuda/pipeline"]
+)
+def test_headers_that_the_cpu_does_not_have(run, name: str) -> None:
+    found = run(f"#include <{name}>\nint main() {{}}\n")
+    assert f"{name}: No such file or directory. Of CUDA's headers the CPU has cuda_runtime.h" in found
+
+
+def test_dynamic_parallelism_is_refused(run) -> None:
+    text = "__global__ void child() {}\n__global__ void k() { if (threadIdx.x == 3) child<<<1, 1>>>(); }\n"
+    found = run(text + "int main() { k<<<1, 32>>>(); cudaDeviceSynchronize(); }\n")
+    assert found.startswith(
+        "kernel k, block (0, 0, 0), thread (3, 0, 0): launches the kernel child: dynamic parallelism"
+    )
+
+
+@pytest.mark.parametrize(
     "text",
     [
-        "#include <cuda_fp16.h>\nint main() {}\n",
-        "#include <thrust/sort.h>\nint main() {}\n",
+        "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::coalesced_threads(); }\n",
         "int main() { cudaGraphUpload(nullptr, nullptr); }\n",
         "__global__ void k() { __activemask(); }\nint main() {}\n",
     ],

@@ -314,6 +314,18 @@ void check_block() {
     ++interval;
 }
 
+// A block after a barrier of the grid is another one than before: nothing that came earlier conflicts with it. Its shared
+// memory was exchanged, so that it is not known what was written there.
+void check_resume() {
+    for (const Region &region : regions) {
+        if (!region.shared) continue;
+        for (size_t i = 0; i < region.size / region.element; ++i)
+            region.cells[i] = {{serial, interval - 1, 0, 0, 0, 0, false}, {}};
+    }
+}
+
+void check_grid_barrier() { first_serial = serial + 1; }
+
 void check_barrier() {
     count_requests();
     if (unwritten.found && unwritten.region.shared) stop_unwritten();

@@ -4,7 +4,7 @@
 // CUDA's own. It is for learning: right and wrong programs behave as on a GPU, only slowly.
 //
 // - The threads of a block are fibers on one thread of the CPU (`threads.h`). A fiber runs until a barrier or its end.
-//   Blocks run one after the other. WARPBUS_ORDER=reverse runs threads from the last to the first: a program whose output
+//   Blocks run one after the other, but for those of cooperative launches. WARPBUS_ORDER=reverse runs threads from the last to the first: a program whose output
 //   then differs depends on the order, which no GPU promises.
 // - Memory of cudaMalloc ends at a page that cannot be accessed, and only kernels and cudaMemcpy can access it at all: an
 //   index beyond the end, and host code that dereferences a device pointer, end the program with an explanation.
@@ -15,7 +15,9 @@
 // A program is compiled with this header alone, which has to be quick. Functions without a type of the program among their
 // parameters are in `runtime.cpp`, which is compiled once.
 //
-// Not here: textures, cooperative groups, half precision, tensor cores, more than one device.
+// Cooperative groups and asynchronous copies have headers of their own, as in CUDA.
+//
+// Not here: textures, half precision, tensor cores, more than one device.
 #pragma once
 
 #include <cmath>
@@ -58,6 +60,7 @@ enum cudaError_t {
     cudaErrorInvalidMemcpyDirection = 21,
     cudaErrorInvalidDevice = 101,
     cudaErrorNotReady = 600,
+    cudaErrorCooperativeLaunchTooLarge = 720,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901,
     cudaErrorStreamCaptureUnjoined = 904,
@@ -79,6 +82,7 @@ enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerMultiProcessor = 39,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrCooperativeLaunch = 95,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 enum cudaFuncAttribute {
@@ -111,7 +115,7 @@ struct cudaDeviceProp {
     char name[256];
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
     int regsPerBlock, warpSize, maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], major, minor;
-    int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels;
+    int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels, cooperativeLaunch;
     size_t totalConstMem;
 };
 
@@ -120,10 +124,11 @@ namespace warpbus {
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 512;
 constexpr size_t kMostOptIn = 163 << 10;  // shared memory of a kernel that asks for it, as compute capability 8.0
-constexpr unsigned kMostBlocks = 32;      // of a multiprocessor
+constexpr unsigned kMostBlocks = 32;          // of a multiprocessor
+constexpr unsigned kMostCooperative = 16384;  // threads of a cooperative launch: each has a stack
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
-enum class Waits : unsigned char { nothing, block, warp };
+enum class Waits : unsigned char { nothing, block, warp, grid };
 
 // A thread of a block: a fiber.
 struct Thread {
@@ -138,10 +143,22 @@ struct Thread {
     uint64_t given, got;    // the bits that it hands over, and those that it gets
 };
 
+// An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.
+struct DeferredCopy {
+    void (*run)(const DeferredCopy &);
+    void *to;
+    const void *from;
+    size_t size, zeros;  // bytes that are written, and how many of them, at the end, are 0
+    unsigned batch;
+};
+
 extern Thread *current;     // nullptr while host code runs
 extern uint3 block_at, block_size, grid_size;
 
 void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u);
+void defer_copy(const DeferredCopy &copy);
+void commit_copies();
+void wait_for_copies(unsigned last);
 cudaError_t remember(cudaError_t status);
 char *allocate(size_t size, size_t element, bool managed, const char *name);
 void *allocate_pinned(size_t size);
@@ -165,6 +182,7 @@ struct Launch {
     dim3 grid, block;
     size_t shared;
     cudaStream_t stream;
+    bool cooperative = false;
     Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
         : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
@@ -187,6 +205,13 @@ template <class... T>
 cudaError_t cudaLaunchKernel(const char *name, void (*kernel)(T...), dim3 grid, dim3 block, void **arguments,
                              size_t shared = 0, cudaStream_t stream = nullptr) {
     return launch_with(Launch(name, grid, block, shared, stream), kernel, arguments, std::index_sequence_for<T...>{});
+}
+template <class... T>
+cudaError_t cudaLaunchCooperativeKernel(const char *name, void (*kernel)(T...), dim3 grid, dim3 block, void **arguments,
+                                        size_t shared = 0, cudaStream_t stream = nullptr) {
+    Launch launch(name, grid, block, shared, stream);
+    launch.cooperative = true;
+    return launch_with(launch, kernel, arguments, std::index_sequence_for<T...>{});
 }
 
 cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value);

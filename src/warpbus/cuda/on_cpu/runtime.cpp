@@ -45,6 +45,24 @@ void wait_for(Waits waits, const char *what, int line, unsigned mask) {
     swapcontext(&running().context, &scheduler);
 }
 
+void defer_copy(const DeferredCopy &copy) {
+    running().copies.push_back(copy);
+    running().copies.back().batch = running().batches;
+}
+
+void commit_copies() { ++running().batches; }
+
+// Make the copies of all batches but the last ones.
+void wait_for_copies(unsigned last) {
+    Fiber &own = running();
+    size_t kept = 0;
+    for (const DeferredCopy &each : own.copies) {
+        if (each.batch + last < own.batches) each.run(each);
+        else own.copies[kept++] = each;
+    }
+    own.copies.resize(kept);
+}
+
 char *allocate(size_t size, size_t element, bool managed, const char *name) {
     const size_t padded = (size + 15) / 16 * 16, mapped = (padded + page() - 1) / page() * page();
     char *reserved = static_cast<char *>(mmap(nullptr, kGuard + mapped + kGuard, PROT_NONE,
@@ -117,21 +135,24 @@ static int resident_blocks(int block, size_t dynamic) {
 }
 
 cudaError_t Launch::start(const Call &call) const {
+    if (current) stop("nested", place(*current) + field("launched", name));
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const bool fits = threads >= 1 && threads <= kMostThreads && block.z <= 64 && grid.x >= 1 && grid.y >= 1 &&
                       grid.z >= 1 && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535;
     if (!fits || shared > most_dynamic(name))
         return remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
+    if (cooperative && threads * grid.x * grid.y * grid.z > kMostCooperative)
+        return remember(cudaErrorCooperativeLaunchTooLarge);
     if (!stream && capturing) stop("default_stream", field("kernel", name));
     if (!stream) {
         run_streams(false);
-        run_kernel(name, grid, block, shared, [&call] { call.run(call.lambda); });
+        run_kernel(*this, [&call] { call.run(call.lambda); });
         return cudaSuccess;
     }
     // A launch with a stream captures its arguments by value, see `translate`.
     const std::shared_ptr<const void> kept(call.copy(call.lambda), call.drop);
     enqueue(stream, [launch = *this, run = call.run, kept] {
-        run_kernel(launch.name, launch.grid, launch.block, launch.shared, [&] { run(kept.get()); });
+        run_kernel(launch, [&] { run(kept.get()); });
     });
     return cudaSuccess;
 }
@@ -170,6 +191,7 @@ const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
         case cudaErrorNotReady: return "cudaErrorNotReady";
+        case cudaErrorCooperativeLaunchTooLarge: return "cudaErrorCooperativeLaunchTooLarge";
         case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
         case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
         case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
@@ -187,6 +209,7 @@ const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
         case cudaErrorNotReady: return "device not ready";
+        case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
         case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
         case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
@@ -327,6 +350,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
         case cudaDevAttrMaxThreadsPerBlock: *value = found.maxThreadsPerBlock; return cudaSuccess;
         case cudaDevAttrMaxSharedMemoryPerBlock: *value = static_cast<int>(found.sharedMemPerBlock); return cudaSuccess;
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(found.sharedMemPerBlockOptin); return cudaSuccess;
+        case cudaDevAttrCooperativeLaunch: *value = found.cooperativeLaunch; return cudaSuccess;
         case cudaDevAttrWarpSize: *value = found.warpSize; return cudaSuccess;
         case cudaDevAttrMultiProcessorCount: *value = found.multiProcessorCount; return cudaSuccess;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = found.maxThreadsPerMultiProcessor; return cudaSuccess;
@@ -351,6 +375,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->maxGridSize[0] = 2147483647;
     found->maxGridSize[1] = found->maxGridSize[2] = 65535;
     found->major = 8;
+    found->cooperativeLaunch = 1;
     found->multiProcessorCount = 1;
     return cudaSuccess;
 }
