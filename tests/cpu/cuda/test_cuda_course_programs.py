@@ -149,6 +149,47 @@ def test_launches_by_pointer_and_limits_of_kernels(run) -> None:
     assert run(LAUNCHES) == f"{first}{refused}{passed}{passed}{refused}31 2 1 1024"
 
 
+MEMORY = """
+__global__ void k(int *x, long long *ticks) {
+    const long long begin = clock64();
+    x[0] = __ldcg(x + 1) + __dp4a(0x01020304, 0x01010101, 5) + __byte_perm(0x11, 0x22, 0x0004);
+    __stcs(x + 2, static_cast<int>(__funnelshift_l(0x80000000, 1, 1)));
+    atomicAdd_block(x + 3, 4);
+    ticks[0] = clock64() >= begin;
+}
+void CUDART_CB done(cudaStream_t, cudaError_t, void *data) { printf("%s ", static_cast<const char *>(data)); }
+int main() {
+    int *mapped, *seen, *managed, most; long long *ticks, same;
+    static int registered[4] = {0, 7, 0, 1};
+    cudaHostAlloc(&mapped, 16, cudaHostAllocMapped); cudaHostGetDevicePointer(&seen, mapped, 0);
+    cudaHostRegister(registered, 16, cudaHostRegisterDefault);
+    cudaMalloc(&ticks, 8); cudaMallocManaged(&managed, 64);
+    printf("%d ", cudaMemAdvise(managed, 64, cudaMemAdviseSetReadMostly, 0));
+    cudaStream_t s; int least, greatest; cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, greatest);
+    cudaMemcpyAsync(mapped, registered, 16, cudaMemcpyDefault, s);
+    k<<<1, 1, 0, s>>>(seen, ticks); cudaStreamAddCallback(s, done, (void *)"done", 0); cudaStreamSynchronize(s);
+    cudaMemcpy(&same, ticks, 8, cudaMemcpyDeviceToHost);
+    printf("%d %d %d %lld ", mapped[0], mapped[2], mapped[3], same);
+    cudaPointerAttributes of[3];
+    cudaPointerGetAttributes(of, ticks); cudaPointerGetAttributes(of + 1, managed);
+    cudaPointerGetAttributes(of + 2, mapped);
+    for (auto &each : of) printf("%d ", each.type);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+    printf("%d %d", most, cudaHostUnregister(registered)); cudaFreeHost(mapped);
+}
+"""
+
+
+def test_memory_of_the_host_and_functions_of_courses(run) -> None:
+    assert run(MEMORY) == f"0 done {7 + 15 + 0x11111122} 3 5 1 2 3 1 {163 << 10} 0"
+
+
+def test_inline_ptx_is_refused(run) -> None:
+    text = '__global__ void k(unsigned *x) { asm("mov.u32 %0, %%laneid;" : "=r"(x[0])); }\nint main() {}\n'
+    assert run(text).startswith("inline PTX (asm) (line 4) is not supported on the CPU")
+
+
 def test_a_refused_launch_is_an_error_of_the_launch_alone(run) -> None:
     """A call that waits returns the errors of kernels that ran, not those of launches."""
     text = "__global__ void k() {}\nint main() { cudaStream_t s; cudaStreamCreate(&s); cudaEvent_t e; "
@@ -267,9 +308,7 @@ def test_headers_that_the_cpu_does_not_have(run, name: str) -> None:
 def test_dynamic_parallelism_is_refused(run) -> None:
     text = "__global__ void child() {}\n__global__ void k() { if (threadIdx.x == 3) child<<<1, 1>>>(); }\n"
     found = run(text + "int main() { k<<<1, 32>>>(); cudaDeviceSynchronize(); }\n")
-    assert found.startswith(
-        "kernel k, block (0, 0, 0), thread (3, 0, 0): launches the kernel child: dynamic parallelism"
-    )
+    assert found.startswith("kernel k, block (0, 0, 0), thread (3, 0, 0): launches the kernel child: the CPU does not")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <type_traits>
 #include <utility>
 #if __has_include(<bits/stl_algobase.h>)
@@ -45,6 +46,8 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define CUDART_CB
 #define __align__(n) alignas(n)
 #define CUDART_VERSION 13000
 
@@ -76,12 +79,23 @@ enum cudaMemcpyKind {
 };
 enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerBlock = 1,
+    cudaDevAttrMaxBlockDimX = 2,
+    cudaDevAttrMaxBlockDimY = 3,
+    cudaDevAttrMaxBlockDimZ = 4,
+    cudaDevAttrMaxGridDimX = 5,
+    cudaDevAttrMaxGridDimY = 6,
+    cudaDevAttrMaxGridDimZ = 7,
     cudaDevAttrMaxSharedMemoryPerBlock = 8,
+    cudaDevAttrTotalConstantMemory = 9,
     cudaDevAttrWarpSize = 10,
+    cudaDevAttrMaxRegistersPerBlock = 12,
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrMaxThreadsPerMultiProcessor = 39,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+    cudaDevAttrManagedMemory = 83,
+    cudaDevAttrConcurrentManagedAccess = 89,
     cudaDevAttrCooperativeLaunch = 95,
     cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
@@ -96,6 +110,31 @@ enum cudaFuncCache {
     cudaFuncCachePreferEqual = 3,
 };
 constexpr int cudaCpuDeviceId = -1;
+constexpr int cudaInvalidDeviceId = -2;
+enum cudaMemoryAdvise {
+    cudaMemAdviseSetReadMostly = 1,
+    cudaMemAdviseUnsetReadMostly = 2,
+    cudaMemAdviseSetPreferredLocation = 3,
+    cudaMemAdviseUnsetPreferredLocation = 4,
+    cudaMemAdviseSetAccessedBy = 5,
+    cudaMemAdviseUnsetAccessedBy = 6,
+};
+enum cudaMemoryType {
+    cudaMemoryTypeUnregistered = 0,
+    cudaMemoryTypeHost = 1,
+    cudaMemoryTypeDevice = 2,
+    cudaMemoryTypeManaged = 3,
+};
+struct cudaPointerAttributes {
+    cudaMemoryType type;
+    int device;
+    void *devicePointer, *hostPointer;
+};
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone = 0,
+    cudaStreamCaptureStatusActive = 1,
+    cudaStreamCaptureStatusInvalidated = 2,
+};
 enum cudaStreamCaptureMode {
     cudaStreamCaptureModeGlobal = 0,
     cudaStreamCaptureModeThreadLocal = 1,
@@ -103,20 +142,25 @@ enum cudaStreamCaptureMode {
 };
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
-constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
+constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, cudaHostAllocWriteCombined = 4;
+constexpr unsigned cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2;
+constexpr unsigned cudaMemAttachGlobal = 1, cudaMemAttachHost = 2;
 using cudaStream_t = struct warpbus_stream *;
 using cudaEvent_t = struct warpbus_event *;
 using cudaGraph_t = struct warpbus_graph *;
 using cudaGraphExec_t = struct warpbus_graph_exec *;
 using cudaGraphNode_t = struct warpbus_graph_node *;
 using cudaHostFn_t = void (*)(void *);
+using cudaStreamCallback_t = void (*)(cudaStream_t, cudaError_t, void *);
 
 struct cudaDeviceProp {
     char name[256];
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
     int regsPerBlock, warpSize, maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], major, minor;
     int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels, cooperativeLaunch;
-    size_t totalConstMem;
+    int regsPerMultiprocessor, maxBlocksPerMultiProcessor, unifiedAddressing, managedMemory, concurrentManagedAccess;
+    int canMapHostMemory, asyncEngineCount, integrated, ECCEnabled, pciBusID, pciDeviceID, pciDomainID;
+    size_t totalConstMem, memPitch, textureAlignment;
 };
 
 namespace warpbus {
@@ -389,7 +433,23 @@ __forceinline__ unsigned atomicDec(unsigned *at, unsigned last) {
     return warpbus::change(at, [&](unsigned old) { return old == 0 || old > last ? last : old - 1; });
 }
 
+#define WARPBUS_SCOPES(name) \
+    template <class T, class U> __forceinline__ T name##_block(T *at, U value) { return name(at, value); } \
+    template <class T, class U> __forceinline__ T name##_system(T *at, U value) { return name(at, value); }
+WARPBUS_SCOPES(atomicAdd)
+WARPBUS_SCOPES(atomicMax)
+WARPBUS_SCOPES(atomicMin)
+WARPBUS_SCOPES(atomicExch)
+#undef WARPBUS_SCOPES
+
 template <class T> T __ldg(const T *at) { return *at; }
+template <class T> T __ldcg(const T *at) { return *at; }
+template <class T> T __ldcs(const T *at) { return *at; }
+template <class T> void __stcg(T *at, T value) { *at = value; }
+template <class T> void __stcs(T *at, T value) { *at = value; }
+[[noreturn]] inline void __trap() { abort(); }
+long long clock64();
+inline void __nanosleep(unsigned) {}
 
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t size) {
     return warpbus::allocate_named("device memory", pointer, size, false);
@@ -405,6 +465,10 @@ template <class T> cudaError_t cudaMallocAsync(T **pointer, size_t size, cudaStr
 template <class T> cudaError_t cudaHostAlloc(T **pointer, size_t size, unsigned) {
     *pointer = static_cast<T *>(warpbus::allocate_pinned(size));
     return *pointer ? cudaSuccess : warpbus::remember(cudaErrorMemoryAllocation);
+}
+template <class T> cudaError_t cudaHostGetDevicePointer(T **device, void *host, unsigned) {
+    *device = static_cast<T *>(host);
+    return cudaSuccess;
 }
 template <class T> cudaError_t cudaMallocHost(T **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
 template <class T> cudaError_t cudaMallocPitch(T **pointer, size_t *pitch, size_t width, size_t height) {
@@ -436,6 +500,12 @@ const char *cudaGetErrorString(cudaError_t status);
 cudaError_t cudaPeekAtLastError();
 cudaError_t cudaGetLastError();
 cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags);
+cudaError_t cudaHostUnregister(void *pointer);
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer);
+cudaError_t cudaMemAdvise(const void *at, size_t size, cudaMemoryAdvise advice, int device);
+cudaError_t cudaRuntimeGetVersion(int *version);
+cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaFree(void *pointer);
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream);
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind);
@@ -460,6 +530,10 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
 cudaError_t cudaStreamCreate(cudaStream_t *stream);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority);
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest);
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
@@ -476,6 +550,12 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0);
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, cudaGraphNode_t *, char *, size_t) {
+    return cudaGraphInstantiate(exec, graph, 0);
+}
+inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    return cudaGraphInstantiate(exec, graph, flags);
+}
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphDestroy(cudaGraph_t);

@@ -181,6 +181,8 @@ extern "C" int __wrap_putchar(int letter) { return warpbus::current ? __wrap_pri
 void __threadfence() { warpbus::check_fence(false); }
 void __threadfence_block() { warpbus::check_fence(true); }
 
+long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
 const char *cudaGetErrorName(cudaError_t status) {
     switch (status) {
         case cudaSuccess: return "cudaSuccess";
@@ -224,6 +226,25 @@ cudaError_t cudaFreeHost(void *pointer) {
     warpbus::run_streams(true);
     warpbus::pinned.erase(static_cast<char *>(pointer));
     free(pointer);
+    return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned) {
+    if (!pointer || !size || warpbus::owner(pointer)) return warpbus::remember(cudaErrorInvalidValue);
+    warpbus::pinned[static_cast<char *>(pointer)] = size;
+    return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void *pointer) {
+    return warpbus::pinned.erase(static_cast<char *>(pointer)) ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer) {
+    const warpbus::Allocation *of = warpbus::owner(pointer);
+    const bool pinned = warpbus::is_pinned(pointer, 1), reachable = !of || of->managed;
+    void *at = const_cast<void *>(pointer);
+    found->type = of ? (of->managed ? cudaMemoryTypeManaged : cudaMemoryTypeDevice)
+                     : pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    found->device = of || pinned ? 0 : cudaInvalidDeviceId;
+    found->devicePointer = of || pinned ? at : nullptr;
+    found->hostPointer = reachable ? at : nullptr;
     return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
@@ -313,6 +334,9 @@ cudaError_t cudaMemPrefetchAsync(const void *at, size_t, int, cudaStream_t) {
     const warpbus::Allocation *found = warpbus::owner(at);
     return found && found->managed ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
 }
+cudaError_t cudaMemAdvise(const void *at, size_t size, cudaMemoryAdvise, int device) {
+    return cudaMemPrefetchAsync(at, size, device, nullptr);
+}
 cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream) {
     return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
 }
@@ -336,6 +360,8 @@ cudaError_t cudaDeviceSynchronize() {
     warpbus::run_streams(true);
     return cudaSuccess;
 }
+cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return warpbus::remember(cudaErrorInvalidDevice); }
@@ -346,16 +372,31 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     cudaDeviceProp found;
     const cudaError_t status = cudaGetDeviceProperties(&found, device);
     if (status != cudaSuccess) return status;
-    switch (attribute) {
-        case cudaDevAttrMaxThreadsPerBlock: *value = found.maxThreadsPerBlock; return cudaSuccess;
-        case cudaDevAttrMaxSharedMemoryPerBlock: *value = static_cast<int>(found.sharedMemPerBlock); return cudaSuccess;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(found.sharedMemPerBlockOptin); return cudaSuccess;
-        case cudaDevAttrCooperativeLaunch: *value = found.cooperativeLaunch; return cudaSuccess;
-        case cudaDevAttrWarpSize: *value = found.warpSize; return cudaSuccess;
-        case cudaDevAttrMultiProcessorCount: *value = found.multiProcessorCount; return cudaSuccess;
-        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = found.maxThreadsPerMultiProcessor; return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMajor: *value = found.major; return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMinor: *value = found.minor; return cudaSuccess;
+    const std::map<cudaDeviceAttr, size_t> values = {
+        {cudaDevAttrMaxThreadsPerBlock, found.maxThreadsPerBlock},
+        {cudaDevAttrMaxBlockDimX, found.maxThreadsDim[0]},
+        {cudaDevAttrMaxBlockDimY, found.maxThreadsDim[1]},
+        {cudaDevAttrMaxBlockDimZ, found.maxThreadsDim[2]},
+        {cudaDevAttrMaxGridDimX, found.maxGridSize[0]},
+        {cudaDevAttrMaxGridDimY, found.maxGridSize[1]},
+        {cudaDevAttrMaxGridDimZ, found.maxGridSize[2]},
+        {cudaDevAttrMaxSharedMemoryPerBlock, found.sharedMemPerBlock},
+        {cudaDevAttrTotalConstantMemory, found.totalConstMem},
+        {cudaDevAttrWarpSize, found.warpSize},
+        {cudaDevAttrMaxRegistersPerBlock, found.regsPerBlock},
+        {cudaDevAttrMultiProcessorCount, found.multiProcessorCount},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, found.maxThreadsPerMultiProcessor},
+        {cudaDevAttrComputeCapabilityMajor, found.major},
+        {cudaDevAttrComputeCapabilityMinor, found.minor},
+        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, found.sharedMemPerMultiprocessor},
+        {cudaDevAttrManagedMemory, found.managedMemory},
+        {cudaDevAttrConcurrentManagedAccess, found.concurrentManagedAccess},
+        {cudaDevAttrCooperativeLaunch, found.cooperativeLaunch},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, found.sharedMemPerBlockOptin},
+    };
+    if (const auto its = values.find(attribute); its != values.end()) {
+        *value = static_cast<int>(its->second);
+        return cudaSuccess;
     }
     return warpbus::remember(cudaErrorInvalidValue);
 }
@@ -367,7 +408,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->sharedMemPerBlock = warpbus::kMostShared;
     found->sharedMemPerBlockOptin = found->sharedMemPerMultiprocessor = warpbus::kMostOptIn;
     found->totalConstMem = 64 << 10;
-    found->regsPerBlock = 65536;
+    found->regsPerBlock = found->regsPerMultiprocessor = 65536;
+    found->maxBlocksPerMultiProcessor = warpbus::kMostBlocks;
+    found->unifiedAddressing = found->managedMemory = found->concurrentManagedAccess = found->canMapHostMemory = 1;
+    found->memPitch = 2147483647;
+    found->textureAlignment = 512;
     found->warpSize = 32;
     found->maxThreadsPerBlock = found->maxThreadsPerMultiProcessor = warpbus::kMostThreads;
     found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
@@ -404,6 +449,16 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(stream, flags);
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = *greatest = 0; return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    const bool active = stream && stream->graph;
+    *status = !active ? cudaStreamCaptureStatusNone
+              : stream->graph->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     if (stream ? stream->graph != nullptr : warpbus::capturing != nullptr) {
         warpbus::breaks_capture();
@@ -423,6 +478,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     warpbus::enqueue(stream, [=] { function(data); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned) {
+    warpbus::enqueue(stream, [=] { function(stream, cudaSuccess, data); });
     return cudaSuccess;
 }
 
