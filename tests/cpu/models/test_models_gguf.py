@@ -139,7 +139,7 @@ def test_schemes_without_a_block_type_are_rounded_again_and_it_is_said(tmp_path)
     tokenizer_files.write_poet(source)
     done = convert(source, tmp_path / "m.gguf", to="gguf")
     assert done.to_json()["rounded_again"] == done.to_json()["kinds"]["Q8_0"] == 14
-    assert "14 matrices were rounded" in done.summary()
+    assert "matrices rounded to the file's types, see `warpbus eval` for the effect: 14" in done.summary()
     checkpoint = Checkpoint(find_model(tmp_path / "m.gguf"))
     expected = plain["model.layers.0.mlp.down_proj.weight"]
     converted = convert(tmp_path / "m.gguf", tmp_path / "plain", to="float16")

@@ -130,13 +130,13 @@ class GGUFExport:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.kinds.items()))
         lines = [f"{self.output}: {kinds}, {self.bytes_before / 1e6:,.1f} MB to {self.bytes_after / 1e6:,.1f} MB"]
         for count, what in (
-            (self.exact, "matrices have the codes and scales of the model"),
-            (self.minima_rounded, "matrices have the codes of the model, and minima rounded to float16"),
-            (self.rounded_again, "matrices were rounded to the file's types: measure the result with `warpbus eval`"),
-            (self.scales_rounded, "scales were rounded to float16"),
+            (self.exact, "matrices with the codes and scales of the model"),
+            (self.minima_rounded, "matrices with the codes of the model, and minima rounded to float16"),
+            (self.rounded_again, "matrices rounded to the file's types, see `warpbus eval` for the effect"),
+            (self.scales_rounded, "scales rounded to float16"),
         ):
             if count:
-                lines.append(f"{count:,} {what}")
+                lines.append(f"{what}: {count:,}")
         return "\n".join([*lines, "read back bit for bit"])
 
 
