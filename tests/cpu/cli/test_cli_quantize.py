@@ -44,6 +44,12 @@ def test_quantizes_and_shows_a_table(model, texts, tmp_path):
     assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == "w4a16-g64"
 
 
+def test_an_empty_name_is_no_model(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(model)
+    with pytest.raises(UsageError, match=r"^the model's name is empty"):
+        invoke("", tmp_path / "out", "--algorithm", "rtn", "--device", "cpu")
+
+
 def test_without_calibration_data_it_says_what_it_takes(model, texts, tmp_path):
     flags = ("--samples", "2", "--seqlen", "32", "--scheme", "w4a16-g64", "--device", "cpu")
     found = invoke(model, tmp_path / "out", *flags)
