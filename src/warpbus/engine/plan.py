@@ -539,6 +539,15 @@ def _fitting_context(stored: Stored, limit: int, asked: int, max_num_seqs: int, 
     return bisect_right(range(_CONTEXT_STEP, asked, _CONTEXT_STEP), limit, key=needed) * _CONTEXT_STEP
 
 
+def _fitting_seqs(stored: Stored, limit: int, max_model_len: int | None, asked: int, kv_dtype: str) -> int:
+    """The most sequences of a batch, fewer than were asked for, that fit; 0: not even one."""
+
+    def needed(seqs: int) -> int:
+        return least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=seqs, kv_dtype=kv_dtype)
+
+    return bisect_right(range(1, asked), limit, key=needed)
+
+
 def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str) -> str:
     """Why no layout fits, and what would."""
     config = stored.config
@@ -547,6 +556,8 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"] + ["share it among more GPUs"] * (stored.gpus > 1)
     if max_model_len is not None and (shorter := _fitting_context(stored, limit, least, max_num_seqs, kv_dtype)):
         advice.append(f"a max_model_len of {shorter:,}")
+    if fewer := _fitting_seqs(stored, limit, max_model_len, max_num_seqs, kv_dtype):
+        advice.append(f"a max_num_seqs of {fewer:,}")
     if not stored.quantized:
         quantized = Stored.uniform(config, stored.dtype, _SUGGESTED).quantized
         smaller = replace(stored, quantized=quantized)

@@ -257,6 +257,17 @@ def advised(error, pattern):
     return re.search(pattern, str(error.value))[1].replace(",", "")
 
 
+@pytest.mark.parametrize(("limit", "seqs"), [(80 * GB, 100_000), (int(4.6 * GB), 2_000)])
+def test_the_advice_on_sequences_holds(limit, seqs):
+    """That so many sequences need the memory is said, whatever else would help."""
+    with pytest.raises(UsageError) as error:
+        plan_memory(CHATGLM2, limit, max_num_seqs=seqs)
+    most = int(advised(error, r"max_num_seqs of ([\d,]+)"))
+    assert plan_memory(CHATGLM2, limit, max_num_seqs=most).total <= limit
+    with pytest.raises(UsageError):
+        plan_memory(CHATGLM2, limit, max_num_seqs=2 * most)
+
+
 def test_the_advice_holds():
     with pytest.raises(UsageError) as error:
         plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=32000)
