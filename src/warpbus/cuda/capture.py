@@ -110,13 +110,67 @@ def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
             # is slow to get there, the first replay, on another stream, would set the offset before it is reset.
             stream.synchronize()
         except BaseException:
-            # After a failed capture PyTorch behaves as if it were still capturing: it frees no memory and gives no
-            # random numbers.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
+            _recover(graph.memory)
             raise
+
+
+class PieceCapture:
+    """Captures what a thread launches as several graphs, one behind the other; made by `capture_pieces`.
+
+    Attributes:
+        graphs: those that have ended.
+    """
+
+    def __init__(self, memory: GraphMemory) -> None:
+        self.graphs: list[Graph] = []
+        self._memory = memory
+
+    def begin(self) -> None:
+        """Begin a graph. It may use what earlier ones have written to memory that is still allocated."""
+        self._memory.take_workspace()
+        graph = Graph()
+        graph.memory = self._memory
+        self.graphs.append(graph)
+        graph.capture_begin(pool=self._memory.between, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the graph. Until the next one begins, what is launched is not captured."""
+        self.graphs[-1].capture_end()
+        self._memory.stream.synchronize()  # as in `capture`
+
+
+@contextmanager
+def capture_pieces(memory: GraphMemory) -> Iterator[PieceCapture]:
+    """Capture several graphs that are replayed in this order, while something else is launched between them.
+
+    The first one has begun, and the last one ends with the block. Garbage collection is off meanwhile.
+
+    Args:
+        memory: shared with other graphs, on the current GPU; unusable after a capture that failed.
+    """
+    with _alone, _uncollected():
+        torch.cuda.synchronize(memory.stream.device)
+        torch.cuda.empty_cache()  # memory that the graphs need may lie there
+        with torch.cuda.stream(memory.stream):
+            pieces = PieceCapture(memory)
+            try:
+                pieces.begin()
+                yield pieces
+                pieces.end()
+            except BaseException:
+                with suppress(RuntimeError):  # it may have ended
+                    pieces.graphs[-1].capture_end()
+                _recover(memory)
+                raise
+
+
+def _recover(memory: GraphMemory) -> None:
+    """After a failed capture PyTorch behaves as if it were still capturing: it frees no memory and gives no random
+    numbers."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.between)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def synchronize(device: torch.device | int) -> None:

@@ -65,6 +65,17 @@ def bytes_at(address: int, size: int, device: torch.device, owner: object) -> Te
     return _tensor(address, size, kind, index, owner)
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """A tensor at the same place of a GPU's memory, which does not keep that memory allocated."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    size = (last + 1) * tensor.element_size()
+    return (
+        bytes_at(tensor.data_ptr(), size, tensor.device, None)
+        .view(tensor.dtype)
+        .as_strided(tensor.shape, tensor.stride())
+    )
+
+
 def empty_remote(index: int) -> Tensor:
     """A tensor of uint8 `[0]`, without memory, of the remote device `index` (`warpbus.cuda.remote`)."""
     return _tensor(None, 0, _EXTENSION, index, None)

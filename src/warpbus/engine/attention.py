@@ -39,6 +39,9 @@ class PrefillAttention(FusedAttention):
         cache: its memory is committed for the blocks.
         slot_mapping: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
         spans: the chunks, in the order of their tokens, without gaps.
+
+    Attributes:
+        results: `[1, tokens, features]`: where the next call may put what it returns; None: in memory of its own.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PrefillAttention(FusedAttention):
         # there are kernels, as slots, int32 `[tokens, top_k]`; None: all.
         self._selected: list[Tensor | None] = [None] * len(spans)
         self._joined_spans: tuple[list[JoinedSpans], list[ChunkSpan]] | None = None
+        self.results: Tensor | None = None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config, angles = self._config, self._angles
@@ -73,7 +77,7 @@ class PrefillAttention(FusedAttention):
             interleaved=config.rope.interleaved,
         )
         joined, alone = self._joined(q, expanded=False)
-        attended = torch.empty_like(q)
+        attended = torch.empty_like(q) if self.results is None else self.results.view(q.shape)
         for span in alone:
             self._attend_alone(span, q, k, v, stored, attended)
         for group in joined:
@@ -132,7 +136,7 @@ class PrefillAttention(FusedAttention):
             ]
             return torch.cat(outputs).flatten(-2)[None]
         joined, alone = self._joined(q, expanded=True)
-        attended = torch.empty_like(q)
+        attended = torch.empty_like(q) if self.results is None else self.results.view(q.shape)
         for span in alone:
             attended[span.part] = self._attend_span(attention, q, latent, cached, span, None)
         for group in joined:

@@ -240,8 +240,7 @@ class Runner:
         )
         angles = self._step.rope_angles(positions.int(), rows.slots)
         context = PrefillAttention(self._model.config, angles, self._cache, slot_mapping, spans)
-        with self._step.with_adapters(rows.slots):
-            hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
+        hidden = self._step.transform(tokens, context, rows.slots)
         self._keep(rows.sampled, rows.following, partial(self._predict_prompts, hidden, context))
         for chunk, span in zip(chunks, spans, strict=True):
             if _wants_logprobs(chunk):

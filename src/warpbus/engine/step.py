@@ -17,11 +17,12 @@ from torch import Tensor
 from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.devices import running_on
 from warpbus.cuda.remote import Recorded, RemoteBackend, remote_backend
-from warpbus.engine.attention import DecodeAttention, PositionedAttention
+from warpbus.engine.attention import DecodeAttention, PositionedAttention, PrefillAttention
 from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import pinned, to_device
 from warpbus.engine.positions import PositionState, RopeAngles, needs_position_state
+from warpbus.engine.prompt_graphs import PromptGraphs, graph_rows
 from warpbus.engine.speculation import MOST_MTP_DRAFTS
 from warpbus.kernels.ops import sampling, workspace
 from warpbus.models import Decoder
@@ -180,6 +181,11 @@ class StepExecutor:
         self._graphs: _GraphCache | _ProgramCache | None = None
         if graphs:
             self._graphs = _GraphCache(device, most_graphs) if remote is None else _ProgramCache(remote, most_graphs)
+        # Memory that is planned has no room for a second set of intermediate results.
+        most = graph_rows(model, device) if graphs and most_graphs is None else 0
+        self._prompts: PromptGraphs | None = None
+        if most and isinstance(self._graphs, _GraphCache):
+            self._prompts = PromptGraphs(model, most, self._graphs.memory, dtype, self._counters)
 
     def scores(self, slots: abc.Sequence[int], longest: int) -> Tensor:
         """Decode: compute the last token of some sequences; the logits of the next ones, `[sequences, vocabulary]`.
@@ -319,7 +325,21 @@ class StepExecutor:
             return RopeAngles(self.table, positions)
         return self.positioning.rope_angles(positions, to_device(slots, torch.int64, positions.device))
 
-    def with_adapters(self, slots: abc.Sequence[int]) -> AbstractContextManager[None]:
+    def transform(self, tokens: Tensor, context: PrefillAttention, slots: abc.Sequence[int]) -> Tensor:
+        """The output of the last layer for chunks of prompts, `[tokens, hidden]`.
+
+        Args:
+            tokens: int64 `[tokens]`.
+            context: that stores and attends.
+            slots: of the sequence of each token.
+        """
+        x = self._model.embed(tokens[None])
+        if self._prompts is not None and len(tokens) <= self._prompts.most and not self._any_adapter(slots):
+            return self._prompts.transform(x, context)[0]
+        with self._with_adapters(slots):
+            return self._model.transform(x, None, context)[0]
+
+    def _with_adapters(self, slots: abc.Sequence[int]) -> AbstractContextManager[None]:
         """For model calls in the block, with rows of these slots: each row uses the adapter of its sequence."""
         numbers = [self._assigned[slot] for slot in slots]
         if not any(numbers):
@@ -496,16 +516,19 @@ def mixed_step_rows(decoding: int) -> int:
 
 
 class _GraphCache:
-    """CUDA graphs by key, captured at their first use. They share the memory of intermediate results.
+    """CUDA graphs by key, captured at their first use.
 
     Args:
         most: graphs that are kept, at least two: one may still run when it is dropped. None: all.
+
+    Attributes:
+        memory: of intermediate results, which the graphs share.
     """
 
     def __init__(self, device: torch.device, most: int | None) -> None:
         self._captured: dict[GraphKey, Graph] = {}  # least recently used first
         self._most = most
-        self._memory = GraphMemory(device)
+        self.memory = GraphMemory(device)
 
     def run(self, key: GraphKey, work: Callable[[], object]) -> None:
         """Launch `work`, captured under `key`. `work` must be idempotent: the capture runs it more than once."""
@@ -523,9 +546,9 @@ class _GraphCache:
 
     def _capture(self, work: Callable[[], object]) -> Graph:
         # Kernels are compiled and loaded at their first launch, which a capture does not allow.
-        with running_on(self._memory.stream):
+        with running_on(self.memory.stream):
             work()
-        with capture(self._memory) as graph:
+        with capture(self.memory) as graph:
             work()
         return graph
 

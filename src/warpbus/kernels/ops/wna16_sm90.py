@@ -59,6 +59,11 @@ class Wna16Sm90Tiling:
         """Of a block."""
         return 128 * (1 + self.consumers)
 
+    @property
+    def unit(self) -> int:
+        """Rows of x that are copied at a time for experts, see the kernel."""
+        return self.tokens // 4 if self.tokens >= 128 else self.tokens
+
     def tiles(self, m: int, n: int) -> int:
         """How many tiles cover a product."""
         return blocks((m, self.tokens), (n, self.rows))
@@ -157,7 +162,12 @@ def multiply(
     tiling.kernel(x.dtype, bits, groups, gated=gated)(
         grid,
         tiling.threads,
-        **_operands(x, weight, out, tiling, box=min(tiling.tokens, 64) if plan.splits == 1 else 16, gated=gated),
+        **_operands(
+            *(x, weight, out, tiling),
+            rows=tiling.tokens,
+            box=min(tiling.tokens, 64) if plan.splits == 1 else 16,
+            gated=gated,
+        ),
         **_host_maps(None, tiling, 0),
         bias=bias,
         partials=partials,
@@ -197,7 +207,9 @@ def multiply_experts(
     tiling.kernel(x.dtype, weights.bits, _groups(weights), experts=True, gated=gated)(
         min(multiprocessors(x.device), most * columns),
         tiling.threads,
-        **_operands(x, weights, out, tiling, box=min(tiling.tokens, 64), count=resident, gated=gated),
+        **_operands(
+            *(x, weights, out, tiling), rows=tiling.unit, box=min(tiling.tokens, 64), count=resident, gated=gated
+        ),
         **_host_maps(stacked.offloaded, tiling, stacked.count - resident, gated=gated),
         bias=None,
         partials=None,
@@ -217,16 +229,22 @@ def _operands(
     out: Tensor,
     tiling: Wna16Sm90Tiling,
     *,
+    rows: int,
     box: int,
     count: int = 1,
     gated: bool,
 ) -> dict[str, Any]:
-    """The arguments of a launch that describe x, the weights of `count` experts, and `out`, stored in boxes of rows."""
+    """The arguments of a launch that describe x, the weights of `count` experts, and `out`.
+
+    Args:
+        rows: of x that are copied at a time.
+        box: rows of `out` that are stored at a time.
+    """
     (m, k), n, size = x.shape, out.shape[1], weight.scheme.group_size
     codes, scales, zeros = _weight_maps(weight, tiling, count, gated=gated)
     direct = not fits(out)
     return {
-        "map_x": tile_maps(x, tiling.tokens, TILE_COLUMNS),
+        "map_x": tile_maps(x, rows, TILE_COLUMNS),
         "map_codes": codes,
         "map_scales": scales,
         "map_zeros": zeros,

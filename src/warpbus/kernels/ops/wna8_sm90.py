@@ -78,7 +78,7 @@ def multiply_experts(
     _kernel(x.dtype, weights, gated=gated, experts=True)(
         min(rows.most * columns, multiprocessors(x.device)),
         384,
-        **_operands(rounded, weights, out, gated=gated, count=stacked.count),
+        **_operands(rounded, weights, out, copied=_TILE // 2, gated=gated, count=stacked.count),
         bias=None,
         tiles=rows.tiles[1:],
         dependent=True,
@@ -101,9 +101,19 @@ def _kernel(dtype: torch.dtype, weight: PackedWeight, *, gated: bool, experts: b
 
 
 def _operands(
-    rounded: tuple[Tensor, Tensor, Tensor], weight: PackedWeight, out: Tensor, *, gated: bool, count: int = 1
+    rounded: tuple[Tensor, Tensor, Tensor],
+    weight: PackedWeight,
+    out: Tensor,
+    *,
+    copied: int = _TILE,
+    gated: bool,
+    count: int = 1,
 ) -> dict[str, Any]:
-    """The arguments of a launch that describe rounded activations, the weights of `count` experts, and `out`."""
+    """The arguments of a launch that describe rounded activations, the weights of `count` experts, and `out`.
+
+    Args:
+        copied: rows of x that are copied at a time.
+    """
     codes, scales, sums = rounded
     (m, k), n = codes.shape, out.shape[1]
     groups, size = _groups(weight), weight.scheme.group_size
@@ -113,10 +123,10 @@ def _operands(
     words = weight.scales.view(torch.int32)
     direct = not addressed(out)
     return {
-        "map_x": tile_maps(codes, _TILE, _TILE),
+        "map_x": tile_maps(codes, copied, _TILE),
         "map_codes": tensor_map(weight.codes.view(rows, -1), tile_rows, 64 * weight.bits, swizzled=False),
         "map_scales": tensor_map(words.view(rows, -1), tile_rows, 8 * groups, swizzled=False),
-        "map_sums": tile_maps(sums, _TILE, _SUMS_AT_ONCE),
+        "map_sums": tile_maps(sums, copied, _SUMS_AT_ONCE),
         "map_out": _NO_MAP if direct else tensor_map(out, BOX, BOX // 2 if gated else BOX),
         "x_scale": scales,
         "scales": words,

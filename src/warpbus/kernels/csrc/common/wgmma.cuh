@@ -195,7 +195,7 @@ __device__ __forceinline__ void wgmma_k32(int (&d)[N / 2], uint64 a, uint64 b, i
 
 template <typename Element, int N>
 __device__ __forceinline__ void wgmma_from_registers(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, int accumulate) {
-    static_assert(N == 16 || N == 32 || N == 64 || N == 128 || N == 256, "wgmma_from_registers: a power of two");
+    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256, "wgmma_from_registers: N");
     if constexpr (N == 16) {
         if constexpr (is_half<Element>) WGMMA_RS(16, "f16", 8, "%8", "%9", "%10", "%11", "%12", "%13");
         else WGMMA_RS(16, "bf16", 8, "%8", "%9", "%10", "%11", "%12", "%13");
@@ -205,9 +205,15 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[N / 2], const ui
     } else if constexpr (N == 64) {
         if constexpr (is_half<Element>) WGMMA_RS(64, "f16", 32, "%32", "%33", "%34", "%35", "%36", "%37");
         else WGMMA_RS(64, "bf16", 32, "%32", "%33", "%34", "%35", "%36", "%37");
+    } else if constexpr (N == 96) {
+        if constexpr (is_half<Element>) WGMMA_RS(96, "f16", 48, "%48", "%49", "%50", "%51", "%52", "%53");
+        else WGMMA_RS(96, "bf16", 48, "%48", "%49", "%50", "%51", "%52", "%53");
     } else if constexpr (N == 128) {
         if constexpr (is_half<Element>) WGMMA_RS(128, "f16", 64, "%64", "%65", "%66", "%67", "%68", "%69");
         else WGMMA_RS(128, "bf16", 64, "%64", "%65", "%66", "%67", "%68", "%69");
+    } else if constexpr (N == 192) {
+        if constexpr (is_half<Element>) WGMMA_RS(192, "f16", 96, "%96", "%97", "%98", "%99", "%100", "%101");
+        else WGMMA_RS(192, "bf16", 96, "%96", "%97", "%98", "%99", "%100", "%101");
     } else {
         if constexpr (is_half<Element>) WGMMA_RS(256, "f16", 128, "%128", "%129", "%130", "%131", "%132", "%133");
         else WGMMA_RS(256, "bf16", 128, "%128", "%129", "%130", "%131", "%132", "%133");

@@ -10,8 +10,9 @@
 //   STAGES    blocks of 64 columns in flight
 //   EXPERTS   0: one product; 1: the products of a mixture of experts. Rows of x are sorted by expert and multiplied by the
 //             expert's weights, which are contiguous, from number `resident` on in pinned host memory. tiles[i] = {expert,
-//             first row, rows, 0} has up to TOKENS rows; there are tiles[-1].x tiles, which blocks process whole, in turn. x
-//             has at least TOKENS rows, and there is no bias.
+//             first row, rows, 0} has up to TOKENS rows; there are tiles[-1].x tiles, which blocks process whole, in turn.
+//             Large tiles multiply no more quarters of their rows than they have. x has at least TOKENS rows, and there is
+//             no bias.
 //   GATED     1: a tile has as many rows of the gate as of up. n is a multiple of 16.
 //
 // The kernel computes the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register is then part
@@ -46,6 +47,9 @@ constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
 constexpr int kColumnsOfGroup = GATED ? 32 : 64;  // of out, that a warpgroup has
 constexpr int kColumns = kConsumers * kColumnsOfGroup;
 constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
+// Rows of x that are copied at a time, and by which a product of experts may be smaller than a tile: the last tile of an
+// expert has any number of rows.
+constexpr int kUnit = EXPERTS && TOKENS >= 128 ? TOKENS / 4 : TOKENS;
 constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = TOKENS * kTileK * 2;
@@ -184,7 +188,7 @@ private:
         there = schedule.next(segment, p);
         if (!there) return;
         place = place_of(segment.tile, p);
-        rows = EXPERTS ? TOKENS : rows_of<TOKENS>(place.token, p.m);
+        rows = EXPERTS ? (place.end - place.token + kUnit - 1) / kUnit * kUnit : rows_of<TOKENS>(place.token, p.m);
     }
 };
 
@@ -219,8 +223,11 @@ __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const 
     for (int b = 0; b < kBlocksOfStage; ++b) {
         const int block = blocks.segment.begin + b;
         if (block >= blocks.segment.end) break;
-        ptx::tma_load(buffers.x + (stage * kBlocksOfStage + b) * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
-                      block * kTileK, blocks.place.token);
+        const ptx::uint32 target = buffers.x + (stage * kBlocksOfStage + b) * kXBytes;
+        for (int first = 0; first < (EXPERTS ? blocks.rows : 1); first += kUnit) {
+            ptx::tma_load(target + first * kTileK * 2, maps.map_x.of<kUnit>(EXPERTS ? kUnit : blocks.rows), buffers.full + 8 * stage,
+                          block * kTileK, blocks.place.token + first);
+        }
     }
 }
 
@@ -281,13 +288,15 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operand
     }
 }
 
-// Starts the products of a block of k. `x` is the low word of the descriptor: arithmetic on 64 bits takes longer.
-__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint32 x) {
+// Starts the products of a block of k with Tokens rows of x. `x` is the low word of the descriptor: arithmetic on 64 bits
+// takes longer.
+template <int Tokens>
+__device__ __forceinline__ void multiply(float (&d)[Tokens / 2], const ptx::uint32 (&a)[4][4], ptx::uint32 x) {
     constexpr ptx::uint64 kUpperWord = ptx::wgmma_descriptor(0, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-        ptx::wgmma_from_registers<ELEMENT, TOKENS>(d, a[s], kUpperWord | (x + s * (32 / ptx::kDescriptorUnit)), 1);
+        ptx::wgmma_from_registers<ELEMENT, Tokens>(d, a[s], kUpperWord | (x + s * (32 / ptx::kDescriptorUnit)), 1);
     }
     ptx::wgmma_commit();
 }
@@ -298,9 +307,11 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// The products of `count` blocks of k. The codes of a block are dequantized while the products of the one before run.
-template <bool Symmetric>
-__device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count) {
+// The products of `count` blocks of k with Tokens rows of x. The codes of a block are dequantized while the products of the
+// one before run.
+template <bool Symmetric, int Tokens>
+__device__ __forceinline__ void multiply_blocks(float (&sums)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count) {
+    float d[Tokens / 2];
     ptx::uint32 even[4][4], odd[4][4];
     ptx::uint32 running = 0;  // the barrier of the stage whose last products run
     auto wait = [&] { ptx::mbarrier_wait(own.full + 8 * ring.stage, ring.parity); };
@@ -314,13 +325,13 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<kSt
     // Starts the products of block number `slot` of the ring, and waits for those of the one before, which read `other`.
     auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int slot, bool first) {
         dequantize<Symmetric>(a, own, slot);
-        multiply(d, a, own.x + slot * (kXBytes / ptx::kDescriptorUnit));
+        multiply<Tokens>(d, a, own.x + slot * (kXBytes / ptx::kDescriptorUnit));
         if (first) return;
         ptx::wgmma_wait<1>();
         read_by_products(other);
     };
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.0f;
+    for (int i = 0; i < Tokens / 2; ++i) d[i] = 0.0f;
     for (int block = 0; block < count; block += 2) {
         wait();
         step(even, odd, ring.stage * kBlocksOfStage, block == 0);
@@ -336,18 +347,42 @@ __device__ __forceinline__ void multiply_blocks(float (&d)[TOKENS / 2], Ring<kSt
     ptx::wgmma_wait<0>();
     ptx::wgmma_arrived(d);
     release();
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) sums[i] = i < Tokens / 2 ? d[i] : 0.0f;
+}
+
+// As `multiply_blocks`, with no more units of the rows of x than a tile has.
+template <bool Symmetric>
+__device__ __forceinline__ void multiply_tile(float (&d)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count,
+                                              Place place) {
+    if constexpr (kUnit < TOKENS) {
+        const int rows = place.end - place.token;
+        if (rows <= kUnit) return multiply_blocks<Symmetric, kUnit>(d, ring, own, count);
+        if (rows <= 2 * kUnit) return multiply_blocks<Symmetric, 2 * kUnit>(d, ring, own, count);
+        if (rows <= 3 * kUnit) return multiply_blocks<Symmetric, 3 * kUnit>(d, ring, own, count);
+    }
+    multiply_blocks<Symmetric, TOKENS>(d, ring, own, count);
 }
 
 // Writes what a warpgroup has of a tile, as columns of out, through staging buffers and TMA.
 __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
                                       Place place, int consumer, const Problem& p) {
     const int column = place.column + kColumnsOfGroup * consumer;
-    if (p.direct || (EXPERTS && place.end - place.token < TOKENS)) {
+    if (p.direct) {
         store_directly<ELEMENT, kColumnsOfGroup>(d, out, place.token, column, place.end, p.n);
         return;
     }
+    constexpr int kValues = kStoreTokens * kColumnsOfGroup / 128;  // of a thread
 #pragma unroll
     for (int first = 0; first < TOKENS; first += kStoreTokens) {
+        const int left = place.end - place.token - first;
+        if (EXPERTS && left < kStoreTokens) {  // a box would write to the rows of the next expert
+            float some[kStoreTokens / 2];  // with a gate, its results take half
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) some[i] = d[first * kColumnsOfGroup / 128 + i];
+            if (left > 0) store_directly<ELEMENT, kColumnsOfGroup>(some, out, place.token + first, column, place.end, p.n);
+            continue;
+        }
         begin_box(consumer);
 #pragma unroll
         for (int token = 0; token < kStoreTokens; token += 16) {
@@ -461,7 +496,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
     while (schedule.next(segment, p)) {
         const Place place = place_of(segment.tile, p);
         const int count = segment.end - segment.begin;
-        multiply_blocks<Symmetric>(d, ring, own, count);
+        multiply_tile<Symmetric>(d, ring, own, count, place);
 
         if (p.splits > 1) {
             share(d, buffers, maps, bias, out, place, consumer, p);

@@ -10,7 +10,8 @@
 //   GATED    1: a tile has as many rows of the gate as of up, in the order of wna16/sm90_wna16.cu. n is a multiple of 16
 //   EXPERTS  0: one product; 1: the products of a mixture of experts. Rows of x are sorted by expert and multiplied by the
 //            expert's weights, which are contiguous. tiles[i] = {expert, first row, rows, 0} has up to 128 rows; there are
-//            tiles[-1].x tiles. x has at least 128 rows, and there is no bias.
+//            tiles[-1].x tiles. Of a tile with up to 64 rows, only half is multiplied. x has at least 128 rows, and there
+//            is no bias.
 //
 // The weight is packed as for wna16 (kernels/ops/packed.py), so that the same codes serve both. x and its sums are those of
 // wna8/quantize.cu: per group, or per 128 columns where groups are larger, times -2^-9, and times the code of zero in a
@@ -43,6 +44,7 @@ constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
 constexpr int kTileK = 128;             // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = kTokens * kTileK;
+constexpr int kUnit = EXPERTS ? kTokens / 2 : kTokens;  // rows of x that are copied at a time
 constexpr int kChunkBytes = 128 * BITS;  // codes of 16 rows by 64 columns
 constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
 constexpr int kScaleBytes = kRows / 16 * GROUPS * 32;
@@ -108,6 +110,7 @@ struct Place {
         token = place.row * kTokens;
         column = place.column * kColumns;
     }
+    __device__ __forceinline__ bool more_than_half() const { return end - token > kTokens / 2; }
 };
 
 __device__ __forceinline__ int tiles(const Problem& p) {
@@ -119,12 +122,19 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
     const int blocks = (p.k + kTileK - 1) / kTileK, count = tiles(p);
     for (int tile = blockIdx.x; tile < count; tile += gridDim.x) {
         const Place place(tile, p);
-        const int rows = EXPERTS ? kTokens : rows_of<kTokens>(place.token, p.m);
+        const int rows = EXPERTS ? (place.more_than_half() ? kTokens : kUnit) : rows_of<kTokens>(place.token, p.m);
+        // Loads columns of the tile's rows from a matrix to the ring's stage.
+        const auto load_rows = [&](const ptx::TileMaps& map, int column) {
+            const ptx::uint32 target = buffers.x + ring.stage * kXBytes, full = buffers.full + 8 * ring.stage;
+            for (int first = 0; first < (EXPERTS ? rows : 1); first += kUnit) {
+                ptx::tma_load(target + first * kTileK, map.of<kUnit>(EXPERTS ? kUnit : rows), full, column, place.token + first);
+            }
+        };
         for (int first = 0; first < p.sums; first += kSumsAtOnce, ring.advance()) {
             ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
             const ptx::uint32 full = buffers.full + 8 * ring.stage;
             ptx::mbarrier_expect(full, rows * kSumsAtOnce * 4);
-            ptx::tma_load(buffers.x + ring.stage * kXBytes, maps.map_sums.of<kTokens>(rows), full, first, place.token);
+            load_rows(maps.map_sums, first);
         }
         for (int block = 0; block < blocks; ++block, ring.advance()) {
             ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
@@ -139,8 +149,7 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
                 ptx::tma_load(buffers.scales + ring.stage * kScaleBytes + i * (kScaleBytes / kCopies), &maps.map_scales, full,
                               group * 8, tile_of_weight);
             }
-            ptx::tma_load(buffers.x + ring.stage * kXBytes, maps.map_x.of<kTokens>(rows), full, block * kTileK,
-                          place.token);
+            load_rows(maps.map_x, block * kTileK);
         }
     }
 }
@@ -195,6 +204,7 @@ struct Consumer {
 
     // Begins with what the zero points of groups add: their scales times zero points times the sums of x. `scales` and
     // `zeros` are those of the warp's 16 rows, which may not be there.
+    template <bool Both>
     __device__ __forceinline__ void begin(const ptx::uint32* scales, const ptx::uint32* zeros, const Problem& p, bool there) {
         for (int first = 0; first < p.sums; first += kSumsAtOnce) {
             ptx::uint32 a[kSumsAtOnce / 8][4];
@@ -220,12 +230,12 @@ struct Consumer {
             for (int step = 0; step < kSumsAtOnce / 8; ++step) {
                 const ptx::uint64 from = sums + step * (32 / ptx::kDescriptorUnit);
                 ptx::wgmma_k8_from_registers(low, a[step], from, step + first > 0);
-                ptx::wgmma_k8_from_registers(high, a[step], from + kNextHalf, step + first > 0);
+                if (Both) ptx::wgmma_k8_from_registers(high, a[step], from + kNextHalf, step + first > 0);
             }
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();
             ptx::wgmma_arrived(low);
-            ptx::wgmma_arrived(high);
+            if (Both) ptx::wgmma_arrived(high);
             release(ring.stage);
             ring.advance();
         }
@@ -233,13 +243,13 @@ struct Consumer {
 
     // Adds `Count` groups. Half by half, their sums are scaled while the products of the other half and of the next group
     // run. All products end within the call: the compiler does not follow them around a loop.
-    template <int Count>
+    template <bool Both, int Count>
     __device__ __forceinline__ void add_groups() {
         float d_low[kHalf], d_high[kHalf];
         ptx::uint32 a[2][kSteps][4];
         Group now = open(a[0]);
         multiply(d_low, a[0], now.x);
-        multiply(d_high, a[0], now.x + kNextHalf);
+        if (Both) multiply(d_high, a[0], now.x + kNextHalf);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const bool last = i == Count - 1;
@@ -251,19 +261,32 @@ struct Consumer {
             }
             Group next = now;
             if (!last) next = open(a[(i + 1) % 2]);
-            ptx::wgmma_wait<1>();
+            ptx::wgmma_wait<Both ? 1 : 0>();
             ptx::wgmma_arrived(d_low);
+            if (!Both) read_by_products(a[i % 2]);
             add(low, d_low, now.scale);
             if (!last) multiply(d_low, a[(i + 1) % 2], next.x);
-            if (last) ptx::wgmma_wait<0>();
-            else ptx::wgmma_wait<1>();
-            ptx::wgmma_arrived(d_high);
-            read_by_products(a[i % 2]);
-            add(high, d_high, now.scale);
-            if (!last) multiply(d_high, a[(i + 1) % 2], next.x + kNextHalf);
+            if constexpr (Both) {
+                if (last) ptx::wgmma_wait<0>();
+                else ptx::wgmma_wait<1>();
+                ptx::wgmma_arrived(d_high);
+                read_by_products(a[i % 2]);
+                add(high, d_high, now.scale);
+                if (!last) multiply(d_high, a[(i + 1) % 2], next.x + kNextHalf);
+            }
             if (ends_block) release(stage);
             now = next;
         }
+    }
+
+    // All products of a tile, with all its rows or the first half; arguments as of `begin`, and how many groups k has.
+    template <bool Both>
+    __device__ __forceinline__ void add_tile(const ptx::uint32* scales, const ptx::uint32* zeros, const Problem& p, bool there,
+                                             int groups) {
+        constexpr int kAtOnce = 8;
+        begin<Both>(scales, zeros, p, there);
+        for (; groups >= kAtOnce; groups -= kAtOnce) add_groups<Both, kAtOnce>();
+        for (; groups > 0; --groups) add_groups<Both, 1>();
     }
 
 private:
@@ -320,7 +343,6 @@ __device__ __forceinline__ void store(float (&d)[kHalf], ptx::uint32 staging, co
 __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const float* x_scale,
                                         const ptx::uint32* scales, const ptx::uint32* zeros, const ELEMENT* bias,
                                         ELEMENT* out, const Problem& p) {
-    constexpr int kAtOnce = 8;  // groups
     const int number = threadIdx.x / 128 - 1;
     const int parts = (p.k + kTileK - 1) / kTileK * GROUPS, count = tiles(p);
     Consumer consumer(buffers);
@@ -330,13 +352,12 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         const int strip = (column + row_of_warp<GATED>()) / 16;
         const bool there = strip * 16 < p.n;
         const long long of_strip = (place.matrix + strip + (GATED && has_last_tokens() ? p.gate_tiles : 0ll)) * p.groups * 8;
-        consumer.begin(scales + of_strip, zeros + of_strip, p, there);
-        int left = parts;
-        for (; left >= kAtOnce; left -= kAtOnce) consumer.add_groups<kAtOnce>();
-        for (; left > 0; --left) consumer.add_groups<1>();
+        const bool both = !EXPERTS || place.more_than_half();
+        if (both) consumer.add_tile<true>(scales + of_strip, zeros + of_strip, p, there, parts);
+        else consumer.add_tile<false>(scales + of_strip, zeros + of_strip, p, there, parts);
         const ptx::uint32 staging = buffers.staging + number * kStagingBytes;
         store(consumer.low, staging, maps, x_scale, bias, out, place.token, place.end, column, number, p);
-        store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, place.end, column, number, p);
+        if (both) store(consumer.high, staging, maps, x_scale, bias, out, place.token + 64, place.end, column, number, p);
     }
     // The staging buffers must outlive the stores that read them.
     if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
