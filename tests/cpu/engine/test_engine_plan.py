@@ -20,6 +20,7 @@ from warpbus.engine.plan import (
 )
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
+from warpbus.language import in_language, translated
 from warpbus.models import SHAPES, IndexerSpec, read_config
 from warpbus.models.cost import packed_bytes
 from warpbus.models.parallel import Part
@@ -273,6 +274,22 @@ def test_the_advice_holds():
         plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=32000)
     plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=int(advised(error, r"max_model_len of ([\d,]+)")))
     plan_memory(CHATGLM2, parse_memory(advised(error, r"memory (\S+),"), 80 * GB), max_model_len=32000)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seqs", "advice"),
+    [
+        (8 * GB, 4, r"give memory .*, or share it .*, or quantize"),
+        (16 * GB, 100_000, r"give memory .*, or share it .*, or a max_num_seqs"),
+        (int(14.6 * GB), 16, r"give memory .*, or share it .*, or a max_model_len of .*, or quantize"),
+    ],
+)
+def test_all_advice_is_translated(limit, seqs, advice):
+    plain = replace(Stored.uniform(SHAPE, torch.float16, None), gpus=2)
+    with pytest.raises(UsageError, match=advice) as error:
+        plan_memory(plain, limit, max_model_len=32_768, max_num_seqs=seqs)
+    with in_language("zh"):
+        assert not re.search(r"\b(or|give|share|quantize|of|fits)\b", translated(str(error.value)))
 
 
 @pytest.mark.parametrize("stored", [CHATGLM2, Stored.uniform(SHAPE, torch.float16, None)])
