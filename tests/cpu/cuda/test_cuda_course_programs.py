@@ -298,7 +298,8 @@ def test_memory_that_was_freed(run) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda_fp16.h", "mma.h", "thrust/sort.h", "cub/cub.cuh", "cublas_v2.h", "curand_kernel.h", "cuda/pipeline"]
+    "name",
+    ["cuda_bf16.h", "cuda_fp8.h", "thrust/sort.h", "cub/cub.cuh", "cublas_v2.h", "curand_kernel.h", "cuda/pipeline"],
 )
 def test_headers_that_the_cpu_does_not_have(run, name: str) -> None:
     found = run(f"#include <{name}>\nint main() {{}}\n")

@@ -15,9 +15,9 @@
 // A program is compiled with this header alone, which has to be quick. Functions without a type of the program among their
 // parameters are in `runtime.cpp`, which is compiled once.
 //
-// Cooperative groups and asynchronous copies have headers of their own, as in CUDA.
+// Cooperative groups, asynchronous copies, half precision and tensor cores have headers of their own, as in CUDA.
 //
-// Not here: textures, half precision, tensor cores, more than one device.
+// Not here: textures, other small floats, more than one device.
 #pragma once
 
 #include <cmath>
