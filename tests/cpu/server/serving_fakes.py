@@ -55,6 +55,8 @@ class ByteTokenizer:
         except UnicodeEncodeError:
             raise UsageError("text holds a lone surrogate") from None
 
+    encode_after_special = encode
+
     def decode(self, ids):
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 

@@ -75,6 +75,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     """
     directory = Path(checkpoint_dir)
     tokenizer_config = read_object(directory / "tokenizer_config.json")
+    variables = _special_texts(directory, tokenizer_config)
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
@@ -83,7 +84,6 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
         path = directory / "tokenizer_config.json"
         source = _default_template(path, tokenizer_config.get("chat_template"))
     if source is not None:
-        variables = _special_texts(tokenizer_config)
         return JinjaTemplate(
             source,
             tokenizer,
@@ -111,7 +111,7 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
         eos = values.get("eos_token_id")
         found += [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     specials = tokenizer.special_ids
-    texts = [_special_texts(read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
+    texts = [_special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
     if _is_glm(tokenizer):
         texts += _GLM_STOPS
     found += [specials[text] for text in texts if text in specials]
@@ -144,10 +144,12 @@ def _default_template(path: Path, found: object) -> str | None:
     )
 
 
-def _special_texts(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, which the file gives as texts or as objects with a `content`."""
+def _special_texts(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, as texts or as objects with a `content`: those of tokenizer_config.json, and of
+    special_tokens_map.json those that are missing there."""
     texts = {}
-    for key, value in tokenizer_config.items():
+    found = {key: value for key, value in tokenizer_config.items() if value is not None}
+    for key, value in (read_object(directory / "special_tokens_map.json") | found).items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             texts[key] = text

@@ -8,7 +8,7 @@ not pass one string to the tokenizer. It makes a list of special token ids and o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,7 +88,7 @@ def prompt_ids(tokenizer: Tokenizer, items: Iterable[SpecialToken | Text]) -> li
     """The ids of a prompt."""
     ids: list[int] = []
     for item in items:
-        ids += [item.token] if isinstance(item, SpecialToken) else tokenizer.encode(item.text)
+        ids += [item.token] if isinstance(item, SpecialToken) else _encoder(tokenizer, ids)(item.text)
     return ids
 
 
@@ -105,13 +105,14 @@ def prompt_spans(tokenizer: Tokenizer, items: Iterable[SpecialToken | Text]) -> 
             ids.append(item.token)
             mask.append(item.answer)
             continue
-        tokens = tokenizer.encode(item.text)
+        encode = _encoder(tokenizer, ids)
+        tokens = encode(item.text)
         done = 0
         for first, last in item.answers:
-            begin = max(done, _given(tokenizer, tokens, item.text[:first]))
+            begin = max(done, _given(encode, tokens, item.text[:first]))
             end = len(tokens)
             if last < len(item.text):
-                end = max(begin, _given(tokenizer, tokens, item.text[:last]))
+                end = max(begin, _given(encode, tokens, item.text[:last]))
             mask += [False] * (begin - done) + [True] * (end - begin)
             done = end
         mask += [False] * (len(tokens) - done)
@@ -119,11 +120,16 @@ def prompt_spans(tokenizer: Tokenizer, items: Iterable[SpecialToken | Text]) -> 
     return ids, mask
 
 
-def _given(tokenizer: Tokenizer, tokens: list[int], beginning: str) -> int:
+def _encoder(tokenizer: Tokenizer, before: Sequence[int]) -> Callable[[str], list[int]]:
+    """How the text behind these tokens is encoded, which end in a special token if there are any."""
+    return tokenizer.encode_after_special if before else tokenizer.encode
+
+
+def _given(encode: Callable[[str], list[int]], tokens: list[int], beginning: str) -> int:
     """How many of the first `tokens` the beginning of their text gives by itself."""
     if not beginning:
         return 0
-    alone = tokenizer.encode(beginning)
+    alone = encode(beginning)
     for index, (one, other) in enumerate(zip(tokens, alone, strict=False)):
         if one != other:
             return index

@@ -16,6 +16,9 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 
 from warpbus.errors import CheckpointError, UsageError, WarpbusError
 from warpbus.models.templates.base import (
@@ -64,6 +67,16 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark answers for training: the text within is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 class JinjaTemplate:
     """A Jinja chat template.
 
@@ -91,7 +104,9 @@ class JinjaTemplate:
         stop_ids: tuple[int, ...],
         end_id: int | None,
     ) -> None:
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with no special token in it and none added. UsageError if `text` is not valid Unicode."""
 
+    def encode_after_special(self, text: str) -> list[int]:
+        """`encode` for text behind a special token, where some vocabularies put no space before it."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`. Special tokens, and ids that name no token (padding rows of the head), are left out.
 

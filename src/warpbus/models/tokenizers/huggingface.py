@@ -43,10 +43,14 @@ class HuggingFaceTokenizer(Tokenizer):
             raise CheckpointError(
                 f"{path}: not a tokenizer.json, or damaged ({reason}); restore the file from the model's source"
             ) from None
-        self._library.no_truncation()
-        self._library.no_padding()
-        # "<|user|>" typed by a user is then text like any other.
-        self._library.encode_special_tokens = True
+        # Metaspace with the scheme "first" puts a space before the beginning of a prompt, not behind special tokens.
+        later = _without_first_space(description)
+        self._later = self._library if later is None else Library.from_str(json.dumps(later))
+        for library in (self._library, self._later):
+            library.no_truncation()
+            library.no_padding()
+            # "<|user|>" typed by a user is then text like any other.
+            library.encode_special_tokens = True
         added = description.get("added_tokens") or []
         self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -87,15 +91,24 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
+        return self._encoded(text, self._library)
+
+    def encode_after_special(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_after_special`."""
+        return self._encoded(text, self._later)
+
+    def _encoded(self, text: str, library: Library) -> list[int]:
         check_text(text)
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        ids: list[int] = library.encode(text, add_special_tokens=False).ids
         if self._forbidden.isdisjoint(ids):
             return ids
         # The vocabulary proper holds the special's text too, and the file says to look there before merging. A piece
         # that holds none of these texts whole cannot become one; what is left is a normalizer that makes one out of
         # other characters, and that is no text to keep.
         cuts = [0, *(match.start() + 1 for match in self._openings.finditer(text)), len(text)]
-        pieces = (self._library.encode(text[a:b], add_special_tokens=False).ids for a, b in pairwise(cuts))
+        pieces = (
+            (self._later if a else library).encode(text[a:b], add_special_tokens=False).ids for a, b in pairwise(cuts)
+        )
         return [i for piece in pieces for i in piece if i not in self._forbidden]
 
     def token_bytes(self, token: int) -> bytes:
@@ -109,6 +122,17 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder.get("type") == "Sequence":
         return list(decoder.get("decoders") or [])
     return [decoder]
+
+
+def _without_first_space(description: dict[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer with no space before a text; None if it does not distinguish the beginning of a prompt."""
+    outer = description.get("pre_tokenizer") or {}
+    steps = outer.get("pretokenizers") or [outer]
+    if not any(step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first" for step in steps):
+        return None
+    changed = [step | {"prepend_scheme": "never"} if step.get("type") == "Metaspace" else step for step in steps]
+    inner = outer | {"pretokenizers": changed} if "pretokenizers" in outer else changed[0]
+    return description | {"pre_tokenizer": inner}
 
 
 def byte_alphabet() -> dict[str, int]:
