@@ -1,7 +1,9 @@
 """`warpbus plan` as a person uses it, on a machine without a GPU."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from warpbus.cli.plan import plan
 from warpbus.demo import model_path
 from warpbus.errors import SchemeError, UsageError
 from warpbus.formats.hub import pull
+
+ROOT = Path(__file__).resolve().parents[3]
 
 app = typer.Typer()
 app.command()(plan)
@@ -142,3 +146,25 @@ def test_without_a_gpu_one_has_to_be_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="there is no GPU here: name one with --gpu: h100"):
         invoke("demo")
+
+
+def printed(text):
+    """The words and figures of a plan, without borders of tables and line breaks."""
+    return " ".join(re.sub("[│├┼┤└┴┘─]", " ", text).split())
+
+
+@pytest.mark.parametrize("language", ["docs", "docs/zh"])
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("memory.md", "glm-4.7-flash --gpu h200 --memory 8GB --scheme w4a16-g128"),
+        ("moe.md", "glm-4.7-flash --gpu rtx-4090 --memory 24GB --scheme w4a16-g128 --max-num-seqs 16"),
+    ],
+)
+def test_the_plans_of_the_pages_are_those_that_are_printed(language, page, command):
+    text = (ROOT / language / page).read_text(encoding="utf-8")
+    assert f"$ warpbus plan {command}\n" in text
+    block = next(block for block in text.split("```") if "│ routed experts " in block)
+    found = printed(invoke(*command.split()).stdout)
+    for part in block.replace(f"$ warpbus plan {command}", "").split("...\n"):
+        assert printed(part) in found
