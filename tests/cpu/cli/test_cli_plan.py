@@ -153,18 +153,21 @@ def printed(text):
     return " ".join(re.sub("[│├┼┤└┴┘─]", " ", text).split())
 
 
-@pytest.mark.parametrize("language", ["docs", "docs/zh"])
-@pytest.mark.parametrize(
-    ("page", "command"),
-    [
-        ("memory.md", "glm-4.7-flash --gpu h200 --memory 8GB --scheme w4a16-g128"),
-        ("moe.md", "glm-4.7-flash --gpu rtx-4090 --memory 24GB --scheme w4a16-g128 --max-num-seqs 16"),
-    ],
-)
-def test_the_plans_of_the_pages_are_those_that_are_printed(language, page, command):
-    text = (ROOT / language / page).read_text(encoding="utf-8")
-    assert f"$ warpbus plan {command}\n" in text
-    block = next(block for block in text.split("```") if "│ routed experts " in block)
+def examples():
+    """Each `$ warpbus plan` of the pages that is followed by what it prints: page, arguments, text."""
+    for page in sorted(ROOT.glob("docs/**/*.md")):
+        for block in page.read_text(encoding="utf-8").split("```")[1::2]:
+            for command, text in re.findall(r"^\$ warpbus plan (.+)\n((?:[^$].*\n)+)", block, re.MULTILINE):
+                yield pytest.param(command, text, id=f"{page.relative_to(ROOT)}: {command}")
+
+
+@pytest.mark.parametrize(("command", "text"), list(examples()))
+def test_the_plans_of_the_pages_are_those_that_are_printed(command, text):
+    if text.startswith("error: "):
+        with pytest.raises(UsageError) as found:
+            invoke(*command.split())
+        assert text == f"error: {found.value}\n"
+        return
     found = printed(invoke(*command.split()).stdout)
-    for part in block.replace(f"$ warpbus plan {command}", "").split("...\n"):
+    for part in text.split("...\n"):
         assert printed(part) in found
