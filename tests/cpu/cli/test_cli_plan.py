@@ -14,6 +14,7 @@ from warpbus.cli.plan import plan
 from warpbus.demo import model_path
 from warpbus.errors import SchemeError, UsageError
 from warpbus.formats.hub import pull
+from warpbus.language import CATALOGUE, Catalogue, read_catalogue
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -171,3 +172,12 @@ def test_the_plans_of_the_pages_are_those_that_are_printed(command, text):
     found = printed(invoke(*command.split()).stdout)
     for part in text.split("...\n"):
         assert printed(part) in found
+
+
+@pytest.mark.parametrize("scheme", [(), ("--scheme", "w4a16-g128")])
+def test_the_advice_of_a_refusal_has_its_chinese(scheme):
+    with pytest.raises(UsageError) as found:
+        invoke("chatglm-6b", "--gpu", "rtx-3090", "--memory", "5GB", "--max-model-len", 2048, *scheme)
+    chinese = Catalogue(read_catalogue(CATALOGUE.read_text(encoding="utf-8"))).gettext(str(found.value))
+    assert "请把 memory 增加到" in chinese
+    assert "give" not in chinese
