@@ -5,10 +5,9 @@ from collections import abc
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn import functional as F
 
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.chunk_attention import attend_chunk, causal_mask, rounded_up
 from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
@@ -83,9 +82,9 @@ class PrefillAttention(FusedAttention):
             first = min(max(0, span.bidirectional - span.start), span.end - span.begin)
             if first:
                 seen = span.prefix_length + span.bidirectional
-                attended[part][:first] = _attend(q[part][:first], keys[:seen], values[:seen], causal=False)
+                attended[part][:first] = attend_chunk(q[part][:first], keys[:seen], values[:seen], causal=False)
             if first < span.end - span.begin:
-                attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
+                attended[part][first:] = attend_chunk(q[part][first:], keys, values, causal=True)
         if joined:
             keys, values, key_scales, value_scales = stored
             keys, values = joined.keys(k, keys, key_scales), joined.keys(v, values, value_scales)
@@ -151,15 +150,19 @@ class PrefillAttention(FusedAttention):
         if selected is not None and selected.dtype == torch.int32:
             return _attend_listed(attention, q[span.part], span, cached, selected)
         if span.blocks is None:
-            keys, values = attention.expand(latent[span.part])
-            return _attend(q[span.part], keys, values, causal=True, selected=selected)
+            queries, latents = q[span.part], latent[span.part]
+            if selected is None:  # rounded up before they are expanded, which is much more to copy
+                queries, latents = rounded_up(queries), rounded_up(latents)
+            keys, values = attention.expand(latents)
+            attended = attend_chunk(queries, keys, values, causal=True, selected=selected)
+            return attended[: span.end - span.begin]
         # Absorbed: keys and values of all heads would take much more memory than the latents.
         spec = attention.spec
         keys = gather_latents(cached, span.blocks, span.seen, spec.kv_rank, spec.rope_dim, q.dtype)
         keys = keys.expand(-1, spec.num_heads, -1)
         queries, values = attention.absorb(q[span.part]), keys[..., : spec.kv_rank]
         scale = spec.query_dim**-0.5
-        attended = _attend(queries, keys, values, causal=True, scale=scale, selected=selected)
+        attended = attend_chunk(queries, keys, values, causal=True, scale=scale, selected=selected)
         return attention.outputs(attended)
 
     def _select(self, attention: LatentAttention, index: IndexFeatures, cached: Tensor | None) -> None:
@@ -177,7 +180,7 @@ class PrefillAttention(FusedAttention):
             keys = index.k[part]
             if span.blocks is not None:
                 keys = gather_cache(cached, None, span.blocks, length, index.k.dtype)[:, 0]
-            causal = _causal(span.end - span.begin, length, keys.device)
+            causal = causal_mask(span.end - span.begin, length, keys.device)
             self._selected[at] = select_tokens(
                 index.q[None, part], index.weights[None, part], keys[None], causal, top_k
             )[0]
@@ -475,53 +478,3 @@ def _attend_rows(
         inputs_ready=inputs_ready,
     )
     return attended.flatten(1)[:, None]
-
-
-def _attend(
-    q_thd: Tensor,
-    k_thd: Tensor,
-    v_thd: Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    selected: Tensor | None = None,
-) -> Tensor:
-    """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key.
-
-    Args:
-        scale: of the scores; `head_dim ** -0.5` by default.
-        selected: bool `[tokens, keys]`, the keys that a query attends to.
-    """
-    scale = q_thd.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
-    if selected is not None:
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=selected, scale=scale)
-    elif causal and q.shape[2] != k.shape[2]:
-        attended = _attend_to_end(q, k, v, scale)
-    else:
-        grouped = q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped, scale=scale)
-    return attended[0].transpose(0, 1)
-
-
-def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last tokens of a sequence, `[batch, heads, tokens, head_dim]`, to all of it.
-
-    What `torch.nn.attention.bias.causal_lower_right` is for, which takes a second or two to load.
-    """
-    tokens, end, size = q_bhtd.shape[2], k_bhtd.shape[2], q_bhtd.shape[3]
-    grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
-    if q_bhtd.is_cuda and size % 8 == 0:
-        params = SDPAParams(q_bhtd, k_bhtd, v_bhtd, None, 0.0, False, grouped)
-        if can_use_flash_attention(params):
-            # Of different lengths, causal means for this operator that the last query is that of the last key.
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=scale)[0]
-            return attended
-    mask = _causal(tokens, end, q_bhtd.device)
-    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped, scale=scale)
-
-
-def _causal(tokens: int, end: int, device: torch.device) -> Tensor:
-    """The mask of the last tokens of a sequence of `end` tokens, bool `[tokens, end]`."""
-    return torch.ones(tokens, end, dtype=torch.bool, device=device).tril(end - tokens)

@@ -46,7 +46,7 @@ BATCHED_TOKENS = 4096
 EXPERTS_BATCHED_TOKENS = 8192
 """The default token budget for a mixture of experts: an expert computes only a part of the tokens."""
 
-_WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
+_WARM_PROMPTS = (4, 12, 24, 48, 100, 200, 1100)  # tokens: one for each kind of kernel that prefills prompts
 _SAVE_SECONDS = 5.0  # at most, for writing blocks to the disk before the engine ends or sleeps
 _WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warpbus.engine.chunk_attention import LONGEST_ALONE, attend_chunk, attends_in_parts
 from warpbus.engine.logits import to_device
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.latent_cache import gather_latents
 from warpbus.models.layers.packed_attention import can_pack
-
-LONGEST_ALONE = 1024
-"""Tokens: a chunk with as many and nothing cached before it is faster by itself, in cuDNN's kernel."""
 
 MOST_EXPANDED = 32_768
 """Tokens whose latents are expanded at a time to keys and values of all heads; a chunk that sees more is not joined."""
@@ -124,6 +122,10 @@ class JoinedSpans:
         Returns:
             the results of all tokens: `attended`, or, if no chunk is `alone`, another tensor.
         """
+        span = self._spans[0]
+        if len(self._spans) == 1 and attends_in_parts(q, span.end - span.begin, span.seen):
+            attended[span.part] = attend_chunk(q[span.part], keys, values, causal=True)
+            return attended
         queries = torch.cat([q[span.part] for span in self._spans]) if self.alone else q
         flash = torch.ops.aten._flash_attention_forward
         found = flash(queries, keys, values, *self._bounds, *self._longest, 0.0, True, False)[0]

@@ -63,7 +63,7 @@ class PromptGraphs:
         self.most = most
         self._model = model
         self._counters = counters
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, _PromptPieces] = {}
         self._memory = memory
         size = model.config.hidden_size
         self._x = torch.zeros(1, bucket(most), size, dtype=dtype, device=memory.stream.device)
@@ -87,15 +87,15 @@ class PromptGraphs:
         captured.graphs[-1].replay()
         return captured.hidden[:, :rows].clone()  # the next graph overwrites it
 
-    def _capture(self, x: Tensor) -> "_Captured":
+    def _capture(self, x: Tensor) -> "_PromptPieces":
         with capture_pieces(self._memory) as pieces, workspace.use_counters(self._counters):
             between = _BetweenPieces(pieces, self._model.config)
             hidden = alias(self._model.transform(x, None, between))
-        return _Captured(pieces.graphs, between.attentions, hidden)
+        return _PromptPieces(pieces.graphs, between.attentions, hidden)
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _AttentionCall:
     """The attention of a layer: what `FusedAttention` is called with, all rows of the graphs, and where results go.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Attention:
     attention: LatentAttention | None = None
     index: IndexFeatures | None = None
 
-    def aliased(self) -> "_Attention":
+    def aliased(self) -> "_AttentionCall":
         """The same without keeping the memory: kernels that are captured later may use it again."""
         index = self.index
         if index is not None:
@@ -137,16 +137,16 @@ class _Attention:
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _PromptPieces:
     """The graphs for a number of rows, the attention after each but the last, and the output `[1, rows, hidden]`."""
 
     graphs: abc.Sequence[Graph]
-    attentions: abc.Sequence[_Attention]
+    attentions: abc.Sequence[_AttentionCall]
     hidden: Tensor
 
 
 class _Collecting(FusedAttention):
-    """Makes an `_Attention` of each call, whose results `_attend` returns."""
+    """Makes an `_AttentionCall` of each layer's call and returns what `_attend` makes of it."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -155,7 +155,7 @@ class _Collecting(FusedAttention):
         spec = self._config.attention
         assert not isinstance(spec, LatentAttentionSpec)
         results = qkv_btr.new_empty(*qkv_btr.shape[:2], spec.num_heads * spec.head_dim)
-        return self._attend(_Attention(layer, (qkv_btr,), results))
+        return self._attend(_AttentionCall(layer, (qkv_btr,), results))
 
     def attend_latent(
         self,
@@ -167,9 +167,9 @@ class _Collecting(FusedAttention):
     ) -> Tensor:
         spec = attention.spec
         results = q_bthd.new_empty(*q_bthd.shape[:2], spec.num_heads * spec.value_dim)
-        return self._attend(_Attention(layer, (q_bthd, latent_btd), results, attention, index))
+        return self._attend(_AttentionCall(layer, (q_bthd, latent_btd), results, attention, index))
 
-    def _attend(self, attention: _Attention) -> Tensor:
+    def _attend(self, attention: _AttentionCall) -> Tensor:
         raise NotImplementedError
 
 
@@ -181,7 +181,7 @@ class _PaddedAttention(_Collecting):
         self._context = context
         self._rows = rows
 
-    def _attend(self, attention: _Attention) -> Tensor:
+    def _attend(self, attention: _AttentionCall) -> Tensor:
         attention.run(self._context, self._rows)
         return attention.results
 
@@ -195,10 +195,10 @@ class _BetweenPieces(_Collecting):
 
     def __init__(self, pieces: PieceCapture, config: ModelConfig) -> None:
         super().__init__(config)
-        self.attentions: list[_Attention] = []
+        self.attentions: list[_AttentionCall] = []
         self._pieces = pieces
 
-    def _attend(self, attention: _Attention) -> Tensor:
+    def _attend(self, attention: _AttentionCall) -> Tensor:
         self._pieces.end()
         self.attentions.append(attention.aliased())
         self._pieces.begin()

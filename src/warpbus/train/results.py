@@ -35,8 +35,8 @@ def write(
 ) -> None:
     """Write what was trained to `output`; every process calls it, and the first writes.
 
-    A whole model is written in bfloat16 with the source's other files, but without its README.md; a LoRA as PEFT has it, and a prefix as
-    ChatGLM's P-Tuning has it, both in float32.
+    A whole model is written in bfloat16 with the source's other files, but without its README.md; a LoRA as PEFT
+    has it, and a prefix as ChatGLM's P-Tuning has it, both in float32.
 
     Args:
         summary, log: for `training.json` and `training-log.json`.

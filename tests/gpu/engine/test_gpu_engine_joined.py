@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from warpbus.engine.joined_spans import LONGEST_ALONE, ChunkSpan, JoinedSpans
+from warpbus.engine.chunk_attention import LONGEST_ALONE, attend_chunk, attends_in_parts
+from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -69,3 +70,35 @@ def test_float32_and_bidirectional_chunks_stay_alone():
     both = [ChunkSpan(0, 20, 0, None, bidirectional=5), ChunkSpan(20, 50, 0, None, bidirectional=9)]
     assert JoinedSpans(both, q.half(), expanded=False).alone == both
     assert not JoinedSpans(both, q.half(), expanded=False)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 2, 128), (20, 20, 256), (6, 3, 64)])
+@pytest.mark.parametrize(
+    ("start", "tokens"), [(0, 1024), (0, 1100), (0, 1537), (2048, 2048), (2100, 2077), (5000, 3000)]
+)
+def test_long_chunks_are_rounded_up_or_attended_in_parts(heads, kv_heads, size, start, tokens):
+    """As all tokens by themselves, in float64, a few queries at a time."""
+    end = start + tokens
+    q, k, v = (
+        torch.randn(n, count, size, device="cuda").bfloat16()
+        for n, count in ((tokens, heads), (end, kv_heads), (end, kv_heads))
+    )
+    found = attend_chunk(q, k, v, causal=True)
+    assert found.shape == q.shape
+    in_parts = torch.cuda.get_device_capability()[0] >= 9 and start >= 2048
+    assert attends_in_parts(q, tokens, end) == in_parts
+    keys, values = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    for at in (0, 1, tokens // 3, tokens - 1):
+        scores = torch.einsum("hd,khd->hk", q[at].double(), keys[: start + at + 1]) * size**-0.5
+        expected = torch.einsum("hk,khd->hd", scores.softmax(-1), values[: start + at + 1])
+        torch.testing.assert_close(found[at].double(), expected, rtol=2e-2, atol=1e-2)
+
+
+def test_a_long_chunk_behind_cached_tokens_is_attended_in_parts():
+    spans, tokens, _ = spans_of([(2080, 2100)])
+    q = torch.randn(tokens, 4, 64, device="cuda").half()
+    joined = JoinedSpans(spans, q, expanded=False)
+    k, v = (torch.randn(2080 + 2100, 2, 64, device="cuda").half() for _ in range(2))
+    attended = torch.full_like(q, float("nan"))
+    assert torch.equal(joined.attend(q, k, v, attended), attend_chunk(q, k, v, causal=True))
+    assert attended.isfinite().all()

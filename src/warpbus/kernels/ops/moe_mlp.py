@@ -220,7 +220,7 @@ def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]
     if able.tma and ffn % TILE_ROWS == 0 and rows <= 6:
         return wna16_decode.MOST_ROWS_OF_EXPERT, True
     if able.wgmma:
-        return next((height for height, most in ((32, 31), (64, 90)) if rows <= most), 128), False
+        return next((height for height, most in ((32, 31), (64, 56)) if rows <= most), 128), False
     return next((height for height in (32, 64) if rows <= height), 128), False
 
 

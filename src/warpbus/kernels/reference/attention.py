@@ -70,3 +70,9 @@ def visible(positions: Tensor, blocks: Tensor, size: int, limit: int) -> tuple[T
     # row's last block there is nothing to clear; a GPU would have to be waited for to know where that is.
     begin = int(positions.min()) // size * size if positions.device.type == "cpu" else 0
     return named, seen, begin
+
+
+def merge_attention(a: Tensor, b: Tensor, lse_a: Tensor, lse_b: Tensor) -> Tensor:
+    """See `warpbus.kernels.ops.attention_merge.merge_attention`."""
+    share = torch.sigmoid(lse_b - lse_a).T[..., None]
+    return torch.lerp(a.float(), b.float(), share).to(a.dtype)

@@ -31,6 +31,12 @@ def mla_queries(
     return torch.cat((absorbed, of_query), dim=-1)
 
 
+def mla_keys(expanded: Tensor, rotary: Tensor, nope: int) -> Tensor:
+    """See `warpbus.kernels.ops.mla_keys.mla_keys`."""
+    shared = rotary[:, None].expand(-1, expanded.shape[1], -1)
+    return torch.cat((expanded[..., :nope], shared), dim=-1)
+
+
 def mla_rope_and_cache(
     q: Tensor,
     latent: Tensor,

@@ -11,6 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from warpbus.kernels.ops.arguments import has_kernels
+from warpbus.kernels.ops.mla_keys import mla_keys
 from warpbus.models.config import RopeConfig
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec
@@ -114,9 +116,10 @@ class LatentAttention(nn.Module):
         compressed, rotary = latent.split((spec.kv_rank, spec.rope_dim), dim=-1)
         expanded = project(self.kv_b, compressed).unflatten(-1, (spec.num_heads, -1))
         nope, values = expanded.split((spec.nope_dim, spec.value_dim), dim=-1)
-        keys = nope.new_empty(*nope.shape[:-1], spec.query_dim)
-        keys[..., : spec.nope_dim] = nope
-        keys[..., spec.nope_dim :] = rotary[..., None, :]
+        if latent.dim() == 2 and latent.is_cuda and has_kernels(latent):
+            return mla_keys(expanded, rotary, spec.nope_dim), values
+        shared = rotary[..., None, :].expand(*nope.shape[:-1], -1)
+        keys = torch.cat((nope, shared), dim=-1)
         return keys, values
 
     def absorb(self, q: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ __device__ __forceinline__ void wait_for_stores(int consumer) {
 
 // silu(gate) * up, where the first two warps of a warpgroup have 32 rows of the gate and the others the same rows of up. Warps
 // exchange half of their sums through `buffer` in shared memory, 2 KB per 16 tokens or 8 KB, so that all have as much to do.
-// The results take the place of the first half of `d`.
+// The results take the place of the first half of `d`; those of tokens from `tokens` on are not needed.
 template <int Count>
-__device__ __forceinline__ void join_gate(float (&d)[Count], ptx::uint32 buffer, int consumer) {
+__device__ __forceinline__ void join_gate(float (&d)[Count], ptx::uint32 buffer, int consumer, int tokens = 2 * Count) {
     constexpr int kUnits = Count / 8;  // of 16 tokens
     constexpr int kAtOnce = kUnits < 4 ? kUnits : 4;
     static_assert(kUnits % kAtOnce == 0, "units are exchanged kAtOnce at a time");
@@ -49,6 +49,7 @@ __device__ __forceinline__ void join_gate(float (&d)[Count], ptx::uint32 buffer,
     wait_for_stores(consumer);
 #pragma unroll
     for (int first = 0; first < kUnits; first += kAtOnce) {
+        if (first > 0 && 16 * first >= tokens) continue;
 #pragma unroll
         for (int u = 0; u < kAtOnce; ++u) {
             const float* const sums = d + 8 * (first + u);

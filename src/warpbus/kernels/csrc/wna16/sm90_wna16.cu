@@ -393,9 +393,10 @@ __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 
 }
 
 // Adds the bias to four values of a thread per 8 tokens, and joins gate and up. `column` is the warpgroup's first one of out.
+// Tokens from `tokens` on are not needed.
 template <int Count>
 __device__ __forceinline__ void finish(float (&d)[Count], const ELEMENT* bias, int column, ptx::uint32 staging, int consumer,
-                                       const Problem& p) {
+                                       const Problem& p, int tokens = 2 * Count) {
     if (bias != nullptr) {
         const int row = column + row_of_warp<GATED>() + threadIdx.x % 32 / 4;
         if (GATED && has_last_tokens()) bias += p.n;
@@ -404,7 +405,7 @@ __device__ __forceinline__ void finish(float (&d)[Count], const ELEMENT* bias, i
 #pragma unroll
         for (int i = 0; i < Count; ++i) d[i] += i & 2 ? lower : upper;
     }
-    if constexpr (GATED) join_gate(d, staging, consumer);
+    if constexpr (GATED) join_gate(d, staging, consumer, tokens);
 }
 
 // Adds up and writes the sums that the blocks of a cluster have of a tile, every splits-th unit of 16 tokens by each block.
@@ -508,7 +509,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         }
         if (segment.end < p.chunks) gather(d, segment.tile, partials, flags, consumer, p);
         const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
-        finish(d, bias, place.column + kColumnsOfGroup * consumer, staging, consumer, p);
+        finish(d, bias, place.column + kColumnsOfGroup * consumer, staging, consumer, p, EXPERTS ? place.end - place.token : TOKENS);
         store(d, staging, maps, out, place, consumer, p);
     }
     // The staging buffers must outlive the stores that read them.
