@@ -20,7 +20,7 @@ from warpbus.quantization import Calibration, Progress, Report, quantize
 # As the command line does it: the other processes start before torch is loaded.
 _PROGRAM = """
 import json, sys
-from warpbus.quantization.early import start_processes
+from warpbus.quantization.prestart import start_processes
 asked = json.loads(sys.argv[1])
 start_processes(**asked["where"])
 from warpbus.bench.quantization_process import main

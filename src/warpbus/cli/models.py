@@ -26,7 +26,7 @@ def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bo
     """
     if name == DEMO:
         return model_path()
-    if Path(name).is_dir():
+    if name != "" and Path(name).is_dir():
         return Path(name)
     with permanent_objects():
         from warpbus.formats.hub import find_model
@@ -44,7 +44,7 @@ def model_directory(name: str | Path, *, processes: int = 1, expert_parallel: bo
 
 def is_here(name: str) -> bool:
     """Whether an argument means a directory, for which no cache and no hub is looked at."""
-    return name == DEMO or Path(name).exists()
+    return name == DEMO or (name != "" and Path(name).exists())
 
 
 def model_name(name: str) -> str:

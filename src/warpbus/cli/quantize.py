@@ -140,7 +140,7 @@ def quantize(
 
     The packaged model includes its data: warpbus quantize demo poet-w4 --samples 256 --evaluate demo
     """
-    from warpbus.quantization.early import start_processes
+    from warpbus.quantization.prestart import start_processes
 
     options = QuantizationOptions(**given)
     if recommend and options.head is not None:

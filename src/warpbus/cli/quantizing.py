@@ -46,7 +46,8 @@ def shown(output: Path) -> Iterator[Progress]:
             if found.found == "removed parts":
                 say(f"{output}: the finished layers of an earlier run were removed")
             elif found.layers:
-                say(f"{output}: resuming after {found.layers} finished layers")
+                layers = "1 finished layer" if found.layers == 1 else f"{found.layers} finished layers"
+                say(f"{output}: resuming after {layers}")
             # Not before: printing while a bar is shown breaks it.
             show = stack.enter_context(progress_bar())
             progress.matrix = lambda done, total, result: show("quantizing", done, total)

@@ -23,8 +23,8 @@ from warpbus.cli.progress import progress_bar
 from warpbus.demo import model_path
 from warpbus.dist.interpreters import end_early, permanent_objects
 from warpbus.dist.watchdog import SHORTEST_LIMIT
-from warpbus.engine.early import start_processes
 from warpbus.engine.options import ReplicaOptions, ServiceOptions
+from warpbus.engine.prestart import start_processes
 from warpbus.errors import DataError, UsageError
 from warpbus.server.options import ServerOptions
 

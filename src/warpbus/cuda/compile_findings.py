@@ -10,6 +10,7 @@ _ERROR = re.compile(
     r"^(?P<file>[^\n]+?)(?:\((?P<line_nvcc>\d+)\)|:(?P<line>\d+)(?::\d+)?): (?:fatal )?error: *(?P<said>[^\n]*)",
     re.MULTILINE,
 )
+_ASSEMBLY = re.compile(r"\b(?:asm|__asm__)\b")
 _GUESS = re.compile(r"; did you mean [^?]*\?")
 
 # The meaning of messages of g++, clang++ and nvcc, by the names of sentences in `findings`.
@@ -22,10 +23,15 @@ _HINTS = (
     ),
     (
         "hint_cuda",
-        r"(?:'|^)(?:cu[A-Z]|cuda|curand|cublas|cufft|__|atomic|surf|tex|wmma|nvcuda|thrust|cooperative_groups|half)\w*'?"
+        r"(?:'|^)(?:cu[A-Z]|cuda|curand|cublas|cufft|__|atomic|surf|tex|wmma|nvcuda|thrust|half)\w*'?"
         r"(?: was not declared|' has not been declared|' does not name)|undeclared identifier '(?:cuda|__|atomic)",
     ),
-    ("hint_cuda", r"(?:cooperative_groups|cuda_\w+|mma|cu[rbfs]\w+|(?:thrust|cub|cuda)/[\w/]+)(?:\.h)?: No such file"),
+    (
+        "hint_library",
+        r"\b(?:cooperative_groups/\w+|cuda_\w+|mma|nv\w+|cu[rbfsd]\w+|(?:thrust|cub|cuda|cutlass|cute)/[\w/]+)"
+        r"(?:\.\w+)?: No such file",
+    ),
+    ("hint_cuda", r"is not a member of '(?:cg|cooperative_groups|nvcuda|cub|thrust)\b"),
     ("hint_unknown", r"was not declared|undeclared identifier|is undefined|has not been declared|does not name a type"),
     ("hint_no_rows", r"invalid types '[^']*' for array subscript|subscripted value is not|must have pointer-to-object"),
     ("hint_const", r"read-only|const-qualified|expression must be a modifiable lvalue"),
@@ -56,6 +62,8 @@ def rejected(messages: str, source: Path, plain: str) -> Finding:
     if plain.count("{") != plain.count("}"):
         return {"kind": "braces", "opened": plain.count("{"), "closed": plain.count("}")}
     found = _ERROR.search(messages)
+    if found is None and (assembly := _ASSEMBLY.search(plain)):
+        return {"kind": "ptx", "line": _line(plain, assembly.start())}
     if found is None:
         lines = messages.splitlines() or ["no message"]
         return {"kind": "rejected", "said": next((line for line in lines if "error" in line), lines[0])}

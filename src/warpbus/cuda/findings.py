@@ -160,6 +160,18 @@ _WORDS: dict[str, tuple[str, str]] = {
         "在第 {its_line_number} 行："
         "同步点放在了并非所有线程都会进入的分支里",
     ),
+    "grid": (
+        "kernel {kernel}: block {block} waits at grid.sync(){line}, but block {returned} has returned: all blocks of "
+        "the grid have to reach the barrier: move it out of the `if`, and let no block return before it",
+        "核函数 {kernel}：线程块 {block} 在 grid.sync() 处等待{line}，但线程块 {returned} 已经返回："
+        "网格的所有线程块都必须到达同步点：请把它移到 if 之外，并且不要让线程块在它之前返回",
+    ),
+    "grid_launch": (
+        "kernel {kernel} waits at grid.sync(){line}, which needs a cooperative launch: start it with "
+        "cudaLaunchCooperativeKernel instead of <<<...>>>",
+        "核函数 {kernel} 在 grid.sync() 处等待{line}，这需要协作启动："
+        "请用 cudaLaunchCooperativeKernel 启动，不要用 <<<...>>>",
+    ),
     "warp": (
         "{block}: thread {waiting} waits at {what}{line} for the lanes of its mask {mask}, but thread "
         "{missing} {state}: all "
@@ -175,12 +187,21 @@ _WORDS: dict[str, tuple[str, str]] = {
         "capture: name the capturing stream in <<<...>>>",
         "捕获图的过程中，核函数 {kernel} 启动到了默认流，捕获因此失败：请在 <<<...>>> 里写明正在捕获的流",
     ),
+    "nested": (
+        "{at}: launches the kernel {launched}: the CPU does not support dynamic parallelism, launch it from the host",
+        "{at}：启动了核函数 {launched}：CPU 上不支持动态并行，请从主机启动它",
+    ),
     "endless": (
         "{at}: it does not end{line}: look for a loop whose condition never changes",
         "{at}：没有结束{line}：请检查循环条件是否会变化",
     ),
     "endless_host": ("the program does not end{line}", "程序没有结束{line}"),
     "rejected": ("the compiler rejects the program{line}: {said}{hint}", "编译器报错{line}：{said}{hint}"),
+    "ptx": (
+        "inline PTX (asm){line} is not supported on the CPU: use a function of CUDA in its place, or a machine with a "
+        "GPU and nvcc",
+        "CPU 上不支持内联 PTX（asm）{line}：请改用 CUDA 函数，或者在有 GPU 和 nvcc 的机器上运行",
+    ),
     "hint_incomplete": (
         ". The statement is not complete: look for a missing ; or ) here or at the end of the line before",
         "。语句不完整：请检查这里或上一行末尾是否缺少分号或括号",
@@ -193,6 +214,12 @@ _WORDS: dict[str, tuple[str, str]] = {
         ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU "
         "and nvcc runs the program",
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
+    ),
+    "hint_library": (
+        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, mma.h, cooperative_groups.h, cuda_pipeline.h and "
+        "what they include: a machine with a GPU and nvcc runs programs with others",
+        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、mma.h、cooperative_groups.h、cuda_pipeline.h 及其包含的头文件："
+        "用到 CUDA 其他头文件的程序，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_no_rows": (
         ". An array in device memory has one index: row * columns + column instead of [row][column]",
@@ -311,6 +338,8 @@ def explain(finding: Finding, language: str = "en") -> str:
         fields["remedy"] = _word("one_line" if one_line else "two_lines", language)
     if kind == "rejected":
         fields["hint"] = _word(finding["hint"], language) if "hint" in finding else ""
+        if finding["said"].endswith("?"):
+            fields["hint"] = fields["hint"][1:]  # the question mark ends the sentence
     return _word(kind, language).format(**fields)
 
 

@@ -41,6 +41,11 @@ _SHARED = re.compile(
 _NOT_OF_A_TYPE = re.compile(rf"\b(?:extern|static|const)\b|{_ALIGNED}")
 _DYNAMIC = re.compile(r"(\w+)\s*\[\s*\]\s*")
 _DECLARED = re.compile(r"\s*(\w+)\s*((?:\[[^\[\]]+\]\s*)*)")
+_OF_A_KERNEL = re.compile(
+    r"\b(?P<function>cudaLaunchKernel|cudaLaunchCooperativeKernel|cudaFuncSetAttribute)\s*\(\s*"
+    r"(?:\(\s*(?:const\s+)?void\s*(?:const\s*)?\*\s*\)|(?:reinterpret|static)_cast\s*<[^<>]*>)?\s*"
+    r"(?P<kernel>\(?\s*&?\s*(?P<name>[\w:]+)\s*(?:<[^<>;{}()]*>)?\s*\)?)\s*,"
+)
 _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
 
@@ -220,6 +225,9 @@ def translate(text: str) -> str:
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks
             shared = " ".join(_shared(element, *each.groups()) for each in arrays if each)
             edits.append((*found.span(), shared + "\n" * found[0].count("\n")))
+    for found in _OF_A_KERNEL.finditer(plain):
+        call = f'warpbus::{found["function"]}("{found["name"]}", {found["kernel"]},'
+        edits.append((*found.span(), call + "\n" * found[0].count("\n")))
     start = plain.find("<<<")
     while start >= 0:
         line = plain.count("\n", 0, start) + 1

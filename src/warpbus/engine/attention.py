@@ -8,7 +8,7 @@ from torch import Tensor
 
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.chunk_attention import attend_chunk, causal_mask, rounded_up
-from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
+from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans, join_spans
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops import dsa, mla
@@ -21,6 +21,9 @@ from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.cache import INT4
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention, select_tokens
+
+_Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""A layer's cache: keys, values, and their scales."""
 
 _SCORES_AT_ONCE = 2**24  # of an indexer for a chunk of a prompt, in float32
 _LISTED_ROWS = 256  # of a chunk, that attend to lists of slots at a time: their sums of parts take memory
@@ -56,7 +59,7 @@ class PrefillAttention(FusedAttention):
         # Of each chunk the tokens that the last layer with an indexer has selected, as bool `[tokens, keys]` or, where
         # there are kernels, as slots, int32 `[tokens, top_k]`; None: all.
         self._selected: list[Tensor | None] = [None] * len(spans)
-        self._joined_spans: JoinedSpans | None = None
+        self._joined_spans: tuple[list[JoinedSpans], list[ChunkSpan]] | None = None
         self.results: Tensor | None = None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
@@ -72,24 +75,33 @@ class PrefillAttention(FusedAttention):
             heads=config.attention.num_heads,
             interleaved=config.rope.interleaved,
         )
-        joined = self._joined(q, expanded=False)
+        joined, alone = self._joined(q, expanded=False)
         attended = torch.empty_like(q) if self.results is None else self.results.view(q.shape)
-        for span in joined.alone:
-            part = span.part
-            keys, values = k[part], v[part]
-            if span.blocks is not None:
-                keys, values = self._read(stored, span.blocks, span.seen, q.dtype)
-            first = min(max(0, span.bidirectional - span.start), span.end - span.begin)
-            if first:
-                seen = span.prefix_length + span.bidirectional
-                attended[part][:first] = attend_chunk(q[part][:first], keys[:seen], values[:seen], causal=False)
-            if first < span.end - span.begin:
-                attended[part][first:] = attend_chunk(q[part][first:], keys, values, causal=True)
-        if joined:
-            keys, values, key_scales, value_scales = stored
-            keys, values = joined.keys(k, keys, key_scales), joined.keys(v, values, value_scales)
-            attended = joined.attend(q, keys, values, attended)
+        for span in alone:
+            self._attend_alone(span, q, k, v, stored, attended)
+        for group in joined:
+            attended = self._attend_joined(group, q, k, v, stored, attended)
         return attended.flatten(-2)[None]
+
+    def _attend_alone(self, span: ChunkSpan, q: Tensor, k: Tensor, v: Tensor, stored: _Layer, attended: Tensor) -> None:
+        part = span.part
+        keys, values = k[part], v[part]
+        if span.blocks is not None:
+            keys, values = self._read(stored, span.blocks, span.seen, q.dtype)
+        first = min(max(0, span.bidirectional - span.start), span.end - span.begin)
+        if first:
+            seen = span.prefix_length + span.bidirectional
+            attended[part][:first] = attend_chunk(q[part][:first], keys[:seen], values[:seen], causal=False)
+        if first < span.end - span.begin:
+            attended[part][first:] = attend_chunk(q[part][first:], keys, values, causal=True)
+
+    def _attend_joined(
+        self, group: JoinedSpans, q: Tensor, k: Tensor, v: Tensor, stored: _Layer, attended: Tensor
+    ) -> Tensor:
+        """As `JoinedSpans.attend`. The keys and values are freed before another group's are read."""
+        keys, values, key_scales, value_scales = stored
+        keys, values = group.keys(k, keys, key_scales), group.keys(v, values, value_scales)
+        return group.attend(q, keys, values, attended)
 
     def attend_latent(
         self,
@@ -122,19 +134,20 @@ class PrefillAttention(FusedAttention):
                 for span, selected in zip(self._spans, self._selected, strict=True)
             ]
             return torch.cat(outputs).flatten(-2)[None]
-        joined = self._joined(q, expanded=True)
+        joined, alone = self._joined(q, expanded=True)
         attended = torch.empty_like(q) if self.results is None else self.results.view(q.shape)
-        for span in joined.alone:
+        for span in alone:
             attended[span.part] = self._attend_span(attention, q, latent, cached, span, None)
-        if joined:
-            keys, values = attention.expand(joined.latents(latent, cached, spec.kv_rank))
-            attended = joined.attend(q, keys, values, attended)
+        for group in joined:
+            expanded = attention.expand(group.latents(latent, cached, spec.kv_rank))
+            attended = group.attend(q, *expanded, attended)
+            del expanded  # before those of another group are there
         return attended.flatten(-2)[None]
 
-    def _joined(self, q: Tensor, *, expanded: bool) -> JoinedSpans:
-        """The chunks that are attended together: the same ones in each layer."""
+    def _joined(self, q: Tensor, *, expanded: bool) -> tuple[list[JoinedSpans], list[ChunkSpan]]:
+        """See `join_spans`: the same chunks in each layer."""
         if self._joined_spans is None:
-            self._joined_spans = JoinedSpans(self._spans, q, expanded=expanded)
+            self._joined_spans = join_spans(self._spans, q, expanded=expanded)
         return self._joined_spans
 
     def _attend_span(
@@ -193,7 +206,7 @@ class PrefillAttention(FusedAttention):
 
     def _read(
         self,
-        stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        stored: _Layer,
         blocks: Tensor,
         tokens: int,
         dtype: torch.dtype,

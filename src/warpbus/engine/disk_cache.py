@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from warpbus.errors import StorageError, UsageError
 from warpbus.formats.files import FileLock
@@ -293,6 +294,22 @@ def _write_all(file: FileIO, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
+
+
+def check_writable(directory: Path) -> None:
+    """Make the directory of the files if it is missing.
+
+    Raises:
+        StorageError: it cannot be made, or nothing can be written into it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise StorageError(
+            f"kv_disk: {directory} cannot be written ({error.strerror or error}): give a directory that can be"
+        ) from error
 
 
 def _own_directory(parent: Path) -> tuple[Path, FileLock]:

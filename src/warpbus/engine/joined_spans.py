@@ -15,6 +15,9 @@ from warpbus.models.layers.packed_attention import can_pack
 MOST_EXPANDED = 32_768
 """Tokens whose latents are expanded at a time to keys and values of all heads; a chunk that sees more is not joined."""
 
+MOST_GATHERED = 8192
+"""Tokens whose keys and values are read out of the cache at a time, if several chunks see them."""
+
 
 @dataclass(frozen=True)
 class ChunkSpan:
@@ -46,39 +49,51 @@ class ChunkSpan:
         return self.prefix_length + self.start + self.end - self.begin
 
 
-class JoinedSpans:
-    """The chunks of a step that are attended in one call; the others are `alone`.
+def join_spans(
+    spans: abc.Sequence[ChunkSpan], q: Tensor, *, expanded: bool
+) -> tuple[list["JoinedSpans"], list[ChunkSpan]]:
+    """The chunks of a step that are attended in one call per group, and those that are attended alone.
 
     Args:
         spans: all chunks of the step.
         q: queries of any layer, `[tokens, heads, head_dim]`.
-        expanded: keys and values are made from latents.
+        expanded: keys and values are made from latents, of up to `MOST_EXPANDED` tokens per group; else those that are
+            cached are read, of up to `MOST_GATHERED` tokens per group of several chunks.
+    """
+    groups: list[list[ChunkSpan]] = []
+    taken, most = 0, MOST_EXPANDED if expanded else MOST_GATHERED
+    for span in spans:
+        long = span.blocks is None and span.end - span.begin >= LONGEST_ALONE
+        if not can_pack(q) or span.bidirectional or long or (expanded and span.seen > most):
+            continue
+        takes = span.seen if expanded or span.blocks is not None else 0
+        if not groups or taken + takes > most:
+            groups.append([])
+            taken = 0
+        groups[-1].append(span)
+        taken += takes
+    groups = [group for group in groups if len(group) > 1 or group[0].blocks is not None]
+    alone = [span for span in spans if not any(span in group for group in groups)]
+    whole = len(groups) == 1 and not alone
+    return [JoinedSpans(group, q.device, whole=whole) for group in groups], alone
+
+
+class JoinedSpans:
+    """Chunks that are attended in one call.
+
+    Args:
+        spans: the chunks.
+        device: of the queries.
+        whole: the step has no other chunks.
     """
 
-    def __init__(self, spans: abc.Sequence[ChunkSpan], q: Tensor, *, expanded: bool) -> None:
-        joined: list[ChunkSpan] = []
-        seen = 0
-        for span in spans:
-            long = span.blocks is None and span.end - span.begin >= LONGEST_ALONE
-            if (
-                can_pack(q)
-                and not span.bidirectional
-                and not long
-                and (not expanded or seen + span.seen <= MOST_EXPANDED)
-            ):
-                joined.append(span)
-                seen += span.seen
-        self._spans = joined if len(joined) > 1 or (joined and joined[0].blocks is not None) else []
-        self.alone = [span for span in spans if span not in self._spans]
-        if self._spans:
-            lengths = [span.end - span.begin for span in self._spans], [span.seen for span in self._spans]
-            self._longest = max(lengths[0]), max(lengths[1])
-            ends = [[sum(each[:count]) for count in range(len(each) + 1)] for each in lengths]
-            self._bounds = to_device(ends, torch.int32, q.device)
-
-    def __bool__(self) -> bool:
-        """Whether there are joined chunks."""
-        return bool(self._spans)
+    def __init__(self, spans: list[ChunkSpan], device: torch.device, *, whole: bool) -> None:
+        self._spans = spans
+        self._whole = whole
+        lengths = [span.end - span.begin for span in spans], [span.seen for span in spans]
+        self._longest = max(lengths[0]), max(lengths[1])
+        ends = [[sum(each[:count]) for count in range(len(each) + 1)] for each in lengths]
+        self._bounds = to_device(ends, torch.int32, device)
 
     def keys(self, new: Tensor, stored: Tensor, scales: Tensor | None) -> Tensor:
         """The keys or values that the chunks attend to, one chunk behind the other: `[keys, kv_heads, features]`.
@@ -105,11 +120,10 @@ class JoinedSpans:
 
     def _seen(self, new: Tensor, gathered: abc.Callable[[Tensor, int], Tensor]) -> Tensor:
         """What the chunks attend to: of a sequence with cached blocks, what `gathered` reads of so many tokens."""
-        if not self.alone and all(span.blocks is None for span in self._spans):
+        if self._whole and all(span.blocks is None for span in self._spans):
             return new
-        return torch.cat(
-            [new[span.part] if span.blocks is None else gathered(span.blocks, span.seen) for span in self._spans]
-        )
+        parts = [new[span.part] if span.blocks is None else gathered(span.blocks, span.seen) for span in self._spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> Tensor:
         """Causal attention of the joined chunks' queries.
@@ -117,19 +131,19 @@ class JoinedSpans:
         Args:
             q: `[tokens, heads, head_dim]` of all tokens of the step.
             keys, values: `[keys, kv_heads, head_dim]`, as of `keys`.
-            attended: like q, with the results of the chunks that are `alone`; those of the others are written to it.
+            attended: like q; the results of the joined chunks are written to it.
 
         Returns:
-            the results of all tokens: `attended`, or, if no chunk is `alone`, another tensor.
+            the results: `attended`, or, if the step has no other chunks, perhaps another tensor.
         """
         span = self._spans[0]
         if len(self._spans) == 1 and attends_in_parts(q, span.end - span.begin, span.seen):
             attended[span.part] = attend_chunk(q[span.part], keys, values, causal=True)
             return attended
-        queries = torch.cat([q[span.part] for span in self._spans]) if self.alone else q
+        queries = q if self._whole else torch.cat([q[span.part] for span in self._spans])
         flash = torch.ops.aten._flash_attention_forward
         found = flash(queries, keys, values, *self._bounds, *self._longest, 0.0, True, False)[0]
-        if not self.alone:
+        if self._whole:
             results: Tensor = found
             return results
         for span, part in zip(self._spans, found.split([each.end - each.begin for each in self._spans]), strict=True):

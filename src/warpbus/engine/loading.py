@@ -13,7 +13,7 @@ from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.disk_cache import DiskSpace
+from warpbus.engine.disk_cache import DiskSpace, check_writable
 from warpbus.engine.engine import Engine
 from warpbus.engine.fingerprint import kv_fingerprint
 from warpbus.engine.forecast import forecast_plan
@@ -87,6 +87,7 @@ def open_model(
     length = config.max_context if options.max_model_len is None else options.max_model_len
     if not 1 < length <= config.max_context:
         raise UsageError(f"max_model_len is {length:,}: give 2 to {config.max_context:,}, the model's context")
+    _check_kept_blocks(config, options)
     # Adapters are small, and their size is known only once they are read.
     adapters = tuple(load_adapter(directory, config, name=name, dtype=chosen) for name, directory in options.adapters)
     prefixes = Prefixes(adapters, config)
@@ -221,16 +222,28 @@ def _host_bytes(opened: OpenedModel, options: ServiceOptions, group: Group | Non
     """Main memory of this process for evicted blocks: each process that shares the model has a part of every block."""
     if options.kv_host_memory is None:
         return None
-    _check_findable(opened.config, "kv_host_memory")
     return parse_memory(options.kv_host_memory, what="kv_host_memory") // (1 if group is None else group.world)
 
 
 def _disk_space(opened: OpenedModel, options: ServiceOptions) -> DiskSpace | None:
     if options.kv_disk is None:
         return None
-    _check_findable(opened.config, "kv_disk")
     nbytes = parse_memory(options.kv_disk_size, what="kv_disk_size")
     return DiskSpace(Path(options.kv_disk).expanduser(), nbytes, kv_fingerprint(opened, options))
+
+
+def _check_kept_blocks(config: ModelConfig, options: ServiceOptions) -> None:
+    """Check where evicted blocks are to be kept, before the model is loaded.
+
+    Raises:
+        UsageError: the model's prompts have no prefixes that could be found again.
+        StorageError: the directory cannot be used.
+    """
+    for what in ("kv_host_memory", "kv_disk"):
+        if getattr(options, what) is not None:
+            _check_findable(config, what)
+    if options.kv_disk is not None:
+        check_writable(Path(options.kv_disk).expanduser())
 
 
 def _check_findable(config: ModelConfig, what: str) -> None:

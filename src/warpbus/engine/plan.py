@@ -34,6 +34,7 @@ from warpbus.engine.step_memory import (
     PIECES,
     activation_bytes,
     expanded_bytes,
+    joined_bytes,
     prompt_piece,
     read_bytes,
     selection_bytes,
@@ -314,11 +315,7 @@ def _lay_out(
 
     def needed(tokens: int) -> int:
         longest = asked or min(max(0, tokens - stored.kept_tokens), config.max_context)
-        return (
-            tokens * unit
-            + expanded_bytes(config, stored.dtype, wanted.piece, longest)
-            + selection_bytes(config, rows, longest)
-        )
+        return tokens * unit + _together_bytes(stored, wanted.piece, wanted.max_num_seqs, longest)
 
     answering = bisect_right(range(max(0, left) // unit + 1), left, key=needed) - 1
     # Loading stacks the experts layer by layer, which needs those of a layer twice, while nothing else is there.
@@ -331,7 +328,7 @@ def _lay_out(
     pool = min(tokens, -(-context // BLOCK) * BLOCK * wanted.max_num_seqs)
     cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
     read = (context + stored.prefix_blocks * BLOCK) * reading
-    read += expanded_bytes(config, stored.dtype, wanted.piece, context) + selection_bytes(config, rows, context)
+    read += _together_bytes(stored, wanted.piece, wanted.max_num_seqs, context)
     parts["workspace"] = max(parts["workspace"] + read, stacking)
     parts |= {"KV cache": cache, "rotary table": context * table_bytes(config)}
     host_bytes = wanted.experts.nbytes(offloaded)
@@ -480,6 +477,16 @@ def end_bytes(stored: Stored, head: Scheme | None, embedding: Scheme | None) -> 
     }
 
 
+def _together_bytes(stored: Stored, piece: int, seqs: int, context: int) -> int:
+    """What `seqs` sequences of a step take beside the activations and what one of them reads of the cache."""
+    config, dtype = stored.config, stored.dtype
+    return (
+        joined_bytes(config, dtype, seqs, context)
+        + expanded_bytes(config, dtype, piece, seqs, context)
+        + selection_bytes(config, batch_bucket(seqs), context)
+    )
+
+
 def _dequantized_bytes(stored: Stored) -> int:
     """The weights of trellises that products of many rows dequantize at a time."""
     return BUFFER_BYTES if any(scheme.is_trellis for scheme in stored.quantized.values()) else 0
@@ -519,19 +526,38 @@ def _smallest(
         token_bytes(config, stored.dtype, option.kv_dtype) + read_bytes(config, stored.dtype) + table_bytes(config)
     )
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
-    expanded = expanded_bytes(config, stored.dtype, piece, least) + selection_bytes(config, rows, least)
-    return least, sum(parts.values()) + expanded, per_token
+    together = _together_bytes(stored, piece, max_num_seqs, least)
+    return least, sum(parts.values()) + together, per_token
+
+
+def _fitting_context(stored: Stored, limit: int, asked: int, max_num_seqs: int, kv_dtype: str) -> int:
+    """The longest context of whole steps that fits and is shorter than the one that was asked for; 0: none."""
+
+    def needed(context: int) -> int:
+        return least_memory(stored, limit, max_model_len=context, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
+
+    return bisect_right(range(_CONTEXT_STEP, asked, _CONTEXT_STEP), limit, key=needed) * _CONTEXT_STEP
+
+
+def _fitting_seqs(stored: Stored, limit: int, max_model_len: int | None, asked: int, kv_dtype: str) -> int:
+    """The most sequences of a batch, fewer than were asked for, that fit; 0: not even one."""
+
+    def needed(seqs: int) -> int:
+        return least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=seqs, kv_dtype=kv_dtype)
+
+    return bisect_right(range(1, asked), limit, key=needed)
 
 
 def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str) -> str:
     """Why no layout fits, and what would."""
     config = stored.config
-    least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
+    least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
     need = least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"] + ["share it among more GPUs"] * (stored.gpus > 1)
-    shorter = (limit - fixed - _PAGE) // per_token - stored.kept_tokens
-    if max_model_len is not None and shorter >= _CONTEXT_STEP:
-        advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
+    if max_model_len is not None and (shorter := _fitting_context(stored, limit, least, max_num_seqs, kv_dtype)):
+        advice.append(f"a max_model_len of {shorter:,}")
+    if fewer := _fitting_seqs(stored, limit, max_model_len, max_num_seqs, kv_dtype):
+        advice.append(f"a max_num_seqs of {fewer:,}")
     if not stored.quantized:
         quantized = Stored.uniform(config, stored.dtype, _SUGGESTED).quantized
         smaller = replace(stored, quantized=quantized)

@@ -2,7 +2,7 @@
 
 import torch
 
-from warpbus.engine.joined_spans import MOST_EXPANDED
+from warpbus.engine.joined_spans import MOST_EXPANDED, MOST_GATHERED
 from warpbus.kernels.ops import dsa, mla
 from warpbus.kernels.reference.dsa import score_columns
 from warpbus.models import IndexerSpec, LatentAttentionSpec, ModelConfig
@@ -32,12 +32,28 @@ def read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return config.attention.cache_entry.size * dtype.itemsize
 
 
-def expanded_bytes(config: ModelConfig, dtype: torch.dtype, piece: int, context: int) -> int:
-    """What latents take besides, while the last piece of a prompt as long as the context is read.
+def joined_bytes(config: ModelConfig, dtype: torch.dtype, rows: int, context: int) -> int:
+    """What chunks of `rows` sequences that are attended together read of the cache, beyond one of the whole context.
 
-    They are expanded to keys and values of all heads: up to `MOST_EXPANDED`. A longer prompt attends to the latents,
-    with a mask, of which torch makes a copy in 16 bits; but not to tokens that an indexer selects, where there are
-    kernels for their list.
+    Beside the joined keys, the values are there twice while they are joined. Latents are there once when they are
+    expanded, which takes more than to join them. Prompts that are read in both directions are not joined.
+    """
+    if rows == 1 or config.prompt_end is not None:
+        return 0
+    spec = config.attention
+    if isinstance(spec, LatentAttentionSpec):
+        tokens = min(rows * context, MOST_EXPANDED)
+    else:
+        tokens = 3 * min(rows * context, MOST_GATHERED) // 2
+    return max(0, tokens - context) * read_bytes(config, dtype)
+
+
+def expanded_bytes(config: ModelConfig, dtype: torch.dtype, piece: int, rows: int, context: int) -> int:
+    """What latents take besides, while the last pieces of prompts as long as the context are read.
+
+    They are expanded to keys and values of all heads: of up to `rows` sequences, but no more than `MOST_EXPANDED`
+    tokens. A longer prompt attends to the latents, with a mask, of which torch makes a copy in 16 bits; but not to
+    tokens that an indexer selects, where there are kernels for their list.
     """
     spec = config.attention
     if not isinstance(spec, LatentAttentionSpec):
@@ -47,7 +63,7 @@ def expanded_bytes(config: ModelConfig, dtype: torch.dtype, piece: int, context:
     if spec.indexer is not None and _lists_tokens(spec, spec.indexer, dtype):
         masked = min(context, spec.indexer.top_k)
     masks = piece * masked * (torch.bool.itemsize + dtype.itemsize) if masked > MOST_EXPANDED else 0
-    return min(context, MOST_EXPANDED) * each + masks
+    return min(rows * context, MOST_EXPANDED) * each + masks
 
 
 def _lists_tokens(spec: LatentAttentionSpec, indexer: IndexerSpec, dtype: torch.dtype) -> bool:

@@ -8,8 +8,8 @@ from warpbus.formats.compressed_tensors import (
     to_tensors,
 )
 from warpbus.formats.format import Format, WritableFormat, format_named, format_of, read_schemes
-from warpbus.formats.growing import GrowingCheckpoint, discard_parts
 from warpbus.formats.parts import FinishedParts
+from warpbus.formats.resumable_checkpoint import ResumableCheckpoint, discard_parts
 from warpbus.formats.writer import CheckpointWriter
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "CheckpointWriter",
     "FinishedParts",
     "Format",
-    "GrowingCheckpoint",
+    "ResumableCheckpoint",
     "WritableFormat",
     "discard_parts",
     "format_named",

@@ -1,4 +1,4 @@
-"""The finished parts of a run on the disk, as `GrowingCheckpoint` writes them."""
+"""The finished parts of a run on the disk, as `ResumableCheckpoint` writes them."""
 
 import zlib
 from collections.abc import Mapping

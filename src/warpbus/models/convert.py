@@ -102,7 +102,7 @@ def convert(
         UsageError: an argument is wrong, or the model is not quantized or already has the format.
         SchemeError: the target cannot represent a matrix; the message names it.
         CheckpointError: the model cannot be read or is not complete.
-        TensorError: a tensor is missing, has the wrong shape or type, or values that overflow the target's dtype.
+        TensorError: a tensor is missing, has the wrong shape or type, or values that the target's dtype cannot hold.
         StorageError: the output exists, cannot be written, or differs from what was written when it is read back.
     """
     refuse_kv_scales(Path(model), to)
@@ -275,7 +275,10 @@ class _RunningConversion:
             return tensor
         if name in self.plan.exact or name.endswith(_CONSTANTS):
             return tensor
-        return _finite(name, tensor.to(self.plan.dtype))
+        found = _finite(name, tensor.to(self.plan.dtype))
+        if self.plan.dtype == torch.float16 and bool(tensor.any()) and not bool(found.any()):
+            raise TensorError(f"{name}: all its values are so small that {found.dtype} makes 0 of them: use bfloat16")
+        return found
 
 
 def _dense(weight: QTensor, dtype: torch.dtype) -> Tensor:

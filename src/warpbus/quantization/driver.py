@@ -26,12 +26,12 @@ from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization.calibration import Calibration
-from warpbus.quantization.early import ENVIRONMENT
 from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, fitting_algorithms, suits
 from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Plan, check_end, check_kv_cache, prepare
+from warpbus.quantization.prestart import ENVIRONMENT
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
 from warpbus.quantization.survey import model_hash

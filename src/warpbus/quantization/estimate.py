@@ -19,7 +19,7 @@ from warpbus.cuda.rates import matmul_rates
 from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
-from warpbus.formats.growing import WAITING
+from warpbus.formats.resumable_checkpoint import WAITING
 from warpbus.kernels.reference.trellis import SEAM
 from warpbus.models import MoESpec
 from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange

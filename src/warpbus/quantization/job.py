@@ -26,7 +26,7 @@ from warpbus.cuda.jit import architecture
 from warpbus.dist import Group
 from warpbus.dist.outcome import Send
 from warpbus.errors import CheckpointError, DeviceError, StorageError, WarpbusError
-from warpbus.formats import FinishedParts, GrowingCheckpoint
+from warpbus.formats import FinishedParts, ResumableCheckpoint
 from warpbus.formats.kv_cache import KVCacheScheme
 from warpbus.kernels.ops.arguments import ELEMENTS, gpu_has_kernels
 from warpbus.kernels.units import compile_ahead
@@ -38,16 +38,7 @@ from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import QuantizationEstimate, device_rates, estimate
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.methods import METHODS, Method, solve_small
-from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
-from warpbus.quantization.report import EndResult, LayerResult, Report, TuningResult, peak_memory, versions
-from warpbus.quantization.saved_states import SavedStates, saved_layer
-from warpbus.quantization.sources import Reading, Sources, check_finite
-from warpbus.quantization.states import embed, enter_mtp
-from warpbus.quantization.statistics import DRIFT
-from warpbus.quantization.stopwatch import Stopwatch
-from warpbus.quantization.survey import RankDevice, check_model
-from warpbus.quantization.tuning_parts import STATE_PART, tune_parts, tuned_part
-from warpbus.quantization.written import (
+from warpbus.quantization.output_parts import (
     end_parts,
     is_readable,
     kept_end_parts,
@@ -60,6 +51,15 @@ from warpbus.quantization.written import (
     stored_tensors,
     written_config,
 )
+from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
+from warpbus.quantization.report import EndResult, LayerResult, Report, TuningResult, peak_memory, versions
+from warpbus.quantization.saved_states import SavedStates, saved_layer
+from warpbus.quantization.sources import Reading, Sources, check_finite
+from warpbus.quantization.states import embed, enter_mtp
+from warpbus.quantization.statistics import DRIFT
+from warpbus.quantization.stopwatch import Stopwatch
+from warpbus.quantization.survey import RankDevice, check_model
+from warpbus.quantization.tuning_parts import STATE_PART, tune_parts, tuned_part
 
 _TURN_SECONDS = 0.0001
 
@@ -121,7 +121,7 @@ class Begun:
     """A message: the first process has checked the parts of an earlier run.
 
     Attributes:
-        found: "nothing", "finished parts" or "removed parts", see `GrowingCheckpoint`.
+        found: "nothing", "finished parts" or "removed parts", see `ResumableCheckpoint`.
         layers: how many layers are finished already.
     """
 
@@ -180,7 +180,7 @@ class _QuantizationRun:
     job: Job
     plan: Plan
     watch: Stopwatch
-    writer: GrowingCheckpoint | None
+    writer: ResumableCheckpoint | None
     sources: Sources | None
     parts: FinishedParts
     finished: frozenset[int]
@@ -216,7 +216,7 @@ class _QuantizationRun:
         parts = FinishedParts(job.output)
         if group.is_first:
             writer = stack.enter_context(
-                GrowingCheckpoint(
+                ResumableCheckpoint(
                     job.output,
                     identity=job.identity,
                     overwrite=job.overwrite,

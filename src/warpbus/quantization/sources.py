@@ -21,8 +21,8 @@ from warpbus.cuda.staging import PinnedStaging
 from warpbus.errors import NumericError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
 from warpbus.models import DecoderLayer, LayerLoader
+from warpbus.quantization.output_parts import kept_end_parts, layer_part
 from warpbus.quantization.preflight import Plan
-from warpbus.quantization.written import kept_end_parts, layer_part
 
 _THREADS = 8
 _DIGEST_BYTES = 16

@@ -27,10 +27,10 @@ from warpbus.models import DecoderLayer, tensor_map
 from warpbus.models.layers import make_norm
 from warpbus.qtensor import QTensor
 from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.output_parts import quantized_matrix, restore_kept, stored_layer
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.sources import Reading
 from warpbus.quantization.states import States, embed
-from warpbus.quantization.written import quantized_matrix, restore_kept, stored_layer
 
 EPOCHS = 3
 """How often each sequence is trained on."""

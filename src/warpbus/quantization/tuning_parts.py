@@ -9,14 +9,14 @@ from collections.abc import Callable
 import torch
 
 from warpbus.errors import UsageError
-from warpbus.formats import GrowingCheckpoint
+from warpbus.formats import ResumableCheckpoint
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.qtensor import Schemes
 from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.output_parts import is_readable, layer_part, stored_tensors
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.report import TuningResult
 from warpbus.quantization.tuning import Tuning, TuningState, TuningStep
-from warpbus.quantization.written import is_readable, layer_part, stored_tensors
 
 STATE_BYTES = 16
 """Bytes of the state per group: four numbers in float32."""
@@ -34,7 +34,7 @@ def tune_parts(
     plan: Plan,
     data: Calibration,
     held: Calibration,
-    writer: GrowingCheckpoint,
+    writer: ResumableCheckpoint,
     device: torch.device,
     tell: Callable[[TuningStep], None],
 ) -> TuningResult:
@@ -70,7 +70,7 @@ def tune_parts(
     return TuningResult(state.losses[0], state.losses[best], best)
 
 
-def _stored_state(writer: GrowingCheckpoint) -> TuningState | None:
+def _stored_state(writer: ResumableCheckpoint) -> TuningState | None:
     """The last state that an interrupted run saved; None if it saved nothing, or that is damaged."""
     facts = writer.facts(STATE_PART)
     if facts is None:

@@ -114,6 +114,10 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
         """The text of token ids."""
         model = named_model(models, body, request, options)
         tokenizer = model.service.tokenizer
+        strange = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
+        if strange is not None:
+            message = f"tokens: {strange} is an out-of-vocabulary token id: give 0 to {tokenizer.vocab_size - 1}"
+            raise RequestError(400, message, param="tokens")
 
         def work() -> Response:
             decode = text_with_specials if body.skip_special_tokens is False else type(tokenizer).decode

@@ -84,9 +84,11 @@ class TrainingSettings(TrainingOptions):
         """Settings for a method, with the method's defaults for those that are None or missing.
 
         Raises:
-            UsageError: as the class; or a setting belongs to another method.
+            UsageError: as the class; a setting belongs to another method; or both steps and epochs are given.
         """
         chosen = {name: value for name, value in given.items() if value is not None}
+        if chosen.get("steps") and "epochs" in chosen:
+            raise UsageError("steps and epochs both say how long to train: give one of them")
         defaults = {field.name: field.default for field in fields(cls)}
         # Without this check, a forgotten --method lora would train all weights, unnoticed for hours.
         for only, names in _ONLY.items():

@@ -116,10 +116,10 @@ def test_each_field_has_one_option_with_its_default(name: str, options: type) ->
 
 
 COMMANDS = sorted({name for name, _ in INTERNAL})
-# Options whose default is not that of the field: they suit a conversation, or depend on the method of training.
+# Options whose default is not that of the field: they suit a conversation, or depend on other options of training.
 OWN_DEFAULTS = {
     "chat": {"temperature", "top_p", "top_k", "repetition_penalty", "max_tokens"},
-    "train": {"rows", "rows_at_once", "learning_rate", "warmup", "weight_decay"},
+    "train": {"epochs", "rows", "rows_at_once", "learning_rate", "warmup", "weight_decay"},
 }
 
 

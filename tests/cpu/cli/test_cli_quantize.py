@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli.quantize import quantize
 from warpbus.errors import SchemeError, UsageError
-from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, format_of, read_schemes
+from warpbus.formats import Checkpoint, FinishedParts, ResumableCheckpoint, format_of, read_schemes
 
 app = typer.Typer()
 app.command()(quantize)
@@ -42,6 +42,12 @@ def test_quantizes_and_shows_a_table(model, texts, tmp_path):
     assert "quantizing" in found.stderr
     assert "quantizing" not in found.stdout
     assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == "w4a16-g64"
+
+
+def test_an_empty_name_is_no_model(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(model)
+    with pytest.raises(UsageError, match=r"^the model's name is empty"):
+        invoke("", tmp_path / "out", "--algorithm", "rtn", "--device", "cpu")
 
 
 def test_without_calibration_data_it_says_what_it_takes(model, texts, tmp_path):
@@ -170,7 +176,7 @@ def test_too_few_tokens_are_warned_of(model, tmp_path, write_lines):
 
 def test_finished_layers_of_another_run_need_a_restart(model, texts, tmp_path):
     flags = ("--calibration", texts, "--scheme", "w4a16-g64", "--device", "cpu")
-    with GrowingCheckpoint(tmp_path / "out", identity={"algorithm": "awq"}) as other:
+    with ResumableCheckpoint(tmp_path / "out", identity={"algorithm": "awq"}) as other:
         other.commit("layer-00000", {"x": torch.ones(3)}, {"results": []})
     with pytest.raises(UsageError, match='finished parts of a run that differs: algorithm was "awq" and is "gptq"'):
         invoke(model, tmp_path / "out", *flags)

@@ -37,12 +37,12 @@ def shown(what: RenderableType, width: int = 80) -> str:
 
 
 def test_what_a_memory_plan_gave_up_stands_below_its_table_line_by_line() -> None:
-    plan = plan_memory(CHATGLM2, int(4.3 * GB))
+    plan = plan_memory(CHATGLM2, int(4.32 * GB))
     assert plan.head is not None
     assert plan.embedding_on_cpu
     table, below = shown(memory_table(plan)).split("┘\n")
     assert "KV cache" in table
-    assert "4.30 GB" in table
+    assert "4.32 GB" in table
     assert [line.rstrip() for line in below.splitlines()] == [
         f"context {plan.context:,} tokens, cache for {plan.pool_tokens:,} (kv_dtype int8)",
         "head rounded to w8a16-g128",

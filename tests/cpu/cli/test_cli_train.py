@@ -74,6 +74,8 @@ def test_what_cannot_be(blank_model, tmp_path, data):
         invoke(*given, "--quantize", "w4a16-g32")
     with pytest.raises(UsageError, match="rank: only for method lora, not full: drop it, or use method lora"):
         invoke(*given, "--rank", 4)
+    with pytest.raises(UsageError, match="steps and epochs both say how long to train: give one of them"):
+        invoke(*given, "--epochs", 1)
     with pytest.raises(UsageError, match="targets: only for method lora, not ptuning"):
         invoke(*given, "--method", "ptuning", "--target", "mlp.down")
     with pytest.raises(UsageError, match="--prefix-tokens: only for method ptuning, not lora"):

@@ -1,34 +1,16 @@
 """CUDA programs as courses write them, run on the CPU with all checks in both orders of threads."""
 
-import re
-
 import pytest
+from cuda_program_runs import run_checked
 from typer.testing import CliRunner
 
 from warpbus.cli import app
-from warpbus.cuda import programs
-from warpbus.cuda.findings import explain
 from warpbus.errors import DataError
-
-START = "#include <cstdio>\n#include <cassert>\n#include <cuda_runtime.h>\n"
 
 
 @pytest.fixture
 def run(tmp_path):
-    """What a program prints, the same in both orders of threads, or the explanation of its mistake."""
-
-    def run_text(text: str) -> str:
-        source = tmp_path / "program.cu"
-        source.write_text(START + text, encoding="utf-8")
-        found = programs.run_in_orders(source, checks=True)
-        if mistake := found[-1].mistake:
-            assert re.search("[\u4e00-\u9fff]", explain(mistake, "zh"))
-            return explain(mistake)
-        assert [(each.code, each.errors) for each in found] == [(0, "")] * 2
-        assert found[0].output == found[1].output
-        return found[0].output
-
-    return run_text
+    return lambda text: run_checked(tmp_path, text)
 
 
 SHARED = """
@@ -120,6 +102,101 @@ int main() {
 
 def test_functions_of_the_device(run) -> None:
     assert run(FUNCTIONS) == "496 31 22222222 40000000 63 0.5 0.5\nffffffff 0 0 2 8"
+
+
+LAUNCHES = """
+#define SAY(call) printf("%s, ", cudaGetErrorString(call))
+template <class T> __global__ void axpy(T a, const T *x, T *y, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] += a * x[i];
+}
+__global__ void reversed(float *out) {
+    extern __shared__ float s[];
+    s[threadIdx.x * 600] = threadIdx.x;
+    __syncthreads();
+    out[threadIdx.x] = s[(blockDim.x - 1 - threadIdx.x) * 600];
+}
+int main() {
+    const int n = 1000; float a = 2, h[n], *x, *y;
+    for (int i = 0; i < n; ++i) h[i] = i;
+    cudaStream_t s; cudaStreamCreate(&s);
+    cudaMallocAsync(&x, n * 4, s); cudaMallocAsync((void **)&y, n * 4, s);
+    cudaMemcpyAsync(x, h, n * 4, cudaMemcpyHostToDevice, s); cudaMemsetAsync(y, 0, n * 4, s);
+    int count = n; void *arguments[] = {&a, &x, &y, &count};
+    SAY(cudaLaunchKernel((void *)axpy<float>, dim3(4), dim3(256), arguments, 0, s));
+    a = 100;  // the launch has taken the values
+    SAY(cudaLaunchKernel(reinterpret_cast<const void *>(&axpy<float>), 4, 2048, arguments));
+    cudaMemcpyAsync(h, y, n * 4, cudaMemcpyDeviceToHost, s);
+    SAY(cudaFreeAsync(x, s)); SAY(cudaFreeAsync(y, s)); SAY(cudaFreeAsync(y + 1, s)); cudaStreamSynchronize(s);
+    printf("%g\\n", h[999]); cudaGetLastError();
+    float *o; cudaMalloc(&o, 128);
+    reversed<<<1, 32, 80000>>>(o); SAY(cudaGetLastError());
+    SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 80000));
+    reversed<<<1, 32, 80000>>>(o); SAY(cudaGetLastError());
+    SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 200000));
+    cudaMemcpy(h, o, 128, cudaMemcpyDeviceToHost);
+    int blocks, grid, block;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reversed, 256, 80000);
+    cudaOccupancyMaxPotentialBlockSize(&grid, &block, axpy<float>, 0, 0);
+    printf("%g %d %d %d", h[0], blocks, grid, block);
+}
+"""
+
+
+def test_launches_by_pointer_and_limits_of_kernels(run) -> None:
+    refused, passed = "invalid argument, ", "no error, "
+    first = f"{passed}invalid configuration argument, {passed}{passed}{refused}1998\n"
+    assert run(LAUNCHES) == f"{first}{refused}{passed}{passed}{refused}31 2 1 1024"
+
+
+MEMORY = """
+__global__ void k(int *x, long long *ticks) {
+    const long long begin = clock64();
+    x[0] = __ldcg(x + 1) + __dp4a(0x01020304, 0x01010101, 5) + __byte_perm(0x11, 0x22, 0x0004);
+    __stcs(x + 2, static_cast<int>(__funnelshift_l(0x80000000, 1, 1)));
+    atomicAdd_block(x + 3, 4);
+    ticks[0] = clock64() >= begin;
+}
+void CUDART_CB done(cudaStream_t, cudaError_t, void *data) { printf("%s ", static_cast<const char *>(data)); }
+int main() {
+    int *mapped, *seen, *managed, most; long long *ticks, same;
+    static int registered[4] = {0, 7, 0, 1};
+    cudaHostAlloc(&mapped, 16, cudaHostAllocMapped); cudaHostGetDevicePointer(&seen, mapped, 0);
+    cudaHostRegister(registered, 16, cudaHostRegisterDefault);
+    cudaMalloc(&ticks, 8); cudaMallocManaged(&managed, 64);
+    printf("%d ", cudaMemAdvise(managed, 64, cudaMemAdviseSetReadMostly, 0));
+    cudaStream_t s; int least, greatest; cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, greatest);
+    cudaMemcpyAsync(mapped, registered, 16, cudaMemcpyDefault, s);
+    k<<<1, 1, 0, s>>>(seen, ticks); cudaStreamAddCallback(s, done, (void *)"done", 0); cudaStreamSynchronize(s);
+    cudaMemcpy(&same, ticks, 8, cudaMemcpyDeviceToHost);
+    printf("%d %d %d %lld ", mapped[0], mapped[2], mapped[3], same);
+    cudaPointerAttributes of[3];
+    cudaPointerGetAttributes(of, ticks); cudaPointerGetAttributes(of + 1, managed);
+    cudaPointerGetAttributes(of + 2, mapped);
+    for (auto &each : of) printf("%d ", each.type);
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+    printf("%d %d", most, cudaHostUnregister(registered)); cudaFreeHost(mapped);
+}
+"""
+
+
+def test_memory_of_the_host_and_functions_of_courses(run) -> None:
+    assert run(MEMORY) == f"0 done {7 + 15 + 0x11111122} 3 5 1 2 3 1 {163 << 10} 0"
+
+
+def test_inline_ptx_is_refused(run) -> None:
+    text = '__global__ void k(unsigned *x) { asm("mov.u32 %0, %%laneid;" : "=r"(x[0])); }\nint main() {}\n'
+    assert run(text).startswith("inline PTX (asm) (line 4) is not supported on the CPU")
+
+
+def test_a_refused_launch_is_an_error_of_the_launch_alone(run) -> None:
+    """A call that waits returns the errors of kernels that ran, not those of launches."""
+    text = "__global__ void k() {}\nint main() { cudaStream_t s; cudaStreamCreate(&s); cudaEvent_t e; "
+    text += "cudaEventCreate(&e); cudaEventRecord(e, s); k<<<1, 2000>>>();\n"
+    waits = "cudaDeviceSynchronize(), cudaStreamSynchronize(s), cudaEventSynchronize(e)"
+    text += f'printf("%d %d %d ", {waits}); printf("%d ", cudaPeekAtLastError());\n'
+    assert run(text + 'printf("%d ", cudaGetLastError()); printf("%d", cudaGetLastError()); }') == "0 0 0 9 9 0"
 
 
 def test_what_threads_print_does_not_depend_on_their_order(run) -> None:
@@ -221,10 +298,24 @@ def test_memory_that_was_freed(run) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["cuda_bf16.h", "cuda_fp8.h", "thrust/sort.h", "cub/cub.cuh", "cublas_v2.h", "curand_kernel.h", "cuda/pipeline"],
+)
+def test_headers_that_the_cpu_does_not_have(run, name: str) -> None:
+    found = run(f"#include <{name}>\nint main() {{}}\n")
+    assert f"{name}: No such file or directory. Of CUDA's headers the CPU has cuda_runtime.h" in found
+
+
+def test_dynamic_parallelism_is_refused(run) -> None:
+    text = "__global__ void child() {}\n__global__ void k() { if (threadIdx.x == 3) child<<<1, 1>>>(); }\n"
+    found = run(text + "int main() { k<<<1, 32>>>(); cudaDeviceSynchronize(); }\n")
+    assert found.startswith("kernel k, block (0, 0, 0), thread (3, 0, 0): launches the kernel child: the CPU does not")
+
+
+@pytest.mark.parametrize(
     "text",
     [
-        "#include <cuda_fp16.h>\nint main() {}\n",
-        "#include <thrust/sort.h>\nint main() {}\n",
+        "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::coalesced_threads(); }\n",
         "int main() { cudaGraphUpload(nullptr, nullptr); }\n",
         "__global__ void k() { __activemask(); }\nint main() {}\n",
     ],

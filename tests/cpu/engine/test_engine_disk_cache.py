@@ -420,3 +420,15 @@ def test_a_service_that_is_started_again(tiny_glm, tmp_path):
     first, second = asyncio.run(run()), asyncio.run(run())
     assert first[1:] == (0, 0)
     assert second == (first[0], 3 * BLOCK, 3 * BLOCK)
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, tiny_glm):
+    (tmp_path / "file").touch()
+    options = ServiceOptions(device="cpu", kv_disk=str(tmp_path / "file" / "kv"))
+    with pytest.raises(
+        StorageError, match=r"^kv_disk: .*file/kv cannot be written \(.+\): give a directory that can be$"
+    ):
+        open_model(tiny_glm, CPU, options)
+    opened = open_model(tiny_glm, CPU, replace(options, kv_disk=str(tmp_path / "new" / "kv")))
+    assert opened.config.vocab_size > 0
+    assert list((tmp_path / "new" / "kv").iterdir()) == []

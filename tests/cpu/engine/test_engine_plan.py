@@ -20,6 +20,7 @@ from warpbus.engine.plan import (
 )
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
+from warpbus.language import in_language, translated
 from warpbus.models import SHAPES, IndexerSpec, read_config
 from warpbus.models.cost import packed_bytes
 from warpbus.models.parallel import Part
@@ -91,6 +92,16 @@ def test_what_is_read_of_the_cache_with_a_long_prompt_is_counted():
     assert long.parts["workspace"] - short.parts["workspace"] == (32768 - 2048) * vectors
 
 
+@pytest.mark.parametrize(("seqs", "context"), [(1, 2048), (2, 2048), (4, 2048), (16, 2048), (16, 8192), (16, 12_288)])
+def test_what_chunks_of_several_sequences_read_together_is_counted(seqs, context):
+    """Keys and values of 8,192 tokens, the values twice while they are joined, or those of one sequence."""
+    plan = plan_memory(CHATGLM2, 40 * GB, max_model_len=context, max_num_seqs=seqs)
+    vectors = 2 * SHAPE.attention.num_kv_heads * SHAPE.attention.head_dim * 2
+    without = plan_memory(CHATGLM2, 40 * GB, max_model_len=32_768, max_num_seqs=seqs)
+    joined = 3 * min(seqs * context, 8192) // 2 if seqs > 1 else 0
+    assert without.parts["workspace"] - plan.parts["workspace"] == (32_768 - max(context, joined)) * vectors
+
+
 def test_the_scores_and_selections_of_indexers_are_counted():
     """Of all sequences of a batch, and only for contexts longer than a selection."""
     indexer = IndexerSpec(heads=32, head_dim=128, top_k=2048)
@@ -102,7 +113,8 @@ def test_the_scores_and_selections_of_indexers_are_counted():
         return plan_memory(stored, 80 * GB, max_model_len=context, max_num_seqs=seqs).parts["workspace"]
 
     rows, logits = 16 - 1, flash.vocab_size * (2 + 3 * 4)
-    assert workspace(16, 2048) - workspace(1, 2048) == rows * logits
+    expanded = (32_768 - 2048) * 2 * (512 + 64 + 128 + 20 * (192 + 256 + 256))
+    assert workspace(16, 2048) - workspace(1, 2048) == rows * logits + expanded
     assert workspace(16, 32_769) - workspace(1, 32_769) == rows * (logits + 4 * 32_772 + 2 * 4 * 2048)
 
 
@@ -246,11 +258,38 @@ def advised(error, pattern):
     return re.search(pattern, str(error.value))[1].replace(",", "")
 
 
+@pytest.mark.parametrize(("limit", "seqs"), [(80 * GB, 100_000), (int(4.6 * GB), 2_000)])
+def test_the_advice_on_sequences_holds(limit, seqs):
+    """That so many sequences need the memory is said, whatever else would help."""
+    with pytest.raises(UsageError) as error:
+        plan_memory(CHATGLM2, limit, max_num_seqs=seqs)
+    most = int(advised(error, r"max_num_seqs of ([\d,]+)"))
+    assert plan_memory(CHATGLM2, limit, max_num_seqs=most).total <= limit
+    with pytest.raises(UsageError):
+        plan_memory(CHATGLM2, limit, max_num_seqs=2 * most)
+
+
 def test_the_advice_holds():
     with pytest.raises(UsageError) as error:
         plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=32000)
     plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=int(advised(error, r"max_model_len of ([\d,]+)")))
     plan_memory(CHATGLM2, parse_memory(advised(error, r"memory (\S+),"), 80 * GB), max_model_len=32000)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seqs", "advice"),
+    [
+        (8 * GB, 4, r"give memory .*, or share it .*, or quantize"),
+        (16 * GB, 100_000, r"give memory .*, or share it .*, or a max_num_seqs"),
+        (int(14.6 * GB), 16, r"give memory .*, or share it .*, or a max_model_len of .*, or quantize"),
+    ],
+)
+def test_all_advice_is_translated(limit, seqs, advice):
+    plain = replace(Stored.uniform(SHAPE, torch.float16, None), gpus=2)
+    with pytest.raises(UsageError, match=advice) as error:
+        plan_memory(plain, limit, max_model_len=32_768, max_num_seqs=seqs)
+    with in_language("zh"):
+        assert not re.search(r"\b(or|give|share|quantize|of|fits)\b", translated(str(error.value)))
 
 
 @pytest.mark.parametrize("stored", [CHATGLM2, Stored.uniform(SHAPE, torch.float16, None)])

@@ -51,6 +51,11 @@ def blobs(home: Path) -> list[Path]:
     return sorted((home / "hf/hub/models--THUDM--small-glm/blobs").iterdir())
 
 
+def test_an_empty_name_is_not_the_current_directory() -> None:
+    with pytest.raises(UsageError, match=r"^the model's name is empty: give a directory, a name on a hub, or demo$"):
+        find_model("")
+
+
 def test_what_is_needed_comes_and_then_the_hub_is_not_asked_again(hub: StandIn, home: Path) -> None:
     commit = hub.add(NAME, FILES)
     reported: list[tuple[int, int]] = []

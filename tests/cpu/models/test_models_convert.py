@@ -197,6 +197,19 @@ def test_scales_that_float16_cannot_hold(scale: float, shown: str, tmp_path: Pat
     assert left_over(tmp_path) == []
 
 
+def test_a_tensor_that_float16_makes_zeros_of(tmp_path: Path) -> None:
+    directory, _ = write_quantized(tmp_path / "bf16", HF, "compressed-tensors", "w4a16-g32")
+    tensors = {name: tensor.float() for name, tensor in all_tensors(directory).items() if "norm" in name}
+    tensors = all_tensors(directory) | tensors | {"model.norm.weight": torch.full((64,), 1e-9)}
+    safetensors_io.write_file(directory / "model.safetensors", tensors)
+    with pytest.raises(
+        TensorError, match=r"^model\.norm\.weight: all its values are so small that torch\.float16 makes 0"
+    ):
+        convert(directory, tmp_path / "out", to="float16")
+    assert left_over(tmp_path) == []
+    convert(directory, tmp_path / "plain", to="bfloat16")
+
+
 def change(directory: Path, name: str, place: tuple[int, ...], value: float) -> None:
     tensors = {each: tensor.clone() for each, tensor in all_tensors(directory).items()}
     tensors[name][place] = value

@@ -139,7 +139,7 @@ def test_schemes_without_a_block_type_are_rounded_again_and_it_is_said(tmp_path)
     tokenizer_files.write_poet(source)
     done = convert(source, tmp_path / "m.gguf", to="gguf")
     assert done.to_json()["rounded_again"] == done.to_json()["kinds"]["Q8_0"] == 14
-    assert "14 matrices were rounded" in done.summary()
+    assert "matrices rounded to the file's types, see `warpbus eval` for the effect: 14" in done.summary()
     checkpoint = Checkpoint(find_model(tmp_path / "m.gguf"))
     expected = plain["model.layers.0.mlp.down_proj.weight"]
     converted = convert(tmp_path / "m.gguf", tmp_path / "plain", to="float16")
@@ -295,6 +295,23 @@ def test_values_beyond_float16_are_refused_where_the_type_does_not_hold_them(tmp
             convert(source, tmp_path / "m.gguf", to=to)
     convert(source, tmp_path / "m.gguf", to="gguf-f32")
     torch.testing.assert_close(logits(directory_of(tmp_path / "m.gguf")), logits(source))
+
+
+@pytest.mark.parametrize(("to", "kind"), [("gguf-f16", "F16"), ("gguf-q8_0", "Q8_0")])
+def test_values_too_small_for_float16_are_refused(tmp_path, to, kind):
+    """A tensor that would become zeros; small rows of a tensor, and what keeps its values roughly, are no mistake."""
+    values = CONFIGS["qwen2"]
+    tensors = plain_tensors(values, torch.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"][3:9] *= 1e-9
+    tensors["model.layers.0.mlp.gate_proj.weight"] *= 1e-3
+    source = write_vocabulary(write_files(tmp_path / "model", values, tensors), values)
+    convert(source, tmp_path / "m.gguf", to=to)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e-9
+    lost = write_vocabulary(write_files(tmp_path / "lost", values, tensors), values)
+    said = rf"layers\.1\.mlp\.down_proj: its values, \S+e-\d+ at most, are too small for {kind}: convert to gguf-f32"
+    with pytest.raises(TensorError, match=said):
+        convert(lost, tmp_path / "lost.gguf", to=to)
+    convert(lost, tmp_path / "lost.gguf", to="gguf-f32")
 
 
 def test_damaged_metadata_is_refused_by_key(tmp_path):

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from stacked_models import SMALL, W4
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from warpbus.engine.plan import Stored, plan_memory
 from warpbus.formats import Checkpoint
@@ -25,35 +23,6 @@ from warpbus.qtensor import Scheme
 GB = 10**9
 GPU, HALF = torch.device("cuda", 0), torch.bfloat16
 SCHEME = Scheme.parse("w4a16-g128")
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages on one kind of device that were made while it was active.
-
-    Attributes:
-        peak: the most at one time.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self._device = device
-        self._live = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and each.device.type == self._device:
-                storage = each.untyped_storage()
-                if storage._cdata not in self._live:
-                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                    self.peak = max(self.peak, self.now())
-        return out
-
-    def now(self):
-        """Bytes that are alive."""
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
-        return sum(size for _, size in self._live.values())
 
 
 def shape(layers):

@@ -221,7 +221,7 @@ def test_a_finished_embedding_is_resumed_and_another_scheme_is_noticed(model, tm
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("warpbus.formats.growing.GrowingCheckpoint.finish", stop)
+        patched.setattr("warpbus.formats.resumable_checkpoint.ResumableCheckpoint.finish", stop)
         with pytest.raises(KeyboardInterrupt):
             quantized(model, tmp_path / "out", W8)
     kept = tmp_path / "out.quantization" / "embedding.safetensors"

@@ -121,7 +121,7 @@ def test_a_finished_head_is_resumed_and_another_scheme_is_noticed(model, tmp_pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("warpbus.formats.growing.GrowingCheckpoint.finish", stop)
+        patched.setattr("warpbus.formats.resumable_checkpoint.ResumableCheckpoint.finish", stop)
         with pytest.raises(KeyboardInterrupt):
             quantized(model, tmp_path / "out", "w8a16-g32")
     kept = tmp_path / "out.quantization" / "head.safetensors"

@@ -75,6 +75,12 @@ def test_several_texts_become_tokens(http):
     assert found["token_strs"][0] == ["a"]
     assert http.post("/tokenize", json={"content": "ab"}).json()["tokens"] == [97, 98]
     assert http.post("/v1/detokenize", json={"tokens": [97]}).json()["text"] == "a"
+    refused = http.post("/detokenize", json={"tokens": [97, 100_000]})
+    assert refused.status_code == 400
+    assert re.fullmatch(
+        r"tokens: 100000 is an out-of-vocabulary token id: give 0 to \d+", refused.json()["error"]["message"]
+    )
+    assert refused.json()["error"]["param"] == "tokens"
 
 
 def test_tokens_with_their_pieces_as_llama_cpp_gives_them(http):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpbus.engine.chunk_attention import LONGEST_ALONE, attend_chunk, attends_in_parts
-from warpbus.engine.joined_spans import ChunkSpan, JoinedSpans
+from warpbus.engine.joined_spans import MOST_GATHERED, ChunkSpan, join_spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -31,6 +31,7 @@ def spans_of(lengths):
         ([(500, 30)], 0),
         ([(0, 30)], 1),
         ([(0, 30), (0, LONGEST_ALONE), (33, 60)], 1),
+        ([(MOST_GATHERED - 40, 30), (64, 20), (0, 20), (MOST_GATHERED, 10), (33, 60)], 0),
     ],
     ids=str,
 )
@@ -44,13 +45,13 @@ def test_chunks_are_attended_as_each_alone(heads, kv_heads, size, lengths, alone
                 flat = stored[which, span.blocks.long()].transpose(1, 2).flatten(0, 1)
                 flat[span.start : span.seen] = new[span.part]
                 stored[which, span.blocks.long()] = flat.unflatten(0, (-1, BLOCK)).transpose(1, 2)
-    joined = JoinedSpans(spans, q, expanded=False)
-    assert len(joined.alone) == alone
+    groups, others = join_spans(spans, q, expanded=False)
+    assert len(others) == alone
     attended = torch.full_like(q, float("nan"))
-    if joined:
-        attended = joined.attend(q, joined.keys(k, stored[0], None), joined.keys(v, stored[1], None), attended)
+    for group in groups:
+        attended = group.attend(q, group.keys(k, stored[0], None), group.keys(v, stored[1], None), attended)
     for span in spans:
-        if span in joined.alone:
+        if span in others:
             assert attended[span.part].isnan().all()
             continue
         keys, values = k[span.part], v[span.part]
@@ -66,10 +67,9 @@ def test_chunks_are_attended_as_each_alone(heads, kv_heads, size, lengths, alone
 def test_float32_and_bidirectional_chunks_stay_alone():
     spans, tokens, _ = spans_of([(0, 20), (0, 30)])
     q = torch.randn(tokens, 4, 64, device="cuda")
-    assert JoinedSpans(spans, q, expanded=False).alone == spans
+    assert join_spans(spans, q, expanded=False) == ([], spans)
     both = [ChunkSpan(0, 20, 0, None, bidirectional=5), ChunkSpan(20, 50, 0, None, bidirectional=9)]
-    assert JoinedSpans(both, q.half(), expanded=False).alone == both
-    assert not JoinedSpans(both, q.half(), expanded=False)
+    assert join_spans(both, q.half(), expanded=False) == ([], both)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 2, 128), (20, 20, 256), (6, 3, 64)])
@@ -97,7 +97,7 @@ def test_long_chunks_are_rounded_up_or_attended_in_parts(heads, kv_heads, size, 
 def test_a_long_chunk_behind_cached_tokens_is_attended_in_parts():
     spans, tokens, _ = spans_of([(2080, 2100)])
     q = torch.randn(tokens, 4, 64, device="cuda").half()
-    joined = JoinedSpans(spans, q, expanded=False)
+    (joined,), _ = join_spans(spans, q, expanded=False)
     k, v = (torch.randn(2080 + 2100, 2, 64, device="cuda").half() for _ in range(2))
     attended = torch.full_like(q, float("nan"))
     assert torch.equal(joined.attend(q, k, v, attended), attend_chunk(q, k, v, causal=True))

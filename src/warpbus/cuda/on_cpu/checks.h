@@ -298,7 +298,7 @@ void check_launch() {
 void check_new_array(const SharedArray &each) {
     static std::map<const void *, Cell *> cells;
     Cell *&found = cells[each.begin];
-    const size_t room = each.begin == dynamic + kGap ? kMostShared : each.size / each.element + 1;
+    const size_t room = each.begin == dynamic + kGap ? kMostOptIn : each.size / each.element + 1;
     if (!found) found = static_cast<Cell *>(calloc(room, sizeof(Cell)));
     regions.push_back({each.begin - kGap, each.begin + each.size + kGap, each.begin, each.size, each.element, true, found,
                        nullptr, each.name});
@@ -313,6 +313,18 @@ void check_block() {
     ++serial;
     ++interval;
 }
+
+// A block after a barrier of the grid is another one than before: nothing that came earlier conflicts with it. Its shared
+// memory was exchanged, so that it is not known what was written there.
+void check_resume() {
+    for (const Region &region : regions) {
+        if (!region.shared) continue;
+        for (size_t i = 0; i < region.size / region.element; ++i)
+            region.cells[i] = {{serial, interval - 1, 0, 0, 0, 0, false}, {}};
+    }
+}
+
+void check_grid_barrier() { first_serial = serial + 1; }
 
 void check_barrier() {
     count_requests();

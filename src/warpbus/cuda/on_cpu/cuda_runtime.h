@@ -4,7 +4,7 @@
 // CUDA's own. It is for learning: right and wrong programs behave as on a GPU, only slowly.
 //
 // - The threads of a block are fibers on one thread of the CPU (`threads.h`). A fiber runs until a barrier or its end.
-//   Blocks run one after the other. WARPBUS_ORDER=reverse runs threads from the last to the first: a program whose output
+//   Blocks run one after the other, but for those of cooperative launches. WARPBUS_ORDER=reverse runs threads from the last to the first: a program whose output
 //   then differs depends on the order, which no GPU promises.
 // - Memory of cudaMalloc ends at a page that cannot be accessed, and only kernels and cudaMemcpy can access it at all: an
 //   index beyond the end, and host code that dereferences a device pointer, end the program with an explanation.
@@ -15,7 +15,9 @@
 // A program is compiled with this header alone, which has to be quick. Functions without a type of the program among their
 // parameters are in `runtime.cpp`, which is compiled once.
 //
-// Not here: textures, cooperative groups, half precision, tensor cores, more than one device.
+// Cooperative groups, asynchronous copies, half precision and tensor cores have headers of their own, as in CUDA.
+//
+// Not here: textures, other small floats, more than one device.
 #pragma once
 
 #include <cmath>
@@ -24,6 +26,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <type_traits>
 #include <utility>
 #if __has_include(<bits/stl_algobase.h>)
@@ -43,6 +46,8 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define CUDART_CB
 #define __align__(n) alignas(n)
 #define CUDART_VERSION 13000
 
@@ -58,6 +63,7 @@ enum cudaError_t {
     cudaErrorInvalidMemcpyDirection = 21,
     cudaErrorInvalidDevice = 101,
     cudaErrorNotReady = 600,
+    cudaErrorCooperativeLaunchTooLarge = 720,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901,
     cudaErrorStreamCaptureUnjoined = 904,
@@ -73,14 +79,62 @@ enum cudaMemcpyKind {
 };
 enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerBlock = 1,
+    cudaDevAttrMaxBlockDimX = 2,
+    cudaDevAttrMaxBlockDimY = 3,
+    cudaDevAttrMaxBlockDimZ = 4,
+    cudaDevAttrMaxGridDimX = 5,
+    cudaDevAttrMaxGridDimY = 6,
+    cudaDevAttrMaxGridDimZ = 7,
     cudaDevAttrMaxSharedMemoryPerBlock = 8,
+    cudaDevAttrTotalConstantMemory = 9,
     cudaDevAttrWarpSize = 10,
+    cudaDevAttrMaxRegistersPerBlock = 12,
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrMaxThreadsPerMultiProcessor = 39,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
+    cudaDevAttrManagedMemory = 83,
+    cudaDevAttrConcurrentManagedAccess = 89,
+    cudaDevAttrCooperativeLaunch = 95,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+enum cudaFuncCache {
+    cudaFuncCachePreferNone = 0,
+    cudaFuncCachePreferShared = 1,
+    cudaFuncCachePreferL1 = 2,
+    cudaFuncCachePreferEqual = 3,
 };
 constexpr int cudaCpuDeviceId = -1;
+constexpr int cudaInvalidDeviceId = -2;
+enum cudaMemoryAdvise {
+    cudaMemAdviseSetReadMostly = 1,
+    cudaMemAdviseUnsetReadMostly = 2,
+    cudaMemAdviseSetPreferredLocation = 3,
+    cudaMemAdviseUnsetPreferredLocation = 4,
+    cudaMemAdviseSetAccessedBy = 5,
+    cudaMemAdviseUnsetAccessedBy = 6,
+};
+enum cudaMemoryType {
+    cudaMemoryTypeUnregistered = 0,
+    cudaMemoryTypeHost = 1,
+    cudaMemoryTypeDevice = 2,
+    cudaMemoryTypeManaged = 3,
+};
+struct cudaPointerAttributes {
+    cudaMemoryType type;
+    int device;
+    void *devicePointer, *hostPointer;
+};
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone = 0,
+    cudaStreamCaptureStatusActive = 1,
+    cudaStreamCaptureStatusInvalidated = 2,
+};
 enum cudaStreamCaptureMode {
     cudaStreamCaptureModeGlobal = 0,
     cudaStreamCaptureModeThreadLocal = 1,
@@ -88,29 +142,37 @@ enum cudaStreamCaptureMode {
 };
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
-constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
+constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, cudaHostAllocWriteCombined = 4;
+constexpr unsigned cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2;
+constexpr unsigned cudaMemAttachGlobal = 1, cudaMemAttachHost = 2;
 using cudaStream_t = struct warpbus_stream *;
 using cudaEvent_t = struct warpbus_event *;
 using cudaGraph_t = struct warpbus_graph *;
 using cudaGraphExec_t = struct warpbus_graph_exec *;
 using cudaGraphNode_t = struct warpbus_graph_node *;
 using cudaHostFn_t = void (*)(void *);
+using cudaStreamCallback_t = void (*)(cudaStream_t, cudaError_t, void *);
 
 struct cudaDeviceProp {
     char name[256];
-    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerMultiprocessor;
+    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
     int regsPerBlock, warpSize, maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], major, minor;
-    int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels;
-    size_t totalConstMem;
+    int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels, cooperativeLaunch;
+    int regsPerMultiprocessor, maxBlocksPerMultiProcessor, unifiedAddressing, managedMemory, concurrentManagedAccess;
+    int canMapHostMemory, asyncEngineCount, integrated, ECCEnabled, pciBusID, pciDeviceID, pciDomainID;
+    size_t totalConstMem, memPitch, textureAlignment;
 };
 
 namespace warpbus {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 512;
+constexpr size_t kMostOptIn = 163 << 10;  // shared memory of a kernel that asks for it, as compute capability 8.0
+constexpr unsigned kMostBlocks = 32;          // of a multiprocessor
+constexpr unsigned kMostCooperative = 16384;  // threads of a cooperative launch: each has a stack
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
-enum class Waits : unsigned char { nothing, block, warp };
+enum class Waits : unsigned char { nothing, block, warp, grid };
 
 // A thread of a block: a fiber.
 struct Thread {
@@ -125,10 +187,22 @@ struct Thread {
     uint64_t given, got;    // the bits that it hands over, and those that it gets
 };
 
+// An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.
+struct DeferredCopy {
+    void (*run)(const DeferredCopy &);
+    void *to;
+    const void *from;
+    size_t size, zeros;  // bytes that are written, and how many of them, at the end, are 0
+    unsigned batch;
+};
+
 extern Thread *current;     // nullptr while host code runs
 extern uint3 block_at, block_size, grid_size;
 
 void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u);
+void defer_copy(const DeferredCopy &copy);
+void commit_copies();
+void wait_for_copies(unsigned last);
 cudaError_t remember(cudaError_t status);
 char *allocate(size_t size, size_t element, bool managed, const char *name);
 void *allocate_pinned(size_t size);
@@ -152,16 +226,45 @@ struct Launch {
     dim3 grid, block;
     size_t shared;
     cudaStream_t stream;
+    bool cooperative = false;
     Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
         : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
-    template <class Lambda> void operator()(const Lambda &lambda) const {
-        start({&lambda, [](const void *of) { (*static_cast<const Lambda *>(of))(); },
+    template <class Lambda> cudaError_t operator()(const Lambda &lambda) const {
+        return start({&lambda, [](const void *of) { (*static_cast<const Lambda *>(of))(); },
                [](const void *of) -> const void * { return new Lambda(*static_cast<const Lambda *>(of)); },
                [](const void *of) { delete static_cast<const Lambda *>(of); }});
     }
-    void start(const Call &call) const;
+    cudaError_t start(const Call &call) const;
 };
+
+template <class... T, size_t... I>
+cudaError_t launch_with(const Launch &launch, void (*kernel)(T...), void **arguments, std::index_sequence<I...>) {
+    const auto start = [&](std::decay_t<T>... values) { return launch([=] { kernel(values...); }); };
+    return start(*static_cast<std::decay_t<T> *>(arguments[I])...);
+}
+
+// A launch through a pointer: `translate` adds the kernel's name, and drops a cast to void *.
+template <class... T>
+cudaError_t cudaLaunchKernel(const char *name, void (*kernel)(T...), dim3 grid, dim3 block, void **arguments,
+                             size_t shared = 0, cudaStream_t stream = nullptr) {
+    return launch_with(Launch(name, grid, block, shared, stream), kernel, arguments, std::index_sequence_for<T...>{});
+}
+template <class... T>
+cudaError_t cudaLaunchCooperativeKernel(const char *name, void (*kernel)(T...), dim3 grid, dim3 block, void **arguments,
+                                        size_t shared = 0, cudaStream_t stream = nullptr) {
+    Launch launch(name, grid, block, shared, stream);
+    launch.cooperative = true;
+    return launch_with(launch, kernel, arguments, std::index_sequence_for<T...>{});
+}
+
+cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value);
+template <class F>
+cudaError_t cudaFuncSetAttribute(const char *name, F *, cudaFuncAttribute attribute, int value) {
+    return set_function_attribute(name, attribute, value);
+}
+cudaError_t count_resident(int *blocks, int block, size_t dynamic);
+cudaError_t best_block(int *grid, int *block, size_t dynamic, int limit);
 
 template <class T> constexpr size_t element_of = sizeof(T);
 template <> inline constexpr size_t element_of<void> = 0;
@@ -330,7 +433,23 @@ __forceinline__ unsigned atomicDec(unsigned *at, unsigned last) {
     return warpbus::change(at, [&](unsigned old) { return old == 0 || old > last ? last : old - 1; });
 }
 
+#define WARPBUS_SCOPES(name) \
+    template <class T, class U> __forceinline__ T name##_block(T *at, U value) { return name(at, value); } \
+    template <class T, class U> __forceinline__ T name##_system(T *at, U value) { return name(at, value); }
+WARPBUS_SCOPES(atomicAdd)
+WARPBUS_SCOPES(atomicMax)
+WARPBUS_SCOPES(atomicMin)
+WARPBUS_SCOPES(atomicExch)
+#undef WARPBUS_SCOPES
+
 template <class T> T __ldg(const T *at) { return *at; }
+template <class T> T __ldcg(const T *at) { return *at; }
+template <class T> T __ldcs(const T *at) { return *at; }
+template <class T> void __stcg(T *at, T value) { *at = value; }
+template <class T> void __stcs(T *at, T value) { *at = value; }
+[[noreturn]] inline void __trap() { abort(); }
+long long clock64();
+inline void __nanosleep(unsigned) {}
 
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t size) {
     return warpbus::allocate_named("device memory", pointer, size, false);
@@ -340,15 +459,31 @@ template <class T> cudaError_t cudaMallocManaged(T **pointer, size_t size, unsig
 }
 // With the text of the argument, an allocation has the name of its pointer.
 #define cudaMalloc(pointer, size) warpbus::allocate_named(#pointer, pointer, size, false)
+template <class T> cudaError_t cudaMallocAsync(T **pointer, size_t size, cudaStream_t) {
+    return warpbus::allocate_named("device memory", pointer, size, false);
+}
 template <class T> cudaError_t cudaHostAlloc(T **pointer, size_t size, unsigned) {
     *pointer = static_cast<T *>(warpbus::allocate_pinned(size));
     return *pointer ? cudaSuccess : warpbus::remember(cudaErrorMemoryAllocation);
+}
+template <class T> cudaError_t cudaHostGetDevicePointer(T **device, void *host, unsigned) {
+    *device = static_cast<T *>(host);
+    return cudaSuccess;
 }
 template <class T> cudaError_t cudaMallocHost(T **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
 template <class T> cudaError_t cudaMallocPitch(T **pointer, size_t *pitch, size_t width, size_t height) {
     *pitch = (width + 511) / 512 * 512;
     return warpbus::allocate_named("pitched memory", pointer, *pitch * height, false);
 }
+template <class F>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F, int block, size_t dynamic) {
+    return warpbus::count_resident(blocks, block, dynamic);
+}
+template <class F>
+cudaError_t cudaOccupancyMaxPotentialBlockSize(int *grid, int *block, F, size_t dynamic = 0, int limit = 0) {
+    return warpbus::best_block(grid, block, dynamic, limit);
+}
+template <class F> cudaError_t cudaFuncSetCacheConfig(F, cudaFuncCache) { return cudaSuccess; }
 template <class T>
 cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t size, size_t offset = 0,
                                cudaMemcpyKind kind = cudaMemcpyHostToDevice) {
@@ -365,7 +500,14 @@ const char *cudaGetErrorString(cudaError_t status);
 cudaError_t cudaPeekAtLastError();
 cudaError_t cudaGetLastError();
 cudaError_t cudaFreeHost(void *pointer);
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags);
+cudaError_t cudaHostUnregister(void *pointer);
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer);
+cudaError_t cudaMemAdvise(const void *at, size_t size, cudaMemoryAdvise advice, int device);
+cudaError_t cudaRuntimeGetVersion(int *version);
+cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaFree(void *pointer);
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream);
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
 cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
@@ -388,6 +530,10 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
 cudaError_t cudaStreamCreate(cudaStream_t *stream);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority);
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest);
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
@@ -404,6 +550,12 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, size_t *count);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0);
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, cudaGraphNode_t *, char *, size_t) {
+    return cudaGraphInstantiate(exec, graph, 0);
+}
+inline cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    return cudaGraphInstantiate(exec, graph, flags);
+}
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaGraphDestroy(cudaGraph_t);

@@ -91,3 +91,20 @@ inline unsigned __brev(unsigned bits) {
 inline int __mulhi(int x, int y) { return static_cast<int>(static_cast<long long>(x) * y >> 32); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned>(uint64_t{x} * y >> 32); }
 inline int __mul24(int x, int y) { return (x << 8 >> 8) * (y << 8 >> 8); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return static_cast<unsigned>((uint64_t{high} << 32 | low) << (by & 31) >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (by & 31));
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = uint64_t{y} << 32 | x;
+    unsigned found = 0;
+    for (unsigned i = 0; i < 4; ++i) found |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+    return found;
+}
+// The products of four signed bytes, and a sum.
+inline int __dp4a(int x, int y, int sum) {
+    for (unsigned i = 0; i < 4; ++i) sum += static_cast<signed char>(x >> 8 * i) * static_cast<signed char>(y >> 8 * i);
+    return sum;
+}

@@ -15,6 +15,8 @@ namespace warpbus {
 
 Thread *current;
 uint3 block_at, block_size, grid_size;
+// The last error of a call. A launch that is refused is such an error: calls that wait return only the errors of kernels
+// that ran, which end the program here.
 cudaError_t last;
 
 #ifndef WARPBUS_CHECKS
@@ -41,6 +43,24 @@ void wait_for(Waits waits, const char *what, int line, unsigned mask) {
     current->line = line;
     current->mask = mask;
     swapcontext(&running().context, &scheduler);
+}
+
+void defer_copy(const DeferredCopy &copy) {
+    running().copies.push_back(copy);
+    running().copies.back().batch = running().batches;
+}
+
+void commit_copies() { ++running().batches; }
+
+// Make the copies of all batches but the last ones.
+void wait_for_copies(unsigned last) {
+    Fiber &own = running();
+    size_t kept = 0;
+    for (const DeferredCopy &each : own.copies) {
+        if (each.batch + last < own.batches) each.run(each);
+        else own.copies[kept++] = each;
+    }
+    own.copies.resize(kept);
 }
 
 char *allocate(size_t size, size_t element, bool managed, const char *name) {
@@ -83,25 +103,58 @@ char *dynamic_memory(size_t element, const char *name) {
     return dynamic + kGap;
 }
 
-void Launch::start(const Call &call) const {
+// A kernel's name without the namespace and arguments of a template.
+static std::string base_name(const char *name) {
+    const std::string whole(name, strcspn(name, "<"));
+    const size_t begin = whole.rfind(':') == std::string::npos ? 0 : whole.rfind(':') + 1;
+    return whole.substr(begin, whole.find_last_not_of(' ') + 1 - begin);
+}
+
+static std::map<std::string, size_t> raised;  // kernels that may have more than kMostShared bytes of dynamic memory
+
+static size_t most_dynamic(const char *name) {
+    const auto found = raised.find(base_name(name));
+    return found == raised.end() ? kMostShared : found->second;
+}
+
+cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value) {
+    const bool carveout = attribute == cudaFuncAttributePreferredSharedMemoryCarveout;
+    if (value < (carveout ? -1 : 0) || (carveout ? value > 100 : static_cast<size_t>(value) > kMostOptIn))
+        return remember(cudaErrorInvalidValue);
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
+        raised[base_name(name)] = std::max(static_cast<size_t>(value), kMostShared);
+    return cudaSuccess;
+}
+
+// Of the limits of a multiprocessor, those of threads and shared memory: registers are not known here.
+static int resident_blocks(int block, size_t dynamic) {
+    const int padded = (block + 31) / 32 * 32;
+    const size_t by_memory = dynamic ? kMostOptIn / dynamic : kMostBlocks;
+    return block > static_cast<int>(kMostThreads) ? 0
+         : static_cast<int>(std::min({size_t{kMostThreads} / padded, by_memory, size_t{kMostBlocks}}));
+}
+
+cudaError_t Launch::start(const Call &call) const {
+    if (current) stop("nested", place(*current) + field("launched", name));
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
     const bool fits = threads >= 1 && threads <= kMostThreads && block.z <= 64 && grid.x >= 1 && grid.y >= 1 &&
                       grid.z >= 1 && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535;
-    if (!fits || shared > kMostShared) {
-        remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
-        return;
-    }
+    if (!fits || shared > most_dynamic(name))
+        return remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
+    if (cooperative && threads * grid.x * grid.y * grid.z > kMostCooperative)
+        return remember(cudaErrorCooperativeLaunchTooLarge);
     if (!stream && capturing) stop("default_stream", field("kernel", name));
     if (!stream) {
         run_streams(false);
-        run_kernel(name, grid, block, shared, [&call] { call.run(call.lambda); });
-        return;
+        run_kernel(*this, [&call] { call.run(call.lambda); });
+        return cudaSuccess;
     }
     // A launch with a stream captures its arguments by value, see `translate`.
     const std::shared_ptr<const void> kept(call.copy(call.lambda), call.drop);
     enqueue(stream, [launch = *this, run = call.run, kept] {
-        run_kernel(launch.name, launch.grid, launch.block, launch.shared, [&] { run(kept.get()); });
+        run_kernel(launch, [&] { run(kept.get()); });
     });
+    return cudaSuccess;
 }
 
 }  // namespace warpbus
@@ -128,6 +181,8 @@ extern "C" int __wrap_putchar(int letter) { return warpbus::current ? __wrap_pri
 void __threadfence() { warpbus::check_fence(false); }
 void __threadfence_block() { warpbus::check_fence(true); }
 
+long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
 const char *cudaGetErrorName(cudaError_t status) {
     switch (status) {
         case cudaSuccess: return "cudaSuccess";
@@ -138,6 +193,7 @@ const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
         case cudaErrorNotReady: return "cudaErrorNotReady";
+        case cudaErrorCooperativeLaunchTooLarge: return "cudaErrorCooperativeLaunchTooLarge";
         case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
         case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
         case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
@@ -155,6 +211,7 @@ const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
         case cudaErrorNotReady: return "device not ready";
+        case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
         case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
         case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
@@ -169,6 +226,32 @@ cudaError_t cudaFreeHost(void *pointer) {
     warpbus::run_streams(true);
     warpbus::pinned.erase(static_cast<char *>(pointer));
     free(pointer);
+    return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned) {
+    if (!pointer || !size || warpbus::owner(pointer)) return warpbus::remember(cudaErrorInvalidValue);
+    warpbus::pinned[static_cast<char *>(pointer)] = size;
+    return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void *pointer) {
+    return warpbus::pinned.erase(static_cast<char *>(pointer)) ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer) {
+    const warpbus::Allocation *of = warpbus::owner(pointer);
+    const bool pinned = warpbus::is_pinned(pointer, 1), reachable = !of || of->managed;
+    void *at = const_cast<void *>(pointer);
+    found->type = of ? (of->managed ? cudaMemoryTypeManaged : cudaMemoryTypeDevice)
+                     : pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    found->device = of || pinned ? 0 : cudaInvalidDeviceId;
+    found->devicePointer = of || pinned ? at : nullptr;
+    found->hostPointer = reachable ? at : nullptr;
+    return cudaSuccess;
+}
+cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
+    if (!pointer) return cudaSuccess;
+    const warpbus::Allocation *found = warpbus::owner(pointer);
+    if (!found || found->begin != pointer) return warpbus::remember(cudaErrorInvalidValue);
+    warpbus::enqueue(stream, [=] { warpbus::release(pointer); });
     return cudaSuccess;
 }
 cudaError_t cudaFree(void *pointer) {
@@ -251,6 +334,9 @@ cudaError_t cudaMemPrefetchAsync(const void *at, size_t, int, cudaStream_t) {
     const warpbus::Allocation *found = warpbus::owner(at);
     return found && found->managed ? cudaSuccess : warpbus::remember(cudaErrorInvalidValue);
 }
+cudaError_t cudaMemAdvise(const void *at, size_t size, cudaMemoryAdvise, int device) {
+    return cudaMemPrefetchAsync(at, size, device, nullptr);
+}
 cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream) {
     return cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream);
 }
@@ -272,8 +358,10 @@ cudaError_t cudaMemset(void *at, int value, size_t size) { return cudaMemsetAsyn
 cudaError_t cudaDeviceSynchronize() {
     if (warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
     warpbus::run_streams(true);
-    return warpbus::last;
+    return cudaSuccess;
 }
+cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) { *can = 0; return cudaSuccess; }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return warpbus::remember(cudaErrorInvalidDevice); }
@@ -284,14 +372,31 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     cudaDeviceProp found;
     const cudaError_t status = cudaGetDeviceProperties(&found, device);
     if (status != cudaSuccess) return status;
-    switch (attribute) {
-        case cudaDevAttrMaxThreadsPerBlock: *value = found.maxThreadsPerBlock; return cudaSuccess;
-        case cudaDevAttrMaxSharedMemoryPerBlock: *value = static_cast<int>(found.sharedMemPerBlock); return cudaSuccess;
-        case cudaDevAttrWarpSize: *value = found.warpSize; return cudaSuccess;
-        case cudaDevAttrMultiProcessorCount: *value = found.multiProcessorCount; return cudaSuccess;
-        case cudaDevAttrMaxThreadsPerMultiProcessor: *value = found.maxThreadsPerMultiProcessor; return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMajor: *value = found.major; return cudaSuccess;
-        case cudaDevAttrComputeCapabilityMinor: *value = found.minor; return cudaSuccess;
+    const std::map<cudaDeviceAttr, size_t> values = {
+        {cudaDevAttrMaxThreadsPerBlock, found.maxThreadsPerBlock},
+        {cudaDevAttrMaxBlockDimX, found.maxThreadsDim[0]},
+        {cudaDevAttrMaxBlockDimY, found.maxThreadsDim[1]},
+        {cudaDevAttrMaxBlockDimZ, found.maxThreadsDim[2]},
+        {cudaDevAttrMaxGridDimX, found.maxGridSize[0]},
+        {cudaDevAttrMaxGridDimY, found.maxGridSize[1]},
+        {cudaDevAttrMaxGridDimZ, found.maxGridSize[2]},
+        {cudaDevAttrMaxSharedMemoryPerBlock, found.sharedMemPerBlock},
+        {cudaDevAttrTotalConstantMemory, found.totalConstMem},
+        {cudaDevAttrWarpSize, found.warpSize},
+        {cudaDevAttrMaxRegistersPerBlock, found.regsPerBlock},
+        {cudaDevAttrMultiProcessorCount, found.multiProcessorCount},
+        {cudaDevAttrMaxThreadsPerMultiProcessor, found.maxThreadsPerMultiProcessor},
+        {cudaDevAttrComputeCapabilityMajor, found.major},
+        {cudaDevAttrComputeCapabilityMinor, found.minor},
+        {cudaDevAttrMaxSharedMemoryPerMultiprocessor, found.sharedMemPerMultiprocessor},
+        {cudaDevAttrManagedMemory, found.managedMemory},
+        {cudaDevAttrConcurrentManagedAccess, found.concurrentManagedAccess},
+        {cudaDevAttrCooperativeLaunch, found.cooperativeLaunch},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, found.sharedMemPerBlockOptin},
+    };
+    if (const auto its = values.find(attribute); its != values.end()) {
+        *value = static_cast<int>(its->second);
+        return cudaSuccess;
     }
     return warpbus::remember(cudaErrorInvalidValue);
 }
@@ -300,9 +405,14 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     *found = {};
     snprintf(found->name, sizeof found->name, "CPU, in the place of a GPU (warpbus cuda run)");
     found->totalGlobalMem = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * warpbus::page();
-    found->sharedMemPerBlock = found->sharedMemPerMultiprocessor = warpbus::kMostShared;
+    found->sharedMemPerBlock = warpbus::kMostShared;
+    found->sharedMemPerBlockOptin = found->sharedMemPerMultiprocessor = warpbus::kMostOptIn;
     found->totalConstMem = 64 << 10;
-    found->regsPerBlock = 65536;
+    found->regsPerBlock = found->regsPerMultiprocessor = 65536;
+    found->maxBlocksPerMultiProcessor = warpbus::kMostBlocks;
+    found->unifiedAddressing = found->managedMemory = found->concurrentManagedAccess = found->canMapHostMemory = 1;
+    found->memPitch = 2147483647;
+    found->textureAlignment = 512;
     found->warpSize = 32;
     found->maxThreadsPerBlock = found->maxThreadsPerMultiProcessor = warpbus::kMostThreads;
     found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
@@ -310,9 +420,27 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->maxGridSize[0] = 2147483647;
     found->maxGridSize[1] = found->maxGridSize[2] = 65535;
     found->major = 8;
+    found->cooperativeLaunch = 1;
     found->multiProcessorCount = 1;
     return cudaSuccess;
 }
+
+namespace warpbus {
+
+cudaError_t count_resident(int *blocks, int block, size_t dynamic) {
+    if (block < 1) return remember(cudaErrorInvalidValue);
+    *blocks = resident_blocks(block, dynamic);
+    return cudaSuccess;
+}
+
+cudaError_t best_block(int *grid, int *block, size_t dynamic, int limit) {
+    if (dynamic > kMostOptIn || limit < 0) return remember(cudaErrorInvalidValue);
+    *block = limit ? std::min(limit, static_cast<int>(kMostThreads)) : static_cast<int>(kMostThreads);
+    *grid = resident_blocks(*block, dynamic);
+    return cudaSuccess;
+}
+
+}  // namespace warpbus
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     *stream = new warpbus_stream;
@@ -321,6 +449,16 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(stream, flags);
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = *greatest = 0; return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    const bool active = stream && stream->graph;
+    *status = !active ? cudaStreamCaptureStatusNone
+              : stream->graph->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     if (stream ? stream->graph != nullptr : warpbus::capturing != nullptr) {
         warpbus::breaks_capture();
@@ -328,7 +466,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     }
     if (!stream) warpbus::run_streams(false);
     if (stream) warpbus::run_until(stream);
-    return warpbus::last;
+    return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     return stream && warpbus::step(stream) ? cudaErrorNotReady : cudaSuccess;
@@ -340,6 +478,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
     warpbus::enqueue(stream, [=] { function(data); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned) {
+    warpbus::enqueue(stream, [=] { function(stream, cudaSuccess, data); });
     return cudaSuccess;
 }
 
@@ -357,7 +500,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (event->graph && warpbus::breaks_capture()) return warpbus::remember(cudaErrorStreamCaptureUnsupported);
     if (event->stream) warpbus::run_until(event->stream, event, event->recorded);
-    return warpbus::last;
+    return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (event->done == event->recorded) return cudaSuccess;

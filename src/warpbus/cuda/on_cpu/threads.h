@@ -1,7 +1,7 @@
 // Threads, blocks and device memory on a CPU: what `runtime.cpp` builds on.
 //
 // The threads of a block are fibers on one thread of the CPU. A fiber runs until a barrier or its end; blocks run one
-// after the other. What a kernel does wrong is written as one line of JSON, a finding, into the file that
+// after the other, or, in a cooperative launch, from one barrier of the grid to the next. What a kernel does wrong is written as one line of JSON, a finding, into the file that
 // WARPBUS_FINDINGS names, and the program ends with status 70. `warpbus.cuda.findings` puts findings into words.
 //
 // With WARPBUS_CHECKS, `checks.h` is told of what happens here, and of each access to memory.
@@ -42,6 +42,15 @@ struct SharedArray {
 struct Fiber : Thread {
     ucontext_t context;
     char *stack = nullptr;
+    std::vector<DeferredCopy> copies;  // that it has not waited for
+    unsigned batches = 0;              // of copies that it has committed
+};
+
+// A block of a cooperative launch that waits for the grid: what belongs to a block alone.
+struct Resident {
+    std::vector<Fiber> fibers;
+    std::vector<std::vector<char>> shared;
+    bool ended;
 };
 
 // A call of printf by a thread of the block, after so many barriers.
@@ -65,12 +74,14 @@ inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline const std::function<void()> *body;
 inline const char *kernel = "";
-alignas(128) inline char dynamic[kGap + kMostShared + kGap];
+alignas(128) inline char dynamic[kGap + kMostOptIn + kGap];
 inline size_t dynamic_size;
 
 #ifdef WARPBUS_CHECKS
 void check_launch();                       // a kernel begins
 void check_block();                        // a block begins: shared memory holds nothing
+void check_resume();                       // a block goes on behind a barrier of the grid
+void check_grid_barrier();                 // all blocks are at a barrier
 void check_barrier();                      // all threads of the block are at a barrier
 void check_warp_barrier(unsigned warp);    // so are the threads of a warp
 void check_launch_end();
@@ -82,6 +93,8 @@ void check_dynamic_array(const SharedArray &);
 #else
 inline void check_launch() {}
 inline void check_block() {}
+inline void check_resume() {}
+inline void check_grid_barrier() {}
 inline void check_barrier() {}
 inline void check_warp_barrier(unsigned) {}
 inline void check_launch_end() {}
@@ -294,9 +307,9 @@ inline void run_warp(unsigned first, unsigned count, bool reverse) {
     }
 }
 
-inline void run_block(unsigned threads, bool reverse) {
+// Run the current block to its end, or to a barrier of the grid; whether it has ended.
+inline bool run_block(unsigned threads, bool reverse, bool cooperative) {
     const unsigned warps = (threads + kWarp - 1) / kWarp;
-    check_block();
     for (;;) {
         for (unsigned i = 0; i < warps; ++i) {
             const unsigned first = (reverse ? warps - 1 - i : i) * kWarp;
@@ -320,7 +333,12 @@ inline void run_block(unsigned threads, bool reverse) {
                  field("returned", ended->thread));
         check_barrier();
         ++phase;
-        if (!waits) return print_block();
+        if (!waits || waits->waits == Waits::grid) print_block();
+        if (!waits) return true;
+        if (waits->waits == Waits::grid) {
+            if (!cooperative) stop("grid_launch", place() + field("line", waits->line));
+            return false;
+        }
         uint64_t sum = 0;
         for (unsigned i = 0; i < threads; ++i) sum += fibers[i].given != 0;
         for (unsigned i = 0; i < threads; ++i) {
@@ -340,42 +358,93 @@ inline void check_ends() {
         }
 }
 
-inline void run_kernel(const char *name, dim3 grid, dim3 block, size_t shared, const std::function<void()> &call) {
+inline void begin_block(unsigned threads) {
+    if (fibers.size() < threads) fibers.resize(threads);
+    for (const SharedArray &each : shared_arrays) memset(each.begin, kUnwritten, each.size);
+    for (unsigned i = 0; i < threads; ++i) {
+        Fiber &fiber = fibers[i];
+        if (!fiber.stack) fiber.stack = new_stack();
+        fiber.number = i;
+        fiber.thread = thread_of(i);
+        fiber.waits = Waits::nothing;
+        fiber.ended = false;
+        fiber.given = 0;
+        fiber.copies.clear();
+        fiber.batches = 0;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = kStack;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, enter, 0);
+    }
+    check_block();
+}
+
+// Shared memory is static: blocks that are resident together exchange it.
+inline void suspend_block(Resident &block) {
+    block.shared.clear();
+    for (const SharedArray &each : shared_arrays) block.shared.emplace_back(each.begin, each.begin + each.size);
+}
+
+inline void resume_block(const Resident &block, unsigned threads) {
+    for (size_t i = 0; i < block.shared.size(); ++i)
+        memcpy(shared_arrays[i].begin, block.shared[i].data(), block.shared[i].size());
+    for (unsigned i = 0; i < threads; ++i) fibers[i].waits = Waits::nothing;
+    check_block();
+    check_resume();
+}
+
+// Run all blocks up to a barrier of the grid, and so on to their ends.
+inline void run_cooperative(dim3 grid, unsigned threads, bool reverse) {
+    static std::vector<Resident> blocks;  // with the stacks of their threads
+    const unsigned count = grid.x * grid.y * grid.z;
+    const auto place_of = [&](unsigned i) { return uint3{i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}; };
+    if (blocks.size() < count) blocks.resize(count);
+    for (bool first = true;; first = false) {
+        unsigned ended = 0, returned = 0, waiting = 0;
+        for (unsigned i = 0; i < count; ++i) {
+            block_at = place_of(i);
+            fibers.swap(blocks[i].fibers);
+            if (first) begin_block(threads);
+            else resume_block(blocks[i], threads);
+            blocks[i].ended = run_block(threads, reverse, true);
+            if (!blocks[i].ended) suspend_block(blocks[i]);
+            fibers.swap(blocks[i].fibers);
+            (blocks[i].ended ? returned : waiting) = i;
+            ended += blocks[i].ended;
+        }
+        if (ended == count) return;
+        if (ended)
+            stop("grid", field("kernel", kernel) + field("block", place_of(waiting)) + field("returned", place_of(returned)) +
+                 field("line", blocks[waiting].fibers[0].line));
+        check_grid_barrier();
+    }
+}
+
+inline void run_kernel(const Launch &launch, const std::function<void()> &call) {
+    const dim3 grid = launch.grid, block = launch.block;
     const unsigned threads = block.x * block.y * block.z;
     const char *order = getenv("WARPBUS_ORDER");
     const bool reverse = order && !strcmp(order, "reverse");
     install();
-    if (fibers.size() < threads) fibers.resize(threads);
-    kernel = name;
+    kernel = launch.name;
     body = &call;
     grid_size = grid;
     block_size = block;
-    dynamic_size = shared;
+    dynamic_size = launch.shared;
     if (shared_arrays.empty()) shared_arrays.push_back({});
-    shared_arrays.front() = {dynamic + kGap, shared, 4, "shared memory"};
+    shared_arrays.front() = {dynamic + kGap, launch.shared, 4, "shared memory"};
     expose(true);
     check_launch();
-    for (unsigned z = 0; z < grid.z; ++z)
-        for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x; ++x) {
-                block_at = {x, y, z};
-                for (const SharedArray &each : shared_arrays) memset(each.begin, kUnwritten, each.size);
-                for (unsigned i = 0; i < threads; ++i) {
-                    Fiber &fiber = fibers[i];
-                    if (!fiber.stack) fiber.stack = new_stack();
-                    fiber.number = i;
-                    fiber.thread = thread_of(i);
-                    fiber.waits = Waits::nothing;
-                    fiber.ended = false;
-                    fiber.given = 0;
-                    getcontext(&fiber.context);
-                    fiber.context.uc_stack.ss_sp = fiber.stack;
-                    fiber.context.uc_stack.ss_size = kStack;
-                    fiber.context.uc_link = nullptr;
-                    makecontext(&fiber.context, enter, 0);
+    if (launch.cooperative) run_cooperative(grid, threads, reverse);
+    else
+        for (unsigned z = 0; z < grid.z; ++z)
+            for (unsigned y = 0; y < grid.y; ++y)
+                for (unsigned x = 0; x < grid.x; ++x) {
+                    block_at = {x, y, z};
+                    begin_block(threads);
+                    run_block(threads, reverse, false);
                 }
-                run_block(threads, reverse);
-            }
     check_launch_end();
     current = nullptr;
     check_ends();

@@ -87,11 +87,13 @@ def find_model(
 
     Raises:
         WarpbusError: errors that `check` raises, preceded by the model's name.
-        UsageError: the name cannot be one, or contradicts the other arguments.
+        UsageError: the name is empty, cannot be one, or contradicts the other arguments.
         DownloadError: the model is not on the disk, and the hub does not deliver it.
         CheckpointError: the hub's files are not a model that Warpbus reads, or the packaged model is missing.
         StorageError: the disk is full or cannot be written.
     """
+    if name == "":
+        raise UsageError("the model's name is empty: give a directory, a name on a hub, or demo")
     if name == DEMO:
         if not _DEMO_DIRECTORY.exists():
             raise CheckpointError(f"{_DEMO_DIRECTORY}: the packaged demo is incomplete: install warpbus again")

@@ -182,10 +182,10 @@ def is_compiled(dtype: torch.dtype, heads: int, head_dim: int) -> bool:
     return dtype in HALVES and (heads, head_dim) == (HEADS, HEAD_DIM)
 
 
-def tiles_of(rows: int, limit: int, processors: int) -> int:
+def tiles_of(rows: int, limit: int, multiprocessors: int) -> int:
     """Tiles of a warp of `index_scores`: the more keys there are, the more of them read a query once."""
     blocks = rows * -(-limit // _KEYS)
-    return max(1, min(_MOST_TILES, blocks // (processors * _RESIDENT * _WAVES)))
+    return max(1, min(_MOST_TILES, blocks // (multiprocessors * _RESIDENT * _WAVES)))
 
 
 def _check_keys(name: str, q: Tensor, keys: Tensor) -> None:

@@ -189,18 +189,18 @@ def addressable(matrix: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> GemmSm90Tiling:
+def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, multiprocessors: int) -> GemmSm90Tiling:
     """The tiling with the least estimated time, by waves of tiles; the last wave counts as a full one.
 
     Where L2 does not hold the operands, small tiles would fetch them too often.
     """
 
     def cost(tiling: GemmSm90Tiling) -> float:
-        waves = blocks((tiling.clusters(m, n), processors // tiling.cluster))
+        waves = blocks((tiling.clusters(m, n), multiprocessors // tiling.cluster))
         return waves * tiling.tile_m * tiling.tile_n * (k + _EPILOGUE) / tiling.efficiency
 
     possible = [tiling for tiling in TILINGS if tiling.fits(a_major, b_major, activation)]
-    many = m * n > _LARGEST.tile_m * _LARGEST.tile_n * processors * _MANY_WAVES
+    many = m * n > _LARGEST.tile_m * _LARGEST.tile_n * multiprocessors * _MANY_WAVES
     if many and 2 * k * (m + n) > _L2 and _LARGEST in possible:
         return _LARGEST
     return min(possible, key=cost)

@@ -94,21 +94,22 @@ class TrellisPlan:
 
 
 @functools.cache
-def choose(m: int, n: int, k: int, bits: int, gated: bool, resident: int, shared: int) -> TrellisPlan | None:
+def choose(m: int, n: int, k: int, bits: int, gated: bool, multiprocessors: int, shared: int) -> TrellisPlan | None:
     """The plan for x `[m, k]` and a weight `[n, k]` that takes the fewest steps; None where none fits.
 
     Args:
-        resident: multiprocessors; `shared`: bytes of shared memory that a block can have.
+        multiprocessors: of the GPU.
+        shared: bytes of shared memory that a block can have.
     """
     found: tuple[float, TrellisPlan] | None = None
     tokens, items, columns = 8 if m <= 8 else 16, n // TILE // (2 if gated else 1), blocks((k, BLOCK))
     for slices, (span, depth) in itertools.product(range(1, min(columns, _MOST_SLICES) + 1), _RINGS):
         variant = TrellisVariant(bits, tokens, depth, span)
         held = blocks((columns, slices)) <= 2 * _HELD * variant.warps
-        if slices > resident or not held or variant.shared(m, k, slices) > shared:
+        if slices > multiprocessors or not held or variant.shared(m, k, slices) > shared:
             continue
         stages = blocks((blocks((columns, slices)), variant.warps * span))  # of a warp and a tile
-        turns = blocks((items, resident // slices)) * (2 if gated else 1)  # tiles of a block
+        turns = blocks((items, multiprocessors // slices)) * (2 if gated else 1)  # tiles of a block
         steps = turns * (stages * (span + _OF_A_STAGE) + _OF_A_TILE) + (0 if slices == 1 else _OF_SLICES)
         if found is None or steps < found[0]:
             found = steps, TrellisPlan(variant, slices)
@@ -119,8 +120,8 @@ def plan_of(x: Tensor, weight: PackedTrellis, gated: bool) -> TrellisPlan | None
     """The plan on the GPU of x `[m, k]`; None where x has too many rows for its kernels or its shared memory."""
     if x.shape[0] > MOST_TOKENS:
         return None
-    resident, shared = multiprocessors(x.device), driver.shared_memory_of_block(x.get_device())
-    return choose(x.shape[0], *weight.shape, weight.scheme.bits, gated, resident, shared)
+    shared = driver.shared_memory_of_block(x.get_device())
+    return choose(x.shape[0], *weight.shape, weight.scheme.bits, gated, multiprocessors(x.device), shared)
 
 
 def multiply(

@@ -304,21 +304,21 @@ _AMPERE_KERNELS = {
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, tilings: tuple[_Tiling, ...], processors: int) -> tuple[_Tiling, int]:
+def choose(m: int, n: int, k: int, tilings: tuple[_Tiling, ...], multiprocessors: int) -> tuple[_Tiling, int]:
     """The tiling with the least estimated time, and how much of k a block sums."""
     least = blocks((k, _EXACT))
     splits = range(least, max(least, min(_MOST_SPLITS, k // _LEAST_PART)) + 1)
-    return cheapest(tilings, k, splits, lambda _: _STEP, functools.partial(_clocks, m, n, k, processors))
+    return cheapest(tilings, k, splits, lambda _: _STEP, functools.partial(_clocks, m, n, k, multiprocessors))
 
 
-def _clocks(m: int, n: int, k: int, processors: int, tiling: Sm80Tiling | Sm90Tiling, part: int) -> float:
+def _clocks(m: int, n: int, k: int, multiprocessors: int, tiling: Sm80Tiling | Sm90Tiling, part: int) -> float:
     """Waves of tiles, each as long as its products or its share of the operands take; and adding up the parts of k."""
     splits = blocks((k, part))
     works = tiling.tiles(m, n) * splits
     computing = part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency) + _TILE
     reading = (m + n) * k / works / _MEMORY
-    full, rest = divmod(works, processors)
-    waves = full * max(computing, processors * reading) + (max(computing, rest * reading) if rest else 0)
+    full, rest = divmod(works, multiprocessors)
+    waves = full * max(computing, multiprocessors * reading) + (max(computing, rest * reading) if rest else 0)
     combining = _REDUCTION + 8 * splits * m * n / _MEMORY if splits > 1 else 0
     return waves + combining
 
@@ -402,11 +402,10 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     a, b = addressable(a_codes), addressable(b_codes)
     finish = a_scales.contiguous(), b_scales.contiguous(), bias
-    processors = multiprocessors(a.device)
     if capabilities(architecture(a.device)).wgmma:
-        hopper(a, b, finish, out, *choose(m, n, k, HOPPER[a.dtype], processors))
+        hopper(a, b, finish, out, *choose(m, n, k, HOPPER[a.dtype], multiprocessors(a.device)))
     else:
-        ampere(a, b, finish, out, *choose(m, n, k, AMPERE, processors))
+        ampere(a, b, finish, out, *choose(m, n, k, AMPERE, multiprocessors(a.device)))
     return out
 
 

@@ -145,15 +145,15 @@ def multiply(
     m, k = x.shape
     n = weight.shape[0]
     bits = weight.bits
-    processors = multiprocessors(x.device)
+    count = multiprocessors(x.device)
     groups = _groups(weight)
-    plan = plan or _chosen(m, n, k, processors, x.get_device(), x.dtype, bits, groups)
+    plan = plan or _chosen(m, n, k, count, x.get_device(), x.dtype, bits, groups)
     tiling = plan.tiling
     chunks = blocks((k, TILE_COLUMNS))
     x = addressable(x)
     tiles = tiling.tiles(m, n)
     if plan.splits == 1:
-        grid = min(processors, tiles * chunks)
+        grid = min(count, tiles * chunks)
         waves = _waves(tiles, grid)
         handed_on = tiles > waves * grid  # with whole waves the last may hold fewer
     else:
@@ -265,15 +265,17 @@ def _operands(
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(
-    m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int, groups: int
+    m: int, n: int, k: int, multiprocessors: int, device: int, dtype: torch.dtype, bits: int, groups: int
 ) -> Wna16Sm90Plan:
     def resident(tiling: Wna16Sm90Tiling, splits: int) -> int:
         return tiling.kernel(dtype, bits, groups).resident_clusters(device, tiling.threads, tiling.shared(bits), splits)
 
-    return choose(m, n, k, processors, resident)
+    return choose(m, n, k, multiprocessors, resident)
 
 
-def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm90Tiling, int], int]) -> Wna16Sm90Plan:
+def choose(
+    m: int, n: int, k: int, multiprocessors: int, resident: Callable[[Wna16Sm90Tiling, int], int]
+) -> Wna16Sm90Plan:
     """The plan for m rows of x and n rows of the weight.
 
     Up to 256 rows a tiling that holds them all: the larger of two if there is such a tile for each multiprocessor; else
@@ -288,7 +290,7 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm9
 
     def shared(tiling: Wna16Sm90Tiling) -> Wna16Sm90Plan:
         """Clusters of as many blocks as can be, all of them resident."""
-        most = min(_MOST_SPLITS, processors // tiling.tiles(m, n), chunks)
+        most = min(_MOST_SPLITS, multiprocessors // tiling.tiles(m, n), chunks)
         return Wna16Sm90Plan(
             tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiling.tiles(m, n)), 1)
         )
@@ -298,12 +300,12 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm9
         if plan.splits > 1:
             mine: float = blocks((chunks, plan.splits))
         else:
-            mine = chunks * plan.tiling.tiles(m, n) / processors + _HANDING_ON
+            mine = chunks * plan.tiling.tiles(m, n) / multiprocessors + _HANDING_ON
         return mine * plan.tiling.tokens * plan.tiling.rows
 
     for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
         if m <= larger.tokens:
-            if blocks((n, larger.rows)) >= processors:
+            if blocks((n, larger.rows)) >= multiprocessors:
                 return Wna16Sm90Plan(larger)
             return min(Wna16Sm90Plan(smaller), shared(smaller), shared(larger), key=work)
     padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]

@@ -91,6 +91,8 @@ _FILE_TYPES |= {"Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32}
 _QUANTIZATION_VERSION = 2
 _WEIGHTS_AT_ONCE = 2**22
 _LARGEST_FLOAT16 = 65504.0  # the scales of blocks are float16
+_SMALL = 1e-3  # the scales of blocks of larger weights are normal numbers of float16, or nearly
+_MOST_LOST = 0.25  # of a tensor's sum of squares, by rounding: 4 bits lose less than 0.01 of normal weights
 _MIDDLE = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 
 Progress = Callable[[str, int, int], None]
@@ -130,13 +132,13 @@ class GGUFExport:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.kinds.items()))
         lines = [f"{self.output}: {kinds}, {self.bytes_before / 1e6:,.1f} MB to {self.bytes_after / 1e6:,.1f} MB"]
         for count, what in (
-            (self.exact, "matrices have the codes and scales of the model"),
-            (self.minima_rounded, "matrices have the codes of the model, and minima rounded to float16"),
-            (self.rounded_again, "matrices were rounded to the file's types: measure the result with `warpbus eval`"),
-            (self.scales_rounded, "scales were rounded to float16"),
+            (self.exact, "matrices with the codes and scales of the model"),
+            (self.minima_rounded, "matrices with the codes of the model, and minima rounded to float16"),
+            (self.rounded_again, "matrices rounded to the file's types, see `warpbus eval` for the effect"),
+            (self.scales_rounded, "scales rounded to float16"),
         ):
             if count:
-                lines.append(f"{count:,} {what}")
+                lines.append(f"{what}: {count:,}")
         return "\n".join([*lines, "read back bit for bit"])
 
 
@@ -356,15 +358,40 @@ def _in_type(source: _ExportedTensor, plain: Tensor) -> Tensor:
     """An unquantized tensor in the type of the file."""
     plain = source.arranged(plain)
     if source.kind.dtype is None:
-        rows, columns = source.target
-        blocks = torch.empty(rows, columns // source.kind.size * source.kind.nbytes, dtype=torch.uint8)
-        step = max(1, _WEIGHTS_AT_ONCE // columns)
-        for start in range(0, rows, step):
-            band = _held(source, plain[start : start + step].float(), _LARGEST_FLOAT16)
-            blocks[start : start + step] = encode(source.kind.name, band.view(-1, source.kind.size)).view(len(band), -1)
-        return blocks
+        return _in_blocks(source, plain)
     scaled = plain if source.factor == 1.0 else plain.double() * source.factor
-    return _held(source, scaled.to(source.kind.dtype)).contiguous()
+    found = _held(source, scaled.to(source.kind.dtype)).contiguous()
+    if _may_underflow(plain):
+        _check_energy(source, scaled, found)
+    return found
+
+
+def _in_blocks(source: _ExportedTensor, plain: Tensor) -> Tensor:
+    """A matrix, rounded to blocks."""
+    rows, columns = source.target
+    blocks = torch.empty(rows, columns // source.kind.size * source.kind.nbytes, dtype=torch.uint8)
+    step = max(1, _WEIGHTS_AT_ONCE // columns)
+    for start in range(0, rows, step):
+        band = _held(source, plain[start : start + step].float(), _LARGEST_FLOAT16)
+        blocks[start : start + step] = encode(source.kind.name, band.view(-1, source.kind.size)).view(len(band), -1)
+    if _may_underflow(plain):
+        assert source.kind.decode is not None
+        _check_energy(source, plain, source.kind.decode(blocks.view(-1, source.kind.nbytes)).view_as(plain))
+    return blocks
+
+
+def _may_underflow(plain: Tensor) -> bool:
+    """Whether numbers, or scales of blocks, may be so small that float16 holds few digits of them, or zero."""
+    return bool(plain.numel() and 0 < float(plain.abs().max()) < _SMALL)
+
+
+def _check_energy(source: _ExportedTensor, before: Tensor, after: Tensor) -> None:
+    """Refuse a tensor of which rounding leaves little."""
+    if (after.double() - before.double()).square().sum() > _MOST_LOST * before.double().square().sum():
+        raise TensorError(
+            f"{source.prefix}: its values, {float(before.abs().max()):.1e} at most, are too small for "
+            f"{source.kind.name}: convert to gguf-f32"
+        )
 
 
 def _held(source: _ExportedTensor, values: Tensor, largest: float = float("inf")) -> Tensor:

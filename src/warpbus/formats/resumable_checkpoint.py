@@ -1,4 +1,4 @@
-"""`GrowingCheckpoint`: a model directory that is written part by part and can be resumed after a crash.
+"""`ResumableCheckpoint`: a model directory that is written part by part and can be resumed after a crash.
 
 Until the model is complete its parts are in `OUTPUT.quantization/`:
 
@@ -63,7 +63,7 @@ class _Waiting:
     facts: Any
 
 
-class GrowingCheckpoint(FinishedParts):
+class ResumableCheckpoint(FinishedParts):
     """A checkpoint that is written part by part, in the background, by one process at a time.
 
     Use it in a `with` statement, or call `close`: waiting parts are written then, and the lock is released. Parts of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpbus.errors import WarpbusError
-from warpbus.quantization import driver, early
+from warpbus.quantization import driver, prestart
 
 
 @pytest.mark.parametrize("there", [0, 1, 4, 16])
@@ -16,10 +16,10 @@ def test_devices_are_those_of_the_run(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
-    monkeypatch.setattr(early, "count_gpus", lambda: there)
+    monkeypatch.setattr(prestart, "count_gpus", lambda: there)
     started: list[str] = []
-    monkeypatch.setattr(early, "start_early", lambda devices, module, environment: started.extend(devices))
-    early.start_processes(device=device, gpus=gpus, processes=processes)
+    monkeypatch.setattr(prestart, "start_early", lambda devices, module, environment: started.extend(devices))
+    prestart.start_processes(device=device, gpus=gpus, processes=processes)
     try:
         asked = driver._devices(device, gpus, processes, "gptq")
     except WarpbusError:

@@ -1,4 +1,4 @@
-"""`GrowingCheckpoint`: parts are kept whatever happens, and the model is there complete or not at all."""
+"""`ResumableCheckpoint`: parts are kept whatever happens, and the model is there complete or not at all."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
-from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, discard_parts
+from warpbus.formats import Checkpoint, FinishedParts, ResumableCheckpoint, discard_parts
 from warpbus.formats import parts as part_files
 from warpbus.formats.identity import differences
 
@@ -37,7 +37,7 @@ def tensors(part: str) -> dict[str, Tensor]:
 def grow(output: Path, *, overwrite: bool = False, files: tuple[tuple[str, Path | bytes], ...] = ()) -> list[str]:
     """What a driver does; gives the parts that it had to compute."""
     computed = []
-    with GrowingCheckpoint(output, identity={"seed": 0}, overwrite=overwrite) as checkpoint:
+    with ResumableCheckpoint(output, identity={"seed": 0}, overwrite=overwrite) as checkpoint:
         for part in PARTS:
             if checkpoint.facts(part) is None:
                 checkpoint.commit(part, tensors(part), {"error": 0.1, "part": part})
@@ -48,7 +48,7 @@ def grow(output: Path, *, overwrite: bool = False, files: tuple[tuple[str, Path 
 
 def stopped(output: Path, parts: tuple[str, ...] = PARTS, identity: Any = None) -> FinishedParts:
     """A run that got so far."""
-    with GrowingCheckpoint(output, identity=identity or {"seed": 0}) as checkpoint:
+    with ResumableCheckpoint(output, identity=identity or {"seed": 0}) as checkpoint:
         for part in parts:
             checkpoint.commit(part, tensors(part), {"error": 0.1, "part": part})
     return FinishedParts(output)
@@ -61,7 +61,7 @@ def contents(directory: Path) -> dict[str, str]:
 def test_parts_become_shards_in_the_order_that_finish_is_given(tmp_path: Path) -> None:
     licence = tmp_path / "MIT"
     licence.write_text("free")
-    with GrowingCheckpoint(tmp_path / "deep" / "out", identity={}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "deep" / "out", identity={}) as checkpoint:
         assert (checkpoint.found, checkpoint.found_parts) == ("nothing", 0)
         for part in PARTS:
             checkpoint.commit(part, tensors(part))
@@ -105,7 +105,7 @@ def test_another_process_reads_parts_and_facts(tmp_path: Path) -> None:
 def test_a_run_goes_on(tmp_path: Path) -> None:
     grow(tmp_path / "whole")
     stopped(tmp_path / "out", PARTS[:2])
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
         assert (checkpoint.found, checkpoint.found_parts) == ("finished parts", 2)
     assert grow(tmp_path / "out") == ["layer-2"]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -134,10 +134,10 @@ def test_what_another_run_kept_is_removed_only_by_a_restart(tmp_path: Path) -> N
     stopped(tmp_path / "out", identity={"seed": 1})
     kept = FinishedParts(tmp_path / "out").parts()
     with pytest.raises(UsageError, match=r"finished parts of a run that differs: seed was 1 and is 0: .* restart=True"):
-        GrowingCheckpoint(tmp_path / "out", identity={"seed": 0})
+        ResumableCheckpoint(tmp_path / "out", identity={"seed": 0})
     assert FinishedParts(tmp_path / "out").parts() == kept
     assert len(kept) == 3
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}, restart=True) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}, restart=True) as checkpoint:
         assert (checkpoint.found, checkpoint.found_parts) == ("removed parts", 3)
         assert checkpoint.parts() == []
     assert [path.name for path in tmp_path.iterdir()] == ["out.quantization"]
@@ -145,13 +145,13 @@ def test_what_another_run_kept_is_removed_only_by_a_restart(tmp_path: Path) -> N
 
 def test_a_restart_removes_parts_of_the_same_identity_too(tmp_path: Path) -> None:
     stopped(tmp_path / "out", identity={"seed": 0})
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}, restart=True) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}, restart=True) as checkpoint:
         assert (checkpoint.found, checkpoint.parts()) == ("removed parts", [])
 
 
 def test_a_run_that_finished_no_part_is_in_nobodys_way(tmp_path: Path) -> None:
-    GrowingCheckpoint(tmp_path / "out", identity={"seed": 1}).close()
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
+    ResumableCheckpoint(tmp_path / "out", identity={"seed": 1}).close()
+    with ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
         assert checkpoint.found == "nothing"
 
 
@@ -172,7 +172,7 @@ def test_what_differs_is_said_by_its_path() -> None:
 def test_parts_can_be_discarded_from_outside(tmp_path: Path) -> None:
     stopped(tmp_path / "out", identity={"seed": 0})
     with (
-        GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}),
+        ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}),
         pytest.raises(StorageError, match="another process"),
     ):
         discard_parts(tmp_path / "out")
@@ -184,7 +184,7 @@ def test_parts_can_be_discarded_from_outside(tmp_path: Path) -> None:
 
 
 def test_a_part_can_be_replaced_and_all_can_be_discarded(tmp_path: Path) -> None:
-    with GrowingCheckpoint(tmp_path / "out", identity={}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={}) as checkpoint:
         for value in (1.0, 2.0):
             checkpoint.commit("a", {"x": torch.tensor([value])}, value)
             checkpoint.drain()
@@ -198,18 +198,18 @@ def test_what_is_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out.quantization").mkdir()
     (tmp_path / "out.quantization" / "notes.txt").write_text("mine")
     with pytest.raises(StorageError, match=r"out\.quantization: is in the way of the finished parts"):
-        GrowingCheckpoint(tmp_path / "out", identity={})
+        ResumableCheckpoint(tmp_path / "out", identity={})
     assert [path.name for path in tmp_path.iterdir()] == ["out.quantization"]
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.txt").write_text("mine")
     with pytest.raises(StorageError, match="thesis: exists and is not empty"):
-        GrowingCheckpoint(tmp_path / "thesis", identity={})
+        ResumableCheckpoint(tmp_path / "thesis", identity={})
     with pytest.raises(StorageError, match=r"holds no model \(no config.json\), so it is not overwritten"):
-        GrowingCheckpoint(tmp_path / "thesis", identity={}, overwrite=True)
+        ResumableCheckpoint(tmp_path / "thesis", identity={}, overwrite=True)
 
 
 def test_a_model_that_appears_meanwhile_is_not_overwritten_and_nothing_is_lost(tmp_path: Path) -> None:
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
         for part in PARTS:
             checkpoint.commit(part, tensors(part))
         (tmp_path / "out").mkdir()
@@ -222,22 +222,22 @@ def test_a_model_that_appears_meanwhile_is_not_overwritten_and_nothing_is_lost(t
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
-        GrowingCheckpoint(tmp_path / "out", identity={}),
+        ResumableCheckpoint(tmp_path / "out", identity={}),
         pytest.raises(StorageError, match="out: another process is writing it: wait for it to end, or name another"),
     ):
-        GrowingCheckpoint(tmp_path / "out", identity={})
-    GrowingCheckpoint(tmp_path / "out", identity={}).close()
+        ResumableCheckpoint(tmp_path / "out", identity={})
+    ResumableCheckpoint(tmp_path / "out", identity={}).close()
 
 
 def test_too_little_space_counts_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"out: disk full: needs at least 1000000\.0 GB, .* free"):
-        GrowingCheckpoint(tmp_path / "out", identity={}, expected_bytes=10**15)
+        ResumableCheckpoint(tmp_path / "out", identity={}, expected_bytes=10**15)
     there = sum(file.stat().st_size for file in stopped(tmp_path / "out").directory.glob("*.safetensors"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-        GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}, expected_bytes=there + 10).close()
+        ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}, expected_bytes=there + 10).close()
         with pytest.raises(StorageError, match="disk full"):
-            GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}, expected_bytes=there + 11)
+            ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}, expected_bytes=there + 11)
 
 
 def test_at_most_two_parts_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_at_most_two_parts_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return write(*arguments, **options)
 
     monkeypatch.setattr(part_files, "write_file", slow)
-    with GrowingCheckpoint(tmp_path / "out", identity={}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={}) as checkpoint:
         checkpoint.commit("0", {"0": torch.zeros(1)})
         assert taken.acquire(timeout=60)
         checkpoint.commit("1", {"1": torch.zeros(1)})
@@ -279,7 +279,7 @@ def test_an_error_in_the_background_is_raised_and_parts_before_it_are_kept(
         return write(file, held, checksum=checksum)
 
     monkeypatch.setattr(part_files, "write_file", failing)
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
         for part in PARTS[:2]:
             checkpoint.commit(part, tensors(part), {})
         checkpoint._queue.join()
@@ -305,10 +305,10 @@ def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
     code = """
 import resource, sys, torch
 from warpbus.errors import StorageError
-from warpbus.formats import GrowingCheckpoint
+from warpbus.formats import ResumableCheckpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    with GrowingCheckpoint(sys.argv[1], identity={}) as checkpoint:
+    with ResumableCheckpoint(sys.argv[1], identity={}) as checkpoint:
         checkpoint.commit("small", {"x": torch.zeros(10)})
         checkpoint.commit("large", {"y": torch.zeros(100_000)})
         checkpoint.finish({}, [], ["small", "large"])
@@ -327,7 +327,7 @@ except StorageError as error:
 
 
 def test_wrong_calls_are_reported(tmp_path: Path) -> None:
-    with GrowingCheckpoint(tmp_path / "out", identity={}) as checkpoint:
+    with ResumableCheckpoint(tmp_path / "out", identity={}) as checkpoint:
         for name in ("", "a/b", "..", "run", ".hidden"):
             with pytest.raises(UsageError, match="expected letters, digits"):
                 checkpoint.commit(name, {})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from warpbus.engine import early
+from warpbus.engine import prestart
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.placement import devices_of
 from warpbus.errors import WarpbusError
@@ -15,11 +15,11 @@ from warpbus.errors import WarpbusError
 def test_devices_are_those_of_the_service(there: int, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
-    monkeypatch.setattr(early, "count_gpus", lambda: there)
+    monkeypatch.setattr(prestart, "count_gpus", lambda: there)
     started: list[str] = []
-    monkeypatch.setattr(early, "start_early", lambda devices, module, apart: started.extend(devices))
+    monkeypatch.setattr(prestart, "start_early", lambda devices, module, apart: started.extend(devices))
     options = ServiceOptions(device=device, tensor_parallel=count)
-    early.start_processes(options)
+    prestart.start_processes(options)
     try:
         asked = devices_of(options)
     except WarpbusError:
@@ -28,5 +28,5 @@ def test_devices_are_those_of_the_service(there: int, device: str, count: int, m
 
 
 def test_a_cluster_starts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "start_early", lambda *_, **__: pytest.fail("started"))
-    early.start_processes(ServiceOptions(device="cpu", cluster="auto"))
+    monkeypatch.setattr(prestart, "start_early", lambda *_, **__: pytest.fail("started"))
+    prestart.start_processes(ServiceOptions(device="cpu", cluster="auto"))

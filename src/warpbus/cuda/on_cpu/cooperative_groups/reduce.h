@@ -1,0 +1,12 @@
+// Reductions of a tile.
+#pragma once
+
+#include "../cooperative_groups.h"
+
+namespace cooperative_groups {
+
+template <unsigned Size, class T, class Join> T reduce(const warp_tile<Size> &tile, T value, Join join, WARPBUS_LINE) {
+    return warpbus::reduce_lanes(tile.lanes(), value, "reduce", line, join);
+}
+
+}  // namespace cooperative_groups
