@@ -40,7 +40,7 @@ def bucket(rows: int) -> int:
 
 def graph_rows(model: Decoder, device: torch.device) -> int:
     """The most tokens of a step that takes longer to be launched than to run; 0 where graphs cannot be used."""
-    several = model.group is not None and model.group.world > 1  # exchanges in these graphs have not run on two GPUs yet
+    several = model.group is not None and model.group.world > 1  # exchanges in these graphs have not run on two GPUs
     if device.type != "cuda" or several or model.waits_for_gpu or offloading_layers(model):
         return 0
     config = model.config
