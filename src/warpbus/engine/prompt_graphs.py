@@ -5,6 +5,7 @@ depends only on the number of tokens: between the attention of two layers it is 
 is rounded up. A layer of a mixture of experts takes some thirty launches, of which attention is a third.
 """
 
+from abc import abstractmethod
 from collections import abc
 from dataclasses import dataclass, replace
 
@@ -177,8 +178,9 @@ class _Collecting(FusedAttention):
         results = q_bthd.new_empty(*q_bthd.shape[:2], spec.num_heads * spec.value_dim)
         return self._attend(_AttentionCall(layer, (q_bthd, latent_btd), results, attention, index))
 
+    @abstractmethod
     def _attend(self, attention: _AttentionCall) -> Tensor:
-        raise NotImplementedError
+        """The results, or where they will be."""
 
 
 class _PaddedAttention(_Collecting):
