@@ -391,7 +391,8 @@ def begin(
     except ssl.SSLCertVerificationError as error:
         sock.close()
         raise AuthorizationError(
-            f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE"
+            f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE, "
+            "or to a daemon as --authority"
         ) from None
     except OSError as error:
         sock.close()
