@@ -208,6 +208,32 @@ def test_embedding_bags(pool: None, mode: str, options: dict[str, Any]) -> None:
     assert_as_on_the_cpu(program)
 
 
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 4}, {"include_last_offset": True}], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bags_with_sparse_gradients(pool: None, mode: str, options: dict[str, Any]) -> None:
+    def program(device: str) -> Any:
+        module = nn.EmbeddingBag(10, 3, mode=mode, sparse=True, **options).to(device)
+        optimizer = torch.optim.SparseAdam(module.parameters())
+        ends = torch.tensor([0, 4, 4, 8] if "include_last_offset" in options else [0, 4, 4]).to(device)
+        module(torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]).to(device), ends).square().sum().backward()
+        optimizer.step()
+        return module.weight, module.weight.grad.to_dense()
+
+    assert_as_on_the_cpu(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layouts", ["input", "weight", "both"])
+def test_convolutions_keep_channels_last(pool: None, layouts: str, dtype: torch.dtype) -> None:
+    def convolved(device: str) -> Tensor:
+        x, module = torch.ones(2, 3, 8, 8, dtype=dtype).to(device), nn.Conv2d(3, 4, 3).to(device, dtype)
+        x = x if layouts == "weight" else x.to(memory_format=torch.channels_last)
+        return F.relu((module if layouts == "input" else module.to(memory_format=torch.channels_last))(x))
+
+    assert convolved(REMOTE).is_contiguous(memory_format=torch.channels_last)
+    assert_as_on_the_cpu(convolved)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("targets", [(3, 5), (12,)], ids=str)
 @pytest.mark.parametrize("lengths_there", [True, False])
