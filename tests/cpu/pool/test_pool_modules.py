@@ -313,6 +313,13 @@ def fake_quantization(device: str) -> Any:
     return fixed, learned, x.grad, scale.grad
 
 
+def shuffled_channels(device: str) -> Any:
+    x = torch.randn(1, 3, 4, 4).to(device).requires_grad_()
+    found = F.channel_shuffle(x, 3)  # the gradient of a sum is expanded
+    found.sum().backward()
+    return found, x.grad
+
+
 def segments(device: str) -> Any:
     found = []
     for reduction in ("sum", "mean", "max", "min", "prod"):
@@ -335,6 +342,7 @@ FUNCTIONS: dict[str, Program] = {
     "spectra": spectrum,
     "fake quantization": fake_quantization,
     "segments": segments,
+    "shuffled_channels": shuffled_channels,
     "pinned batches": pinned_batches,
     "quantiles": lambda d: torch.quantile(torch.randn(5, 6).to(d), torch.tensor([0.1, 0.5]).to(d), dim=1),
     "histograms": lambda d: torch.histogramdd(torch.randn(9, 2).to(d), bins=[3, 4]),

@@ -212,6 +212,8 @@ def _output(tensor: Tensor | int | None, places: dict[int, int]) -> Output:
     if id(tensor) in places:
         return Same(places[id(tensor)])
     geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    if geometry.extent < tensor.nbytes:  # a meta kernel gave a view of an expanded tensor; a result is memory of its own
+        geometry = contiguous(tensor.dtype, geometry.shape)
     return New(geometry, geometry.extent)
 
 
