@@ -110,7 +110,7 @@ class _Addresses:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()
-        self._next = _ALIGNMENT
+        self._next = _UNMAPPED
 
     def of(self, storage: Any) -> int:
         """The number of a storage; 0 if it has no bytes."""
@@ -125,6 +125,9 @@ class _Addresses:
 
 
 _ALIGNMENT = 512
+_UNMAPPED = 1 << 52
+"""No process has memory there: code that takes such a number for an address is stopped by the processor."""
+
 _addresses = _Addresses()
 
 
