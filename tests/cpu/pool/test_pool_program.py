@@ -80,6 +80,20 @@ def test_a_block_that_fails_leaves_no_program(both: tuple[Session, Executor]) ->
     assert (x + 1).tolist() == [2.0] * 4
 
 
+def test_an_earlier_error_ends_the_recording(both: tuple[Session, Executor], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = both[0]
+    x = torch.ones(2, device=REMOTE)
+
+    def failing(**_: bool) -> None:
+        monkeypatch.undo()
+        raise IndexError("of an earlier call")
+
+    with pytest.raises(IndexError, match="earlier"), recorded(session):
+        x += 1
+        monkeypatch.setattr(session, "flush", failing)
+    assert x.tolist() == [1.0, 1.0]
+
+
 def test_a_program_that_is_gone_or_recorded_does_not_run(both: tuple[Session, Executor]) -> None:
     x = torch.ones(2, device=REMOTE)
     with pytest.raises(UsageError, match="after the block"), recorded(both[0]) as failed:

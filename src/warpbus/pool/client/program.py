@@ -67,10 +67,11 @@ def recorded(session: Session) -> Iterator[Program]:
     complete = False
     try:
         yield program
+        with session.lock:
+            session.flush()  # with what the block has let go of: it is memory of a run. Raises errors of earlier calls
         complete = True
     finally:
         with session.lock:
-            session.flush()  # with what the block has let go of: it is memory of a run
             session.writer.stop()
             session.recording = False
             if not complete:
