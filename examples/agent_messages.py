@@ -4,7 +4,7 @@
     pip install anthropic
     python examples/agent_messages.py           # --url, --model and --key for another server
 
-Claude Code sends such requests too (it was not run in our tests). Give all of its roles the one model:
+Claude Code sends such requests too (docs/clients.md says what was run). Give all of its roles the one model:
 
     export ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_AUTH_TOKEN=none ANTHROPIC_MODEL=GLM-4.5-Air
     export ANTHROPIC_DEFAULT_OPUS_MODEL=GLM-4.5-Air ANTHROPIC_DEFAULT_SONNET_MODEL=GLM-4.5-Air

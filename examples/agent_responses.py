@@ -4,9 +4,10 @@
     pip install openai
     python examples/agent_responses.py          # --url, --model and --key for another server
 
-Codex CLI uses the same API (it was not run in our tests). In ~/.codex/config.toml:
+Codex CLI uses the same API (docs/clients.md says what was run). In ~/.codex/config.toml:
 
     model = "GLM-4.5-Air"
+    model_context_window = 131072
     model_provider = "warpbus"
 
     [model_providers.warpbus]

@@ -54,6 +54,8 @@ def join_spans(
 ) -> tuple[list["JoinedSpans"], list[ChunkSpan]]:
     """The chunks of a step that are attended in one call per group, and those that are attended alone.
 
+    A long chunk behind many cached tokens, which attends in parts, is a group by itself.
+
     Args:
         spans: all chunks of the step.
         q: queries of any layer, `[tokens, heads, head_dim]`.
@@ -61,10 +63,14 @@ def join_spans(
             cached are read, of up to `MOST_GATHERED` tokens per group of several chunks.
     """
     groups: list[list[ChunkSpan]] = []
+    in_parts: list[list[ChunkSpan]] = []  # each is a group by itself
     taken, most = 0, MOST_EXPANDED if expanded else MOST_GATHERED
     for span in spans:
         long = span.blocks is None and span.end - span.begin >= LONGEST_ALONE
         if not can_pack(q) or span.bidirectional or long or (expanded and span.seen > most):
+            continue
+        if attends_in_parts(q, span.end - span.begin, span.seen):
+            in_parts.append([span])
             continue
         takes = span.seen if expanded or span.blocks is not None else 0
         if not groups or taken + takes > most:
@@ -72,7 +78,7 @@ def join_spans(
             taken = 0
         groups[-1].append(span)
         taken += takes
-    groups = [group for group in groups if len(group) > 1 or group[0].blocks is not None]
+    groups = [*in_parts, *(group for group in groups if len(group) > 1 or group[0].blocks is not None)]
     alone = [span for span in spans if not any(span in group for group in groups)]
     whole = len(groups) == 1 and not alone
     return [JoinedSpans(group, q.device, whole=whole) for group in groups], alone

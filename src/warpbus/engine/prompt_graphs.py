@@ -5,6 +5,7 @@ depends only on the number of tokens: between the attention of two layers it is 
 is rounded up. A layer of a mixture of experts takes some thirty launches, of which attention is a third.
 """
 
+from abc import abstractmethod
 from collections import abc
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,14 @@ from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.engine.attention import PrefillAttention
 from warpbus.engine.expert_placement import offloading_layers
+from warpbus.engine.step_memory import activation_bytes
 from warpbus.kernels.ops import workspace
 from warpbus.models import Decoder, LatentAttentionSpec, ModelConfig, MoESpec
 from warpbus.models.cost import forward_flop
 from warpbus.models.layers import FusedAttention, IndexFeatures, LatentAttention
 
 _MOST_ROWS = 4096
+_SHARE = 0.01  # of the GPU's memory, for what lies between the kernels of these graphs
 _DISTANCES = ((64, 32), (256, 64), (1024, 128), (2048, 256))  # (rows up to, distance of buckets); beyond 512
 
 # Measured: what a layer takes to be launched kernel by kernel, seconds; and the FLOP per second and multiprocessor of
@@ -39,14 +42,19 @@ def bucket(rows: int) -> int:
 
 
 def graph_rows(model: Decoder, device: torch.device) -> int:
-    """The most tokens of a step that takes longer to be launched than to run; 0 where graphs cannot be used."""
-    several = model.group is not None and model.group.world > 1  # exchanges in these graphs have not run on two GPUs yet
+    """The most tokens of a step that takes longer to be launched than to run, and for whose graphs there is memory; 0
+    where graphs cannot be used."""
+    # Exchanges between GPUs have not run in these graphs yet.
+    several = model.group is not None and model.group.world > 1
     if device.type != "cuda" or several or model.waits_for_gpu or offloading_layers(model):
         return 0
     config = model.config
     launching = sum(_LAUNCHING_EXPERTS if isinstance(layer.mlp, MoESpec) else _LAUNCHING for layer in config.layers)
     rate = _RATE_WGMMA if capabilities(architecture(device)).wgmma else _RATE
-    return min(_MOST_ROWS, int(launching * rate * multiprocessors(device) / forward_flop(config)))
+    by_time = int(launching * rate * multiprocessors(device) / forward_flop(config))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    by_memory = int(_SHARE * memory / activation_bytes(config, model.final_norm.weight.dtype, 1))
+    return min(_MOST_ROWS, by_time, by_memory)
 
 
 class PromptGraphs:
@@ -170,8 +178,9 @@ class _Collecting(FusedAttention):
         results = q_bthd.new_empty(*q_bthd.shape[:2], spec.num_heads * spec.value_dim)
         return self._attend(_AttentionCall(layer, (q_bthd, latent_btd), results, attention, index))
 
+    @abstractmethod
     def _attend(self, attention: _AttentionCall) -> Tensor:
-        raise NotImplementedError
+        """The results, or where they will be."""
 
 
 class _PaddedAttention(_Collecting):

@@ -63,7 +63,7 @@ def read_config(
 
 def _missing_mtp(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     """Why multi-token prediction cannot be used; None if it can."""
-    advice = "use a checkpoint that has it, or other speculation than mtp"
+    advice = "use a checkpoint that has it, or leave out --speculation mtp or --mtp-weight"
     if config.mtp is None:
         return f"config.json: num_nextn_predict_layers: there is no layer of multi-token prediction (MTP): {advice}"
     format = format_of(checkpoint.config, trellises=True)

@@ -35,8 +35,8 @@ def write(
 ) -> None:
     """Write what was trained to `output`; every process calls it, and the first writes.
 
-    A whole model is written in bfloat16 with the source's other files; a LoRA as PEFT has it, and a prefix as
-    ChatGLM's P-Tuning has it, both in float32.
+    A whole model is written in bfloat16 with the source's other files, but without its README.md; a LoRA as PEFT
+    has it, and a prefix as ChatGLM's P-Tuning has it, both in float32.
 
     Args:
         summary, log: for `training.json` and `training-log.json`.
@@ -76,7 +76,8 @@ def _write_model(
     source, config = inputs.checkpoint.directory, inputs.checkpoint.config
     dtype = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     written = {"config.json": {**config, dtype: "bfloat16"}, SUMMARY: summary, LOG: log}
-    left_out = {*weight_files(source), *(source / name for name in (*written, CURVE))}
+    # A README.md describes the source, and `warpbus push` would publish it as the card of the result.
+    left_out = {*weight_files(source), *(source / name for name in (*written, CURVE, "README.md"))}
     bytes_ = torch.bfloat16.itemsize * inputs.config.num_parameters
     with CheckpointWriter(output, overwrite=overwrite, expected_bytes=bytes_) as writer:
         for name, tensor in tensors:

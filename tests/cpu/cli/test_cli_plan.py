@@ -1,7 +1,9 @@
 """`warpbus plan` as a person uses it, on a machine without a GPU."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from warpbus.cli.plan import plan
 from warpbus.demo import model_path
 from warpbus.errors import SchemeError, UsageError
 from warpbus.formats.hub import pull
+from warpbus.language import CATALOGUE, Catalogue, read_catalogue
+
+ROOT = Path(__file__).resolve().parents[3]
 
 app = typer.Typer()
 app.command()(plan)
@@ -142,3 +147,37 @@ def test_without_a_gpu_one_has_to_be_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="there is no GPU here: name one with --gpu: h100"):
         invoke("demo")
+
+
+def printed(text):
+    """The words and figures of a plan, without borders of tables and line breaks."""
+    return " ".join(re.sub("[│├┼┤└┴┘─]", " ", text).split())
+
+
+def examples():
+    """Each `$ warpbus plan` of the pages that is followed by what it prints: page, arguments, text."""
+    for page in sorted(ROOT.glob("docs/**/*.md")):
+        for block in page.read_text(encoding="utf-8").split("```")[1::2]:
+            for command, text in re.findall(r"^\$ warpbus plan (.+)\n((?:[^$].*\n)+)", block, re.MULTILINE):
+                yield pytest.param(command, text, id=f"{page.relative_to(ROOT)}: {command}")
+
+
+@pytest.mark.parametrize(("command", "text"), list(examples()))
+def test_the_plans_of_the_pages_are_those_that_are_printed(command, text):
+    if text.startswith("error: "):
+        with pytest.raises(UsageError) as found:
+            invoke(*command.split())
+        assert text == f"error: {found.value}\n"
+        return
+    found = printed(invoke(*command.split()).stdout)
+    for part in text.split("...\n"):
+        assert printed(part) in found
+
+
+@pytest.mark.parametrize("scheme", [(), ("--scheme", "w4a16-g128")])
+def test_the_advice_of_a_refusal_has_its_chinese(scheme):
+    with pytest.raises(UsageError) as found:
+        invoke("chatglm-6b", "--gpu", "rtx-3090", "--memory", "5GB", "--max-model-len", 2048, *scheme)
+    chinese = Catalogue(read_catalogue(CATALOGUE.read_text(encoding="utf-8"))).gettext(str(found.value))
+    assert "请给出 " in chinese
+    assert "give" not in chinese

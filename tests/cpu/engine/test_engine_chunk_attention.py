@@ -1,10 +1,16 @@
 """Attention of a chunk of a prompt: rounded up to fewer lengths, where the kernels plan each of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from engine_models import FAMILIES
 
 from warpbus.engine import chunk_attention
 from warpbus.engine.chunk_attention import LONGEST_ALONE, attend_chunk, attends_in_parts, rounded_up
+from warpbus.engine.engine import Engine, request
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.models import random_model
 
 
 def chunk(tokens, keys, heads=4, kv_heads=2, size=8):
@@ -55,3 +61,21 @@ def test_nothing_is_rounded_elsewhere():
     x = torch.ones(1100, 3)
     assert rounded_up(x) is x
     assert not attends_in_parts(x, 2048, 9000)
+
+
+@pytest.mark.parametrize("family", ["glm", "latent"])
+@torch.no_grad()
+def test_answers_are_the_same(family, monkeypatch):
+    model = random_model(replace(FAMILIES[family], max_context=2048), None, "cpu", torch.float32)
+    found = []
+    for rounds in (False, True):
+        monkeypatch.setattr(chunk_attention, "_plans_shapes", lambda _, rounds=rounds: rounds)
+        engine = Engine(model, max_model_len=2048, prefix_caching=False)
+        asked = request(
+            [7 * at % 300 for at in range(1100)], tokens=3, params=SamplingParams(temperature=0, logprobs=1)
+        )
+        engine.add(asked)
+        while engine.has_work:
+            engine.step()
+        found.append(torch.tensor([each.logprob for each in asked.logprobs]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -61,6 +61,14 @@ def spans_of(*lengths):
     return spans, block
 
 
+def test_long_chunks_that_attend_in_parts_are_groups_by_themselves(joins, monkeypatch):
+    monkeypatch.setattr(joined_spans, "attends_in_parts", lambda _, tokens, keys: min(tokens, keys - tokens) >= 200)
+    spans, *_ = spans_of((256, 200), (64, 20), (320, 210), (0, 30), (320, 199))
+    groups, alone = join_spans(spans, torch.zeros(1, 4, 16), expanded=False)
+    assert [group._spans for group in groups] == [[spans[0]], [spans[2]], [spans[1], spans[3], spans[4]]]
+    assert alone == []
+
+
 @pytest.mark.parametrize(
     ("expanded", "lengths", "groups", "alone"),
     [

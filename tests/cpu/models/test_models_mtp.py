@@ -143,7 +143,7 @@ def test_a_layer_that_is_announced_and_absent_is_named(tmp_path: Path, name: str
         loaded(directory)
     assert str(caught.value) == (
         f"{directory}: {PREFIX}{name}: missing, although config.json announces a layer of multi-token prediction (MTP) "
-        "with num_nextn_predict_layers: use a checkpoint that has it, or other speculation than mtp"
+        "with num_nextn_predict_layers: use a checkpoint that has it, or leave out --speculation mtp or --mtp-weight"
     )
 
 

@@ -280,11 +280,13 @@ def test_training_goes_on_from_weights(blank_model: Path, tmp_path: Path, data: 
     first, output = tmp_path / "first", tmp_path / "second"
     _, before = run(blank_model, first, data, steps=30)
     (first / "README.md").write_text("mine", encoding="utf-8")
+    (first / "LICENSE").write_text("mine", encoding="utf-8")
     (first / "pytorch_model.bin.index.json").write_text("{}", encoding="utf-8")
     _, after = run(first, output, data, steps=3, learning_rate=1e-4)
     assert after[0].loss < before[0].loss / 2
     assert after[0].loss == pytest.approx(before[-1].loss, abs=0.3)
-    assert (output / "README.md").read_text(encoding="utf-8") == "mine"
+    assert (output / "LICENSE").read_text(encoding="utf-8") == "mine"
+    assert not (output / "README.md").exists()  # it describes the model that was trained further
     assert not (output / "pytorch_model.bin.index.json").exists()
     assert len(json.loads((output / "training-log.json").read_text(encoding="utf-8"))) == 3
     changed = weights(output)

@@ -89,7 +89,10 @@ class Broker:
         lost = self._lose(gone, f"{host} joined without this GPU", now)
         self._ledger.hosts[host] = HostEntry(host, offered, now, draining=before is not None and before.draining)
         if before is None or before.lost or before.gpus != offered:
-            self._ledger.record(now, "joined", source=host, text=f"{host} joined with {len(offered)} GPUs")
+            number = len(offered)
+            self._ledger.record(
+                now, "joined", source=host, text=f"{host} joined with {number} GPU{'s' * (number != 1)}"
+            )
         return lost
 
     def leave(self, host: str, now: float) -> list[Lease]:

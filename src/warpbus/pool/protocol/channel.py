@@ -396,7 +396,8 @@ def begin(
                 f"{peer} has a certificate of another name ({error.verify_message}); give the name that it is for"
             ) from None
         raise AuthorizationError(
-            f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE"
+            f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE, "
+            "or to a daemon as --authority"
         ) from None
     except OSError as error:
         sock.close()
