@@ -184,7 +184,7 @@ def counting_integers(histogram: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def sparse_bag_gradients(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel of `aten::_embedding_bag_backward` whose gradient may be sparse: PyTorch makes that of other operators."""
+    """The kernel of `aten::_embedding_bag_backward`; PyTorch makes sparse gradients of other operators."""
 
     def call(
         grad: Tensor,

@@ -27,7 +27,7 @@ def replace_storage_methods() -> None:
     for name in _REMOTE_METHODS:
         setattr(torch.UntypedStorage, name, _method(name, getattr(torch.UntypedStorage, name)))
     ForkingPickler.register(torch.UntypedStorage, _reduce)
-    torch.Tensor.data_ptr = _with_addresses(torch.Tensor.data_ptr)  # type: ignore[method-assign]
+    torch.Tensor.data_ptr = _with_addresses(torch.Tensor.data_ptr)  # type: ignore[assignment,method-assign]
 
 
 def _method(name: str, original: Any) -> Any:
@@ -104,8 +104,8 @@ def _refuse(nbytes: int) -> None:
 
 
 class _Addresses:
-    """Numbers in place of the addresses of remote storages, each with as many numbers after it as the storage has bytes:
-    no two storages share one, and none is used again."""
+    """Numbers in place of the addresses of remote storages, each with as many numbers after it as the storage has
+    bytes: no two storages share one, and none is used again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,7 +138,7 @@ def _with_addresses(original: Callable[[torch.Tensor], int]) -> Callable[[torch.
     def data_ptr(self: torch.Tensor) -> int:
         if not is_remote(self) or not self.numel():
             return original(self)
-        return self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
 
     return data_ptr
 

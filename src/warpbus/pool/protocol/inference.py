@@ -125,15 +125,17 @@ _CONVOLUTIONS = frozenset({"convolution", "_convolution"})
 
 
 def _convolved(outputs: tuple[Output, ...], named: dict[str, Any], device: str) -> tuple[Output, ...]:
-    """The result of a convolution: channels last if its input or its weight is. The meta kernel of PyTorch 2.13 does not
-    know the device and gives contiguous results, so that each convolution would copy its result to that layout."""
+    """The result of a convolution: channels last if its input or its weight is. The meta kernel of PyTorch 2.13 does
+    not know the device and gives contiguous results, so that each convolution would copy its result to that layout."""
     layouts = {suggest_memory_format(_meta(named[each])) for each in ("input", "weight")} - {torch.contiguous_format}
     result = outputs[0]
     if not layouts or not isinstance(result, New):
         return outputs
     dtype, shape = result.geometry.dtype, result.geometry.shape
     if len(shape) == 5 if device == "cpu" else dtype == torch.float64:
-        return outputs  # on a CPU the kernel decides in three dimensions; cuDNN has no kernels of float64 for the layout
+        return (
+            outputs  # on a CPU the kernel decides in three dimensions; cuDNN has no kernels of float64 for the layout
+        )
     placed = torch.empty(shape, dtype=dtype, device="meta", memory_format=layouts.pop())
     return (New(Geometry(dtype, shape, placed.stride()), result.nbytes),)
 
@@ -212,7 +214,8 @@ def _output(tensor: Tensor | int | None, places: dict[int, int]) -> Output:
     if id(tensor) in places:
         return Same(places[id(tensor)])
     geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())
-    if geometry.extent < tensor.nbytes:  # a meta kernel gave a view of an expanded tensor; a result is memory of its own
+    if geometry.extent < tensor.nbytes:
+        # The meta kernel gave a view of an expanded tensor, but a result has memory of its own.
         geometry = contiguous(tensor.dtype, geometry.shape)
     return New(geometry, geometry.extent)
 

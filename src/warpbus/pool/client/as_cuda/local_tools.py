@@ -30,7 +30,9 @@ def _without_gpu(original: Any) -> Any:
     """`torch.autograd.profiler.profile.__init__`, which `torch.profiler` calls too."""
 
     @functools.wraps(original)
-    def begin(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **options: Any) -> None:
+    def begin(
+        self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **options: Any
+    ) -> None:
         if use_cuda or use_device == "cuda":
             warnings.warn("the profiler does not see a leased GPU: it records the CPU only", stacklevel=2)
             use_device = None

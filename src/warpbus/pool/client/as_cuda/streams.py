@@ -112,8 +112,8 @@ def set_stream(stream: Any) -> None:
 
 
 class StreamContext:
-    """Replaces `torch.cuda.StreamContext` and `torch.cuda.stream`: a context in which a stream is the current one. There
-    is one, which always is."""
+    """Replaces `torch.cuda.StreamContext` and `torch.cuda.stream`: a context in which a stream is the current one.
+    There is one, which always is."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
