@@ -132,10 +132,10 @@ def _convolved(outputs: tuple[Output, ...], named: dict[str, Any], device: str) 
     if not layouts or not isinstance(result, New):
         return outputs
     dtype, shape = result.geometry.dtype, result.geometry.shape
-    if len(shape) == 5 if device == "cpu" else dtype == torch.float64:
-        return (
-            outputs  # on a CPU the kernel decides in three dimensions; cuDNN has no kernels of float64 for the layout
-        )
+    # On a CPU the kernel decides in three dimensions; cuDNN has no kernels of float64 for the layout.
+    undecided = len(shape) == 5 if device == "cpu" else dtype == torch.float64
+    if undecided:
+        return outputs
     placed = torch.empty(shape, dtype=dtype, device="meta", memory_format=layouts.pop())
     return (New(Geometry(dtype, shape, placed.stride()), result.nbytes),)
 
