@@ -445,8 +445,8 @@ def test_a_lost_part_of_a_frame_is_the_end():
         ("good", "other", "127.0.0.1", "unable to get local issuer certificate"),
         ("good", None, "127.0.0.1", "unable to get local issuer certificate"),
         ("expired", "ca", "127.0.0.1", "certificate has expired"),
-        ("elsewhere", "ca", "127.0.0.1", "IP address mismatch"),
-        ("elsewhere", "ca", "localhost", "Hostname mismatch"),
+        ("elsewhere", "ca", "127.0.0.1", "another name .IP address mismatch"),
+        ("elsewhere", "ca", "localhost", "another name .Hostname mismatch"),
     ],
 )
 def test_certificates_that_are_not_trusted(certificates, certificate, ca, host, message):

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pool_fake_tenant as fake
@@ -385,6 +386,8 @@ def test_tokens_limits_and_tls(tmp_path):
             admin.ask("release", {"lease": granted["lease"]})
         with pytest.raises(AuthorizationError, match="not trusted"):
             ControlChannel(address(secured.daemon.address), ANN)
+        with pytest.raises(ConnectionLostError, match="if it has a certificate, give its address as warpbuss://"):
+            ControlChannel(replace(secured.address, transport="plain", ca=None), ANN)
         said = (tmp_path / "audit.jsonl").read_text()
         assert not any(secret in said for secret in (ADMIN, ANN, BOB, granted["key"].hex()))
 

@@ -255,6 +255,16 @@ def test_a_deep_copy_is_another_storage(both: tuple[Session, Executor]) -> None:
     assert torch.equal(tensor.cpu(), drawn(3))
 
 
+def test_addresses_tell_what_shares_memory(both: tuple[Session, Executor]) -> None:
+    first, second = drawn(3, 4).to(REMOTE), drawn(3, 4).to(REMOTE)
+    assert first.data_ptr() == first.detach().data_ptr() == first.t().data_ptr() != second.data_ptr()
+    assert first[1].data_ptr() - first.data_ptr() == 16
+    assert first.untyped_storage().data_ptr() == first.data_ptr()
+    assert abs(first.data_ptr() - second.data_ptr()) >= first.nbytes
+    assert torch.empty(0, device=REMOTE).data_ptr() == 0
+    assert drawn(3).data_ptr() != 0
+
+
 def test_random_numbers_follow_the_seed(both: tuple[Session, Executor]) -> None:
     torch.manual_seed(3)
     first = torch.randn(4, device=REMOTE).cpu()

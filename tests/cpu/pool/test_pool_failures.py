@@ -31,7 +31,7 @@ class OddError(Exception):
         (NotImplementedError("no"), "NotImplementedError"),
         (torch.OutOfMemoryError("no"), "OutOfMemoryError"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "OutOfMemoryError"),
-        (torch.linalg.LinAlgError("no"), "RuntimeError"),
+        (torch.linalg.LinAlgError("no"), "_LinAlgError"),
         (KeyError("no"), "RuntimeError"),
         (OddError("no"), "RuntimeError"),
         (DeviceError("no"), "DeviceError"),
@@ -48,6 +48,7 @@ def test_the_kind_of_an_error_goes_over(error, name):
     ("name", "kind"),
     [
         ("IndexError", IndexError),
+        ("_LinAlgError", torch.linalg.LinAlgError),
         ("OutOfMemoryError", torch.OutOfMemoryError),
         ("LeaseLostError", LeaseLostError),
         ("QueueFullError", QueueFullError),

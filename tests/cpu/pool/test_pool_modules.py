@@ -208,6 +208,32 @@ def test_embedding_bags(pool: None, mode: str, options: dict[str, Any]) -> None:
     assert_as_on_the_cpu(program)
 
 
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 4}, {"include_last_offset": True}], ids=str)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bags_with_sparse_gradients(pool: None, mode: str, options: dict[str, Any]) -> None:
+    def program(device: str) -> Any:
+        module = nn.EmbeddingBag(10, 3, mode=mode, sparse=True, **options).to(device)
+        optimizer = torch.optim.SparseAdam(module.parameters())
+        ends = torch.tensor([0, 4, 4, 8] if "include_last_offset" in options else [0, 4, 4]).to(device)
+        module(torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]).to(device), ends).square().sum().backward()
+        optimizer.step()
+        return module.weight, module.weight.grad.to_dense()
+
+    assert_as_on_the_cpu(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layouts", ["input", "weight", "both"])
+def test_convolutions_keep_channels_last(pool: None, layouts: str, dtype: torch.dtype) -> None:
+    def convolved(device: str) -> Tensor:
+        x, module = torch.ones(2, 3, 8, 8, dtype=dtype).to(device), nn.Conv2d(3, 4, 3).to(device, dtype)
+        x = x if layouts == "weight" else x.to(memory_format=torch.channels_last)
+        return F.relu((module if layouts == "input" else module.to(memory_format=torch.channels_last))(x))
+
+    assert convolved(REMOTE).is_contiguous(memory_format=torch.channels_last)
+    assert_as_on_the_cpu(convolved)
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("targets", [(3, 5), (12,)], ids=str)
 @pytest.mark.parametrize("lengths_there", [True, False])
@@ -287,6 +313,13 @@ def fake_quantization(device: str) -> Any:
     return fixed, learned, x.grad, scale.grad
 
 
+def shuffled_channels(device: str) -> Any:
+    x = torch.randn(1, 3, 4, 4).to(device).requires_grad_()
+    found = F.channel_shuffle(x, 3)  # the gradient of a sum is expanded
+    found.sum().backward()
+    return found, x.grad
+
+
 def segments(device: str) -> Any:
     found = []
     for reduction in ("sum", "mean", "max", "min", "prod"):
@@ -309,6 +342,7 @@ FUNCTIONS: dict[str, Program] = {
     "spectra": spectrum,
     "fake quantization": fake_quantization,
     "segments": segments,
+    "shuffled_channels": shuffled_channels,
     "pinned batches": pinned_batches,
     "quantiles": lambda d: torch.quantile(torch.randn(5, 6).to(d), torch.tensor([0.1, 0.5]).to(d), dim=1),
     "histograms": lambda d: torch.histogramdd(torch.randn(9, 2).to(d), bins=[3, 4]),

@@ -80,6 +80,37 @@ def test_a_block_that_fails_leaves_no_program(both: tuple[Session, Executor]) ->
     assert (x + 1).tolist() == [2.0] * 4
 
 
+def test_an_earlier_error_ends_the_recording(both: tuple[Session, Executor], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = both[0]
+    x = torch.ones(2, device=REMOTE)
+
+    def failing(**_: bool) -> None:
+        monkeypatch.undo()
+        raise IndexError("of an earlier call")
+
+    def record() -> None:
+        with recorded(session):
+            monkeypatch.setattr(session, "flush", failing)
+
+    with pytest.raises(IndexError, match="earlier"):
+        record()
+    assert x.tolist() == [1.0, 1.0]
+
+
+def test_a_program_that_is_gone_or_recorded_does_not_run(both: tuple[Session, Executor]) -> None:
+    x = torch.ones(2, device=REMOTE)
+    with pytest.raises(UsageError, match="after the block"), recorded(both[0]) as failed:
+        failed.run()
+    with recorded(both[0]) as dropped:
+        x += 1
+    dropped.drop()
+    dropped.drop()
+    for program in (failed, dropped):
+        with pytest.raises(UsageError, match="record it"):
+            program.run()
+    assert x.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_recorded(name: str) -> None:
     """Gradients, moments, running means and dropout draws are as if each step had been sent."""

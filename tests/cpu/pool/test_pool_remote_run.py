@@ -109,7 +109,7 @@ def test_what_is_given(pool, tmp_path: Path) -> None:
     ("gpus", "options", "error"),
     [
         ([], {}, "no open GPU"),
-        ([gpu("a/0", 10)], {"on": "b"}, "no open GPU called b"),
+        ([gpu("a/0", 10)], {"on": "b"}, "no open GPU or host b"),
         ([gpu("a/0", 0)], {}, "no GPU of the pool is free"),
         ([gpu("a/0", 10, 1.0)], {}, "no GPU of the pool is free"),
     ],

@@ -3,6 +3,7 @@
 import io
 import pickle
 import threading
+import warnings
 
 import torch
 from torch import nn
@@ -166,7 +167,25 @@ def loaders_and_wrappers_work():
     assert y.equal(x.grad)
 
 
+def compiler_and_profiler_stand_aside():
+    layer, x = nn.Linear(3, 2).cuda(), torch.ones(4, 3, device="cuda")
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = torch.compile(layer)(x)
+        with torch.profiler.profile(activities=activities) as profile:
+            layer(x)
+    found.sum().backward()
+    assert found.equal(layer(x))
+    assert any("aten::addmm" in event.key for event in profile.key_averages())
+    said = " ".join(str(each.message) for each in warned)
+    assert "nothing is compiled" in said, said
+    assert "the profiler does not see a leased GPU" in said, said
+    assert len({parameter.data_ptr() for parameter in layer.parameters()}) == 2
+
+
 def what_cannot_be_had_says_so():
+    assert not isinstance(torch.ones(1), torch.cuda.CUDAGraph)
     raises(NotImplementedError, torch.cuda.CUDAGraph, "torch.cuda.CUDAGraph", "docs/pool.md")
     raises(NotImplementedError, torch.cuda.utilization, "torch.cuda.utilization")
     raises(NotImplementedError, torch.cuda.memory_snapshot, "memory_snapshot")
@@ -182,5 +201,6 @@ if __name__ == "__main__":
     mixed_precision_trains()
     checkpoints_are_ordinary_files()
     loaders_and_wrappers_work()
+    compiler_and_profiler_stand_aside()
     what_cannot_be_had_says_so()
     print("all as expected")

@@ -183,7 +183,35 @@ def counting_integers(histogram: Callable[..., Tensor]) -> Callable[..., Tensor]
     return call
 
 
-ADAPTED = {"aten::histc": counting_integers}
+def sparse_bag_gradients(dense: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel of `aten::_embedding_bag_backward`; PyTorch makes sparse gradients of other operators."""
+
+    def call(
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        offset2bag: Tensor,
+        bag_size: Tensor,
+        maximum_indices: Tensor,
+        num_weights: int,
+        scale_grad_by_freq: bool,
+        mode: int,
+        sparse: bool,
+        *rest: Any,
+    ) -> Tensor:
+        if not sparse:
+            sizes = bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, sparse
+            return dense(grad, indices, offsets, offset2bag, *sizes, *rest)
+        if not offset2bag.numel():  # a CPU did not need it
+            begun = offsets.new_zeros(len(indices) + 1).index_add_(0, offsets, torch.ones_like(offsets))
+            offset2bag = begun[:-1].cumsum(0) - 1
+        options = num_weights, scale_grad_by_freq, mode
+        return _aten._embedding_bag_sparse_backward(grad, indices, offsets, offset2bag, bag_size, *options, *rest)
+
+    return call
+
+
+ADAPTED = {"aten::histc": counting_integers, "aten::_embedding_bag_backward": sparse_bag_gradients}
 """By the name of an operator: a function of the kernel that calls the pool; it returns the device's kernel."""
 
 COMPOSITES = {

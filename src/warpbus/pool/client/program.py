@@ -14,6 +14,7 @@ class Program:
         self._session = session
         session.programs += 1
         self._number = session.programs
+        self._dropped = False
 
     @property
     def number(self) -> int:
@@ -21,14 +22,25 @@ class Program:
         return self._number
 
     def run(self) -> None:
-        """Run the operators on the present contents of their tensors. Does not wait."""
+        """Run the operators on the present contents of their tensors. Does not wait.
+
+        Raises:
+            UsageError: the program was dropped, or one is being recorded.
+        """
         with self._session.lock:
+            if self._dropped:
+                raise UsageError("the program cannot run: it was dropped, or its block ended with an error: record it")
+            if self._session.recording:
+                raise UsageError("a program cannot run while one is recorded: run it after the block")
             self._session.writer.run(self._number)
             self._session.advance()
 
     def drop(self) -> None:
         """Delete the program. Its results stay while they are referenced."""
         with self._session.lock:
+            if self._dropped:
+                return
+            self._dropped = True
             self._session.writer.drop(self._number)
             self._session.advance()
 
@@ -55,10 +67,11 @@ def recorded(session: Session) -> Iterator[Program]:
     complete = False
     try:
         yield program
+        with session.lock:
+            session.flush()  # with what the block has let go of: it is memory of a run. Raises errors of earlier calls
         complete = True
     finally:
         with session.lock:
-            session.flush()  # with what the block has let go of: it is memory of a run
             session.writer.stop()
             session.recording = False
             if not complete:

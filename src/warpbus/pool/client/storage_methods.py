@@ -1,11 +1,15 @@
-"""Methods of `torch.UntypedStorage` that reach the bytes of a remote storage.
+"""Methods of `torch.UntypedStorage` that reach the bytes of a remote storage, and addresses of its tensors.
 
 `torch.save`, `torch.load`, `pickle` and `copy.deepcopy` work on storages. A storage of the device has no memory in this
 process, so that PyTorch's own methods would see no bytes there.
 """
 
+import functools
+import threading
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.multiprocessing.reductions import reduce_storage
@@ -13,7 +17,7 @@ from torch.multiprocessing.reductions import reduce_storage
 from warpbus.errors import StateError
 from warpbus.pool.client import transfers
 from warpbus.pool.client.session import selected, session_at
-from warpbus.pool.client.tensors import NAME, new_tensor
+from warpbus.pool.client.tensors import NAME, Remote, is_remote, new_tensor
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.signature import New
 
@@ -23,6 +27,7 @@ def replace_storage_methods() -> None:
     for name in _REMOTE_METHODS:
         setattr(torch.UntypedStorage, name, _method(name, getattr(torch.UntypedStorage, name)))
     ForkingPickler.register(torch.UntypedStorage, _reduce)
+    torch.Tensor.data_ptr = _with_addresses(torch.Tensor.data_ptr)  # type: ignore[assignment,method-assign]
 
 
 def _method(name: str, original: Any) -> Any:
@@ -98,10 +103,50 @@ def _refuse(nbytes: int) -> None:
     )
 
 
+class _Addresses:
+    """Numbers in place of the addresses of remote storages, each with as many numbers after it as the storage has
+    bytes: no two storages share one, and none is used again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()
+        self._next = _UNMAPPED
+
+    def of(self, storage: Any) -> int:
+        """The number of a storage; 0 if it has no bytes."""
+        remote: Remote = storage.remote
+        if not remote.nbytes:
+            return 0
+        with self._lock:
+            if remote not in self._given:
+                self._given[remote] = self._next
+                self._next += -(-remote.nbytes // _ALIGNMENT) * _ALIGNMENT
+            return self._given[remote]
+
+
+_ALIGNMENT = 512
+_UNMAPPED = 1 << 52
+"""No process has memory there: code that takes such a number for an address is stopped by the processor."""
+
+_addresses = _Addresses()
+
+
+def _with_addresses(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    """`torch.Tensor.data_ptr` by which programs tell remote tensors apart, and find those that share memory."""
+
+    @functools.wraps(original)
+    def data_ptr(self: torch.Tensor) -> int:
+        if not is_remote(self) or not self.numel():
+            return original(self)
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
+
+    return data_ptr
+
+
 _REMOTE_METHODS: dict[str, Any] = {
     "cpu": _to_cpu,
     "clone": _clone,
-    "data_ptr": lambda storage: storage.remote.handle,
+    "data_ptr": _addresses.of,
     "resize_": _resize,
     "nbytes": lambda storage: storage.remote.nbytes,
     "to": _to,

@@ -109,8 +109,9 @@ def _quota(gpus: Sequence[dict[str, Any]], memory: str | None, share: float | No
     """The program's request."""
     fitting = [each for each in gpus if each["state"] == "open" and on in (None, each["name"], each["host"])]
     if not fitting:
-        where = "" if on is None else f" called {on}"
-        raise UnavailableError(f"the pool has no open GPU{where}: see warpbus pool status")
+        if on is None:
+            raise UnavailableError("the pool has no open GPU: see warpbus pool status")
+        raise UnavailableError(f"the pool has no open GPU or host {on}: see warpbus pool status")
     best = max(fitting, key=lambda each: (each["free"], -each["share_used"]))
     if memory is None:
         left = round(best["oversubscribe"] - best["share_used"], 6)

@@ -42,6 +42,7 @@ STALL_SECONDS = 30.0  # without a byte in the middle of a frame
 _GIVEN_UP = "a frame was given up halfway, and with it the connection to"
 _IN = select.POLLIN
 _OUT = select.POLLOUT
+_OTHER_NAME = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
 _HEADER_BYTES = HEADER.size
 _READ_AHEAD = 2**16  # small frames come several at a time
 _MOST_IN_VAIN = 6
@@ -390,6 +391,10 @@ def begin(
         return Channel(context.wrap_socket(sock, server_hostname=address.host), peer)
     except ssl.SSLCertVerificationError as error:
         sock.close()
+        if error.verify_code in _OTHER_NAME:
+            raise AuthorizationError(
+                f"{peer} has a certificate of another name ({error.verify_message}); give the name that it is for"
+            ) from None
         raise AuthorizationError(
             f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE, "
             "or to a daemon as --authority"

@@ -46,6 +46,11 @@ class ControlChannel:
         try:
             self._channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "token": token}))
             self.welcome = decode_dict(self._receive(Kind.WELCOME, _SECONDS).payload)
+        except ConnectionLostError as error:
+            self.close()
+            if to.transport != "plain" or isinstance(error, FrameError):
+                raise
+            raise type(error)(f"{error}; if it has a certificate, give its address as warpbuss://") from None
         except BaseException:
             self.close()
             raise

@@ -13,7 +13,10 @@ from warpbus.pool.protocol.wire import Value
 # Those of Python and torch that callers tell apart; each stands before what it is derived from.
 _PLAIN: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (torch.OutOfMemoryError, NotImplementedError, IndexError, ValueError, TypeError, RuntimeError)
+    for kind in (
+        *(torch.OutOfMemoryError, torch.linalg.LinAlgError),  # type: ignore[attr-defined]
+        *(NotImplementedError, IndexError, ValueError, TypeError, RuntimeError),
+    )
 }
 # The errors that are raised again as the same class: these are made from a message alone.
 _OWN: dict[str, type[WarpbusError]] = {

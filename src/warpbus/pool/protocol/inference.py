@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
@@ -82,7 +83,7 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
     declared = declared_results(call, signature)
     if declared is not None:
         return declared
-    tensors = [torch.empty_strided(g.shape, g.stride, dtype=g.dtype, device="meta") for g in signature.inputs]
+    tensors = [*map(_meta, signature.inputs)]
     arguments = [_filled(argument, tensors) for argument in signature.arguments]
     keywords = {name: _filled(argument, tensors) for name, argument in signature.keywords}
     skip_compiler()
@@ -94,11 +95,17 @@ def infer(signature: Signature, device: str = "cpu") -> tuple[Output, ...] | Non
     }
     if resized:
         raise OutputSizeError(signature.operator, resized)
+    if _base_name(call) in _CONVOLUTIONS:
+        return _convolved(outputs, named_arguments(call, signature), device)
     if _base_name(call) == "native_group_norm_backward":
         return _group_norm_gradients(outputs, named_arguments(call, signature))
     if device == "cpu" and _base_name(call) in _NORMS:
         return _normalized_on_cpu(outputs, named_arguments(call, signature), _base_name(call) in _EVALUATING)
     return outputs
+
+
+def _meta(place: Geometry) -> Tensor:
+    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
 
 
 def _check_no_dropout(call: torch._ops.OpOverload, signature: Signature) -> None:
@@ -112,6 +119,25 @@ def _check_no_dropout(call: torch._ops.OpOverload, signature: Signature) -> None
 def _base_name(call: torch._ops.OpOverload) -> str:
     """The operator's name without the underscore of one in place."""
     return call._overloadpacket.__name__.removesuffix("_")
+
+
+_CONVOLUTIONS = frozenset({"convolution", "_convolution"})
+
+
+def _convolved(outputs: tuple[Output, ...], named: dict[str, Any], device: str) -> tuple[Output, ...]:
+    """The result of a convolution: channels last if its input or its weight is. The meta kernel of PyTorch 2.13 does
+    not know the device and gives contiguous results, so that each convolution would copy its result to that layout."""
+    layouts = {suggest_memory_format(_meta(named[each])) for each in ("input", "weight")} - {torch.contiguous_format}
+    result = outputs[0]
+    if not layouts or not isinstance(result, New):
+        return outputs
+    dtype, shape = result.geometry.dtype, result.geometry.shape
+    # On a CPU the kernel decides in three dimensions; cuDNN has no kernels of float64 for the layout.
+    undecided = len(shape) == 5 if device == "cpu" else dtype == torch.float64
+    if undecided:
+        return outputs
+    placed = torch.empty(shape, dtype=dtype, device="meta", memory_format=layouts.pop())
+    return (New(Geometry(dtype, shape, placed.stride()), result.nbytes),)
 
 
 # Meta kernels say what a GPU saves for the backward of a norm. A CPU saves statistics in the dtype of the parameters,
@@ -188,6 +214,9 @@ def _output(tensor: Tensor | int | None, places: dict[int, int]) -> Output:
     if id(tensor) in places:
         return Same(places[id(tensor)])
     geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    if geometry.extent < tensor.nbytes:
+        # The meta kernel gave a view of an expanded tensor, but a result has memory of its own.
+        geometry = contiguous(tensor.dtype, geometry.shape)
     return New(geometry, geometry.extent)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from warpbus.pool.client import generators
-from warpbus.pool.client.as_cuda import module, translation
+from warpbus.pool.client.as_cuda import local_tools, module, translation
 from warpbus.pool.client.as_cuda.lease import CUDA, lease
 from warpbus.pool.client.device import register
 from warpbus.pool.client.generators import RemoteGenerator
@@ -26,6 +26,7 @@ def install() -> None:
     register()
     module.replace()
     translation.translate()
+    local_tools.replace()
     torch.Generator = CudaGenerator  # type: ignore[misc]
     RemoteGenerator.device = property(lambda generator: CUDA)  # type: ignore[assignment,method-assign]
     data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")  # the package has a function so named

@@ -205,10 +205,11 @@ _FUNCTIONS: dict[str, Any] = {
     "is_tf32_supported": is_tf32_supported,
     "set_device": set_device,
     "set_stream": streams.set_stream,
-    "stream": streams.stream,
+    "stream": streams.StreamContext,
     "synchronize": streams.synchronize,
     "Event": streams.RemoteEvent,
     "Stream": streams.RemoteStream,
+    "StreamContext": streams.StreamContext,
 }
 
 _MEMORY: dict[str, Any] = {
@@ -259,24 +260,28 @@ def replace() -> None:
     cuda._initialized = True
     for module in (cuda, cuda.memory):
         for name in module.__all__:
-            if _needs_gpu(name, getattr(module, name, None)):
-                setattr(module, name, _refusal(f"torch.cuda.{name}"))
-    _give(
-        torch.accelerator,
-        {
-            "current_accelerator": lambda check_available=False: torch.device("cuda"),
-            "current_device_index": _zero,
-            "current_device_idx": _zero,
-            "current_stream": streams.current_stream,
-            "get_memory_info": mem_get_info,
-            "set_device_idx": set_device,
-            "set_device_index": set_device,
-            "set_stream": streams.set_stream,
-            "synchronize": streams.synchronize,
-            **{name: each for name, each in _MEMORY.items() if hasattr(torch.accelerator, name)},
-        },
-    )
+            value = getattr(module, name, None)
+            if _needs_gpu(name, value):
+                refusal = _refusal(f"torch.cuda.{name}")
+                # A class stays one, because programs ask whether something is an instance of it.
+                setattr(module, name, type(name, (), {"__new__": refusal}) if isinstance(value, type) else refusal)
+    _give(torch.accelerator, _accelerator())
     torch.backends.cudnn.is_acceptable = _false
+
+
+def _accelerator() -> dict[str, Any]:
+    return {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": _zero,
+        "current_device_idx": _zero,
+        "current_stream": streams.current_stream,
+        "get_memory_info": mem_get_info,
+        "set_device_idx": set_device,
+        "set_device_index": set_device,
+        "set_stream": streams.set_stream,
+        "synchronize": streams.synchronize,
+        **{name: each for name, each in _MEMORY.items() if hasattr(torch.accelerator, name)},
+    }
 
 
 def _needs_gpu(name: str, value: Any) -> bool:

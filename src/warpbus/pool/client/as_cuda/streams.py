@@ -2,8 +2,6 @@
 nothing to wait for; what a program can observe is when work has ended."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -113,10 +111,18 @@ def set_stream(stream: Any) -> None:
     """There is one stream, which always is the current one."""
 
 
-@contextmanager
-def stream(stream: Any) -> Iterator[Any]:
-    """A context in which a stream is the current one. There is one, which always is."""
-    yield stream
+class StreamContext:
+    """Replaces `torch.cuda.StreamContext` and `torch.cuda.stream`: a context in which a stream is the current one.
+    There is one, which always is."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class DeviceContext:
