@@ -114,8 +114,8 @@ def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
             raise
 
 
-class PieceCapture:
-    """Captures what a thread launches as several graphs, one behind the other; made by `capture_pieces`.
+class PiecewiseCapture:
+    """Captures what a thread launches as several graphs, one behind the other; made by `capture_piecewise`.
 
     Attributes:
         graphs: those that have ended.
@@ -140,7 +140,7 @@ class PieceCapture:
 
 
 @contextmanager
-def capture_pieces(memory: GraphMemory) -> Iterator[PieceCapture]:
+def capture_piecewise(memory: GraphMemory) -> Iterator[PiecewiseCapture]:
     """Capture several graphs that are replayed in this order, while something else is launched between them.
 
     The first one has begun, and the last one ends with the block. Garbage collection is off meanwhile.
@@ -152,14 +152,14 @@ def capture_pieces(memory: GraphMemory) -> Iterator[PieceCapture]:
         torch.cuda.synchronize(memory.stream.device)
         torch.cuda.empty_cache()  # memory that the graphs need may lie there
         with torch.cuda.stream(memory.stream):
-            pieces = PieceCapture(memory)
+            made = PiecewiseCapture(memory)
             try:
-                pieces.begin()
-                yield pieces
-                pieces.end()
+                made.begin()
+                yield made
+                made.end()
             except BaseException:
                 with suppress(RuntimeError):  # it may have ended
-                    pieces.graphs[-1].capture_end()
+                    made.graphs[-1].capture_end()
                 _recover(memory)
                 raise
 

@@ -1,4 +1,4 @@
-"""Steps with prompts as CUDA graphs of all but attention, where launching kernel by kernel takes longer than they run.
+"""Piecewise CUDA graphs of steps with prompts: of all but attention, where kernels take longer to launch than to run.
 
 What attention launches depends on the lengths of the chunks and of what is cached before them. The rest of a layer
 depends only on the number of tokens: between the attention of two layers it is one graph, for a number of tokens that
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.capabilities import capabilities
-from warpbus.cuda.capture import Graph, GraphMemory, PieceCapture, capture_pieces
+from warpbus.cuda.capture import Graph, GraphMemory, PiecewiseCapture, capture_piecewise
 from warpbus.cuda.dlpack import alias
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
@@ -35,7 +35,7 @@ _LAUNCHING, _LAUNCHING_EXPERTS = 0.4e-3, 1.5e-3
 _RATE_WGMMA, _RATE = 4.5e12, 1.5e12
 
 
-def bucket(rows: int) -> int:
+def prompt_bucket(rows: int) -> int:
     """The number of rows of the graphs that run `rows` rows."""
     step = next((step for most, step in _DISTANCES if rows <= most), 512)
     return -(-rows // step) * step
@@ -63,7 +63,7 @@ class PromptGraphs:
     Args:
         model: in eval mode.
         most: rows; a step of more is not for graphs.
-        memory, counters: as `capture_pieces` and `workspace.use_counters` take them, shared with graphs that are
+        memory, counters: as `capture_piecewise` and `workspace.use_counters` take them, shared with graphs that are
             replayed before or after these.
         dtype: of the activations.
     """
@@ -72,15 +72,15 @@ class PromptGraphs:
         self.most = most
         self._model = model
         self._counters = counters
-        self._captured: dict[int, _PromptPieces] = {}
+        self._captured: dict[int, _PiecewiseGraphs] = {}
         self._memory = memory
         size = model.config.hidden_size
-        self._x = torch.zeros(1, bucket(most), size, dtype=dtype, device=memory.stream.device)
+        self._x = torch.zeros(1, prompt_bucket(most), size, dtype=dtype, device=memory.stream.device)
 
     def transform(self, x_btd: Tensor, context: PrefillAttention) -> Tensor:
         """As `Decoder.transform`, for up to `most` tokens: `[1, tokens, hidden]`."""
         rows = x_btd.shape[1]
-        padded = bucket(rows)
+        padded = prompt_bucket(rows)
         x = self._x[:, :padded]
         x[:, :rows].copy_(x_btd)
         captured = self._captured.get(padded)
@@ -96,11 +96,11 @@ class PromptGraphs:
         captured.graphs[-1].replay()
         return captured.hidden[:, :rows].clone()  # the next graph overwrites it
 
-    def _capture(self, x: Tensor) -> "_PromptPieces":
-        with capture_pieces(self._memory) as pieces, workspace.use_counters(self._counters):
-            between = _BetweenPieces(pieces, self._model.config)
+    def _capture(self, x: Tensor) -> "_PiecewiseGraphs":
+        with capture_piecewise(self._memory) as capture, workspace.use_counters(self._counters):
+            between = _BetweenGraphs(capture, self._model.config)
             hidden = alias(self._model.transform(x, None, between))
-        return _PromptPieces(pieces.graphs, between.attentions, hidden)
+        return _PiecewiseGraphs(capture.graphs, between.attentions, hidden)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _AttentionCall:
 
 
 @dataclass(frozen=True)
-class _PromptPieces:
+class _PiecewiseGraphs:
     """The graphs for a number of rows, the attention after each but the last, and the output `[1, rows, hidden]`."""
 
     graphs: abc.Sequence[Graph]
@@ -196,20 +196,20 @@ class _PaddedAttention(_Collecting):
         return attention.results
 
 
-class _BetweenPieces(_Collecting):
+class _BetweenGraphs(_Collecting):
     """Ends a graph where a layer attends, and begins the next one.
 
     Attributes:
         attentions: of the layers.
     """
 
-    def __init__(self, pieces: PieceCapture, config: ModelConfig) -> None:
+    def __init__(self, capture: PiecewiseCapture, config: ModelConfig) -> None:
         super().__init__(config)
         self.attentions: list[_AttentionCall] = []
-        self._pieces = pieces
+        self._capture = capture
 
     def _attend(self, attention: _AttentionCall) -> Tensor:
-        self._pieces.end()
+        self._capture.end()
         self.attentions.append(attention.aliased())
-        self._pieces.begin()
+        self._capture.begin()
         return attention.results

@@ -9,7 +9,7 @@ from warpbus.engine.attention import PrefillAttention
 from warpbus.engine.joined_spans import ChunkSpan
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.positions import RopeAngles
-from warpbus.engine.prompt_graphs import _BetweenPieces, _PaddedAttention, bucket, graph_rows
+from warpbus.engine.prompt_graphs import _BetweenGraphs, _PaddedAttention, graph_rows, prompt_bucket
 from warpbus.models import Decoder, random_model
 
 CPU = torch.device("cpu")
@@ -17,10 +17,10 @@ ROWS = 40
 
 
 def test_buckets():
-    assert [bucket(rows) for rows in (1, 32, 33, 65, 257, 1024, 1025, 2049, 4096)] == [
+    assert [prompt_bucket(rows) for rows in (1, 32, 33, 65, 257, 1024, 1025, 2049, 4096)] == [
         *(32, 32, 64, 128, 384, 1024, 1280, 2560, 4096),
     ]
-    assert all(rows <= bucket(rows) <= 1.5 * rows for rows in range(256, 4097))
+    assert all(rows <= prompt_bucket(rows) <= 1.5 * rows for rows in range(256, 4097))
 
 
 def test_only_a_gpu_has_them():
@@ -62,7 +62,7 @@ def test_a_graph_ends_where_a_layer_attends(family, monkeypatch):
         def end(self):
             made.append("end")
 
-    between = _BetweenPieces(Pieces(), model.config)
+    between = _BetweenGraphs(Pieces(), model.config)
     model.transform(torch.randn(1, ROWS + 7, model.config.hidden_size), None, between)
     layers = model.config.num_layers
     assert made == ["end", "begin"] * layers

@@ -1,4 +1,4 @@
-"""merge_attention and mla_keys: the references against float64, and what is refused."""
+"""merge_attention: the reference against float64, and what is refused."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch.library import opcheck
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.attention_merge import merge_attention
-from warpbus.kernels.ops.mla_keys import mla_keys
 
 
 def parts(tokens=7, heads=3, width=16, dtype=torch.bfloat16, seed=0):
@@ -39,9 +38,8 @@ def test_a_part_whose_sum_is_far_smaller_adds_nothing():
     assert torch.equal(merge_attention(**given), given["b"])
 
 
-def test_operators():
+def test_operator():
     opcheck(torch.ops.warpbus.merge_attention.default, tuple(parts().values()))
-    opcheck(torch.ops.warpbus.mla_keys.default, (torch.randn(5, 3, 24), torch.randn(5, 8), 16))
 
 
 @pytest.mark.parametrize(
@@ -57,27 +55,3 @@ def test_operators():
 def test_merge_attention_refuses(changes, message):
     with pytest.raises(TensorError, match=rf"^merge_attention: {message}"):
         merge_attention(**{**parts(), **changes})
-
-
-def test_keys_are_the_own_features_and_the_shared_ones():
-    expanded, rotary = torch.randn(5, 3, 24), torch.randn(5, 40)[:, 20:28]
-    found = mla_keys(expanded, rotary, 16)
-    assert found.shape == (5, 3, 24)
-    assert found.is_contiguous()
-    for head in range(3):
-        assert torch.equal(found[:, head, :16], expanded[:, head, :16])
-        assert torch.equal(found[:, head, 16:], rotary)
-
-
-@pytest.mark.parametrize(
-    ("expanded", "rotary", "nope"),
-    [
-        (torch.zeros(5, 24), torch.zeros(5, 8), 16),
-        (torch.zeros(5, 3, 24), torch.zeros(4, 8), 16),
-        (torch.zeros(5, 3, 24), torch.zeros(5, 8).half(), 16),
-        (torch.zeros(5, 3, 24), torch.zeros(5, 8), 25),
-    ],
-)
-def test_mla_keys_refuses(expanded, rotary, nope):
-    with pytest.raises(TensorError, match=r"^mla_keys: "):
-        mla_keys(expanded, rotary, nope)
