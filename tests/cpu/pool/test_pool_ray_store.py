@@ -1,6 +1,7 @@
 """The pool over a Ray cluster: two nodes on this machine, and a third that dies."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ def until(true: Callable[[], bool], seconds: float = 90) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def process_of(actor: Any) -> Any:
+    return actor.__ray_call__.remote(lambda _: os.getpid())
 
 
 @pytest.fixture
@@ -63,12 +68,14 @@ def test_two_hosts_one_broker(pool: RayBrokerStore) -> None:
 
     # The broker dies, and goes on elsewhere or here with what the agents kept.
     before = asyncio.run(pool.status())
-    ray.kill(ray.get_actor("broker", namespace=SPACE), no_restart=False)
+    broker = ray.get_actor("broker", namespace=SPACE)
+    killed = ray.get(process_of(broker))
+    ray.kill(broker, no_restart=False)
 
     def back() -> bool:
         try:
-            return bool(asyncio.run(pool.status())["gpus"])
-        except UnavailableError:
+            return ray.get(process_of(broker)) != killed
+        except ray.exceptions.RayError:
             return False
 
     until(back)
