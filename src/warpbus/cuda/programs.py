@@ -22,7 +22,7 @@ from warpbus.cuda.compile_findings import misqualified, rejected
 from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import Finding
 from warpbus.cuda.host_compiler import kept_object
-from warpbus.cuda.inline_ptx import HEADER, translate_ptx
+from warpbus.cuda.ptx.assembly import HEADER, translate_ptx
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"

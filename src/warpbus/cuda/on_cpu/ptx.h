@@ -1,4 +1,4 @@
-// Instructions of inline PTX on a CPU: what `inline_ptx.py` makes calls of.
+// Instructions of inline PTX on a CPU: what `warpbus.cuda.ptx` makes calls of.
 //
 // A register is a number of C++ with as many bits. An instruction takes and gives values of its own type: `as` and `set`
 // convert between the two without a change of bits. Layouts of matrices: PTX ISA, "Matrix Fragments". Not as on a GPU:
@@ -72,7 +72,7 @@ template <class T, int N> struct alignas(N * sizeof(T)) Vector { T x[N]; };
 template <class T> T load_atomic(T *at) { return change(at, [](T old) { return old; }); }
 template <class T> void store_atomic(T *at, T value) { change(at, [&](T) { return value; }); }
 
-inline void copy_async(uint64_t to, uint64_t from, int size, int taken) {
+__forceinline__ void copy_async(uint64_t to, uint64_t from, int size, int taken) {
     __pipeline_memcpy_async(address<void>(to, 0), address<void>(from, 0), static_cast<size_t>(size),
                             static_cast<size_t>(size - min(taken, size)));
 }
@@ -257,12 +257,17 @@ inline Published *publish(const void *a, size_t size_a, const void *b, size_t si
 
 struct alignas(16) Row { unsigned char bytes[16]; };
 
-// Lane 8 i + r gives the address of row r of matrix i, and gets 2 elements of 16 bits of each: of row lane / 4, or of
-// column lane / 4.
-template <bool Transposed, class... R> void ldmatrix(uint64_t row, const char *what, int line, R &...to) {
-    constexpr unsigned count = sizeof...(R);
-    Row own{};
-    if (lane() < 8 * count) own = *address<const Row>(row, 0);
+// Rows are loaded and stored where the program has the instruction, so that findings name its line.
+template <unsigned Matrices> __forceinline__ Row load_row(uint64_t at) {
+    return lane() < 8 * Matrices ? *address<const Row>(at, 0) : Row{};
+}
+template <unsigned Matrices> __forceinline__ void store_row(uint64_t at, const Row &row) {
+    if (lane() < 8 * Matrices) *address<Row>(at, 0) = row;
+}
+
+// Lane 8 i + r has row r of matrix i, and gets 2 elements of 16 bits of each matrix: of row lane / 4, or of column
+// lane / 4.
+template <bool Transposed, class... R> void ldmatrix(const Row &own, const char *what, int line, R &...to) {
     const Published *all = publish(&own, sizeof own, nullptr, 0, what, line);
     const auto element = [&](unsigned matrix, unsigned at_row, unsigned column) {
         uint16_t found;
@@ -279,13 +284,11 @@ template <bool Transposed, class... R> void ldmatrix(uint64_t row, const char *w
     (set(to, both()), ...);
 }
 
-// The other way round: lane 8 i + r writes row r of matrix i.
-template <bool Transposed, class... R> void stmatrix(uint64_t row, const char *what, int line, R... from) {
-    constexpr unsigned count = sizeof...(R);
+// The other way round: lane 8 i + r gets row r of matrix i.
+template <bool Transposed, class... R> Row stmatrix(const char *what, int line, R... from) {
     const uint32_t own[] = {as<uint32_t>(from)...};
     const Published *all = publish(own, sizeof own, nullptr, 0, what, line);
-    if (lane() >= 8 * count) return;
-    const unsigned matrix = lane() / 8, at_row = lane() % 8;
+    const unsigned matrix = lane() / 8 % sizeof...(R), at_row = lane() % 8;
     Row written;
     for (unsigned column = 0; column < 8; ++column) {
         const unsigned major = Transposed ? column : at_row, minor = Transposed ? at_row : column;
@@ -294,7 +297,7 @@ template <bool Transposed, class... R> void stmatrix(uint64_t row, const char *w
         const uint16_t element = part<uint16_t>(pair, minor % 2);
         memcpy(written.bytes + 2 * column, &element, sizeof element);
     }
-    *address<Row>(row, 0) = written;
+    return written;
 }
 
 // What a register of 32 or 64 bits holds of a matrix: `count` elements.

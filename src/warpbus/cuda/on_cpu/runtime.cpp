@@ -50,6 +50,7 @@ void wait_for(Waits waits, const char *what, int line, unsigned mask) {
 }
 
 void defer_copy(const DeferredCopy &copy) {
+    check_copy(copy.to, copy.size, __builtin_return_address(0));
     running().copies.push_back(copy);
     running().copies.back().batch = running().batches;
 }

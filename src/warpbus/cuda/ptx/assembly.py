@@ -6,7 +6,7 @@ Operands have the constraints of CUDA (h, r, l, f, d, n); statements with others
 import re
 from dataclasses import dataclass
 
-from warpbus.cuda.ptx_instructions import ptx_statements, refusal, split
+from warpbus.cuda.ptx.statements import ptx_statements, refusal, split
 
 HEADER = '#include "ptx.h"'
 
@@ -51,7 +51,7 @@ def _closing(plain: str, opened: int) -> int | None:
 def _translate_statement(text: str, plain: str) -> str | None:
     """The statement between the parentheses of `asm` as C++, on one line; None: it is none of a GPU."""
     template, *sections = split(text, plain, ":")
-    outputs, inputs = ([_Operand.of(each) for each in _listed(section)] for section in [*sections, "", ""][:2])
+    outputs, inputs = ([_AsmOperand.of(each) for each in _listed(section)] for section in [*sections, "", ""][:2])
     operands = [*outputs, *inputs]
     if any(each is None for each in operands):
         return None
@@ -73,14 +73,14 @@ def _listed(section: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Operand:
+class _AsmOperand:
     """An operand of an `asm` statement: how it is used, its register, and the expression of the program."""
 
     constraint: str
     value: str
 
     @classmethod
-    def of(cls, text: str) -> "_Operand | None":
+    def of(cls, text: str) -> "_AsmOperand | None":
         found = _OPERAND.fullmatch(text)
         if found is None or not re.fullmatch(r"[=+]?&?[hrlfdni]", found["constraint"]):
             return None
