@@ -4,6 +4,7 @@
     python benchmarks/quality.py --schemes w4a16-g128,w3a16-g128 --runs rtn,awq:128,gptq:128,gptq:1024 --work models
     python benchmarks/quality.py --peers autoround:128,llmcompressor-gptq-mse:128,hqq --peer-python peers/bin/python
     python benchmarks/quality.py --model poet-moe-small --schemes w4a16-g64,w3a16-g64 --peers autoround:128
+    python benchmarks/quality.py --schemes w4a16-g64-asym --runs gptq:128 --peers autoround:128 --seed 1
 
 The model is glm-poet or another one with its vocabulary, such as `tests/poet-moe-small` with the tokenizer of glm-poet.
 A run is an algorithm, after a plus its effort if that is not normal (`gptq+high:128`), and after a colon how many
@@ -12,7 +13,9 @@ makes them and are scored together with the original on the same held-out poems.
 resamples of the poems, the same resamples for both models of a comparison. The records go to benchmarks/results, the
 tables for docs/quantization_quality.md to the terminal. With --work the models stay, and finished ones are not made
 again.
-The records of a scheme replace those of an earlier run once all its models are scored; those of other schemes stay.
+The records of a scheme and seed replace those of an earlier run once all its models are scored; the others stay.
+
+--seed draws other conversations from the same file, for all programs: how much the figures depend on them.
 
 --peers has other programs quantize the same model on the same conversations (benchmarks/quality_peers.py), on the same
 device. Each is compared with this package's run on the same number of conversations that has the least divergence; one
@@ -72,13 +75,13 @@ class Run:
         return f"{self.algorithm}:{self.samples}" if self.samples else self.algorithm
 
 
-def place(scheme: str, run: Run, work: Path) -> Path:
-    return work / f"{scheme}-{run.algorithm}-{run.samples}"
+def place(scheme: str, run: Run, seed: int, work: Path) -> Path:
+    return work / (f"{scheme}-{run.algorithm}-{run.samples}" + (f"-seed-{seed}" if seed else ""))
 
 
-def made(model: Path, scheme: str, run: Run, work: Path, device: str) -> Path:
+def made(model: Path, scheme: str, run: Run, seed: int, work: Path, device: str) -> Path:
     """The quantized model."""
-    output = place(scheme, run, work)
+    output = place(scheme, run, seed, work)
     if not output.exists():
         algorithm, _, effort = run.algorithm.partition("+")
         quantize(
@@ -89,18 +92,19 @@ def made(model: Path, scheme: str, run: Run, work: Path, device: str) -> Path:
             effort=effort or "normal",
             calibration=calibration_path(),
             samples=run.samples or 1,
+            seed=seed,
             device=device,
         )
     return output
 
 
-def made_by_peer(model: Path, scheme: str, run: Run, work: Path, device: str, python: str) -> Path:
+def made_by_peer(model: Path, scheme: str, run: Run, seed: int, work: Path, device: str, python: str) -> Path:
     """The values of another program's quantized weights, as a float32 checkpoint; it is not there if it failed."""
-    output = place(scheme, run, work)
+    output = place(scheme, run, seed, work)
     if not output.exists():
         command = [python, str(Path(__file__).resolve().with_name("quality_peers.py")), "--model", str(model)]
         command += ["--peer", run.algorithm, "--scheme", scheme, "--samples", str(run.samples)]
-        command += ["--device", device, "--output", str(output)]
+        command += ["--seed", str(seed), "--device", device, "--output", str(output)]
         with log(output).open("w", encoding="utf-8") as file:
             # In `work`, because some programs write logs to the directory where they run.
             subprocess.run(command, cwd=work, stdout=file, stderr=subprocess.STDOUT, check=False)
@@ -230,6 +234,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of all runs and of the scores")
     parser.add_argument("--jobs", type=int, default=1, help="models that are made at the same time")
     parser.add_argument("--documents", type=int, default=500, help="held-out poems")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of the conversations")
     parser.add_argument("--work", type=Path, help="a directory for the models, which stay there")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
     options = parser.parse_args()
@@ -241,7 +246,8 @@ def main() -> None:
     command = "python benchmarks/quality.py" + (f" --model {model.name}" if model.name != "glm-poet" else "")
     command += f" --schemes {options.schemes} --runs {options.runs}"
     command += f" --peers {options.peers}" if peers else ""
-    command += f" --documents {options.documents}" + (f" --device {options.device}" if options.device != "cpu" else "")
+    command += f" --documents {options.documents}" + (f" --seed {options.seed}" if options.seed else "")
+    command += f" --device {options.device}" if options.device != "cpu" else ""
     device = "cpu" if options.device == "cpu" else torch.cuda.get_device_name(options.device)
     before = earlier(results_path(options.output, bench(model.name), device))
     lines = []
@@ -252,12 +258,12 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         making: dict[tuple[str, Run], Future[Path]] = {}
         for scheme in schemes:
-            given = (model, scheme)
+            shared = (options.seed, work, options.device)
             making |= {
-                (scheme, peer): pool.submit(made_by_peer, *given, peer, work, options.device, options.peer_python)
+                (scheme, peer): pool.submit(made_by_peer, model, scheme, peer, *shared, options.peer_python)
                 for peer in peers
             }
-            making |= {(scheme, run): pool.submit(made, *given, run, work, options.device) for run in runs}
+            making |= {(scheme, run): pool.submit(made, model, scheme, run, *shared) for run in runs}
         for scheme in schemes:
             paths = {str(run): making[scheme, run].result() for run in runs + peers}
             for peer in peers:
@@ -266,7 +272,7 @@ def main() -> None:
             finished = [peer for peer in peers if str(peer) in paths]
             found = scores(model, paths, documents, options.device)
             print(f"\n{HEADING}", *(row(scheme, run, found) for run in runs + finished), sep="\n", flush=True)
-            case: dict[str, Parameter] = {"model": model.name, "documents": len(documents)}
+            case: dict[str, Parameter] = {"model": model.name, "documents": len(documents), "seed": options.seed}
             original = Peer("the original", f"warpbus {warpbus.__version__}", found["original"].perplexity)
             for run in runs:
                 records.append(record(scheme, run, found, original, "original", case, command, device))
@@ -274,10 +280,13 @@ def main() -> None:
                 made_with = (paths[str(peer)] / "made_by.txt").read_text(encoding="utf-8")
                 run = best(runs, found, peer)
                 value = Peer(peer.algorithm, made_with, found[str(peer)].perplexity)
-                shared = case | {"peer_samples": peer.samples}
-                records.append(record(scheme, run, found, value, str(peer), shared, command, device))
+                beside = case | {"peer_samples": peer.samples}
+                records.append(record(scheme, run, found, value, str(peer), beside, command, device))
                 lines.append(comparison(scheme, peer, run, found))
-            before = [each for each in before if each.case["scheme"] != scheme]
+            # Records of before there were seeds have that of 0.
+            before = [
+                each for each in before if (each.case["scheme"], each.case.get("seed", 0)) != (scheme, options.seed)
+            ]
             print(write(before + records, options.output), flush=True)
     if lines:
         print(f"\n{BESIDE}", *lines, sep="\n")

@@ -49,11 +49,11 @@ class Job:
     device: str
 
 
-def sequences(model: Path, samples: int) -> Sequences:
-    """The conversations that `warpbus quantize MODEL --samples N` calibrates on."""
+def sequences(model: Path, samples: int, seed: int) -> Sequences:
+    """The conversations that `warpbus quantize MODEL --samples N --seed SEED` calibrates on."""
     tokenizer = load_tokenizer(model)
     template = find_template(model, Checkpoint(model).config, tokenizer)
-    drawn = read_calibration(calibration_path(), tokenizer, template, seqlen=LENGTH, seed=0, samples=samples)
+    drawn = read_calibration(calibration_path(), tokenizer, template, seqlen=LENGTH, seed=seed, samples=samples)
     return drawn.sequences
 
 
@@ -259,10 +259,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=model_path(), help="directory; without it, glm-poet")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--samples", type=int, default=128, help="conversations")
+    parser.add_argument("--seed", type=int, default=0, help="of their draw")
     parser.add_argument("--output", type=Path, required=True, help="the directory of the checkpoint")
     options = parser.parse_args()
     package, quantized = PEERS[options.peer]
-    calibration = sequences(options.model, options.samples) if options.samples else ()
+    calibration = sequences(options.model, options.samples, options.seed) if options.samples else ()
     model = quantized(Job(options.model, Scheme.parse(options.scheme), calibration, options.device))
     save(model, options.model, options.output, f"{package} {version(package)}")
 
