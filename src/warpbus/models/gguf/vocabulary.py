@@ -11,6 +11,7 @@ from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats.gguf.file import Value
 from warpbus.formats.gguf.vocabulary import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, UNUSED, USER_DEFINED
 from warpbus.models.tokenizers import RankTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from warpbus.models.tokenizers.facts import special_texts
 from warpbus.models.tokenizers.huggingface import byte_alphabet
 from warpbus.models.tokenizers.spm import read_sentencepiece
 
@@ -49,12 +50,11 @@ def vocabulary_metadata(
         found = _of_json(path, architecture)
     metadata = _padded(found, vocab_size, directory)
     metadata |= {f"{_PREFIX}{name}_token_id": token for name, token in zip(_ENDS, stop_ids, strict=False)}
-    metadata[f"{_PREFIX}add_bos_token"] = False
     return metadata | _templates(directory, tokenizer)
 
 
 def _templates(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
-    """The chat template, and what tokenizer_config.json says of the token at the beginning of a text."""
+    """The chat template, and the token at the beginning of a text."""
     path = directory / "tokenizer_config.json"
     found: dict[str, Value] = {}
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -66,12 +66,13 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
         template = file.read_text(encoding="utf-8")
     if isinstance(template, str):
         found["tokenizer.chat_template"] = template
-    beginning = config.get("bos_token")
-    beginning = beginning.get("content") if isinstance(beginning, dict) else beginning
-    if beginning in tokenizer.special_ids:
-        found[f"{_PREFIX}bos_token_id"] = tokenizer.special_ids[beginning]
-        found[f"{_PREFIX}add_bos_token"] = config.get("add_bos_token") is True
-    return found
+    # The format has one token before a text; [gMASK] <sop> of GLM-4 are two.
+    prefix, named = tokenizer.prompt_prefix, special_texts(directory, config).get("bos_token")
+    begins = len(prefix) == 1
+    token = prefix[0] if begins else tokenizer.special_ids.get(named or "")
+    if token is not None:
+        found[f"{_PREFIX}bos_token_id"] = token
+    return found | {f"{_PREFIX}add_bos_token": begins}
 
 
 def _padded(found: dict[str, Value], vocab_size: int, directory: Path) -> dict[str, Value]:

@@ -12,6 +12,7 @@ from warpbus.models.templates.base import Message, Template, Variables
 from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers.facts import special_texts
 
 __all__ = [
     "JinjaTemplate",
@@ -75,7 +76,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     """
     directory = Path(checkpoint_dir)
     tokenizer_config = read_object(directory / "tokenizer_config.json")
-    variables = _special_texts(directory, tokenizer_config)
+    variables = special_texts(directory, tokenizer_config)
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
@@ -111,7 +112,7 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
         eos = values.get("eos_token_id")
         found += [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     specials = tokenizer.special_ids
-    texts = [_special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
+    texts = [special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
     if _is_glm(tokenizer):
         texts += _GLM_STOPS
     found += [specials[text] for text in texts if text in specials]
@@ -142,18 +143,6 @@ def _default_template(path: Path, found: object) -> str | None:
         f"{path}: chat_template is neither a text nor a list with a template named default; restore the file from the "
         "model's source"
     )
-
-
-def _special_texts(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, as texts or as objects with a `content`: those of tokenizer_config.json, and of
-    special_tokens_map.json those that are missing there."""
-    texts = {}
-    found = {key: value for key, value in tokenizer_config.items() if value is not None}
-    for key, value in (read_object(directory / "special_tokens_map.json") | found).items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            texts[key] = text
-    return texts
 
 
 def _read_text(path: Path) -> str:

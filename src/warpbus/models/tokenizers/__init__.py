@@ -7,12 +7,14 @@ from typing import Any
 
 from warpbus.errors import CheckpointError
 from warpbus.formats.checkpoint import read_object
-from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt
+from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt, encode_text
 from warpbus.models.tokenizers.chatglm import FILE as CHATGLM_FILE
 from warpbus.models.tokenizers.chatglm import ChatGLMTokenizer, load_chatglm
+from warpbus.models.tokenizers.facts import special_texts
 from warpbus.models.tokenizers.huggingface import HuggingFaceTokenizer
 from warpbus.models.tokenizers.ranks import GLM4_SPECIALS, RankTokenizer
 from warpbus.models.tokenizers.spm import (
+    CHATGLM2_BEGIN,
     CHATGLM2_SPECIALS,
     CHATGLM3_SPECIALS,
     SentencePieceTokenizer,
@@ -27,6 +29,7 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "encode_prompt",
+    "encode_text",
     "has_tokenizer",
     "load_tokenizer",
 ]
@@ -60,7 +63,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             "the model's source"
         )
     if _is_sentencepiece_file(path):
-        return SentencePieceTokenizer(path, added_specials=_chatglm_specials(directory, config, tokenizer_config))
+        specials = _chatglm_specials(directory, config, tokenizer_config)
+        begin = CHATGLM2_BEGIN if specials else _begin_of_texts(directory, tokenizer_config)
+        return SentencePieceTokenizer(path, added_specials=specials, begin=begin)
     return RankTokenizer(path, special_ids=_listed_specials(tokenizer_config) or GLM4_SPECIALS)
 
 
@@ -72,6 +77,13 @@ def _is_sentencepiece_file(path: Path) -> bool:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
         ) from None
+
+
+def _begin_of_texts(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str, ...]:
+    """The token before a text, of which a `tokenizer.model` does not tell whether it is used."""
+    if tokenizer_config.get("add_bos_token") is not True:
+        return ()
+    return (special_texts(directory, tokenizer_config).get("bos_token") or "<s>",)  # as LlamaTokenizer has it
 
 
 def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[str, ...]:

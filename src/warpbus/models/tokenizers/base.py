@@ -25,15 +25,21 @@ class Tokenizer(Protocol):
         drops_first_space: whether `encode` puts a space before the text that `decode` has to take away again.
         own_spaces: tokens that begin with spaces of the text's own, none of which `encode` has put there: the runs of
             spaces of ChatGLM-6B, and nothing for all others.
+        prompt_prefix: the special tokens that the checkpoint's tokenizer puts before a text, such as
+            `<|begin_of_text|>` of Llama 3 and `[gMASK] <sop>` of GLM-4; none for many.
         prompt_suffix: the special tokens between a prompt and what the model says to it, where no template puts any:
             `[gMASK] <sop>` of ChatGLM-6B, and nothing for all others.
+        text_suffix: the special tokens that the checkpoint's tokenizer puts behind a text, such as the end of a text
+            that is embedded. A text that the model is to go on with gets none of them.
     """
 
     vocab_size: int
     special_ids: dict[str, int]
     drops_first_space: bool
     own_spaces: frozenset[int]
-    prompt_suffix: tuple[int, ...]
+    prompt_prefix: tuple[int, ...] = ()
+    prompt_suffix: tuple[int, ...] = ()
+    text_suffix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with no special token in it and none added. UsageError if `text` is not valid Unicode."""
@@ -53,9 +59,19 @@ class Tokenizer(Protocol):
         """The bytes that one token adds to the text: none for special tokens and for ids that name no token."""
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text that the model is to go on with: its ids, then the tokenizer's `prompt_suffix`."""
-    return [*tokenizer.encode(text), *tokenizer.prompt_suffix]
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The ids of a text that the model is to go on with.
+
+    Args:
+        add_special_tokens: they are between the tokenizer's `prompt_prefix` and `prompt_suffix`.
+    """
+    tokens = tokenizer.encode(text)
+    return [*tokenizer.prompt_prefix, *tokens, *tokenizer.prompt_suffix] if add_special_tokens else tokens
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that is complete, with the special tokens that the checkpoint's tokenizer puts around it."""
+    return [*encode_prompt(tokenizer, text), *tokenizer.text_suffix]
 
 
 def first_bytes(tokenizer: Tokenizer, token: int) -> bytes:

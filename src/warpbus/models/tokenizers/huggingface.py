@@ -26,7 +26,6 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     own_spaces: frozenset[int] = frozenset()
-    prompt_suffix: tuple[int, ...] = ()
 
     def __init__(self, path: Path) -> None:
         try:
@@ -51,6 +50,7 @@ class HuggingFaceTokenizer(Tokenizer):
             library.no_padding()
             # "<|user|>" typed by a user is then text like any other.
             library.encode_special_tokens = True
+        self.prompt_prefix, self.text_suffix = _around_texts(self._library)
         added = description.get("added_tokens") or []
         self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -114,6 +114,15 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""
         return self._bytes.get(token, b"")
+
+
+def _around_texts(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before a text, and those that it puts behind it."""
+    found = library.encode("a", add_special_tokens=True)
+    added = found.special_tokens_mask  # 1 for the post-processor's tokens only
+    begin = next((at for at, mark in enumerate(added) if not mark), len(added))
+    end = next((at for at in range(len(added), begin, -1) if not added[at - 1]), begin)
+    return tuple(found.ids[:begin]), tuple(found.ids[end:])
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
