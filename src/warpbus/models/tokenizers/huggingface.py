@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class HuggingFaceTokenizer(Tokenizer):
             library.no_padding()
             # "<|user|>" typed by a user is then text like any other.
             library.encode_special_tokens = True
-        self.prompt_prefix, self.text_suffix = _around_texts(self._library)
+        self.prompt_prefix, self.text_suffix = _around_texts(path, description.get("post_processor"))
         added = description.get("added_tokens") or []
         self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -116,13 +116,30 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._bytes.get(token, b"")
 
 
-def _around_texts(library: Library) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the post-processor puts before a text, and those that it puts behind it."""
-    found = library.encode("a", add_special_tokens=True)
-    added = found.special_tokens_mask  # 1 for the post-processor's tokens only
-    begin = next((at for at, mark in enumerate(added) if not mark), len(added))
-    end = next((at for at in range(len(added), begin, -1) if not added[at - 1]), begin)
-    return tuple(found.ids[:begin]), tuple(found.ids[end:])
+def _around_texts(path: Path, post_processor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before a text, and those that it puts behind it.
+
+    They are read from the file, because the library panics over a template whose tokens are not defined.
+    """
+    steps = post_processor.get("processors", [post_processor]) if isinstance(post_processor, dict) else []
+    before: list[int] = []
+    after: list[int] = []
+    try:
+        for step in steps:
+            if step["type"] in ("BertProcessing", "RobertaProcessing"):
+                before, after = [int(step["cls"][1]), *before], [*after, int(step["sep"][1])]
+            elif step["type"] == "TemplateProcessing":
+                names = [part.get("SpecialToken", {}).get("id") for part in step["single"]]  # None: the text
+                ids = [[] if name is None else step["special_tokens"][name]["ids"] for name in names]
+                middle = names.index(None)
+                before = [*chain.from_iterable(ids[:middle]), *before]
+                after = [*after, *chain.from_iterable(ids[middle:])]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{path}: post_processor: expected a template with the text and defined special tokens; restore the file "
+            "from the model's source"
+        ) from None
+    return tuple(before), tuple(after)
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
