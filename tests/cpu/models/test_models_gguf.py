@@ -250,6 +250,15 @@ def test_template_and_stop_tokens_come_along(tmp_path):
     assert read_config(Checkpoint(found)).stop_ids[:3] == (1, 5, 7)
 
 
+def test_special_tokens_that_only_the_configuration_lists_come_along(tmp_path):
+    listed = {"270": {"content": "<|new|>", "special": True}}
+    tokenizer_files.write_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    metadata = vocabulary_metadata(tmp_path, "llama", 600, (2,))
+    assert metadata["tokenizer.ggml.tokens"][270] == "<|new|>"
+    assert metadata["tokenizer.ggml.token_type"][270] == 3
+
+
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
 def test_the_token_before_texts_comes_along(tmp_path, kind):
     if kind == "tokenizer.json":
@@ -302,6 +311,15 @@ def test_texts_begin_as_in_llama_cpp(tmp_path, tokenizer, keys, prefix):
     found = load_tokenizer(tmp_path)
     assert found.prompt_prefix == prefix
     assert encode_prompt(found, "moon") == [*prefix, *found.encode("moon")]
+
+
+def test_the_template_for_tools_comes_along(tmp_path):
+    source = write_plain(tmp_path / "model", CONFIGS["llama"])
+    named = [{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": "plain"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    convert(source, tmp_path / "m.gguf", to="gguf")
+    found = json.loads((find_model(tmp_path / "m.gguf") / "tokenizer_config.json").read_text())["chat_template"]
+    assert sorted(map(str, found)) == sorted(map(str, named))
 
 
 def test_one_directory_stands_for_one_state_of_a_file(tmp_path, cache):

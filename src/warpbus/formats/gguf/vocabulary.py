@@ -64,9 +64,12 @@ def vocabulary_files(keys: Keys) -> dict[str, bytes]:
             described[f"{name}_token"] = tokens[found]
     if begin is not None:
         described |= {"bos_token": tokens[begin], "add_bos_token": True}
-    template = keys.get("tokenizer.chat_template")
+    template, tools = keys.get("tokenizer.chat_template"), keys.get("tokenizer.chat_template.tool_use")
     if isinstance(template, str):
         described["chat_template"] = template
+        if isinstance(tools, str):
+            named = {"default": template, "tool_use": tools}
+            described["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     return files | {"tokenizer_config.json": json.dumps(described, ensure_ascii=False, indent=2).encode()}
 
 

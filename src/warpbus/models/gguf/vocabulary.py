@@ -47,7 +47,7 @@ def vocabulary_metadata(
         path = directory / "tokenizer.json"
         if not path.exists():
             raise UsageError(f"{directory}: GGUF has no form for this tokenizer: convert to another format")
-        found = _of_json(path, architecture)
+        found = _of_json(path, architecture, tokenizer.special_ids)
     metadata = _padded(found, vocab_size, directory)
     metadata |= {f"{_PREFIX}{name}_token_id": token for name, token in zip(_ENDS, stop_ids, strict=False)}
     return metadata | _templates(directory, tokenizer)
@@ -62,6 +62,9 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
+        if isinstance(named.get("tool_use"), str) and not file.exists():
+            found["tokenizer.chat_templates"] = ["tool_use"]
+            found["tokenizer.chat_template.tool_use"] = named["tool_use"]
     if file.exists():
         template = file.read_text(encoding="utf-8")
     if isinstance(template, str):
@@ -207,17 +210,19 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: str
     }
 
 
-def _of_json(path: Path, architecture: str) -> dict[str, Value]:
+def _of_json(path: Path, architecture: str, special_ids: Mapping[str, int]) -> dict[str, Value]:
     description = json.loads(path.read_text(encoding="utf-8"))
     model, added = description["model"], description.get("added_tokens") or []
     vocabulary = {str(text): int(index) for text, index in model["vocab"].items()}
-    vocabulary |= {str(token["content"]): int(token["id"]) for token in added}
+    vocabulary |= {str(token["content"]): int(token["id"]) for token in added} | special_ids
     tokens = [f"[PAD{index}]" for index in range(max(vocabulary.values()) + 1)]
     types = [UNUSED] * len(tokens)
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, NORMAL
     for token in added:
-        types[int(token["id"])] = CONTROL if token.get("special") else USER_DEFINED
+        types[int(token["id"])] = USER_DEFINED
+    for index in special_ids.values():
+        types[index] = CONTROL
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if not model.get("byte_fallback"):
         return _byte_level(tokens, types, merges, _pre(description, path, architecture))

@@ -70,7 +70,8 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     """The template of a model directory: the one it brings, else that of its family, else None.
 
     Looked for are `chat_template.jinja`, then `chat_template` in `tokenizer_config.json` (a text, or named texts of
-    which "default" is taken), then, for `model_type` chatglm, the special tokens of the vocabulary.
+    which "default" is taken, and "tool_use" for conversations with tools), then, for `model_type` chatglm, the special
+    tokens of the vocabulary.
 
     Raises CheckpointError if a file is damaged or the template is not valid.
     """
@@ -80,10 +81,10 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
-        source: str | None = _read_text(path)
+        source, tools_source = _read_text(path), None
     else:
         path = directory / "tokenizer_config.json"
-        source = _default_template(path, tokenizer_config.get("chat_template"))
+        source, tools_source = _named_templates(path, tokenizer_config.get("chat_template"))
     if source is not None:
         return JinjaTemplate(
             source,
@@ -92,6 +93,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
             variables=variables,
             stop_ids=stop_ids,
             end_id=_end_id(tokenizer, variables.get("eos_token"), stop_ids),
+            tools_source=tools_source,
         )
     if config.get("model_type") != "chatglm":
         return None
@@ -132,13 +134,15 @@ def _end_id(tokenizer: Tokenizer, eos: str | None, stop_ids: tuple[int, ...]) ->
     return stop_ids[0] if stop_ids else None
 
 
-def _default_template(path: Path, found: object) -> str | None:
+def _named_templates(path: Path, found: object) -> tuple[str | None, str | None]:
+    """The template, and that of conversations with tools, if it is another one."""
     if found is None or isinstance(found, str):
-        return found
+        return found, None
     if isinstance(found, list):
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        if isinstance(named.get("default"), str):
-            return str(named["default"])
+        default, tools = named.get("default"), named.get("tool_use")
+        if isinstance(default, str) and (tools is None or isinstance(tools, str)):
+            return default, tools
     raise CheckpointError(
         f"{path}: chat_template is neither a text nor a list with a template named default; restore the file from the "
         "model's source"

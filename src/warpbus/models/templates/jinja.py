@@ -87,9 +87,11 @@ class JinjaTemplate:
         variables: `bos_token` and the like, as text.
         stop_ids: the ids at which an answer ends.
         end_id: the stop token that `spans` appends to a last answer that has none.
+        tools_source: the template of conversations with tools, if it is another one.
 
     Attributes:
         source: as given.
+        tools_source: as given, or `source`.
 
     Raises CheckpointError if the source is not valid Jinja.
     """
@@ -103,6 +105,7 @@ class JinjaTemplate:
         variables: Mapping[str, str],
         stop_ids: tuple[int, ...],
         end_id: int | None,
+        tools_source: str | None = None,
     ) -> None:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -112,6 +115,7 @@ class JinjaTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
+            self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise CheckpointError(
                 f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
@@ -120,6 +124,7 @@ class JinjaTemplate:
         self._tokenizer = tokenizer
         self._name = name
         self.source = source
+        self.tools_source = source if tools_source is None else tools_source
         self._variables = dict(variables)
         self._end_id = end_id
         self._specials = _Specials(tokenizer.special_ids)
@@ -172,17 +177,20 @@ class JinjaTemplate:
         """Messages and variables with all special tokens' texts broken, and the character that breaks them."""
         if _depth([messages, variables]) > _MOST_DEPTH:
             raise UsageError(f"messages: a tool or a variable is nested deeper than {_MOST_DEPTH} levels; flatten it")
-        breaker = _unused_character([*_strings(messages), *_strings(variables), self.source])
+        breaker = self._unused_character(messages, variables)
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages
         ]
         return views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker
 
+    def _unused_character(self, *values: Any) -> str:
+        return _unused_character([*_strings(values), self.source, self.tools_source])
+
     def _text_to_continue(self, views: _Views, variables: Variables) -> str:
         """The text of a conversation up to the end of the last message's content, which a mark shows."""
         content = views[-1]["content"]
-        mark = _unused_character([*_strings(views), *_strings(variables), self.source])
+        mark = self._unused_character(views, variables)
         text = self._text([*views[:-1], {**views[-1], "content": content + mark}], False, variables)
         before, found, _ = text.rpartition(mark)
         if not found:
@@ -241,9 +249,10 @@ class JinjaTemplate:
     def _text(self, views: _Views, add_generation_prompt: bool, variables: Variables) -> str:
         limit = _LIMIT + 8 * sum(map(len, [*_strings(views), *_strings(variables)]))
         given = {"tools": None, "documents": None, **self._variables, **variables}
+        template = self._template if given["tools"] is None else self._tools_template
         chunks: list[str] = []
         try:
-            for chunk in self._template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
+            for chunk in template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
                 chunks.append(chunk)
                 limit -= len(chunk)
                 if limit < 0:

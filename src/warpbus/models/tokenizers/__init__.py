@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from warpbus.errors import CheckpointError
 from warpbus.formats.checkpoint import read_object
 from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt, encode_text
@@ -34,6 +36,9 @@ __all__ = [
     "load_tokenizer",
 ]
 
+# Of the tokens that tokenizer_config.json lists.
+_TOKEN_FLAGS = frozenset(("lstrip", "normalized", "rstrip", "single_word", "special"))
+
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether a model directory has a file that `load_tokenizer` reads."""
@@ -50,10 +55,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
-    if path.exists():
-        return HuggingFaceTokenizer(path)
-    config = read_object(directory / "config.json")
     tokenizer_config = read_object(directory / "tokenizer_config.json")
+    if path.exists():
+        return HuggingFaceTokenizer(path, added=tuple(_listed_tokens(tokenizer_config).values()))
+    config = read_object(directory / "config.json")
     path = directory / "tokenizer.model"
     if not path.exists():
         if (directory / CHATGLM_FILE).exists():
@@ -113,11 +118,22 @@ def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config:
 
 
 def _listed_specials(tokenizer_config: dict[str, Any]) -> dict[str, int]:
+    return {token.content: index for index, token in _listed_tokens(tokenizer_config).items() if token.special}
+
+
+def _listed_tokens(tokenizer_config: dict[str, Any]) -> dict[int, AddedToken]:
+    """The tokens that tokenizer_config.json adds to a vocabulary, in the order of their ids."""
     listed = tokenizer_config.get("added_tokens_decoder") or {}
     try:
-        return {str(token["content"]): int(i) for i, token in listed.items() if token.get("special")}
+        found = {
+            int(index): AddedToken(
+                token["content"], **{name: token[name] is True for name in _TOKEN_FLAGS & token.keys()}
+            )
+            for index, token in listed.items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CheckpointError(
             "tokenizer_config.json: added_tokens_decoder: expected ids with objects of content and special; restore "
             "the file from the model's source"
         ) from None
+    return dict(sorted(found.items()))

@@ -1,7 +1,8 @@
 """The interface of tokenizers, and the one way in which ids become text.
 
 A tokenizer turns ordinary text into ids and ids into bytes. It never makes a special token (`<|user|>`, `[gMASK]`, ...)
-out of text: those come from the structure of a conversation alone, which `warpbus.models.templates` knows.
+out of text: those come from the structure of a conversation, which `warpbus.models.templates` knows, and stand around
+whole texts (`Tokenizer.prompt_prefix`).
 
 Decoding goes through bytes, token by token, for all kinds of tokenizer. That is what lets `StreamDecoder` promise
 that the pieces it hands out add up to `decode` of the whole.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from warpbus.errors import CheckpointError
@@ -17,17 +19,22 @@ _SPACE = "\u2581"
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`. Its added tokens marked `special` are the special tokens.
+    """A `tokenizer.json`. Its added tokens marked `special` are the special tokens, and those of `added`.
 
     Understood are the two ways in which such a file spells bytes: every byte as a printable character (`ByteLevel`:
     GLM-4, Qwen, Llama 3), and U+2581 for a space with `<0x..>` for bytes outside the vocabulary (Llama 2).
+
+    Args:
+        path: of the file.
+        added: tokens to be added; those that the file has among its added ones are left as they are there. One that
+            is in the vocabulary keeps its id, others get the ids behind the last one.
 
     Raises CheckpointError if the file is missing, damaged, or spells bytes in another way.
     """
 
     own_spaces: frozenset[int] = frozenset()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, added: Sequence[AddedToken] = ()) -> None:
         try:
             source = path.read_text(encoding="utf-8")
             description: dict[str, Any] = json.loads(source)
@@ -45,14 +52,19 @@ class HuggingFaceTokenizer(Tokenizer):
         # Metaspace with the scheme "first" puts a space before the beginning of a prompt, not behind special tokens.
         later = _without_first_space(description)
         self._later = self._library if later is None else Library.from_str(json.dumps(later))
+        known = description.get("added_tokens") or []
+        texts = {"", *(str(token["content"]) for token in known)}
+        missing = [token for token in added if token.content not in texts]
         for library in (self._library, self._later):
+            library.add_tokens(missing)
             library.no_truncation()
             library.no_padding()
             # "<|user|>" typed by a user is then text like any other.
             library.encode_special_tokens = True
         self.prompt_prefix, self.text_suffix = _around_texts(path, description.get("post_processor"))
-        added = description.get("added_tokens") or []
-        self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
+        special = {str(token["content"]): int(token["id"]) for token in known if token.get("special")}
+        special |= {token.content: self._library.token_to_id(token.content) for token in missing if token.special}
+        self.special_ids: dict[str, int] = special
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         model = description.get("model") or {}
@@ -81,7 +93,8 @@ class HuggingFaceTokenizer(Tokenizer):
             step.get("type") == "Strip" or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
-        literal = {int(token["id"]) for token in added}
+        literal = {int(token["id"]) for token in known}
+        literal |= {self._library.token_to_id(token.content) for token in missing}
         hidden = set(self.special_ids.values())
         self._bytes = {
             index: text.encode() if index in literal else spell(text)
