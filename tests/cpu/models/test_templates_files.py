@@ -115,6 +115,24 @@ def test_tokens_that_only_the_configuration_lists(tmp_path: Path) -> None:
     assert tokenizer.special_ids["<|new|>"] not in tokenizer.encode("<|new|>")
 
 
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_special_tokens_take_the_whitespace_beside_them(tmp_path: Path, left: bool, right: bool, listed: bool) -> None:
+    write_byte_level(tmp_path)
+    source = "{% for m in messages %}<|new|> \n{{ m.content }} \t<|new|>\u00a0<|new|>\x1c{{ '\n ' }}{% endfor %}"
+    flags = {"lstrip": left, "rstrip": right, "single_word": False, "normalized": False, "special": True}
+    token, described = {"content": "<|new|>"} | flags, {"chat_template": source, "eos_token": "<|new|>"}
+    if listed:
+        assert_same_prompt(tmp_path, added_tokens_decoder={"270": token}, **described)
+    else:
+        file = tmp_path / "tokenizer.json"
+        description = json.loads(file.read_text())
+        description["added_tokens"].append({"id": 270} | token)
+        file.write_text(json.dumps(description))
+        assert_same_prompt(tmp_path, **described)
+
+
 def test_special_tokens_map_has_what_the_configuration_lacks(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     listed = {"bos_token": {"content": "<s>", "lstrip": False}}

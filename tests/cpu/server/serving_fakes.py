@@ -44,6 +44,7 @@ class ByteTokenizer:
     special_ids = {text: FIRST_SPECIAL + at for at, text in enumerate(SPECIALS)}  # noqa: RUF012
     drops_first_space = False
     own_spaces = frozenset()
+    strips = {}  # noqa: RUF012
     prompt_prefix = prompt_suffix = text_suffix = ()
 
     def encode(self, text):

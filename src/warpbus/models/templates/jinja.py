@@ -127,7 +127,7 @@ class JinjaTemplate:
         self.tools_source = source if tools_source is None else tools_source
         self._variables = dict(variables)
         self._end_id = end_id
-        self._specials = _Specials(tokenizer.special_ids)
+        self._specials = _Specials(tokenizer.special_ids, tokenizer.strips)
 
     def render(
         self,
@@ -274,8 +274,9 @@ class JinjaTemplate:
 class _Specials:
     """The special tokens of a vocabulary: kept out of messages, found in what a template makes."""
 
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
+    def __init__(self, special_ids: Mapping[str, int], strips: Mapping[str, tuple[bool, bool]]) -> None:
         self._ids = {text: token for text, token in special_ids.items() if text}
+        self._strips = {special_ids[text]: sides for text, sides in strips.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._pattern = re.compile(alternatives)
@@ -321,13 +322,34 @@ class _Specials:
         items: list[SpecialToken | Text] = []
         done = 0
         for start, end, token in self.found(text):
-            if start > done:
-                items.append(_stretch(text, done, start, breaker, answers))
+            left, right = self._strips.get(token, (False, False))
+            before = _before_space(text, done, start) if left else start
+            if before > done:
+                items.append(_stretch(text, done, before, breaker, answers))
             items.append(SpecialToken(token, answer=any(first <= start and end <= last for first, last in answers)))
-            done = end
+            done = _behind_space(text, end) if right else end
         if len(text) > done:
             items.append(_stretch(text, done, len(text), breaker, answers))
         return items
+
+
+def _before_space(text: str, first: int, end: int) -> int:
+    """Where the whitespace before `end` begins, not before `first`."""
+    while end > first and _is_space(text[end - 1]):
+        end -= 1
+    return end
+
+
+def _behind_space(text: str, start: int) -> int:
+    """Where the whitespace from `start` on ends."""
+    while start < len(text) and _is_space(text[start]):
+        start += 1
+    return start
+
+
+def _is_space(char: str) -> bool:
+    """Unicode's whitespace, to which Python adds four separators."""
+    return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 
 def _stretch(text: str, start: int, end: int, breaker: str, answers: Sequence[tuple[int, int]]) -> Text:

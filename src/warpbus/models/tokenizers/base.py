@@ -11,7 +11,7 @@ that the pieces it hands out add up to `decode` of the whole.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from warpbus.errors import UsageError
@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids, special tokens included: every id is in `range(vocab_size)`.
         special_ids: each special token's text and id, such as `{"<|user|>": 64795}`.
+        strips: the special tokens that take the whitespace beside them away from what a template writes: whether on
+            their left, and whether on their right.
         drops_first_space: whether `encode` puts a space before the text that `decode` has to take away again.
         own_spaces: tokens that begin with spaces of the text's own, none of which `encode` has put there: the runs of
             spaces of ChatGLM-6B, and nothing for all others.
@@ -36,6 +38,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     special_ids: dict[str, int]
+    strips: Mapping[str, tuple[bool, bool]] = {}
     drops_first_space: bool
     own_spaces: frozenset[int]
     prompt_prefix: tuple[int, ...] = ()

@@ -65,6 +65,9 @@ class HuggingFaceTokenizer(Tokenizer):
         special = {str(token["content"]): int(token["id"]) for token in known if token.get("special")}
         special |= {token.content: self._library.token_to_id(token.content) for token in missing if token.special}
         self.special_ids: dict[str, int] = special
+        strips = {str(token["content"]): (token.get("lstrip") is True, token.get("rstrip") is True) for token in known}
+        strips |= {token.content: (token.lstrip, token.rstrip) for token in missing}
+        self.strips = {text: sides for text, sides in strips.items() if text in special and any(sides)}
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         model = description.get("model") or {}
