@@ -37,6 +37,10 @@ void write_finding(const char *kind, const char *fields) {
         }
 }
 
+void refuse_instruction(const char *instruction, int line) {
+    stop("ptx", (current ? place(*current) : std::string()) + field("instruction", instruction) + field("line", line));
+}
+
 void wait_for(Waits waits, const char *what, int line, unsigned mask) {
     current->waits = waits;
     current->what = what;
