@@ -61,18 +61,18 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
     template, file = config.get("chat_template"), directory / "chat_template.jinja"
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
-        if isinstance(named.get("tool_use"), str) and not file.exists():
+        template, tools = named.get("default"), named.get("tool_use")
+        if isinstance(tools, str) and not file.exists():
             found["tokenizer.chat_templates"] = ["tool_use"]
-            found["tokenizer.chat_template.tool_use"] = named["tool_use"]
+            found["tokenizer.chat_template.tool_use"] = tools
     if file.exists():
         template = file.read_text(encoding="utf-8")
     if isinstance(template, str):
         found["tokenizer.chat_template"] = template
     # The format has one token before a text; [gMASK] <sop> of GLM-4 are two.
-    prefix, named = tokenizer.prompt_prefix, special_texts(directory, config).get("bos_token")
+    prefix, beginning = tokenizer.prompt_prefix, special_texts(directory, config).get("bos_token", "")
     begins = len(prefix) == 1
-    token = prefix[0] if begins else tokenizer.special_ids.get(named or "")
+    token = prefix[0] if begins else tokenizer.special_ids.get(beginning)
     if token is not None:
         found[f"{_PREFIX}bos_token_id"] = token
     return found | {f"{_PREFIX}add_bos_token": begins}
@@ -214,7 +214,7 @@ def _of_json(path: Path, architecture: str, special_ids: Mapping[str, int]) -> d
     description = json.loads(path.read_text(encoding="utf-8"))
     model, added = description["model"], description.get("added_tokens") or []
     vocabulary = {str(text): int(index) for text, index in model["vocab"].items()}
-    vocabulary |= {str(token["content"]): int(token["id"]) for token in added} | special_ids
+    vocabulary |= {str(token["content"]): int(token["id"]) for token in added} | dict(special_ids)
     tokens = [f"[PAD{index}]" for index in range(max(vocabulary.values()) + 1)]
     types = [UNUSED] * len(tokens)
     for text, index in vocabulary.items():

@@ -81,10 +81,11 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
-        source, tools_source = _read_text(path), None
+        sources: tuple[str | None, str | None] = _read_text(path), None
     else:
         path = directory / "tokenizer_config.json"
-        source, tools_source = _named_templates(path, tokenizer_config.get("chat_template"))
+        sources = _named_templates(path, tokenizer_config.get("chat_template"))
+    source, tools_source = sources
     if source is not None:
         return JinjaTemplate(
             source,

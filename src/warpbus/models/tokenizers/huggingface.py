@@ -62,13 +62,13 @@ class HuggingFaceTokenizer(Tokenizer):
             # "<|user|>" typed by a user is then text like any other.
             library.encode_special_tokens = True
         self.prompt_prefix, self.text_suffix = _around_texts(path, description.get("post_processor"))
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
         special = {str(token["content"]): int(token["id"]) for token in known if token.get("special")}
-        special |= {token.content: self._library.token_to_id(token.content) for token in missing if token.special}
+        special |= {token.content: vocabulary[token.content] for token in missing if token.special}
         self.special_ids: dict[str, int] = special
         strips = {str(token["content"]): (token.get("lstrip") is True, token.get("rstrip") is True) for token in known}
         strips |= {token.content: (token.lstrip, token.rstrip) for token in missing}
         self.strips = {text: sides for text, sides in strips.items() if text in special and any(sides)}
-        vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         model = description.get("model") or {}
         if model.get("type") != "BPE":
@@ -97,7 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
             for step in steps
         )
         literal = {int(token["id"]) for token in known}
-        literal |= {self._library.token_to_id(token.content) for token in missing}
+        literal |= {vocabulary[token.content] for token in missing}
         hidden = set(self.special_ids.values())
         self._bytes = {
             index: text.encode() if index in literal else spell(text)
