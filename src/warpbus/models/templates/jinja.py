@@ -177,20 +177,20 @@ class JinjaTemplate:
         """Messages and variables with all special tokens' texts broken, and the character that breaks them."""
         if _depth([messages, variables]) > _MOST_DEPTH:
             raise UsageError(f"messages: a tool or a variable is nested deeper than {_MOST_DEPTH} levels; flatten it")
-        breaker = self._unused_character(messages, variables)
+        breaker = self._free_character(messages, variables)
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages
         ]
         return views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker
 
-    def _unused_character(self, *values: Any) -> str:
+    def _free_character(self, *values: Any) -> str:
         return _unused_character([*_strings(values), self.source, self.tools_source])
 
     def _text_to_continue(self, views: _Views, variables: Variables) -> str:
         """The text of a conversation up to the end of the last message's content, which a mark shows."""
         content = views[-1]["content"]
-        mark = self._unused_character(views, variables)
+        mark = self._free_character(views, variables)
         text = self._text([*views[:-1], {**views[-1], "content": content + mark}], False, variables)
         before, found, _ = text.rpartition(mark)
         if not found:
