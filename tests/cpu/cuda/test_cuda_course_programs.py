@@ -324,7 +324,7 @@ def test_dynamic_parallelism_is_refused(run) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::coalesced_threads(); }\n",
+        "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::this_cluster(); }\n",
         "int main() { cudaGraphUpload(nullptr, nullptr); }\n",
         "__global__ void k() { __activemask(); }\nint main() {}\n",
     ],
