@@ -222,8 +222,8 @@ def translate(text: str) -> str:
         if "extern" in found["before"]:
             if dynamic := _DYNAMIC.fullmatch(found["arrays"]):
                 name, rows = dynamic[1], _spaced(dynamic[2])
-                begin = f'reinterpret_cast<{element} (*){rows}>(warpbus::dynamic_array<{element}>("{name}"))'
-                edits.append((*found.span(), f"{element} (*{name}){rows} = {begin};" + "\n" * found[0].count("\n")))
+                array = f'reinterpret_cast<{element} (*){rows}>(warpbus::dynamic_array<{element}>("{name}"))'
+                edits.append((*found.span(), f"{element} (*{name}){rows} = {array};" + "\n" * found[0].count("\n")))
             continue
         arrays = [_DECLARED.fullmatch(each) for each in found["arrays"].split(",")]
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks

@@ -143,6 +143,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 options=options,
                 defaults=service.generation_defaults,
                 grammar=grammar,
+                continues_text=True,
             )
             silent = body.max_tokens == 0
             requests += [GenerationRequest(prompt, for_answer(params, index), salt, silent) for index in range(count)]

@@ -76,6 +76,7 @@ def sampling_params(
     defaults: Mapping[str, float],
     grammar: Grammar | None,
     thinking: Thinking | None = None,
+    continues_text: bool = False,
 ) -> SamplingParams:
     """The parameters of a request's first answer.
 
@@ -87,7 +88,7 @@ def sampling_params(
         options: of the server.
         defaults: the sampling parameters that the model recommends.
         grammar: that the answer has to follow.
-        thinking: as in `SamplingParams`.
+        thinking, continues_text: as in `SamplingParams`.
 
     Raises:
         RequestError, UsageError: a value is out of range.
@@ -136,6 +137,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         thinking=thinking,
+        continues_text=continues_text,
         **given,
     )
 

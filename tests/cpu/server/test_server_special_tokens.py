@@ -135,3 +135,15 @@ def test_tokenize_has_the_tokens_of_embeddings_for_a_model_of_embeddings(served,
     monkeypatch.setattr(type(served.models.find(None)), "heads", property(lambda model: heads))
     assert tokens(http, prompt="a") == [*PREFIX, 97, END]
     assert tokens(http, prompt="a", add_special_tokens=False) == [97]
+
+
+def test_answers_that_go_on_with_a_text(http, served):
+    """Completions do, and answers that continue the last message; a space at their beginning is kept."""
+    completion(http, "a")
+    completion(http, [97])
+    http.post("/generate", json={"text": "a"})
+    http.post("/v1/chat/completions", json={"messages": HELLO})
+    continued = [*HELLO, {"role": "assistant", "content": "c"}]
+    wanted = {"continue_final_message": True, "add_generation_prompt": False}
+    assert http.post("/v1/chat/completions", json={"messages": continued, **wanted}).status_code == 200
+    assert [params.continues_text for _, params in served.service.asked] == [True, True, True, False, True]
