@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError, DataError, UsageError
+from warpbus.models.conversations import template_inputs
 from warpbus.models.templates import Template
 from warpbus.models.tokenizers import Tokenizer
 
@@ -108,7 +109,7 @@ def text_document(ids: list[int], tokenizer: Tokenizer) -> Document:
 
 
 def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template | None) -> Document:
-    """One line of a `.jsonl`; `where` names it in messages.
+    """One line of a `.jsonl`; `where` names it in messages. A conversation may have tools (`template_inputs`).
 
     A conversation has the answers that the template can mark in one sequence: of ChatGLM-6B it is the last alone, with
     all before it as its prompt (`Template.spans`).
@@ -121,7 +122,8 @@ def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template 
         if isinstance(messages, list):
             if template is None:
                 raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
-            return Document(*template.spans(messages))
+            conversation, variables = template_inputs(messages, record.get("tools"), template)
+            return Document(*template.spans(conversation, variables=variables))
     except (UsageError, CheckpointError) as error:
         # General errors of a text or a conversation get the number of its line.
         raise DataError(f"{where}: {error}") from None

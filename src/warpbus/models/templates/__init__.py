@@ -48,7 +48,7 @@ class NoTemplate:
         """Raises UsageError."""
         raise self._error()
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """Raises UsageError."""
         raise self._error()
 
@@ -91,6 +91,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
             variables=variables,
             stop_ids=stop_ids,
             end_id=_end_id(tokenizer, variables.get("eos_token"), stop_ids),
+            call_end_id=tokenizer.special_ids.get("<|observation|>") if _is_glm(tokenizer) else None,
         )
     if config.get("model_type") != "chatglm":
         return None
