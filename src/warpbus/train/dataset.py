@@ -7,7 +7,10 @@ plain text.
 
 import hashlib
 import multiprocessing
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -99,7 +102,9 @@ def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, wo
     chunks = _chunks(read_lines(path), 4096)
     if workers > 1:
         # Spawned, not forked: this process may already have threads and a CUDA context, which do not survive a fork.
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        with _without_interrupts():
+            pool = multiprocessing.get_context("spawn").Pool(workers)
+        with pool:
             parts = list(pool.imap(encode, chunks))
     else:
         parts = [encode(chunk) for chunk in chunks]
@@ -129,6 +134,22 @@ class _TokenizedLines(NamedTuple):
     lengths: NDArray[np.int64]
     truncated: int
     dropped: int
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A block whose child processes ignore Ctrl-C, which a terminal sends to all: this process ends them.
+
+    Otherwise each of them would print a stack trace, also one that is still importing modules.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:

@@ -1,5 +1,7 @@
 """The inputs of a run: the model's config, the tokenized data, and the number of steps."""
 
+import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from warpbus.train.dataset import Batches, Documents, tokenize
 from warpbus.train.settings import TrainingSettings
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+_MOST_HASHED, _HASHED_BYTES = 2048, 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,20 @@ class Inputs:
         """The scheme of a model with quantized layers, that of their first matrix if there are several; else None."""
         found = quantized_parameters(self.checkpoint, self.config)
         return next((scheme for name, scheme in found.items() if name.startswith("layers.")), None)
+
+    def weights_digest(self) -> str | None:
+        """A hash of the beginnings of up to `_MOST_HASHED` weights; None if there are none.
+
+        It distinguishes models with the same config, also after their directories were moved.
+        """
+        names = self.checkpoint.names()
+        if not names:
+            return None
+        hashed = hashlib.blake2b(digest_size=16)
+        for name in names[:: math.ceil(len(names) / _MOST_HASHED)]:
+            hashed.update(name.encode())
+            hashed.update(next(iter(self.checkpoint.chunks(name)), b"")[:_HASHED_BYTES])
+        return hashed.hexdigest()
 
     def held_out(self, data: Path, workers: int) -> Documents:
         """Tokenize validation data; arguments and errors as `read`."""

@@ -14,6 +14,7 @@ from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats.files import FileLock, check_kept, check_target
+from warpbus.train.results import CONFIGS
 from warpbus.train.run import Finished, Halted, TrainingProgress, TrainingStarted, TrainingTask, work
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.state import StateFile
@@ -89,7 +90,7 @@ def train(
     if not torchrun and (summary := state.finished(settings)) is not None:
         state.remove()
         return summary
-    check_target(output, overwrite=overwrite, configs=("config.json", "adapter_config.json"))
+    check_target(output, overwrite=overwrite, configs=CONFIGS)
     check_kept(output, model, data, *(() if valid is None else (valid,)))
     task = TrainingTask(model, output, data, valid, settings, workers, overwrite)
     messages: list[TrainingStarted | Halted | Finished] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from warpbus.dist import Group
 from warpbus.errors import StorageError
 from warpbus.formats import CheckpointWriter
-from warpbus.formats.files import put_in_place, storage_error, sync, write_json
+from warpbus.formats.files import check_target, put_in_place, storage_error, sync, write_json
 from warpbus.models.adapters import save_lora, save_prefix
 from warpbus.models.saving import named_tensors
 from warpbus.train.inputs import Inputs, weight_files
@@ -22,6 +22,7 @@ from warpbus.train.methods import LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.sharding import whole
 
 SUMMARY, LOG, CURVE = "training.json", "training-log.json", "training.png"
+CONFIGS = ("config.json", "adapter_config.json")  # a directory with one of them may be overwritten
 
 
 def write(
@@ -48,13 +49,13 @@ def write(
     if isinstance(method, LoraMethod):
         lora, settings = method.lora(output.name), inputs.settings
         if group.is_first:
-            with _new_directory(output) as partial:
+            with _new_directory(output, overwrite) as partial:
                 save_lora(partial, lora, config, base=base, rank=settings.rank, alpha=settings.alpha)
                 _write_log(partial, summary, log)
     elif isinstance(method, PrefixMethod):
         prefix = method.prefix(output.name)
         if group.is_first:
-            with _new_directory(output) as partial:
+            with _new_directory(output, overwrite) as partial:
                 save_prefix(partial, prefix, config, base=base)
                 _write_log(partial, summary, log)
     else:
@@ -96,13 +97,14 @@ def _write_log(directory: Path, summary: Mapping[str, Any], log: list[dict[str, 
 
 
 @contextmanager
-def _new_directory(output: Path) -> Iterator[Path]:
-    """A directory to write to, which becomes `output` when the block ends, in the place of one that is there."""
+def _new_directory(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A directory to write to, which becomes `output` when the block ends, with `overwrite` in the place of another."""
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         sync(partial)
+        check_target(output, overwrite=overwrite, configs=CONFIGS)  # another program may have written it meanwhile
         put_in_place(partial, output, output.with_name(f".{output.name}.replaced-{os.getpid()}"))
     except StorageError:
         raise

@@ -121,7 +121,9 @@ class _TrainingRun:
         self.settings = settings = inputs.settings
         self.valid: PackedBatch | None = None
         documents = inputs.batches.documents
-        self.identity = Identity(asdict(settings), documents.digest(), repr(inputs.config))
+        self.identity = Identity(
+            asdict(settings), documents.digest(), repr(inputs.config), weights=inputs.weights_digest()
+        )
         if task.valid is not None:
             held_out = inputs.held_out(task.valid, workers)
             self.valid = assemble(held_out, pack(held_out, range(len(held_out)), settings.length), settings.length)

@@ -12,6 +12,8 @@ from warpbus.train.options import TrainingOptions
 
 METHODS = ("full", "lora", "ptuning")
 
+_LARGEST_SEED = 2**64 - 1  # of torch's generators
+
 # Settings that change how a run is computed but not its result: they may change when a run is resumed.
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
 
@@ -48,8 +50,8 @@ class TrainingSettings(TrainingOptions):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value}: expected a number above 0")
-        # Limits of the adapter formats.
-        for name, most in (("rank", MAX_RANK), ("prefix_tokens", MAX_TOKENS)):
+        # Limits of the adapter formats and of torch.
+        for name, most in (("rank", MAX_RANK), ("prefix_tokens", MAX_TOKENS), ("seed", _LARGEST_SEED)):
             if getattr(self, name) > most:
                 raise UsageError(f"{name} is {getattr(self, name)}: expected {most} at most")
         # AdamW changes each weight by about the learning rate: a step above 1 would destroy the model.

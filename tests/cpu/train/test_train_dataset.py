@@ -1,8 +1,11 @@
 """Packed rows: nothing lost, nothing mixed, and the same batches however a run is cut."""
 
 import json
-from collections.abc import Callable
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from warpbus.models import load_model
 from warpbus.models.layers import CausalAttention
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
+from warpbus.train import dataset
 from warpbus.train.dataset import IGNORED, Batches, Documents, PackedBatch, assemble, pack, tokenize
 
 WriteLines = Callable[..., Path]
@@ -173,6 +177,27 @@ def test_processes_tokenize_alike(blank_model: Path, tmp_path: Path, write_lines
         file.write("{\n")
     with pytest.raises(DataError, match=r"a\.jsonl:4201: not JSON"):
         tokenize(path, blank_model, config, length=64, workers=2)
+
+
+def test_processes_leave_ctrl_c_to_the_first(
+    blank_model: Path, tmp_path: Path, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", conversation("写诗", "明月"))
+    ignored: list[bool] = []
+    chunks = dataset._chunks
+
+    def looked_at(lines: Any, size: int) -> Iterator[Any]:
+        for child in multiprocessing.active_children():
+            status = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+            mask = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
+            ignored.append(bool(mask >> (signal.SIGINT - 1) & 1))
+        yield from chunks(lines, size)
+
+    monkeypatch.setattr(dataset, "_chunks", looked_at)
+    before = signal.getsignal(signal.SIGINT)
+    assert len(tokenize(path, blank_model, config_of(blank_model), length=64, workers=2)) == 1
+    assert signal.getsignal(signal.SIGINT) is before
+    assert ignored == [True, True]
 
 
 def test_tokenize_a_text(blank_model: Path, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
         ("epochs", 0.0),
         ("rows_at_once", 0),
         ("seed", -1),
+        ("seed", 2**64),
         ("dtype", "float16"),
     ],
 )
