@@ -51,6 +51,16 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
                     say(f"{output}: resuming after {start.step:,} of {start.steps:,} steps")
                 share = start.trained / start.parameters
                 say(f"trainable parameters: {start.trained:,} of {start.parameters:,} ({share:.1%})")
+                numbers = (
+                    f"{start.documents:,} documents, steps: {start.steps:,} of {start.settings.rows_per_step:,} rows"
+                )
+                say(f"epochs: {start.epochs:.3g} of {numbers}")
+                warmup, reached = start.settings.warmup or 0, start.settings.rate(start.steps - 1)
+                if warmup > start.steps:
+                    say(
+                        f"--warmup {warmup:,}: longer than the run of {start.steps:,} steps, so the learning rate only "
+                        f"rises to {reached:.2g}: lower it"
+                    )
                 # The remaining time is estimated from the steps of this session only.
                 bar.reset(task, total=start.steps, completed=start.step, description=translated("training"))
                 bar.update(task, steps=f"{start.step:,}/{start.steps:,}")

@@ -53,6 +53,10 @@ class Documents:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def counts(self) -> dict[str, int]:
+        """The numbers of documents, of those that were cut, and of those that were left out."""
+        return {"documents": len(self), "truncated": self.truncated, "dropped": self.dropped}
+
     def digest(self) -> str:
         """A hash of the documents."""
         hashed = hashlib.blake2b(digest_size=16)

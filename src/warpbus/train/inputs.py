@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.errors import CheckpointError, UsageError
@@ -26,7 +26,7 @@ class Inputs:
         checkpoint: of the model, with or without weights.
         config: of the model.
         batches: of the data.
-        settings: with the number of steps filled in.
+        settings: with the numbers of steps filled in.
     """
 
     checkpoint: Checkpoint
@@ -53,9 +53,7 @@ class Inputs:
         _check_fit(checkpoint, config, settings)
         documents = _read(data, checkpoint, config, settings.length, workers)
         batches = Batches(documents, settings.length, settings.rows_per_step, settings.seed)
-        if settings.steps == 0:
-            settings = replace(settings, steps=max(1, round(settings.epochs * batches.steps_per_epoch())))
-        return cls(checkpoint, config, batches, settings)
+        return cls(checkpoint, config, batches, settings.resolved(batches.steps_per_epoch()))
 
     @property
     def scheme(self) -> Scheme | None:

@@ -1,7 +1,7 @@
 """The checked settings of a training run."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from warpbus.errors import UsageError
@@ -25,12 +25,15 @@ _ONLY = {
 }
 
 # Defaults for adapters: small batches, a higher learning rate, and no weight decay.
-_ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
+_ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "weight_decay": 0.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {**_ADAPTER, "learning_rate": 3e-4},
     "ptuning": {**_ADAPTER, "learning_rate": 1e-2},
 }
+
+# Steps of warm-up where none are given: fewer in a run that would hardly reach its learning rate.
+_WARMUP = {"full": 200, "lora": 20, "ptuning": 20}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class TrainingSettings(TrainingOptions):
     def __post_init__(self) -> None:
         for name, bound in self.least.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= bound):
+            if value is not None and not (math.isfinite(value) and value >= bound):
                 raise UsageError(f"{name} is {value}: expected a number of at least {bound}")
         for name in ("epochs", "clip", "alpha"):
             value = getattr(self, name)
@@ -99,8 +102,18 @@ class TrainingSettings(TrainingOptions):
                     raise UsageError(f"{name}: only for method {only}, not {method}: drop it, or use method {only}")
         return cls(method=method, **{**_DEFAULTS.get(method, {}), **chosen})
 
+    def resolved(self, steps_per_epoch: float) -> "TrainingSettings":
+        """The settings with the steps and the warm-up of a run over data of so many steps per epoch."""
+        # Rounded first: 0.1 * 30 is above 3.
+        steps = self.steps or max(1, math.ceil(round(self.epochs * steps_per_epoch, 6)))
+        warmup = self.warmup
+        if warmup is None:
+            warmup = min(_WARMUP[self.method], steps // 10)
+        return replace(self, steps=steps, warmup=warmup)
+
     def rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then a cosine."""
+        """The learning rate of a step of `resolved` settings: linear warm-up, then a cosine."""
+        assert self.warmup is not None
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)

@@ -113,8 +113,9 @@ class StateFile:
         if not isinstance(summary, dict) or not self.exists():
             return None
         state = self._load()
-        if not settings.steps:  # computed from the data
-            settings = replace(settings, steps=state["settings"]["steps"])
+        # What was computed from the data.
+        computed = {"steps": not settings.steps, "warmup": settings.warmup is None}
+        settings = replace(settings, **{name: state["settings"][name] for name, each in computed.items() if each})
         same = not Identity(asdict(settings), state["data"], state["config"]).changes(state)
         return summary if same and state["run"] == summary.get("run") else None
 

@@ -39,6 +39,23 @@ def test_a_model_is_trained_and_its_losses_shown(blank_model, tmp_path, data):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_how_often_the_data_are_seen_is_told(blank_model, tmp_path, data):
+    """Also that a warm-up does not end, and what is missing of the validation data."""
+    valid = tmp_path / "valid.jsonl"
+    asked = {"messages": [{"role": "user", "content": "写诗"}]}
+    lines = [json.dumps({"text": "床前明月光疑是地上霜" * 9}), json.dumps(asked), data.read_text().splitlines()[0]]
+    valid.write_text("\n".join(lines))
+    found = invoke(blank_model, tmp_path / "out", "--data", data, "--valid", valid, *SHORT, "--warmup", 6)
+    assert found.exit_code == 0
+    said = " ".join(found.stderr.split())
+    summary = json.loads((tmp_path / "out" / "training.json").read_text(encoding="utf-8"))
+    assert f"epochs: {summary['epochs']:.3g} of 8 documents, steps: 3 of 2 rows" in said
+    assert "--warmup 6: longer than the run of 3 steps, so the learning rate only rises to 0.0005: lower it" in said
+    assert "validation data: 3 documents, 1 of them cut to --length 32, 1 left out because no answer begins" in said
+    assert (summary["valid_documents"], summary["valid_truncated"], summary["valid_dropped"]) == (2, 1, 1)
+    assert "--warmup" not in invoke(blank_model, tmp_path / "two", "--data", data, *SHORT).stderr
+
+
 def test_json_is_all_of_stdout(blank_model, tmp_path, data):
     found = invoke(blank_model, tmp_path / "out", "--data", data, "--clip", 0.5, "--seed", 7, *SHORT, "--json")
     assert found.exit_code == 0

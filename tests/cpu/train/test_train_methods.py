@@ -68,7 +68,8 @@ def run(
     summary = train(
         model, output, data=data, valid=data, settings=settings, device="cpu", begun=begun.append, report=steps.append
     )
-    assert begun == [TrainingStarted(0, settings.steps, summary["trained"], summary["parameters"])]
+    counts = settings.steps, summary["trained"], summary["parameters"], summary["documents"], summary["epochs"]
+    assert begun == [TrainingStarted(0, *counts, settings)]
     return summary, steps
 
 

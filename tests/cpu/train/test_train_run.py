@@ -342,6 +342,27 @@ def test_epochs_make_steps(blank_model: Path, tmp_path: Path, data: Path) -> Non
     assert summary["documents"] == 24
 
 
+@pytest.mark.parametrize(
+    ("epochs", "all_rows", "rows", "steps"),
+    [(1.0, 12, 4, 3), (1.0, 11, 5, 3), (2.0, 12, 5, 5), (0.5, 11, 5, 2), (0.001, 12, 4, 1), (0.1, 30, 1, 3)],
+)
+def test_an_epoch_is_never_shorter_than_the_data(epochs: float, all_rows: int, rows: int, steps: int) -> None:
+    """Rounded to the nearest, an epoch of 11 rows in steps of 5 left out one row."""
+    assert TrainingSettings(epochs=epochs, rows_per_step=rows).resolved(all_rows / rows).steps == steps
+
+
+def test_a_short_run_reaches_its_learning_rate(tiny_model: Path, tmp_path: Path, data: Path) -> None:
+    """Without --warmup; with it, the run is what was asked for."""
+    for method, most in (("lora", 20), ("ptuning", 20), ("full", 200)):
+        for steps in (1, 9, 10, 57, 5000):
+            settings = TrainingSettings.of(method, steps=steps).resolved(1.0)
+            assert settings.warmup == min(most, steps // 10)
+            assert max(map(settings.rate, range(steps))) == settings.learning_rate
+    assert TrainingSettings.of("lora", steps=5, warmup=20).resolved(1.0).warmup == 20
+    _, steps_of = run(tiny_model, tmp_path / "out", data, steps=3, warmup=None)
+    assert steps_of[0].learning_rate == SETTINGS.learning_rate
+
+
 def test_bfloat16_is_mixed_precision(blank_model: Path, tmp_path: Path, data: Path) -> None:
     _, steps = run(blank_model, tmp_path / "out", data, steps=4, dtype="bfloat16")
     _, expected = run(blank_model, tmp_path / "whole", data, steps=4)
