@@ -98,27 +98,30 @@ def cut_text(ids: list[int], tokenizer: Tokenizer, length: int, *, least: int = 
         yield text_document(ids[start : start + room], tokenizer)
 
 
-def text_document(ids: list[int], tokenizer: Tokenizer) -> Document:
-    """The tokens of a text that is to be predicted as a whole.
+def text_document(ids: list[int], tokenizer: Tokenizer, end: int | None = None) -> Document:
+    """The tokens of a text that is to be predicted as a whole, and its `end`, a token that is to be predicted, too.
 
     Where a model's prompts end in special tokens (`Tokenizer.prompt_suffix`), it is what the model says to an empty
     prompt.
     """
     given = tokenizer.prompt_suffix
-    return Document([*given, *ids], [False] * len(given) + [True] * len(ids))
+    answer = [*ids, end] if ids and end is not None else ids
+    return Document([*given, *answer], [False] * len(given) + [True] * len(answer))
 
 
-def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template | None) -> Document:
+def encode_line(
+    where: str, line: str, tokenizer: Tokenizer, template: Template | None, *, end: int | None = None
+) -> Document:
     """One line of a `.jsonl`; `where` names it in messages. A conversation may have tools (`template_inputs`).
 
     A conversation has the answers that the template can mark in one sequence: of ChatGLM-6B it is the last alone, with
-    all before it as its prompt (`Template.spans`).
+    all before it as its prompt (`Template.spans`). A text gets the token `end`.
     """
     record = parse_line(where, line)
     text, messages = record.get("text"), record.get("messages")
     try:
         if isinstance(text, str):
-            return text_document(tokenizer.encode(text), tokenizer)
+            return text_document(tokenizer.encode(text), tokenizer, end)
         if isinstance(messages, list):
             if template is None:
                 raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from warpbus.errors import DataError
 from warpbus.models.documents import cut_text, encode_line, read_lines, read_text
-from warpbus.models.templates import find_template
+from warpbus.models.templates import find_template, find_text_end
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 IGNORED = -100  # the target that cross-entropy ignores
@@ -88,6 +88,7 @@ class PackedBatch:
 def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, workers: int = 1) -> Documents:
     """Read a `.jsonl` of conversations (`messages`) or texts (`text`), or a `.txt`, and tokenize it.
 
+    A text of a `.jsonl` ends with the tokenizer's end-of-sequence token, as an answer does with its stop token.
     Documents with nothing to learn (no answer begins within `length` tokens) are dropped.
 
     Args:
@@ -165,12 +166,13 @@ def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
 def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _TokenizedLines:
     tokenizer = load_tokenizer(model)
     template = find_template(model, config, tokenizer)
+    end = find_text_end(model, config, tokenizer)  # otherwise a model that is trained on texts would never stop
     tokens: list[int] = []
     answers: list[bool] = []
     lengths: list[int] = []
     truncated = 0
     for where, line in lines:
-        whole = encode_line(where, line, tokenizer, template)
+        whole = encode_line(where, line, tokenizer, template, end=end)
         document = whole.cut(length)
         if any(document.answers[1:]):
             tokens += document.ids

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,13 +157,16 @@ def test_tokenize_keeps_what_there_is_to_learn(blank_model: Path, tmp_path: Path
     template = find_template(blank_model, config_of(blank_model), tokenizer)
     assert template is not None
     ids, answers = template.spans(records[1]["messages"])  # type: ignore[arg-type]
-    assert len(documents) == 2
-    assert documents.tokens.tolist() == [*tokenizer.encode("明月光"), *ids]
-    assert documents.answers.tolist() == [True, True, True, *answers]
-    assert documents.offsets.tolist() == [0, 3, 3 + len(ids)]
-    assert (documents.truncated, documents.dropped) == (0, 4)
+    assert len(documents) == 3
+    end = tokenizer.special_ids["<|endoftext|>"]
+    texts = [*tokenizer.encode("明月光"), end], [*tokenizer.encode("月"), end]
+    assert documents.tokens.tolist() == [*texts[0], *ids, *texts[1]]
+    assert documents.answers.tolist() == [True] * 4 + answers + [True] * 2
+    assert documents.offsets.tolist() == [0, 4, 4 + len(ids), 6 + len(ids)]
+    assert (documents.truncated, documents.dropped) == (0, 3)
     cut = tokenize(path, blank_model, config_of(blank_model), length=len(ids) - 1)
-    assert (len(cut), cut.truncated, cut.dropped) == (2, 1, 4)
+    assert (len(cut), cut.truncated, cut.dropped) == (3, 1, 3)
+    assert tokenize(path, blank_model, config_of(blank_model), length=3).tokens.tolist()[:3] == texts[0][:3]
 
 
 def test_processes_tokenize_alike(blank_model: Path, tmp_path: Path, write_lines: WriteLines) -> None:
@@ -244,3 +248,19 @@ def test_every_document_of_chatglm6b_has_its_prompt(
             assert tokens[at - 2] == gmask
             assert answers == [False] * at + [True] * (len(tokens) - at)
             assert at < len(tokens) <= 60
+            # An answer and a text of a line end with <eop>, pieces of a .txt do not.
+            assert (tokens[-1] == tokenizer.special_ids["<eop>"]) is (path == lines)
+
+
+def test_a_text_ends_with_the_first_stop_token_without_an_eos_token(
+    blank_model: Path, tmp_path: Path, write_lines: WriteLines
+) -> None:
+    shutil.copytree(blank_model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    path = write_lines(tmp_path / "a.jsonl", {"text": "明月"})
+    ends = {}
+    for stop in (3, [7, 2]):
+        config = {**config_of(blank_model), "eos_token_id": stop}
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+        ends[str(stop)] = int(tokenize(path, tmp_path / "model", config, length=20).tokens[-1])
+    assert ends == {"3": 3, "[7, 2]": 7}
