@@ -15,6 +15,7 @@ from warpbus.dist import Group
 from warpbus.errors import StorageError
 from warpbus.formats import CheckpointWriter
 from warpbus.formats.files import check_target, put_in_place, storage_error, sync, write_json
+from warpbus.formats.hub.names import cached_name
 from warpbus.models.adapters import save_lora, save_prefix
 from warpbus.models.saving import named_tensors
 from warpbus.train.inputs import Inputs, weight_files
@@ -45,7 +46,9 @@ def write(
     Raises:
         StorageError: if it could not be written; nothing is left then, and what was at `output` is still there.
     """
-    config, base = inputs.config, str(inputs.checkpoint.directory)
+    # Adapters name their model as others find it: not by its place in the cache of this machine.
+    config, source = inputs.config, inputs.checkpoint.directory
+    base = cached_name(source) or str(source)
     if isinstance(method, LoraMethod):
         lora, settings = method.lora(output.name), inputs.settings
         if group.is_first:

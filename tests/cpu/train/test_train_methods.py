@@ -124,6 +124,22 @@ def test_lora_learns_and_is_written_for_peft(tiny_model: Path, tmp_path: Path, d
     )
 
 
+@pytest.mark.parametrize(
+    ("method", "file", "key"),
+    [("lora", "adapter_config.json", "base_model_name_or_path"), ("ptuning", "config.json", "_name_or_path")],
+)
+def test_an_adapter_names_its_model_as_the_hub_does(
+    method: str, file: str, key: str, tiny_model: Path, tmp_path: Path, data: Path
+) -> None:
+    cached = tmp_path / "hub" / "models--THUDM--small-glm" / "snapshots" / "1a2b"
+    shutil.copytree(tiny_model, cached)
+    settings = TrainingSettings.of(method, steps=1, length=32, rows_per_step=4)
+    for model, name in ((cached, "THUDM/small-glm"), (tiny_model, str(tiny_model))):
+        output = tmp_path / model.name
+        train(model, output, data=data, settings=settings, device="cpu")
+        assert json.loads((output / file).read_text(encoding="utf-8"))[key] == name
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_other_weights_of_the_same_shape_are_another_model(
     method: str, make_model: MakeModel, tiny_model: Path, tmp_path: Path, data: Path
