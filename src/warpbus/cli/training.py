@@ -71,7 +71,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
                 figures = f"loss {step.loss:.3f}  {rate} tokens/s"
                 if step.expert_load is not None:
                     figures += f"  busiest expert {step.expert_load:.2f}x"
-                bar.update(task, completed=step.step, steps=f"{step.step:,}/{step.steps:,}", figures=figures)
+                steps = f"{step.step:,}/{step.steps:,}"
+                bar.update(task, completed=step.step, steps=steps, figures=translated(figures))
                 if step.valid_loss is not None:
                     say(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
 
