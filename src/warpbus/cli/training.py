@@ -49,6 +49,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
             def begun(start: TrainingStarted) -> None:
                 if start.step:
                     say(f"{output}: resuming after {start.step:,} of {start.steps:,} steps")
+                if start.random:
+                    say("the model has no weights: training starts from random ones")
                 share = start.trained / start.parameters
                 say(f"trainable parameters: {start.trained:,} of {start.parameters:,} ({share:.1%})")
                 numbers = (

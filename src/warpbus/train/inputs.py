@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,12 @@ from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize
 from warpbus.train.settings import TrainingSettings
 
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+# Also of forms that are not read: a directory with one of them is no model without weights, and is refused.
+_WEIGHT_FILES = tuple(
+    f"*.{suffix}"
+    for kind in ("safetensors", "bin", "gguf", "pt", "pth", "h5", "msgpack", "onnx")
+    for suffix in (kind, f"{kind}.index.json")
+)
 _MOST_HASHED, _HASHED_BYTES = 2048, 4096
 
 
@@ -46,7 +50,7 @@ class Inputs:
             CheckpointError: the model is not supported, or its tokenizer does not belong to it.
             DataError: the data are missing or malformed.
         """
-        checkpoint = Checkpoint(model, weights=any(weight_files(model)))
+        checkpoint = Checkpoint(model, weights=any(any(model.glob(pattern)) for pattern in _WEIGHT_FILES))
         if format_of(checkpoint.config) is None:
             checkpoint = dequantized(checkpoint)  # a trained model is not written in FP8
         config = _config_of(checkpoint, settings)
@@ -78,11 +82,6 @@ class Inputs:
     def held_out(self, data: Path, workers: int) -> Documents:
         """Tokenize validation data; arguments and errors as `read`."""
         return _read(data, self.checkpoint, self.config, self.settings.length, workers)
-
-
-def weight_files(directory: Path) -> Iterator[Path]:
-    """The weight files of a model directory."""
-    return (file for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
 
 
 def _config_of(checkpoint: Checkpoint, settings: TrainingSettings) -> ModelConfig:

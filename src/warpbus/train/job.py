@@ -50,8 +50,8 @@ def train(
     If torchrun or another launcher has set `WORLD_SIZE`, this process is one of that many.
 
     Args:
-        model: directory with `config.json`, a tokenizer and, if any, weights. Its other files, except
-            `README.md`, are copied to a full model's output.
+        model: directory with `config.json`, a tokenizer and, if any, weights. Its tokenizer, template and licence are
+            copied to a full model's output (`formats.companions`).
         output: a new directory.
         data: `.jsonl` of conversations or texts, or `.txt`.
         valid: held-out data of the same form.

@@ -14,11 +14,12 @@ from torch import Tensor
 from warpbus.dist import Group
 from warpbus.errors import StorageError
 from warpbus.formats import CheckpointWriter
+from warpbus.formats.companions import find_companions
 from warpbus.formats.files import check_target, put_in_place, storage_error, sync, write_json
 from warpbus.formats.hub.names import cached_name
 from warpbus.models.adapters import save_lora, save_prefix
 from warpbus.models.saving import named_tensors
-from warpbus.train.inputs import Inputs, weight_files
+from warpbus.train.inputs import Inputs
 from warpbus.train.methods import LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.sharding import whole
 
@@ -37,8 +38,8 @@ def write(
 ) -> None:
     """Write what was trained to `output`; every process calls it, and the first writes.
 
-    A whole model is written in bfloat16 with the source's other files, but without its README.md; a LoRA as PEFT
-    has it, and a prefix as ChatGLM's P-Tuning has it, both in float32.
+    A whole model is written in bfloat16 with the companions of the source's weights; a LoRA as PEFT has it, and a
+    prefix as ChatGLM's P-Tuning has it, both in float32.
 
     Args:
         summary, log: for `training.json` and `training-log.json`.
@@ -80,15 +81,12 @@ def _write_model(
     source, config = inputs.checkpoint.directory, inputs.checkpoint.config
     dtype = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     written = {"config.json": {**config, dtype: "bfloat16"}, SUMMARY: summary, LOG: log}
-    # A README.md describes the source, and `warpbus push` would publish it as the card of the result.
-    left_out = {*weight_files(source), *(source / name for name in (*written, CURVE, "README.md"))}
     bytes_ = torch.bfloat16.itemsize * inputs.config.num_parameters
     with CheckpointWriter(output, overwrite=overwrite, expected_bytes=bytes_) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
-        for file in sorted(source.iterdir()):
-            if file.is_file() and file not in left_out:
-                writer.copy_file(file)
+        for file in find_companions(source):
+            writer.copy_file(file)
         for name, content in written.items():
             writer.write_json(name, content)
         writer.finish()

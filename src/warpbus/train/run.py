@@ -61,6 +61,7 @@ class TrainingStarted:
         documents: number of training documents.
         epochs: passes over them in the whole run.
         settings: of the run, with the numbers of steps.
+        random: whether it starts from random weights, because the model has none.
     """
 
     step: int
@@ -70,6 +71,7 @@ class TrainingStarted:
     documents: int
     epochs: float
     settings: TrainingSettings
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class _TrainingRun:
                     documents=len(self.inputs.batches.documents),
                     epochs=self._epochs(),
                     settings=self.settings,
+                    random=not self.inputs.checkpoint.names(),
                 )
             )
         if self.group.device.type == "cuda":

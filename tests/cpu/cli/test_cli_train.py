@@ -32,6 +32,7 @@ def test_a_model_is_trained_and_its_losses_shown(blank_model, tmp_path, data):
     found = invoke(blank_model, tmp_path / "out", "--data", data, "--valid", data, "--valid-every", 2, *SHORT)
     assert found.exit_code == 0
     assert found.stdout == ""
+    assert "the model has no weights: training starts from random ones" in " ".join(found.stderr.split())
     assert "step 2: loss" in found.stderr
     assert "training.png" in found.stderr.replace("\n", "")
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -113,6 +114,7 @@ def test_an_adapter_is_trained(tiny_model, tmp_path, data):
     assert {name: settings[name] for name in expected} == expected
     assert (tmp_path / "out" / "adapter_config.json").exists()
     assert "trainable parameters: 640 of " in found.stderr
+    assert "random" not in found.stderr
 
 
 def test_a_dry_run_tells_memory_and_needs_no_weights(blank_model, tmp_path, data):

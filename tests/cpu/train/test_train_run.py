@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.hub import find_model
 from warpbus.models import Decoder, load_model, read_config
+from warpbus.models.convert import convert
 from warpbus.train import TrainingProgress, TrainingSettings, train
 from warpbus.train.dataset import Batches, PackedBatch, pack, tokenize
 from warpbus.train.run import _TrainingRun
@@ -282,16 +284,41 @@ def test_training_goes_on_from_weights(blank_model: Path, tmp_path: Path, data: 
     _, before = run(blank_model, first, data, steps=30)
     (first / "README.md").write_text("mine", encoding="utf-8")
     (first / "LICENSE").write_text("mine", encoding="utf-8")
-    (first / "pytorch_model.bin.index.json").write_text("{}", encoding="utf-8")
+    others = "pytorch_model.bin.index.json", "model.gguf", "optimizer.pt", "consolidated.00.pth", "trainer_state.json"
+    for name in others:
+        (first / name).write_text("{}", encoding="utf-8")
     _, after = run(first, output, data, steps=3, learning_rate=1e-4)
     assert after[0].loss < before[0].loss / 2
     assert after[0].loss == pytest.approx(before[-1].loss, abs=0.3)
     assert (output / "LICENSE").read_text(encoding="utf-8") == "mine"
     assert not (output / "README.md").exists()  # it describes the model that was trained further
-    assert not (output / "pytorch_model.bin.index.json").exists()
+    assert not {path.name for path in output.iterdir()} & {*others}
     assert len(json.loads((output / "training-log.json").read_text(encoding="utf-8"))) == 3
     changed = weights(output)
     assert any(not torch.equal(tensor, changed[name]) for name, tensor in weights(first).items())
+
+
+@pytest.mark.usefixtures("home")
+def test_weights_in_a_gguf_are_not_taken_for_none(make_model: MakeModel, tmp_path: Path, data: Path) -> None:
+    """Training would start from random ones."""
+    plain = make_model(tmp_path / "plain", num_attention_heads=4)
+    convert(plain, tmp_path / "plain.gguf", to="gguf-f32")
+    _, expected = run(plain, tmp_path / "expected", data)
+    _, steps = run(find_model(str(tmp_path / "plain.gguf")), tmp_path / "out", data)
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    assert not (tmp_path / "out" / "model.gguf").exists()
+    found, trained = (weights(tmp_path / name) for name in ("out", "expected"))
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in trained.items()}
+
+
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "flax_model.msgpack", "llama-q4.gguf", "model-1.bin"])
+def test_weights_that_cannot_be_read_are_not_taken_for_none(
+    name: str, blank_model: Path, tmp_path: Path, data: Path
+) -> None:
+    shutil.copytree(blank_model, tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(b"weights")
+    with pytest.raises(CheckpointError, match="no weights: expected model"):
+        run(tmp_path / "model", tmp_path / "out", data)
 
 
 def test_an_output_that_exists(blank_model: Path, tmp_path: Path, data: Path) -> None:
