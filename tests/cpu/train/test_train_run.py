@@ -311,6 +311,20 @@ def test_weights_in_a_gguf_are_not_taken_for_none(make_model: MakeModel, tmp_pat
     assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in trained.items()}
 
 
+def test_an_output_that_leaves_no_place_for_checkpoints(
+    blank_model: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out.training").write_text("mine", encoding="utf-8")
+    with pytest.raises(StorageError, match=r"out\.training: is a file, but checkpoints are kept there"):
+        run(blank_model, tmp_path / "out", data)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for output in (".", "..", "/"):
+        with pytest.raises(UsageError, match=r"checkpoints are kept beside OUTPUT, by its name"):
+            run(blank_model, Path(output), data)
+
+
 @pytest.mark.parametrize("name", ["consolidated.00.pth", "flax_model.msgpack", "llama-q4.gguf", "model-1.bin"])
 def test_weights_that_cannot_be_read_are_not_taken_for_none(
     name: str, blank_model: Path, tmp_path: Path, data: Path
