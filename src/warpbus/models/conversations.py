@@ -19,7 +19,8 @@ def template_inputs(messages: Sequence[Any], tools: Any, template: Template) -> 
 
     Args:
         messages: `{"role": ..., "content": ...}`. The content is a text, a list of `{"type": "text", "text": ...}`, or
-            with `tool_calls` null. The arguments of a call are the text of a JSON object, or the object.
+            with `tool_calls` null. The arguments of a call are the text of a JSON object, or the object. The thinking is
+            `reasoning_content` or `reasoning`.
         tools: the tools of the conversation in OpenAI's form, or None.
         template: of the model.
 
@@ -57,6 +58,8 @@ def _plain(index: int, message: Any) -> Any:
         content = "".join(str(part.get("text", "")) for part in content)
     # Null stands for a missing field where a data set has the same fields in all lines.
     given = {key: value for key, value in message.items() if value is not None}
+    if "reasoning" in given:  # as in answers of vLLM
+        given.setdefault("reasoning_content", given.pop("reasoning"))
     changed = {} if content is None else {"content": content}
     return {**given, **changed, **({"role": "system"} if role == "developer" else {})}
 

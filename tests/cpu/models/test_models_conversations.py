@@ -108,6 +108,17 @@ def test_tools_without_calls_are_declared(tmp_path: Path) -> None:
     assert "get_weather" not in tokenizer.decode(bare)
 
 
+def test_thinking_has_two_names(tmp_path: Path) -> None:
+    tokenizer, template = template_of(tmp_path, QWEN_SOURCE)
+    thoughts = [
+        encoded(template, tokenizer, [TALK[0], {**TALK[1], **named}])[1]
+        for named in ({"reasoning_content": "mo mo"}, {"reasoning": "mo mo"}, {"reasoning_content": None})
+    ]
+    assert thoughts[0] == thoughts[1]
+    assert tokenizer.decode(thoughts[0]) == "<think>mo mo</think>moo"
+    assert tokenizer.decode(thoughts[2]) == "moo"
+
+
 TALK = [{"role": "user", "content": "mo"}, {"role": "assistant", "content": "moo"}]
 
 
