@@ -19,8 +19,8 @@ def template_inputs(messages: Sequence[Any], tools: Any, template: Template) -> 
 
     Args:
         messages: `{"role": ..., "content": ...}`. The content is a text, a list of `{"type": "text", "text": ...}`, or
-            with `tool_calls` null. The arguments of a call are the text of a JSON object, or the object. The thinking is
-            `reasoning_content` or `reasoning`.
+            with `tool_calls` null. The arguments of a call are the text of a JSON object, or the object. The thinking
+            is `reasoning_content` or `reasoning`.
         tools: the tools of the conversation in OpenAI's form, or None.
         template: of the model.
 
