@@ -63,7 +63,7 @@ def rejected(messages: str, source: Path, plain: str) -> Finding:
         return {"kind": "braces", "opened": plain.count("{"), "closed": plain.count("}")}
     found = _ERROR.search(messages)
     if found is None and (assembly := _ASSEMBLY.search(plain)):
-        return {"kind": "ptx", "line": _line(plain, assembly.start())}
+        return {"kind": "assembly", "line": _line(plain, assembly.start())}
     if found is None:
         lines = messages.splitlines() or ["no message"]
         return {"kind": "rejected", "said": next((line for line in lines if "error" in line), lines[0])}

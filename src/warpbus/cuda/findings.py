@@ -197,10 +197,18 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "endless_host": ("the program does not end{line}", "程序没有结束{line}"),
     "rejected": ("the compiler rejects the program{line}: {said}{hint}", "编译器报错{line}：{said}{hint}"),
+    "assembly": (
+        "the compiler rejects an asm statement{line}: the CPU knows those with operands of PTX (h, r, l, f, d, n)",
+        "编译器不接受 asm 语句{line}：CPU 上只支持操作数约束为 h、r、l、f、d、n 的 PTX 语句",
+    ),
+    "ptx_host": (
+        "host code: the PTX instruction {instruction}{line} is for kernels",
+        "主机代码：PTX 指令 {instruction}{line} 只能用在核函数里",
+    ),
     "ptx": (
-        "inline PTX (asm){line} is not supported on the CPU: use a function of CUDA in its place, or a machine with a "
-        "GPU and nvcc",
-        "CPU 上不支持内联 PTX（asm）{line}：请改用 CUDA 函数，或者在有 GPU 和 nvcc 的机器上运行",
+        "{at}: the CPU does not have the PTX instruction {instruction}{line}: use a function of CUDA in its place, or "
+        "a machine with a GPU and nvcc",
+        "{at}：CPU 上不支持 PTX 指令 {instruction}{line}：请改用 CUDA 函数，或者在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_incomplete": (
         ". The statement is not complete: look for a missing ; or ) here or at the end of the line before",
@@ -216,9 +224,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_library": (
-        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, mma.h, cooperative_groups.h, cuda_pipeline.h and "
-        "what they include: a machine with a GPU and nvcc runs programs with others",
-        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、mma.h、cooperative_groups.h、cuda_pipeline.h 及其包含的头文件："
+        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, mma.h, cooperative_groups.h, "
+        "cuda_pipeline.h and what they include: a machine with a GPU and nvcc runs programs with others",
+        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、cuda_bf16.h、mma.h、cooperative_groups.h、cuda_pipeline.h "
+        "及其包含的头文件："
         "用到 CUDA 其他头文件的程序，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_no_rows": (
@@ -356,7 +365,7 @@ def _kind(finding: Finding) -> str:
         return "race_blocks"
     if kind == "wild" and (finding["address"] == "(nil)" or int(finding["address"], 16) < _FIRST_PAGE):
         kind = "null"
-    if kind in ("wild", "null", "endless", "freed", "division") and "thread" not in finding:
+    if kind in ("wild", "null", "endless", "freed", "division", "ptx") and "thread" not in finding:
         return f"{kind}_host"
     if kind == "status" and finding["status"] == "invalid configuration argument":
         return "configuration"

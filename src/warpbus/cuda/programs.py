@@ -22,6 +22,7 @@ from warpbus.cuda.compile_findings import misqualified, rejected
 from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import Finding
 from warpbus.cuda.host_compiler import kept_object
+from warpbus.cuda.ptx.assembly import HEADER, translate_ptx
 from warpbus.errors import DataError, DeviceError
 
 HEADERS = Path(__file__).parent / "on_cpu"
@@ -119,9 +120,11 @@ def run_in_orders(
     compiler = find_compiler()
     text = _text(source)
     name = str(source).replace("\\", "\\\\").replace('"', '\\"')
-    pieces = ['#include "cuda_runtime.h"', f'#line 1 "{name}"', translate(text)]
+    pieces = [f'#line 1 "{name}"', translate(text)]
     if appended:
         pieces += ['#line 1 "test"', translate(appended)]
+    needed = [HEADER] if any("warpbus::ptx::" in piece for piece in pieces) else []
+    pieces = ['#include "cuda_runtime.h"', *needed, *pieces]
     # The language is that of `run_on_gpu`. Findings need lines and inlined calls (-g1); all that a debugger reads takes
     # twice as long. An access to address 0 has to happen, so that it is explained: it must not be optimized away.
     flags = ["-std=c++17", "-O1", "-g1", "-w", "-fno-delete-null-pointer-checks"]
@@ -228,6 +231,7 @@ def translate(text: str) -> str:
     for found in _OF_A_KERNEL.finditer(plain):
         call = f'warpbus::{found["function"]}("{found["name"]}", {found["kernel"]},'
         edits.append((*found.span(), call + "\n" * found[0].count("\n")))
+    edits += translate_ptx(text, plain)
     start = plain.find("<<<")
     while start >= 0:
         line = plain.count("\n", 0, start) + 1

@@ -1,9 +1,10 @@
-"""Half precision and tensor cores in CUDA programs on the CPU."""
+"""Half precision, bfloat16 and tensor cores in CUDA programs on the CPU."""
 
 import re
 
 import numpy as np
 import pytest
+import torch
 from cuda_program_runs import run_checked
 
 
@@ -36,6 +37,18 @@ def test_numbers_are_rounded_to_the_nearest_half(run) -> None:
     with np.errstate(over="ignore"):
         expected = exact.astype(np.float32).astype(np.float16)
     assert np.array_equal(np.array(list(map(int, words[1::2])), dtype=np.uint16), expected.view(np.uint16))
+
+
+def test_numbers_are_rounded_to_the_nearest_bfloat16(run) -> None:
+    """As by PyTorch; and each bfloat16 is its own nearest."""
+    program = VALUES.replace("__ushort_as_half", "__ushort_as_bfloat16").replace("__half_as", "__bfloat16_as")
+    program = program.replace("__float2half", "__float2bfloat16").replace("__half2float", "__bfloat162float")
+    program = program.replace("const half", "const __nv_bfloat16")
+    words = run("#include <cuda_bf16.h>\n" + program).split()
+    assert len(words) == 6000
+    exact = torch.tensor([float.fromhex(word) for word in words[::2]]) * torch.tensor([-1.0, 1.0]).repeat(1500)
+    expected = exact.bfloat16().view(torch.int16).int() & 0xFFFF
+    assert expected.tolist() == list(map(int, words[1::2]))
 
 
 OPERATIONS = """
@@ -111,6 +124,49 @@ int main() {
 
 def test_products_of_tensor_cores(run) -> None:
     assert run(PRODUCT) == "bad 0\n"
+
+
+OTHER_TYPES = """
+using namespace nvcuda;
+using Element = ELEMENT; using Stored = STORED; using Sum = SUM;
+constexpr int kDepth = DEPTH;
+__global__ void k(const Stored *a, const Stored *b, Sum *c) {
+    wmma::fragment<wmma::matrix_a, 16, 16, kDepth, Element, wmma::row_major> left;
+    wmma::fragment<wmma::matrix_b, 16, 16, kDepth, Element, wmma::row_major> right;
+    wmma::fragment<wmma::accumulator, 16, 16, kDepth, Sum> sums;
+    wmma::fill_fragment(sums, 0);
+    wmma::load_matrix_sync(left, a, kDepth);
+    wmma::load_matrix_sync(right, b, 16);
+    wmma::mma_sync(sums, left, right, sums);
+    wmma::store_matrix_sync(c, sums, 16, wmma::mem_col_major);
+}
+int main() {
+    Stored a[16 * kDepth], b[16 * kDepth], *d_a, *d_b; Sum c[256], *d_c; int bad = 0;
+    for (int i = 0; i < 16 * kDepth; ++i) a[i] = Stored(float(i * 7 % 11 - 5)), b[i] = Stored(float(i * 5 % 13 - 6));
+    cudaMalloc(&d_a, sizeof a); cudaMalloc(&d_b, sizeof b); cudaMalloc(&d_c, sizeof c);
+    cudaMemcpy(d_a, a, sizeof a, cudaMemcpyHostToDevice); cudaMemcpy(d_b, b, sizeof b, cudaMemcpyHostToDevice);
+    k<<<1, 32>>>(d_a, d_b, d_c); cudaMemcpy(c, d_c, sizeof c, cudaMemcpyDeviceToHost);
+    for (int i = 0; i < 256; ++i) {
+        float sum = 0;
+        for (int k = 0; k < kDepth; ++k) sum += float(a[i % 16 * kDepth + k]) * float(b[k * 16 + i / 16]);
+        bad += c[i] != sum;
+    }
+    printf("bad %d", bad);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("element", "stored", "sums", "depth"),
+    [
+        ("__nv_bfloat16", "__nv_bfloat16", "float", "16"),
+        ("signed char", "signed char", "int", "16"),
+        ("wmma::precision::tf32", "float", "float", "8"),
+    ],
+)
+def test_products_of_other_types(element: str, stored: str, sums: str, depth: str, run) -> None:
+    text = OTHER_TYPES.replace("ELEMENT", element).replace("STORED", stored).replace("SUM", sums)
+    assert run(text.replace("DEPTH", depth)) == "bad 0"
 
 
 def test_all_lanes_multiply(run) -> None:

@@ -134,6 +134,14 @@ def changed(text: str, old: str, new: str) -> str:
                 "<<<1, 500000>>>: invalid configuration argument",
             ],
         ),
+        (
+            "tensor_cores",
+            [
+                "wmma                     n = 128, wrong: 0",
+                "mma                      n = 128, wrong: 0",
+                "mma, ldmatrix, cp.async  n = 128, wrong: 0",
+            ],
+        ),
     ],
 )
 def test_examples(name: str, expected: list[str]) -> None:

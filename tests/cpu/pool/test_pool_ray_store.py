@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from warpbus.errors import UnavailableError, UsageError
+from warpbus.errors import UsageError
 from warpbus.pool.broker import ray_store
 from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
 from warpbus.pool.broker.ray_store import RayBrokerStore

@@ -1,6 +1,7 @@
 // What the tests of the exercises share: arrays of a test case on host and device, the comparison, and the clock.
 // The tests are compiled behind the reader's file, on the CPU or by nvcc.
 #pragma once
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -166,6 +167,11 @@ inline std::vector<float> values(size_t count, unsigned seed = 1) {
         found[i] = static_cast<float>(static_cast<int>(seed >> 24) % 33 - 16) / 4;
     }
     return found;
+}
+
+inline std::vector<half> halves(size_t count, unsigned seed = 1) {
+    const std::vector<float> exact = values(count, seed);
+    return std::vector<half>(exact.begin(), exact.end());
 }
 
 }  // namespace exercise

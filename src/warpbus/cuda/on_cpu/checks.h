@@ -359,6 +359,21 @@ void check_atomic(const void *at, size_t size, const void *pc) {
     if (current) note_atomic();
 }
 
+// An asynchronous copy may write at once: nobody else may have accessed its destination since the last barrier.
+void check_copy(const void *to, size_t size, const void *counter) {
+    const char *at = static_cast<const char *>(to);
+    const Region *region = region_of(at);
+    if (!region || !region->shared || at < region->begin || at + size > region->begin + region->size) return;
+    const uint32_t pc = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(counter) - 1);
+    const size_t offset = static_cast<size_t>(at - region->begin);
+    for (size_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) {
+        const Cell &cell = region->cells[i];
+        if (!ordered(cell.wrote, true)) stop_race(*region, i, cell.wrote, true, true, pc);
+        for (const Visit &read : cell.read)
+            if (!ordered(read, true)) stop_race(*region, i, read, false, true, pc);
+    }
+}
+
 void check_fence(bool of_block) {
     if (current) fences[current->number].fenced = ++stamp;
     if (!of_block) unordered = device_unordered = false;

@@ -17,7 +17,7 @@ template <class T> void copy_piece(const DeferredCopy &copy) {
 }  // namespace warpbus
 
 // Of 4, 8 or 16 bytes, the last `zeros` of which are 0.
-inline void __pipeline_memcpy_async(void *to, const void *from, size_t size, size_t zeros = 0) {
+__forceinline__ void __pipeline_memcpy_async(void *to, const void *from, size_t size, size_t zeros = 0) {
     using namespace warpbus;
     if ((size != 4 && size != 8 && size != 16) || zeros > size) {
         fprintf(stderr, "__pipeline_memcpy_async copies 4, 8 or 16 bytes, not %zu\n", size);

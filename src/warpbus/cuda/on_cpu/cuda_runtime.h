@@ -185,6 +185,7 @@ struct Thread {
     unsigned mask;          // of the lanes that it waits for
     unsigned source;        // the lane whose value it asks for
     uint64_t given, got;    // the bits that it hands over, and those that it gets
+    unsigned shared_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
 };
 
 // An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.
@@ -212,6 +213,7 @@ void check_atomic(const void *at, size_t size, const void *pc);
 cudaError_t copy_symbol(char *symbol, size_t has, size_t offset, void *other, size_t size, cudaMemcpyKind kind);
 void forget_traffic();
 void write_finding(const char *kind, const char *fields);
+[[noreturn]] void refuse_instruction(const char *instruction, int line);
 
 // A kernel with its arguments: a lambda of `translate`.
 struct Call {
@@ -448,6 +450,12 @@ template <class T> T __ldcs(const T *at) { return *at; }
 template <class T> void __stcg(T *at, T value) { *at = value; }
 template <class T> void __stcs(T *at, T value) { *at = value; }
 [[noreturn]] inline void __trap() { abort(); }
+
+// Shared memory lies below 4 GB: its addresses are also valid in 32 bits.
+inline size_t __cvta_generic_to_shared(const void *at) { return reinterpret_cast<size_t>(at); }
+inline void *__cvta_shared_to_generic(size_t at) { return reinterpret_cast<void *>(at); }
+inline size_t __cvta_generic_to_global(const void *at) { return reinterpret_cast<size_t>(at); }
+inline void *__cvta_global_to_generic(size_t at) { return reinterpret_cast<void *>(at); }
 long long clock64();
 inline void __nanosleep(unsigned) {}
 

@@ -4,6 +4,7 @@
 // `fragment::x` is wrong on both. Sums are in float32, one product after the other.
 #pragma once
 
+#include "cuda_bf16.h"
 #include "cuda_fp16.h"
 
 namespace nvcuda::wmma {
@@ -16,14 +17,25 @@ struct matrix_a {};
 struct matrix_b {};
 struct accumulator {};
 
+namespace precision {
+struct tf32;
+}
+
+// What a fragment stores of a type.
+template <class T> struct Stored { using type = T; };
+template <> struct Stored<precision::tf32> { using type = float; };
+inline float __float_to_tf32(float x) {
+    return warpbus::same_bits<float>(warpbus::same_bits<unsigned>(x) + 0x1000 & ~0x1FFFu);
+}
+
 // Elements of a matrix `[rows, columns]`: lane i holds `num_elements` of them, the i-th ones by rows.
 template <class Use, int M, int N, int K, class T, class Layout = void> struct fragment {
-    static_assert((M == 16 && N == 16 && K == 16) || (M == 32 && N == 8 && K == 16) || (M == 8 && N == 32 && K == 16),
-                  "on the CPU, fragments are 16x16x16, 32x8x16 or 8x32x16");
+    static_assert(K == 16 ? (M == 16 && N == 16) || (M == 32 && N == 8) || (M == 8 && N == 32) : M == 16 && N == 16 && K == 8,
+                  "on the CPU, fragments are 16x16x16, 32x8x16, 8x32x16 or, in TF32, 16x16x8");
     static constexpr int rows = std::is_same_v<Use, matrix_b> ? K : M, columns = std::is_same_v<Use, matrix_a> ? K : N;
     static constexpr int num_elements = rows * columns / static_cast<int>(warpbus::kWarp);
-    using element_type = T;
-    T x[num_elements];
+    using element_type = typename Stored<T>::type;
+    element_type x[num_elements];
 };
 
 // The fragments of the lanes of each warp, while they are multiplied.
@@ -40,9 +52,10 @@ template <class Fragment, class Visit> void visit_elements(Fragment &fragment, b
 }
 
 template <class Use, int M, int N, int K, class T, class Layout>
-void load_matrix_sync(fragment<Use, M, N, K, T, Layout> &to, const T *from, unsigned stride, WARPBUS_LINE) {
+void load_matrix_sync(fragment<Use, M, N, K, T, Layout> &to, const typename Stored<T>::type *from, unsigned stride,
+                      WARPBUS_LINE) {
     meet("load_matrix_sync", line);
-    visit_elements(to, std::is_same_v<Layout, col_major>, stride, [&](T &element, size_t at) { element = from[at]; });
+    visit_elements(to, std::is_same_v<Layout, col_major>, stride, [&](auto &element, size_t at) { element = from[at]; });
 }
 template <int M, int N, int K, class T>
 void load_matrix_sync(fragment<accumulator, M, N, K, T> &to, const T *from, unsigned stride, layout_t layout, WARPBUS_LINE) {
@@ -56,7 +69,7 @@ void store_matrix_sync(T *to, const fragment<accumulator, M, N, K, T> &from, uns
 }
 template <class Use, int M, int N, int K, class T, class Layout, class Value>
 void fill_fragment(fragment<Use, M, N, K, T, Layout> &fragment, Value value) {
-    for (T &element : fragment.x) element = static_cast<T>(value);
+    for (auto &element : fragment.x) element = static_cast<std::decay_t<decltype(element)>>(value);
 }
 
 // An element of the matrix whose parts the lanes of this warp hold.

@@ -37,6 +37,10 @@ void write_finding(const char *kind, const char *fields) {
         }
 }
 
+void refuse_instruction(const char *instruction, int line) {
+    stop("ptx", (current ? place(*current) : std::string()) + field("instruction", instruction) + field("line", line));
+}
+
 void wait_for(Waits waits, const char *what, int line, unsigned mask) {
     current->waits = waits;
     current->what = what;
@@ -46,6 +50,7 @@ void wait_for(Waits waits, const char *what, int line, unsigned mask) {
 }
 
 void defer_copy(const DeferredCopy &copy) {
+    check_copy(copy.to, copy.size, __builtin_return_address(0));
     running().copies.push_back(copy);
     running().copies.back().batch = running().batches;
 }

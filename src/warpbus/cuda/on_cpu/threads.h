@@ -87,6 +87,7 @@ void check_warp_barrier(unsigned warp);    // so are the threads of a warp
 void check_launch_end();
 void check_host_write(const void *, size_t);
 void check_freed(const void *);
+void check_copy(const void *, size_t, const void *pc);  // an asynchronous copy begins
 void check_fence(bool of_block);           // if not of a block, the program orders blocks by fences
 void check_new_array(const SharedArray &);
 void check_dynamic_array(const SharedArray &);
@@ -100,6 +101,7 @@ inline void check_warp_barrier(unsigned) {}
 inline void check_launch_end() {}
 inline void check_host_write(const void *, size_t) {}
 inline void check_freed(const void *) {}
+inline void check_copy(const void *, size_t, const void *) {}
 inline void check_fence(bool) {}
 inline void check_new_array(const SharedArray &) {}
 inline void check_dynamic_array(const SharedArray &) {}
@@ -369,6 +371,7 @@ inline void begin_block(unsigned threads) {
         fiber.waits = Waits::nothing;
         fiber.ended = false;
         fiber.given = 0;
+        fiber.shared_instructions = 0;
         fiber.copies.clear();
         fiber.batches = 0;
         getcontext(&fiber.context);

@@ -1,0 +1,86 @@
+"""Loads, stores, atomic operations and asynchronous copies."""
+
+import re
+
+from warpbus.cuda.ptx.instruction import ATOMIC, CACHING, SPACES, Handlers, PtxInstruction, vector
+from warpbus.cuda.ptx.registers import TYPES, UnknownInstructionError
+
+_ATOMICS = {
+    "add": "atomicAdd",
+    "min": "atomicMin",
+    "max": "atomicMax",
+    "exch": "atomicExch",
+    "cas": "atomicCAS",
+    "and": "atomicAnd",
+    "or": "atomicOr",
+    "xor": "atomicXor",
+    "inc": "atomicInc",
+    "dec": "atomicDec",
+}
+
+
+def _load(of: PtxInstruction) -> str:
+    kind, count = of.memory_kind()
+    at = of.registers.address(of.operands[1])
+    parts = vector(of.operands[0]) or [of.operands[0]]
+    if len(parts) != count:
+        raise UnknownInstructionError
+    if ATOMIC & set(of.modifiers) and count == 1:
+        return of.registers.write(parts[0], f"warpbus::ptx::load_atomic(warpbus::ptx::address<{kind}>({at}))")
+    loaded = f"const auto warpbus_loaded = *warpbus::ptx::address<const warpbus::ptx::Vector<{kind}, {count}>>({at});"
+    given = " ".join(of.registers.write(part, f"warpbus_loaded.x[{index}]") for index, part in enumerate(parts))
+    return f"{{ {loaded} {given} }}"
+
+
+def _store(of: PtxInstruction) -> str:
+    kind, count = of.memory_kind()
+    at = of.registers.address(of.operands[0])
+    parts = vector(of.operands[1]) or [of.operands[1]]
+    if len(parts) != count:
+        raise UnknownInstructionError
+    values = ", ".join(of.registers.read(each, kind) for each in parts)
+    if ATOMIC & set(of.modifiers) and count == 1:
+        return f"warpbus::ptx::store_atomic(warpbus::ptx::address<{kind}>({at}), {values});"
+    stored = f"warpbus::ptx::Vector<{kind}, {count}>"
+    return f"*warpbus::ptx::address<{stored}>({at}) = {stored}{{{{{values}}}}};"
+
+
+def _atomic(of: PtxInstruction) -> str:
+    others = [each for each in of.modifiers if each not in SPACES | ATOMIC | CACHING | {"noftz"}]
+    operation, kind = others[0], TYPES[others[1]]
+    first = 1 if of.name == "atom" else 0
+    if len(others) != 2:
+        raise UnknownInstructionError
+    values = ", ".join(of.registers.read(each, kind) for each in of.operands[first + 1 :])
+    call = f"{_ATOMICS[operation]}(warpbus::ptx::address<{kind}>({of.registers.address(of.operands[first])}), {values})"
+    return of.write(0, call) if first else f"{call};"
+
+
+def _copy_async(of: PtxInstruction) -> str:
+    if of.modifiers[:1] != ["async"]:
+        raise UnknownInstructionError
+    match of.modifiers[1:]:
+        case ["commit_group"]:
+            return "__pipeline_commit();"
+        case ["wait_group"]:
+            return f"__pipeline_wait_prior({of.registers.value(of.operands[0])});"
+        case ["wait_all"]:
+            return "warpbus::ptx::wait_for_all_copies();"
+        case ["ca" | "cg", "shared" | "shared::cta", "global", *hints] if all(
+            re.match(r"L2::\d+B", each) for each in hints
+        ):
+            size = of.registers.value(of.operands[2])
+            taken = of.read(3, "int32_t") if len(of.operands) > 3 else size
+            addresses = ", ".join(f"{of.registers.place(each)}" for each in of.operands[:2])
+            return f"warpbus::ptx::copy_async({addresses}, {size}, {taken});"
+    raise UnknownInstructionError
+
+
+HANDLERS: Handlers = {
+    **dict.fromkeys(("prefetch", "prefetchu", "discard", "applypriority"), lambda _: ";"),
+    **dict.fromkeys(("atom", "red"), _atomic),
+    "cvta": lambda of: of.write(0, of.read(1, "uint64_t")),
+    "ld": _load,
+    "st": _store,
+    "cp": _copy_async,
+}
