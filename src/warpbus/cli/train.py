@@ -134,9 +134,6 @@ def train(
         )
     if is_silent():
         return
-    from warpbus.evaluation.curve import draw_training  # loads matplotlib
-
-    curve = draw_training(output)
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))
     else:
@@ -148,7 +145,7 @@ def train(
         if "expert_load" in summary:
             losses += f", busiest expert {summary['expert_load']:.2f} times the mean"
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
-        lines = [text, f"loss curve: {curve}"]
+        lines = [text]
         for name, prefix in (("data", ""), ("validation data", "valid_")):
             truncated, dropped = (summary.get(f"{prefix}{each}", 0) for each in ("truncated", "dropped"))
             if truncated or dropped:
@@ -159,3 +156,9 @@ def train(
                 )
         for line in lines:
             console.print(line, highlight=False, markup=False)
+    from warpbus.evaluation.curve import draw_training  # loads matplotlib
+
+    # Last: the result is there, and told, where the picture cannot be written.
+    curve = draw_training(output)
+    if not as_json:
+        console.print(f"loss curve: {curve}", highlight=False, markup=False)

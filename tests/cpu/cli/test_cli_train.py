@@ -10,7 +10,8 @@ from hub_standin import StandIn
 from typer.testing import CliRunner
 
 from warpbus.cli import app, main
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError, StorageError, UsageError
+from warpbus.evaluation import curve
 from warpbus.language import in_language, translated
 from warpbus.train.job import devices_of
 
@@ -66,6 +67,25 @@ def test_json_is_all_of_stdout(blank_model, tmp_path, data):
     assert {name: summary["settings"][name] for name in expected} == expected
     assert summary["settings"]["dtype"] == "float32"
     assert summary["valid_loss"] is None
+
+
+@pytest.mark.parametrize("flags", [["--json"], []])
+def test_a_picture_that_cannot_be_written_hides_no_result(flags, blank_model, tmp_path, data, monkeypatch, capsys):
+    def full(output):
+        raise StorageError(f"{output}: no space left")
+
+    monkeypatch.setattr(curve, "draw_training", full)
+    arguments = ["train", blank_model, tmp_path / "out", "--data", data, *SHORT, *flags]
+    monkeypatch.setattr(sys, "argv", ["warpbus", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert "no space left" in told.err
+    if flags:
+        assert json.loads(told.out)["tokens"] == 192
+    else:
+        assert "192 tokens in" in " ".join(told.err.split())
 
 
 def test_help_names_every_setting():
