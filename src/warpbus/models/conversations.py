@@ -29,15 +29,18 @@ def template_inputs(messages: Sequence[Any], tools: Any, template: Template) -> 
     """
     plain = [_plain(index, message) for index, message in enumerate(messages)]
     offered = _tools(tools)
-    if not offered and not any(isinstance(message, Mapping) and message.get("tool_calls") for message in plain):
+    called = any(isinstance(message, Mapping) and message.get("tool_calls") for message in plain)
+    if not offered and not called:
         return plain, {}
     check_messages(plain)
     dialect: ToolDialect | TemplateTools | None = find_dialect(template)
-    if dialect is None and isinstance(template, JinjaTemplate) and "tool" in template.source:
-        dialect = TemplateTools()  # it takes tools in OpenAI's form, although answers with calls cannot be parsed
     if dialect is None:
-        where = "tools" if offered else "tool_calls"
-        raise UsageError(f"{where}: the chat template of the model has no tools: leave them out")
+        # Most templates take tools in OpenAI's form, also those whose calls Warpbus cannot find in an answer.
+        source = template.source if isinstance(template, JinjaTemplate) else ""
+        for name, used in (("tools", offered), ("tool_calls", called)):
+            if used and name not in source:
+                raise UsageError(f"{name}: the chat template of the model has no tools: leave them out")
+        dialect = TemplateTools()
     turns = [_turn(index, message) for index, message in enumerate(plain)]
     return dialect.render_tools(turns, offered), dialect.variables(offered)
 

@@ -151,3 +151,24 @@ def test_a_template_without_tools_refuses_them(tmp_path: Path) -> None:
     for line in ({"messages": TALK, "tools": OFFERED}, {"messages": MESSAGES}):
         with pytest.raises(DataError, match="the chat template of the model has no tools: leave them out"):
             encode_line("a.jsonl:1", json.dumps(line), tokenizer, template)
+
+
+@pytest.mark.parametrize("tools", [None, OFFERED])
+def test_a_template_of_an_unknown_dialect_gets_tools_and_calls_in_openais_form(tools: Any, tmp_path: Path) -> None:
+    """As far as it has them; otherwise they would be left out of the text."""
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}"
+    body = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{calls}{{% endfor %}}"
+    end = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer, template = template_of(tmp_path, "{{ tools | tojson if tools else 'none' }}" + body + end)
+    assert find_dialect(template) is None
+    messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call("get_time", '{"a": 1}')]}]
+    before, answer = encoded(template, tokenizer, messages, tools=tools)
+    assert tokenizer.decode(answer) == '[get_time{"a": 1}]'
+    assert tokenizer.decode(before).startswith("none" if tools is None else json.dumps(OFFERED, ensure_ascii=False))
+    tokenizer, without = template_of(tmp_path, body + end)
+    line = json.dumps({"messages": messages, "tools": tools})
+    if tools is None:
+        encode_line("a.jsonl:1", line, tokenizer, without)
+    else:
+        with pytest.raises(DataError, match="tools: the chat template of the model has no tools"):
+            encode_line("a.jsonl:1", line, tokenizer, without)
