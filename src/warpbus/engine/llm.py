@@ -225,8 +225,9 @@ class LLM:
         """Continue prompts. Each answer is the same as for its prompt alone, except for ties (see docs/scheduling.md).
 
         Args:
-            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, except
-                those that end every prompt of ChatGLM-6B (`Tokenizer.prompt_suffix`).
+            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get the special tokens that
+                the model's tokenizer puts before texts, such as `<|begin_of_text|>` of Llama 3, and behind prompts
+                (`[gMASK] <sop>` of ChatGLM-6B); `llm.tokenizer.encode(text)` gives the ids without them.
             params: the parameters of all prompts, or a list with those of each prompt.
             adapter: the name of an adapter for all prompts, or a list of names; None uses no adapter.
             stream: return the pieces of the answers as they are generated.

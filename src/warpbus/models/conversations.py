@@ -36,7 +36,9 @@ def template_inputs(messages: Sequence[Any], tools: Any, template: Template) -> 
     dialect: ToolDialect | TemplateTools | None = find_dialect(template)
     if dialect is None:
         # Most templates take tools in OpenAI's form, also those whose calls Warpbus cannot find in an answer.
-        source = template.source if isinstance(template, JinjaTemplate) else ""
+        source = ""
+        if isinstance(template, JinjaTemplate):
+            source = template.tools_source if offered else template.source
         for name, used in (("tools", offered), ("tool_calls", called)):
             if used and name not in source:
                 raise UsageError(f"{name}: the chat template of the model has no tools: leave them out")

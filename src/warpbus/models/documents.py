@@ -88,9 +88,9 @@ def cut_text(ids: list[int], tokenizer: Tokenizer, length: int, *, least: int = 
     A last one with fewer than `least` tokens of the text is left out.
 
     Raises:
-        DataError: if a document has no room for text behind the tokenizer's `prompt_suffix`.
+        DataError: if a document has no room for text behind the special tokens.
     """
-    given = len(tokenizer.prompt_suffix)
+    given = len(_empty_prompt(tokenizer))
     if length <= given:
         raise DataError(f"a document of {length} tokens has no room for text: give more than {given}")
     room = length - given
@@ -101,12 +101,15 @@ def cut_text(ids: list[int], tokenizer: Tokenizer, length: int, *, least: int = 
 def text_document(ids: list[int], tokenizer: Tokenizer, end: int | None = None) -> Document:
     """The tokens of a text that is to be predicted as a whole, and its `end`, a token that is to be predicted, too.
 
-    Where a model's prompts end in special tokens (`Tokenizer.prompt_suffix`), it is what the model says to an empty
-    prompt.
+    It is what the model says to an empty prompt: the special tokens that a prompt consists of then come first.
     """
-    given = tokenizer.prompt_suffix
+    given = _empty_prompt(tokenizer)
     answer = [*ids, end] if ids and end is not None else ids
     return Document([*given, *answer], [False] * len(given) + [True] * len(answer))
+
+
+def _empty_prompt(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return (*tokenizer.prompt_prefix, *tokenizer.prompt_suffix)
 
 
 def encode_line(

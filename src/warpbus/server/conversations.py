@@ -248,12 +248,13 @@ def render_prompt(
             raise RequestError(400, f"{where}: the model {model.name} has not learned to call tools", param=where)
         rendered = [_plain(turn) for turn in turns]
     continues = bool(body.continue_final_message)
-    return model.service.template.render(
+    prompt = model.service.template.render(
         rendered,
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         variables=variables,
     )
+    return [*model.service.tokenizer.prompt_prefix, *prompt] if body.add_special_tokens else prompt
 
 
 def template_variables(body: Templated, options: ServerOptions) -> dict[str, Any]:

@@ -124,6 +124,19 @@ def test_token_ids_are_prompts_too(llm):
     assert [answer.token_ids for answer in llm.generate([ids, tuple(ids)], GREEDY)] == [expected] * 2
 
 
+def test_texts_begin_as_the_models_texts_do(llm, monkeypatch):
+    ids = [1, 2, *llm.tokenizer.encode(PROMPTS[0])]
+    expected = llm.generate(ids, GREEDY)[0]
+    bare, chat = llm.generate(PROMPTS[0], GREEDY)[0], llm.render(ASKED)
+    monkeypatch.setattr(llm.tokenizer, "prompt_prefix", (1, 2))
+    found = llm.generate(PROMPTS[0], GREEDY)[0]
+    assert (found.token_ids, found.prompt_tokens) == (expected.token_ids, bare.prompt_tokens + 2)
+    assert found.token_ids != bare.token_ids
+    assert llm.generate(ids[2:], GREEDY)[0].token_ids == bare.token_ids
+    assert llm.render(ASKED) == chat
+    assert llm.generate("", GREEDY)[0].prompt_tokens == 2
+
+
 def test_chat_renders_the_conversation(llm):
     messages = [{"role": "system", "content": "古诗"}, {"role": "user", "content": "明月"}]
     expected = llm.generate(llm.template.render(messages), GREEDY)[0]

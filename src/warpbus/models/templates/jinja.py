@@ -88,9 +88,11 @@ class JinjaTemplate:
         stop_ids: the ids at which an answer ends.
         end_id: the stop token that `spans` appends to a last answer that has none.
         call_end_id: the same for a last answer that calls tools; None if it is `end_id` as well.
+        tools_source: the template of conversations with tools, if it is another one.
 
     Attributes:
         source: as given.
+        tools_source: as given, or `source`.
 
     Raises CheckpointError if the source is not valid Jinja.
     """
@@ -105,6 +107,7 @@ class JinjaTemplate:
         stop_ids: tuple[int, ...],
         end_id: int | None,
         call_end_id: int | None = None,
+        tools_source: str | None = None,
     ) -> None:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -114,6 +117,7 @@ class JinjaTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
+            self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise CheckpointError(
                 f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
@@ -122,9 +126,10 @@ class JinjaTemplate:
         self._tokenizer = tokenizer
         self._name = name
         self.source = source
+        self.tools_source = source if tools_source is None else tools_source
         self._variables = dict(variables)
         self._end_id, self._call_end_id = end_id, call_end_id
-        self._specials = _Specials(tokenizer.special_ids)
+        self._specials = _Specials(tokenizer.special_ids, tokenizer.strips)
 
     def render(
         self,
@@ -174,17 +179,20 @@ class JinjaTemplate:
         """Messages and variables with all special tokens' texts broken, and the character that breaks them."""
         if _depth([messages, variables]) > _MOST_DEPTH:
             raise UsageError(f"messages: a tool or a variable is nested deeper than {_MOST_DEPTH} levels; flatten it")
-        breaker = _unused_character([*_strings(messages), *_strings(variables), self.source])
+        breaker = self._free_character(messages, variables)
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages
         ]
         return views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker
 
+    def _free_character(self, *values: Any) -> str:
+        return _unused_character([*_strings(values), self.source, self.tools_source])
+
     def _text_to_continue(self, views: _Views, variables: Variables) -> str:
         """The text of a conversation up to the end of the last message's content, which a mark shows."""
         content = views[-1]["content"]
-        mark = _unused_character([*_strings(views), *_strings(variables), self.source])
+        mark = self._free_character(views, variables)
         text = self._text([*views[:-1], {**views[-1], "content": content + mark}], False, variables)
         before, found, _ = text.rpartition(mark)
         if not found:
@@ -249,9 +257,10 @@ class JinjaTemplate:
     def _text(self, views: _Views, add_generation_prompt: bool, variables: Variables) -> str:
         limit = _LIMIT + 8 * sum(map(len, [*_strings(views), *_strings(variables)]))
         given = {"tools": None, "documents": None, **self._variables, **variables}
+        template = self._template if given["tools"] is None else self._tools_template
         chunks: list[str] = []
         try:
-            for chunk in self._template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
+            for chunk in template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
                 chunks.append(chunk)
                 limit -= len(chunk)
                 if limit < 0:
@@ -273,8 +282,9 @@ class JinjaTemplate:
 class _Specials:
     """The special tokens of a vocabulary: kept out of messages, found in what a template makes."""
 
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
+    def __init__(self, special_ids: Mapping[str, int], strips: Mapping[str, tuple[bool, bool]]) -> None:
         self._ids = {text: token for text, token in special_ids.items() if text}
+        self._strips = {special_ids[text]: sides for text, sides in strips.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._pattern = re.compile(alternatives)
@@ -320,13 +330,34 @@ class _Specials:
         items: list[SpecialToken | Text] = []
         done = 0
         for start, end, token in self.found(text):
-            if start > done:
-                items.append(_stretch(text, done, start, breaker, answers))
+            left, right = self._strips.get(token, (False, False))
+            before = _before_space(text, done, start) if left else start
+            if before > done:
+                items.append(_stretch(text, done, before, breaker, answers))
             items.append(SpecialToken(token, answer=any(first <= start and end <= last for first, last in answers)))
-            done = end
+            done = _behind_space(text, end) if right else end
         if len(text) > done:
             items.append(_stretch(text, done, len(text), breaker, answers))
         return items
+
+
+def _before_space(text: str, first: int, end: int) -> int:
+    """Where the whitespace before `end` begins, not before `first`."""
+    while end > first and _is_space(text[end - 1]):
+        end -= 1
+    return end
+
+
+def _behind_space(text: str, start: int) -> int:
+    """Where the whitespace from `start` on ends."""
+    while start < len(text) and _is_space(text[start]):
+        start += 1
+    return start
+
+
+def _is_space(char: str) -> bool:
+    """Unicode's whitespace, to which Python adds four separators."""
+    return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 
 def _stretch(text: str, start: int, end: int, breaker: str, answers: Sequence[tuple[int, int]]) -> Text:
