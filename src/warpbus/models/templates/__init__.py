@@ -24,6 +24,7 @@ __all__ = [
     "Template",
     "find_stop_ids",
     "find_template",
+    "find_text_end",
     "load_template",
 ]
 
@@ -49,7 +50,7 @@ class NoTemplate:
         """Raises UsageError."""
         raise self._error()
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """Raises UsageError."""
         raise self._error()
 
@@ -94,6 +95,7 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
             variables=variables,
             stop_ids=stop_ids,
             end_id=_end_id(tokenizer, variables.get("eos_token"), stop_ids),
+            call_end_id=tokenizer.special_ids.get("<|observation|>") if _is_glm(tokenizer) else None,
             tools_source=tools_source,
         )
     if config.get("model_type") != "chatglm":
@@ -120,6 +122,20 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
         texts += _GLM_STOPS
     found += [specials[text] for text in texts if text in specials]
     return tuple(dict.fromkeys(found))
+
+
+def find_text_end(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Tokenizer) -> int | None:
+    """The token that ends a text: the tokenizer's `eos_token`, else the first stop token; None if there is none.
+
+    For ChatGLM-6B it is <eop>, which ends all that the model says.
+    """
+    directory, specials = Path(checkpoint_dir), tokenizer.special_ids
+    if tokenizer.prompt_suffix and "<eop>" in specials:
+        return specials["<eop>"]
+    eos = special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token")
+    if eos in specials:
+        return specials[eos]
+    return next(iter(find_stop_ids(directory, config, tokenizer)), None)
 
 
 def _is_glm(tokenizer: Tokenizer) -> bool:

@@ -87,6 +87,7 @@ class JinjaTemplate:
         variables: `bos_token` and the like, as text.
         stop_ids: the ids at which an answer ends.
         end_id: the stop token that `spans` appends to a last answer that has none.
+        call_end_id: the same for a last answer that calls tools; None if it is `end_id` as well.
         tools_source: the template of conversations with tools, if it is another one.
 
     Attributes:
@@ -105,6 +106,7 @@ class JinjaTemplate:
         variables: Mapping[str, str],
         stop_ids: tuple[int, ...],
         end_id: int | None,
+        call_end_id: int | None = None,
         tools_source: str | None = None,
     ) -> None:
         environment = _Sandbox(
@@ -126,7 +128,7 @@ class JinjaTemplate:
         self.source = source
         self.tools_source = source if tools_source is None else tools_source
         self._variables = dict(variables)
-        self._end_id = end_id
+        self._end_id, self._call_end_id = end_id, call_end_id
         self._specials = _Specials(tokenizer.special_ids, tokenizer.strips)
 
     def render(
@@ -167,11 +169,11 @@ class JinjaTemplate:
                     f"{', '.join(ROLES)}"
                 )
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be located."""
         check_messages(messages)
-        views, _, breaker = self._broken(messages, {})
-        return prompt_spans(self._tokenizer, self._items_with_answers(views, breaker))
+        views, variables, breaker = self._broken(messages, variables or {})
+        return prompt_spans(self._tokenizer, self._items_with_answers(views, variables, breaker))
 
     def _broken(self, messages: Sequence[Message], variables: Variables) -> tuple[_Views, Variables, str]:
         """Messages and variables with all special tokens' texts broken, and the character that breaks them."""
@@ -202,40 +204,46 @@ class JinjaTemplate:
             )
         return before
 
-    def _items_with_answers(self, views: _Views, breaker: str) -> list[SpecialToken | Text]:
+    def _items_with_answers(self, views: _Views, variables: Variables, breaker: str) -> list[SpecialToken | Text]:
         """A whole conversation, with the answers marked.
 
         An answer reaches from where the prompt for it ends to the first stop token; if a template has no stop token
-        there, to where the conversation up to it ends.
+        there, to where the conversation up to it ends. Then an answer that follows it directly begins there, since the
+        model writes what is between the two.
         """
-        text = self._text(views, False, {})
+        text = self._text(views, False, variables)
         starts = {
-            i: len(self._beginning(text, views, i)) for i, view in enumerate(views) if view["role"] == "assistant"
+            i: len(self._beginning(text, views, i, variables))
+            for i, view in enumerate(views)
+            if view["role"] == "assistant"
         }
         stops = [(at, after) for at, after, token in self._specials.found(text) if token in self.stop_ids]
         answers: list[tuple[int, int]] = []
         unfinished = False
         for i, start in starts.items():
-            through = self._text(views[: i + 1], False, {})
+            through = self._text(views[: i + 1], False, variables)
             limit = len(through) if text.startswith(through) else None
             following = [other for other in starts.values() if other > start]
             bound = limit if limit is not None else min(following, default=len(text))
             end = next((after for at, after in stops if start <= at <= bound), None)
             if end is None and limit is None and following:
                 raise self._rewritten(i)
-            unfinished = end is None and i == len(views) - 1
-            answers.append((start, bound if end is None else end))
+            goes_on = unfinished and i - 1 in starts
+            unfinished = end is None
+            answers.append((answers[-1][1] if goes_on else start, bound if end is None else end))
         items = self._specials.items(text, breaker, answers)
-        if not unfinished:
+        if not (unfinished and views[-1]["role"] == "assistant"):
             return items
-        if self._end_id is None:
+        calls = self._call_end_id is not None and (views[-1].get("tool_calls") or views[-1].get("metadata"))
+        end_id = self._call_end_id if calls else self._end_id
+        if end_id is None:
             raise CheckpointError(
                 f"{self._name}: no stop token is known for the chat template; set eos_token in tokenizer_config.json"
             )
-        return [*items, SpecialToken(self._end_id, answer=True)]
+        return [*items, SpecialToken(end_id, answer=True)]
 
-    def _beginning(self, text: str, views: _Views, index: int) -> str:
-        prompt = self._text(views[:index], True, {})
+    def _beginning(self, text: str, views: _Views, index: int, variables: Variables) -> str:
+        prompt = self._text(views[:index], True, variables)
         if not text.startswith(prompt):
             raise self._rewritten(index)
         return prompt
