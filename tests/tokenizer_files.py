@@ -23,8 +23,8 @@ def write_poet(directory: Path) -> Path:
     return directory
 
 
-def write_chatglm(directory: Path, *, version: int) -> Path:
-    """SentencePiece BPE with bytes and a space put before every text, as ChatGLM2 and ChatGLM3 have."""
+def train_llama_sentencepiece(directory: Path) -> Path:
+    """SentencePiece BPE with bytes and a space put before every text; `<s>` is its token 1."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXT, "[Round 1]\n\n问：你好\n\n答：你好"]),
@@ -38,6 +38,12 @@ def write_chatglm(directory: Path, *, version: int) -> Path:
         minloglevel=2,
     )
     (directory / "tokenizer.model").write_bytes(model.getvalue())
+    return directory
+
+
+def write_chatglm(directory: Path, *, version: int) -> Path:
+    """SentencePiece BPE with bytes and a space put before every text, as ChatGLM2 and ChatGLM3 have."""
+    train_llama_sentencepiece(directory)
     config = {"model_type": "chatglm", "eos_token_id": 2}
     tokenizer_config: dict[str, object] = {"tokenizer_class": "ChatGLMTokenizer"}
     if version == 3:

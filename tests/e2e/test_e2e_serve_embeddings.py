@@ -25,8 +25,9 @@ SIZES = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.3,
 }
-END, YES, NO = 258, 10, 11
-"""<|endoftext|>, which the embedding model's tokenizer appends, and the tokens of the reranker's answers."""
+BEGIN, END, YES, NO = 259, 258, 10, 11
+"""The tokens that the reranker's tokenizer puts before texts and the embedding model's behind them, and those of the
+reranker's answers."""
 
 
 def write_model(directory, model, files, *, bare=False):
@@ -40,6 +41,20 @@ def write_model(directory, model, files, *, bare=False):
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content))
     return directory
+
+
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def special(name):
+    return {"SpecialToken": {"id": name, "type_id": 0}}
+
+
+def write_post_processor(directory, parts, ids):
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokens = {name: {"id": name, "ids": [token], "tokens": [name]} for name, token in ids.items()}
+    template = {"type": "TemplateProcessing", "single": parts, "pair": [], "special_tokens": tokens}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": template}))
 
 
 def listed(*kinds):
@@ -58,15 +73,7 @@ def directories(tmp_path_factory):
         "1_Pooling/config.json": {"pooling_mode_lasttoken": True},
     }
     embedder = write_model(folder / "last", qwen, last, bare=True)
-    tokenizer = json.loads((embedder / "tokenizer.json").read_text())
-    special = {"id": "end", "ids": [END], "tokens": ["<|endoftext|>"]}
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "end", "type_id": 0}}],
-        "pair": [],
-        "special_tokens": {"end": special},
-    }
-    (embedder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_post_processor(embedder, [TEXT, special("end")], {"end": END})
     llama = LlamaForCausalLM(LlamaConfig(**SIZES))
     mean = {
         "modules.json": listed("Transformer", "Pooling"),
@@ -79,7 +86,7 @@ def directories(tmp_path_factory):
         "1_LogitScore/config.json": {"true_token_id": YES, "false_token_id": NO},
         "tokenizer_config.json": {"chat_template": TEMPLATE},
     }
-    write_model(folder / "judge", judge, ranking)
+    write_post_processor(write_model(folder / "judge", judge, ranking), [special("<s>"), TEXT], {"<s>": BEGIN})
     return folder
 
 
@@ -122,6 +129,8 @@ def test_last_token_embeddings(client, directories):
     close([each.embedding for each in by_ids.data], expected)
     [one] = client.embeddings.create(model="last", input=ids[1], encoding_format="float").data
     close([one.embedding], expected[1:2])
+    bare = client.embeddings.create(model="last", input=TEXTS[1], extra_body={"add_special_tokens": False})
+    assert bare.usage.prompt_tokens == len(ids[1]) - 1
     [short] = client.embeddings.create(model="last", input=TEXTS[0], dimensions=16).data
     close([short.embedding], torch.nn.functional.normalize(expected[:1, :16], dim=-1))
 
@@ -210,18 +219,19 @@ def test_a_reranker_judges_each_document(url, directories):
     assert "document" not in ranking["results"][0]
 
 
+@pytest.mark.parametrize(("name", "before"), [("mean", []), ("judge", [BEGIN])])
 @torch.no_grad()
-def test_probabilities_of_tokens_after_a_query_and_items(url, directories):
-    model = AutoModelForCausalLM.from_pretrained(directories / "mean", dtype=torch.float32)
-    tokenizer = load_tokenizer(directories / "mean")
-    body = {"model": "mean", "query": "is it ", "items": ["bright", "far"], "label_token_ids": [YES, NO]}
+def test_probabilities_of_tokens_after_a_query_and_items(url, directories, name, before):
+    model = AutoModelForCausalLM.from_pretrained(directories / name, dtype=torch.float32)
+    tokenizer = load_tokenizer(directories / name)
+    body = {"model": name, "query": "is it ", "items": ["bright", "far"], "label_token_ids": [YES, NO]}
     for softmax, item_first in [(True, False), (False, True)]:
         asked = {**body, "apply_softmax": softmax, "item_first": item_first}
         answer = httpx.post(f"{url}/v1/score", json=asked, timeout=60).json()
         expected = []
         for item in body["items"]:
             parts = [tokenizer.encode(body["query"]), tokenizer.encode(item)]
-            ids = [token for part in (reversed(parts) if item_first else parts) for token in part]
+            ids = before + [token for part in (reversed(parts) if item_first else parts) for token in part]
             logits = model(torch.tensor([ids])).logits[0, -1]
             found = logits[[YES, NO]].softmax(-1) if softmax else logits.softmax(-1)[[YES, NO]]
             expected.append(found.tolist())

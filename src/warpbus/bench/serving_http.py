@@ -63,17 +63,25 @@ def first_model(url: str) -> Served:
             answer.raise_for_status()
             model = answer.json()["data"][0]
             name = str(model["id"])
-            if model.get("owned_by") != "warpbus":  # what others make of an empty text is not asked for here
+            if model.get("owned_by") != "warpbus":  # what others put behind a text is not asked for here
                 return Served(name)
-            answer = client.post("/tokenize", json={"model": name, "prompt": ""})
-            answer.raise_for_status()
-            return Served(name, tuple(answer.json()["tokens"]))
+            whole, bare = _tokens(client, name, special=True), _tokens(client, name, special=False)
+            ends = range(len(bare), len(whole) + 1)
+            end = next((at for at in ends if whole[at - len(bare) : at] == bare), len(whole))
+            return Served(name, tuple(whole[end:]))
         except httpx.HTTPError as error:
             raise DeviceError(f"--url {url}: no server answers there ({error}): start one with warpbus serve") from None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise DataError(
                 f"--url {url}: the program that answers has no list of models: give the address of a server"
             ) from None
+
+
+def _tokens(client: httpx.Client, model: str, *, special: bool) -> list[int]:
+    """The ids of a text, with or without the special tokens around it."""
+    answer = client.post("/tokenize", json={"model": model, "prompt": "a", "add_special_tokens": special})
+    answer.raise_for_status()
+    return [int(token) for token in answer.json()["tokens"]]
 
 
 def drive(url: str, model: str, load: Load) -> Figures:

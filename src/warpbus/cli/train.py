@@ -21,13 +21,13 @@ from warpbus.train.options import TrainingOptions
     data=...,
     valid=...,
     method="full: all weights; or an adapter: lora or ptuning",
-    steps="optimizer steps, instead of --epochs; 0: computed from --epochs",
+    steps="optimizer steps, instead of --epochs; 0: computed from --epochs, rounded up",
     epochs=FieldOption("passes over the data (1)", least=0.001, default=None),
     length=FieldOption("tokens per row; documents are packed into rows", least=8),
     rows=FieldOption("rows per optimizer step, over all GPUs (128; adapters: 16)", field="rows_per_step", default=None),
     rows_at_once=FieldOption("rows per forward pass; gradients are accumulated (128; adapters: 4)", default=None),
     learning_rate=FieldOption("peak learning rate (0.001; lora: 0.0003; ptuning: 0.01)", default=None),
-    warmup=FieldOption("steps over which the learning rate rises (200; adapters: 20)", default=None),
+    warmup=FieldOption("steps over which the learning rate rises (200; adapters: 20; at most a tenth of all)"),
     weight_decay=FieldOption("of matrices; biases and norms have none (0.1; adapters: 0)", default=None),
     clip=FieldOption("maximum gradient norm", least=0.0),
     balance_speed=FieldOption("full, experts: what correction biases change by per step", least=0.0),
@@ -134,9 +134,6 @@ def train(
         )
     if is_silent():
         return
-    from warpbus.evaluation.curve import draw_training  # loads matplotlib
-
-    curve = draw_training(output)
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))
     else:
@@ -148,12 +145,20 @@ def train(
         if "expert_load" in summary:
             losses += f", busiest expert {summary['expert_load']:.2f} times the mean"
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
-        lines = [text, f"loss curve: {curve}"]
-        if summary["truncated"] or summary["dropped"]:
-            whole = summary["documents"] + summary["dropped"]
-            lines.append(
-                f"data: {whole:,} documents, {summary['truncated']:,} of them cut to "
-                f"--length {settings.length:,}, {summary['dropped']:,} left out because no answer begins within it"
-            )
+        lines = [text]
+        for name, prefix in (("data", ""), ("validation data", "valid_")):
+            truncated, dropped = (summary.get(f"{prefix}{each}", 0) for each in ("truncated", "dropped"))
+            if truncated or dropped:
+                whole = summary[f"{prefix}documents"] + dropped
+                lines.append(
+                    f"{name}: {whole:,} documents, {truncated:,} of them cut to "
+                    f"--length {settings.length:,}, {dropped:,} left out because no answer begins within it"
+                )
         for line in lines:
             console.print(line, highlight=False, markup=False)
+    from warpbus.evaluation.curve import draw_training  # loads matplotlib
+
+    # Last: the result is there, and told, where the picture cannot be written.
+    curve = draw_training(output)
+    if not as_json:
+        console.print(f"loss curve: {curve}", highlight=False, markup=False)

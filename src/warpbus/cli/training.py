@@ -49,8 +49,20 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
             def begun(start: TrainingStarted) -> None:
                 if start.step:
                     say(f"{output}: resuming after {start.step:,} of {start.steps:,} steps")
+                if start.random:
+                    say("the model has no weights: training starts from random ones")
                 share = start.trained / start.parameters
                 say(f"trainable parameters: {start.trained:,} of {start.parameters:,} ({share:.1%})")
+                numbers = (
+                    f"{start.documents:,} documents, steps: {start.steps:,} of {start.settings.rows_per_step:,} rows"
+                )
+                say(f"epochs: {start.epochs:.3g} of {numbers}")
+                warmup, reached = start.settings.warmup or 0, start.settings.rate(start.steps - 1)
+                if warmup > start.steps:
+                    say(
+                        f"--warmup {warmup:,}: longer than the run of {start.steps:,} steps, so the learning rate only "
+                        f"rises to {reached:.2g}: lower it"
+                    )
                 # The remaining time is estimated from the steps of this session only.
                 bar.reset(task, total=start.steps, completed=start.step, description=translated("training"))
                 bar.update(task, steps=f"{start.step:,}/{start.steps:,}")
@@ -61,7 +73,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
                 figures = f"loss {step.loss:.3f}  {rate} tokens/s"
                 if step.expert_load is not None:
                     figures += f"  busiest expert {step.expert_load:.2f}x"
-                bar.update(task, completed=step.step, steps=f"{step.step:,}/{step.steps:,}", figures=figures)
+                steps = f"{step.step:,}/{step.steps:,}"
+                bar.update(task, completed=step.step, steps=steps, figures=translated(figures))
                 if step.valid_loss is not None:
                     say(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
 

@@ -40,7 +40,7 @@ _SHARED = re.compile(
     r"\s+(?P<arrays>\w[^;={}()]*);"
 )
 _NOT_OF_A_TYPE = re.compile(rf"\b(?:extern|static|const)\b|{_ALIGNED}")
-_DYNAMIC = re.compile(r"(\w+)\s*\[\s*\]\s*")
+_DYNAMIC = re.compile(r"(\w+)\s*\[\s*\]\s*((?:\[[^\[\]]+\]\s*)*)")
 _DECLARED = re.compile(r"\s*(\w+)\s*((?:\[[^\[\]]+\]\s*)*)")
 _OF_A_KERNEL = re.compile(
     r"\b(?P<function>cudaLaunchKernel|cudaLaunchCooperativeKernel|cudaFuncSetAttribute)\s*\(\s*"
@@ -221,8 +221,9 @@ def translate(text: str) -> str:
         element = _spaced(_NOT_OF_A_TYPE.sub(" ", f"{found['before']} {found['type']}"))
         if "extern" in found["before"]:
             if dynamic := _DYNAMIC.fullmatch(found["arrays"]):
-                name = f"{dynamic[1]} = warpbus::dynamic_array<{element}>"
-                edits.append((*found.span(), f'{element} *{name}("{dynamic[1]}");' + "\n" * found[0].count("\n")))
+                name, rows = dynamic[1], _spaced(dynamic[2])
+                array = f'reinterpret_cast<{element} (*){rows}>(warpbus::dynamic_array<{element}>("{name}"))'
+                edits.append((*found.span(), f"{element} (*{name}){rows} = {array};" + "\n" * found[0].count("\n")))
             continue
         arrays = [_DECLARED.fullmatch(each) for each in found["arrays"].split(",")]
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks

@@ -18,6 +18,7 @@ import torch
 from warpbus.cuda.devices import resolve_device
 from warpbus.cuda.dtype_names import short_name
 from warpbus.engine.adapters import check_adapter
+from warpbus.engine.answer_decoder import answer_decoder
 from warpbus.engine.grammar import GrammarCompiler
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
@@ -30,7 +31,7 @@ from warpbus.formats import read_schemes
 from warpbus.models import Progress
 from warpbus.models.templates import Message, load_template
 from warpbus.models.templates.tools import find_dialect
-from warpbus.models.tokenizers import StreamDecoder, encode_prompt, load_tokenizer
+from warpbus.models.tokenizers import encode_prompt, load_tokenizer
 
 Adapters = str | abc.Sequence[str | None] | None
 Prompts = str | abc.Sequence[str] | abc.Sequence[int] | abc.Sequence[abc.Sequence[int]]
@@ -225,8 +226,9 @@ class LLM:
         """Continue prompts. Each answer is the same as for its prompt alone, except for ties (see docs/scheduling.md).
 
         Args:
-            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, except
-                those that end every prompt of ChatGLM-6B (`Tokenizer.prompt_suffix`).
+            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get the special tokens that
+                the model's tokenizer puts before texts, such as `<|begin_of_text|>` of Llama 3, and behind prompts
+                (`[gMASK] <sop>` of ChatGLM-6B); `llm.tokenizer.encode(text)` gives the ids without them.
             params: the parameters of all prompts, or a list with those of each prompt.
             adapter: the name of an adapter for all prompts, or a list of names; None uses no adapter.
             stream: return the pieces of the answers as they are generated.
@@ -244,7 +246,8 @@ class LLM:
             WarpbusError: another error of one prompt. The other prompts of this call end too, those of calls in other
                 threads do not.
         """
-        sequences = self._sequences(self._tokenize(prompts), params, adapter)
+        listed = self._listed(prompts)
+        sequences = self._sequences(listed, params, adapter)
         if stream:
             return self._stream(sequences)
         answers = {chunk.index: chunk.completion for chunk in self._stream(sequences) if chunk.completion is not None}
@@ -311,16 +314,17 @@ class LLM:
                 text += stream.flush()[0]
             yield replace(chunk, text=text)
 
-    def _tokenize(self, prompts: Prompts) -> list[list[int]]:
+    def _listed(self, prompts: Prompts) -> list[str] | list[list[int]]:
         if not isinstance(prompts, str) and not _is_list(prompts):
             raise UsageError(
                 f"prompts: expected a text, token ids or a list of them, got {type(prompts).__name__}; an array or a "
                 "tensor becomes a list by tolist()"
             )
-        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
+        alone = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+        many: list[Any] = [prompts] if alone else list(prompts)
         if not many:
             raise UsageError("prompts: the list is empty; give at least one")
-        return [self._ids(index, prompt) for index, prompt in enumerate(many)]
+        return many
 
     def _ids(self, index: int, prompt: object) -> list[int]:
         if isinstance(prompt, str):
@@ -340,7 +344,7 @@ class LLM:
 
     def _sequences(
         self,
-        prompts: list[list[int]],
+        prompts: list[str] | list[list[int]],
         params: SamplingParams | abc.Sequence[SamplingParams] | None,
         adapter: Adapters,
     ) -> list[Sequence]:
@@ -357,7 +361,10 @@ class LLM:
         if len(names) != len(prompts):
             raise UsageError(f"adapter: {len(names)} for {len(prompts)} prompts; give one for all or one for each")
         sequences = []
-        for index, (prompt, own, name) in enumerate(zip(prompts, each, names, strict=True)):
+        for index, (given, own, name) in enumerate(zip(prompts, each, names, strict=True)):
+            prompt = self._ids(index, given)
+            if isinstance(given, str):
+                own = replace(own, continues_text=True)
             check_adapter(name, self.adapters)
             room = self.room(len(prompt))
             if room < 1:
@@ -373,7 +380,7 @@ class LLM:
                     own,
                     limit=min(own.max_tokens, room),
                     stop_ids=self.stop_ids,
-                    stream=StreamDecoder(self.tokenizer, keep_first_space=own.grammar is not None),
+                    stream=answer_decoder(self.tokenizer, prompt, own),
                     matcher=matcher_of(own, self.stop_ids, lambda grammar: self._grammars.compile(grammar)),
                     adapter=name,
                 )

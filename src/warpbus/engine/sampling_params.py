@@ -125,6 +125,9 @@ class SamplingParams:
         stop_token_ids: generation also ends with one of these tokens, whose text is not shown.
         seed: the same seed samples the same tokens, whatever else is in the batch. None: different in every call.
         ignore_eos: continue after the model's stop tokens, to `max_tokens` or a stop string: for benchmarks.
+        continues_text: the answer goes on with the prompt's text, so that a space at its beginning is kept. Otherwise
+            it is a text of its own, whose first space tokenizers such as Llama 2's have put there. `LLM.generate` sets
+            it for prompts that are texts.
         priority: requests with lower values leave the queue first; equal ones, first come, first served.
         logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
             20). None: no logprobs.
@@ -158,6 +161,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     thinking: Thinking | None = None
     include_stop_str_in_output: bool = False
+    continues_text: bool = False
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -184,7 +188,7 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             wanted = f"a whole number from 0 to {MOST_LOGPROBS}"
             _check("prompt_logprobs", self.prompt_logprobs, wanted, 0, MOST_LOGPROBS, whole=True)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "continues_text"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}: give True or False")
         _check("priority", self.priority, "a whole number", low=-math.inf, whole=True)

@@ -19,6 +19,7 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist import Group, JobPipe
 from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import cut
+from warpbus.engine.answer_decoder import answer_decoder
 from warpbus.engine.engine import Engine
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
 from warpbus.engine.held_requests import HeldRequests
@@ -52,7 +53,7 @@ from warpbus.formats import Checkpoint
 from warpbus.models import Progress, read_config
 from warpbus.models.adapters import Lora, Prefix, load_adapter
 from warpbus.models.parallel import Part
-from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
+from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 
 def use_adapters(
@@ -274,7 +275,7 @@ class _SequenceFactory:
             params,
             limit=min(params.max_tokens, max_model_len - len(command.prompt)),
             stop_ids=self._stop_ids,
-            stream=StreamDecoder(self._tokenizer, keep_first_space=params.grammar is not None),
+            stream=answer_decoder(self._tokenizer, command.prompt, params),
             matcher=matcher_of(params, self._stop_ids, self._matcher),
             adapter=command.adapter,
             cache_salt=command.cache_salt,

@@ -12,7 +12,7 @@ from warpbus.formats.files import read_json
 from warpbus.formats.format import format_of
 from warpbus.formats.fp4 import fp4_storage
 from warpbus.formats.fp8 import fp8_storage
-from warpbus.formats.hub import ModelName, parse_name
+from warpbus.formats.hub import ModelName, cached_name, parse_name
 from warpbus.formats.kv_cache import read_kv_cache_scheme
 from warpbus.formats.trellis import detect as is_trellis
 from warpbus.models import read_config
@@ -21,7 +21,6 @@ from warpbus.quantization.preflight import REPORT_NAME
 from warpbus.quantization.report import Report
 
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
-_CACHED = re.compile(r"models--([A-Za-z0-9._-]+?)--([A-Za-z0-9._-]+)")
 _VLLM_BITS = (4, 8)  # of weights whose activations stay in 16 bits
 
 
@@ -97,10 +96,7 @@ def base_of(report: Mapping[str, Any] | None, given: str | None) -> str | None:
         if name is None or name.revision is not None:
             raise UsageError(f"--base-model {given!a:.80}: expected OWNER/MODEL")
         return name.repository
-    for part in Path(report["model"]).parts if report is not None else ():
-        if cached := _CACHED.fullmatch(part):
-            return f"{cached[1]}/{cached[2]}"
-    return None
+    return None if report is None else cached_name(Path(report["model"]))
 
 
 def _metadata(base: str | None, licence: str | None, licences: list[str], *, quantized: bool) -> Iterator[str]:

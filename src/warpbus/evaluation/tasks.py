@@ -128,12 +128,15 @@ class Answers:
 
     @property
     def prefix_token(self) -> int:
-        """The token before a text without a context."""
-        return _first_stop(self._llm.config)
+        """The token before a text without a context: the one that the tokenizer puts there, or a stop token."""
+        prefix = self._llm.tokenizer.prompt_prefix
+        return prefix[-1] if prefix else _first_stop(self._llm.config)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens."""
-        return self._llm.tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that the tokenizer puts before it, as the harness's own models
+        have them."""
+        tokens = self._llm.tokenizer.encode(text)
+        return [*self._llm.tokenizer.prompt_prefix, *tokens] if add_special_tokens else tokens
 
     def likelihoods(self, pairs: abc.Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Of each context and continuation, the log-likelihood of the continuation, and whether it is the greedy one.
@@ -161,7 +164,7 @@ class Answers:
         """The log-likelihood of each text. A text longer than `window` is cut into windows, which are added up."""
         pairs, owners = [], []
         for index, text in enumerate(texts):
-            ids = [self.prefix_token, *self.encode(text)]
+            ids = [self.prefix_token, *self.encode(text, add_special_tokens=False)]
             for start in range(1, len(ids), self.window - 1):
                 pairs.append(([ids[start - 1]], ids[start : start + self.window - 1]))
                 owners.append(index)
@@ -222,7 +225,7 @@ def _harness_model(answers: Answers) -> Any:
             return answers.prefix_token
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return answers.encode(string)
+            return answers.encode(string, add_special_tokens=add_special_tokens is not False)
 
         def loglikelihood(self, requests: abc.Sequence[Any], disable_tqdm: bool = True) -> Any:
             return super().loglikelihood(requests, disable_tqdm=True)  # its bar ignores what disables the others

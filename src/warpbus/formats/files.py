@@ -96,11 +96,15 @@ def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = (
         configs: the files that identify a model or adapter.
 
     Raises:
-        StorageError: it exists and `overwrite` is not set, it is not a model directory, or see `check_parent`.
+        StorageError: it exists and `overwrite` is not set, it is not a model directory, the current directory lies in
+            it, or see `check_parent`.
     """
     check_parent(directory)
     if not directory.exists():
         return
+    if Path.cwd().is_relative_to(directory.resolve()):
+        # The output replaces the directory: a shell would go on in the old one, where nothing is.
+        raise StorageError(f"{directory}: is the current directory, or one above it: name a new directory")
     if not directory.is_dir():
         raise StorageError(f"{directory}: is a file: name a directory that does not exist yet")
     if not any(directory.iterdir()):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError, DataError, UsageError
+from warpbus.models.conversations import template_inputs
 from warpbus.models.templates import Template
 from warpbus.models.tokenizers import Tokenizer
 
@@ -87,9 +88,9 @@ def cut_text(ids: list[int], tokenizer: Tokenizer, length: int, *, least: int = 
     A last one with fewer than `least` tokens of the text is left out.
 
     Raises:
-        DataError: if a document has no room for text behind the tokenizer's `prompt_suffix`.
+        DataError: if a document has no room for text behind the special tokens.
     """
-    given = len(tokenizer.prompt_suffix)
+    given = len(_empty_prompt(tokenizer))
     if length <= given:
         raise DataError(f"a document of {length} tokens has no room for text: give more than {given}")
     room = length - given
@@ -97,31 +98,38 @@ def cut_text(ids: list[int], tokenizer: Tokenizer, length: int, *, least: int = 
         yield text_document(ids[start : start + room], tokenizer)
 
 
-def text_document(ids: list[int], tokenizer: Tokenizer) -> Document:
-    """The tokens of a text that is to be predicted as a whole.
+def text_document(ids: list[int], tokenizer: Tokenizer, end: int | None = None) -> Document:
+    """The tokens of a text that is to be predicted as a whole, and its `end`, a token that is to be predicted, too.
 
-    Where a model's prompts end in special tokens (`Tokenizer.prompt_suffix`), it is what the model says to an empty
-    prompt.
+    It is what the model says to an empty prompt: the special tokens that a prompt consists of then come first.
     """
-    given = tokenizer.prompt_suffix
-    return Document([*given, *ids], [False] * len(given) + [True] * len(ids))
+    given = _empty_prompt(tokenizer)
+    answer = [*ids, end] if ids and end is not None else ids
+    return Document([*given, *answer], [False] * len(given) + [True] * len(answer))
 
 
-def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template | None) -> Document:
-    """One line of a `.jsonl`; `where` names it in messages.
+def _empty_prompt(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return (*tokenizer.prompt_prefix, *tokenizer.prompt_suffix)
+
+
+def encode_line(
+    where: str, line: str, tokenizer: Tokenizer, template: Template | None, *, end: int | None = None
+) -> Document:
+    """One line of a `.jsonl`; `where` names it in messages. A conversation may have tools (`template_inputs`).
 
     A conversation has the answers that the template can mark in one sequence: of ChatGLM-6B it is the last alone, with
-    all before it as its prompt (`Template.spans`).
+    all before it as its prompt (`Template.spans`). A text gets the token `end`.
     """
     record = parse_line(where, line)
     text, messages = record.get("text"), record.get("messages")
     try:
         if isinstance(text, str):
-            return text_document(tokenizer.encode(text), tokenizer)
+            return text_document(tokenizer.encode(text), tokenizer, end)
         if isinstance(messages, list):
             if template is None:
                 raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
-            return Document(*template.spans(messages))
+            conversation, variables = template_inputs(messages, record.get("tools"), template)
+            return Document(*template.spans(conversation, variables=variables))
     except (UsageError, CheckpointError) as error:
         # General errors of a text or a conversation get the number of its line.
         raise DataError(f"{where}: {error}") from None

@@ -47,21 +47,18 @@ class TextHeads:
         embedding: None if the checkpoint defines no embeddings, or `missing` says why they cannot be computed.
         ranking: None if the checkpoint is no reranker.
         missing: the files or entries that the checkpoint lacks.
-        before, after: the special tokens that its tokenizer puts around a text.
         instruction: the question of the reranker about each document, if the checkpoint has one.
     """
 
     embedding: EmbeddingHead | None = None
     ranking: LogitScoreHead | None = None
     missing: str = ""
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
     instruction: str | None = None
 
 
 def read_text_heads(directory: Path, tokenizer: Tokenizer) -> TextHeads:
-    """Read `modules.json` and the files of its modules, `classifier_from_token` of config.json (the texts of the false
-    and of the true token, as vLLM has it), and the special tokens of `tokenizer.json`.
+    """Read `modules.json` and the files of its modules, and `classifier_from_token` of config.json (the texts of the
+    false and of the true token, as vLLM has it).
 
     Raises:
         CheckpointError: a file is damaged.
@@ -89,11 +86,10 @@ def read_text_heads(directory: Path, tokenizer: Tokenizer) -> TextHeads:
             break
     if embedding is not None:
         embedding = EmbeddingHead(embedding.mode, normalized)
-    before, after = _special_tokens(directory / "tokenizer.json")
     prompts = read_object(directory / "config_sentence_transformers.json").get("prompts")
     query = prompts.get("query") if isinstance(prompts, dict) else None
     instruction = query if ranking is not None and isinstance(query, str) and query else None
-    return TextHeads(embedding, ranking, missing, before, after, instruction)
+    return TextHeads(embedding, ranking, missing, instruction)
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
@@ -141,27 +137,6 @@ def _classifier(config: Mapping[str, Any], tokenizer: Tokenizer) -> LogitScoreHe
     if len(false) != 1 or len(true) != 1:
         raise CheckpointError(f"config.json: classifier_from_token: each of {texts} has to be one token")
     return LogitScoreHead(true[0], false[0])
-
-
-def _special_tokens(file: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor of a tokenizer.json puts before and behind a text."""
-    post = read_object(file).get("post_processor")
-    steps = post.get("processors", [post]) if isinstance(post, dict) else []
-    before: list[int] = []
-    after: list[int] = []
-    for step in steps if isinstance(steps, list) else []:
-        if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
-            continue
-        side = before
-        try:
-            for part in step["single"]:
-                if "Sequence" in part:
-                    side = after
-                else:
-                    side += map(int, step["special_tokens"][part["SpecialToken"]["id"]]["ids"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{file}: post_processor is damaged: download it again") from None
-    return tuple(before), tuple(after)
 
 
 def _read(file: Path) -> Any:

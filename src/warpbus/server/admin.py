@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import warpbus
 from warpbus.errors import DeviceError
-from warpbus.models.tokenizers import encode_prompt
+from warpbus.models.tokenizers import encode_prompt, encode_text
 from warpbus.models.tokenizers.facts import tokenizer_facts
 from warpbus.server.answer_schema import (
     MOVES,
@@ -77,16 +77,15 @@ def _add_text(app: FastAPI, models: Models, options: ServerOptions) -> None:
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", **documented(Tokenized))
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        """The token ids of a text, as /v1/completions has it, of several, or of a conversation."""
+        """The token ids of a text, as the requests for it have them, of several, or of a conversation."""
         model = named_model(models, body, request, options)
         service = model.service
 
         def encoded(text: str) -> list[int]:
-            added = body.add_special if body.add_special_tokens is None else body.add_special_tokens
-            if added is None:
-                return encode_prompt(service.tokenizer, text)
-            tokens = service.tokenizer.encode(text)
-            return [*model.heads.before, *tokens, *model.heads.after] if added else tokens
+            if False in (body.add_special_tokens, body.add_special):
+                return encode_prompt(service.tokenizer, text, add_special_tokens=False)
+            embedded = model.heads.embedding is not None
+            return (encode_text if embedded else encode_prompt)(service.tokenizer, text)
 
         def work() -> Response:
             if body.messages is not None:

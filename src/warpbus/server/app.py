@@ -16,7 +16,7 @@ from warpbus.server import adapter_routes, admin, embeddings, failures, generate
 from warpbus.server.admission import with_text
 from warpbus.server.answer_schema import ChatCompletion, CountedTokens, LoadAnswer, TextCompletion, documented
 from warpbus.server.chat import ChatForm
-from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of, scored_prompt, text_size
+from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prefix_length, prompts_of, scored_prompt, text_size
 from warpbus.server.conversations import count_prompt, named_model, prepare_chat, valid_body
 from warpbus.server.generation import GenerationRequest
 from warpbus.server.guard import AccessLog, Guard, cache_salt
@@ -126,7 +126,8 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         grammar = grammar_of(body, options)
         prompts = await with_text(request, model, text_size(body), lambda: prompts_of(body, tokenizer))
         wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        prompts = [truncated(prompt, body, service.max_model_len, wanted) for prompt in prompts]
+        kept = prefix_length(body, tokenizer)
+        prompts = [truncated(prompt, body, service.max_model_len, wanted, kept=kept) for prompt in prompts]
         count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
@@ -142,6 +143,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 options=options,
                 defaults=service.generation_defaults,
                 grammar=grammar,
+                continues_text=True,
             )
             silent = body.max_tokens == 0
             requests += [GenerationRequest(prompt, for_answer(params, index), salt, silent) for index in range(count)]

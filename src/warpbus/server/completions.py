@@ -17,17 +17,23 @@ DEFAULT_TOKENS = 16
 
 
 def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts as token ids; texts get no special tokens except for the tokenizer's `prompt_suffix`."""
-    prompt = body.prompt
+    """The prompts as token ids; texts get the tokenizer's special tokens, unless the request wants none."""
+    prompt, added = body.prompt, body.add_special_tokens is not False
     if isinstance(prompt, str):
-        return [encode_prompt(tokenizer, prompt)]
+        return [encode_prompt(tokenizer, prompt, add_special_tokens=added)]
     if isinstance(prompt[0], int):
         return [[token for token in prompt if isinstance(token, int)]]
     return [
-        encode_prompt(tokenizer, one) if isinstance(one, str) else list(one)
+        encode_prompt(tokenizer, one, add_special_tokens=added) if isinstance(one, str) else list(one)
         for one in prompt
         if not isinstance(one, int)
     ]
+
+
+def prefix_length(body: CompletionRequest, tokenizer: Tokenizer) -> int:
+    """How many special tokens `prompts_of` has put before each prompt."""
+    first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+    return len(tokenizer.prompt_prefix) if isinstance(first, str) and body.add_special_tokens is not False else 0
 
 
 def text_size(body: CompletionRequest) -> int:

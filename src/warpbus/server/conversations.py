@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from warpbus.engine import Grammar, Thinking
+from warpbus.engine.answer_decoder import keeps_first_space
 from warpbus.models.templates import Message
 from warpbus.models.templates.thinking import ThinkingStart
 from warpbus.models.templates.tools import Tool, ToolCall, Turn
@@ -152,6 +153,7 @@ async def prepare_chat(
         _text_size(body, tools.offered),
         lambda: render_prompt(body.messages, body, model, tools.offered, options),
     )
+    continues = bool(body.continue_final_message)
     wanted = body.max_completion_tokens or body.max_tokens
     prompt = truncated(prompt, body, service.max_model_len, wanted)
     start: ThinkingStart = "over" if model.thinking is None else model.thinking.start(prompt)
@@ -172,9 +174,9 @@ async def prepare_chat(
         defaults=service.generation_defaults,
         grammar=grammar,
         thinking=thinking,
+        continues_text=continues,
     )
     salt = cache_salt(request.scope, body.cache_salt)
-    continues = bool(body.continue_final_message)
     return PreparedChat(
         model,
         service.tokenizer,
@@ -188,7 +190,7 @@ async def prepare_chat(
                 thinking=None if continues and start == "over" else model.thinking,
                 start=start,
                 show_reasoning=body.include_reasoning is not False,
-                keep_first_space=grammar is not None,
+                keep_first_space=keeps_first_space(service.tokenizer, prompt, params),
             )
             for _ in range(count)
         ],
@@ -248,12 +250,13 @@ def render_prompt(
             raise RequestError(400, f"{where}: the model {model.name} has not learned to call tools", param=where)
         rendered = [_plain(turn) for turn in turns]
     continues = bool(body.continue_final_message)
-    return model.service.template.render(
+    prompt = model.service.template.render(
         rendered,
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         variables=variables,
     )
+    return [*model.service.tokenizer.prompt_prefix, *prompt] if body.add_special_tokens else prompt
 
 
 def template_variables(body: Templated, options: ServerOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from warpbus.engine import PromptPooling, SamplingParams, TextPiece
 from warpbus.errors import UsageError
 from warpbus.models.pooling import EmbeddingHead, LogitScoreHead, TextHeads
-from warpbus.models.tokenizers import encode_prompt
+from warpbus.models.tokenizers import encode_text
 from warpbus.server.answer_schema import ErrorAnswer, documented
 from warpbus.server.conversations import named_model
 from warpbus.server.embeddings_schema import (
@@ -58,7 +58,8 @@ def add_routes(app: FastAPI, models: Models, responder: Responder) -> None:
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         """The vectors of texts."""
         work = _TextWork(named_model(models, body, request, options), request, responder, body.truncate_prompt_tokens)
-        found = await work.embed(_inputs(body.input), body.dimensions)
+        added = body.add_special_tokens is not False
+        found = await work.embed(_inputs(body.input), body.dimensions, add_special_tokens=added)
         encode = _base64 if body.encoding_format == "base64" else list
         data = [{"object": "embedding", "index": at, "embedding": encode(each)} for at, each in enumerate(found)]
         return {"id": new_id("embd"), "object": "list", **work.envelope(), "data": data}
@@ -107,7 +108,13 @@ class _TextWork:
     cut: int | None
     tokens: tuple[int, int] = (0, 0)
 
-    async def embed(self, texts: abc.Sequence[str | list[int]], dimensions: int | None = None) -> list[Vector]:
+    async def embed(
+        self,
+        texts: abc.Sequence[str | list[int]],
+        dimensions: int | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[Vector]:
         """The embeddings of texts.
 
         Raises:
@@ -120,7 +127,14 @@ class _TextWork:
             raise self._not_served(
                 "embeddings", f"the checkpoint of {self.model.name} defines no embeddings: it needs {heads.missing}"
             )
-        prompts = await self._in_thread(lambda: [self._with_specials(text, heads) for text in texts])
+        tokenizer = self.model.service.tokenizer
+
+        def encoded(text: str | list[int]) -> list[int]:
+            if not isinstance(text, str):
+                return text
+            return encode_text(tokenizer, text) if add_special_tokens else tokenizer.encode(text)
+
+        prompts = await self._in_thread(lambda: [encoded(text) for text in texts])
         found = await self.vectors(prompts, PromptPooling(head.mode))
         return [_shortened(vector, head, dimensions) for vector in found]
 
@@ -204,16 +218,9 @@ class _TextWork:
         }
 
     async def encode(self, texts: abc.Sequence[str | abc.Sequence[int]]) -> list[list[int]]:
-        """The ids of texts as of prompts of completions."""
-        tokenizer = self.model.service.tokenizer
-        return await self._in_thread(
-            lambda: [encode_prompt(tokenizer, each) if isinstance(each, str) else list(each) for each in texts]
-        )
-
-    def _with_specials(self, text: str | list[int], heads: TextHeads) -> list[int]:
-        if not isinstance(text, str):
-            return text
-        return [*heads.before, *self.model.service.tokenizer.encode(text), *heads.after]
+        """The ids of texts without special tokens."""
+        encode = self.model.service.tokenizer.encode
+        return await self._in_thread(lambda: [encode(each) if isinstance(each, str) else list(each) for each in texts])
 
     async def _in_thread(self, work: abc.Callable[[], list[list[int]]]) -> list[list[int]]:
         return await unless_gone(self.request.receive, self.model.in_thread(work))
@@ -233,7 +240,13 @@ async def _score_labels(work: _TextWork, body: ScoreRequest) -> list[list[float]
     labels = tuple(body.label_token_ids or ())
     items = [body.items] if isinstance(body.items, str) else list(body.items or ())
     query, *parts = await work.encode([body.query or "", *items])
-    prompts = [[*part, *query] if body.item_first else [*query, *part] for part in parts]
+    # The special tokens of a prompt of a completion, around both.
+    tokenizer, kinds = work.model.service.tokenizer, [isinstance(body.query, str), isinstance(items[0], str)]
+    begins, ends = reversed(kinds) if body.item_first else kinds
+    before, after = tokenizer.prompt_prefix if begins else (), tokenizer.prompt_suffix if ends else ()
+    prompts = [
+        [*before, *part, *query, *after] if body.item_first else [*before, *query, *part, *after] for part in parts
+    ]
     if body.apply_softmax:
         return [_softmax(values) for values in await work.vectors(prompts, PromptPooling("logits", labels))]
     return [list(each) for each in await work.vectors(prompts, PromptPooling("probabilities", labels))]

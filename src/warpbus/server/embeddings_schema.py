@@ -35,6 +35,9 @@ class EmbeddingRequest(NamesModel):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, lt=2**31, description="keeps the first ones, and normalizes again")
+    add_special_tokens: bool | None = Field(
+        None, description="false: texts get none of the special tokens that the tokenizer puts around them"
+    )
     truncate_prompt_tokens: Truncation = None
     user: str | None = Field(None, description="not used")
 

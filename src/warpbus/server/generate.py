@@ -274,6 +274,7 @@ def _requests(
             options=options,
             defaults=service.generation_defaults,
             grammar=grammar_of(chosen, options),
+            continues_text=True,
         )
         params = replace(params, logprob_tokens=tuple(named[at] or ()) if scored[at] else ())
         for index in range(per_prompt):

@@ -28,11 +28,13 @@ def answers_of(body: Generating, prompts: int, options: ServerOptions) -> int:
     return wanted
 
 
-def truncated(prompt: list[int], body: Generating, context: int, wanted: int | None) -> list[int]:
+def truncated(prompt: list[int], body: Generating, context: int, wanted: int | None, *, kept: int = 0) -> list[int]:
     """The end of a prompt, as long as `truncate_prompt_tokens` says; -1 leaves room for the answer, at least one token.
 
     Args:
         wanted: the most tokens of the answer; None is all that there is room for.
+        kept: so many tokens at the beginning are kept and count, if there is room for others: those that the tokenizer
+            puts before a text.
 
     Raises:
         RequestError: nothing would be left.
@@ -48,7 +50,9 @@ def truncated(prompt: list[int], body: Generating, context: int, wanted: int | N
             "truncate_prompt_tokens: no token of the prompt is left; give 1 or more",
             param="truncate_prompt_tokens",
         )
-    return prompt[-most:]
+    if len(prompt) <= most or most <= kept:
+        return prompt[-most:]
+    return prompt[:kept] + prompt[kept - most :]
 
 
 def room(prompt: list[int], context: int) -> int:
@@ -72,6 +76,7 @@ def sampling_params(
     defaults: Mapping[str, float],
     grammar: Grammar | None,
     thinking: Thinking | None = None,
+    continues_text: bool = False,
 ) -> SamplingParams:
     """The parameters of a request's first answer.
 
@@ -83,7 +88,7 @@ def sampling_params(
         options: of the server.
         defaults: the sampling parameters that the model recommends.
         grammar: that the answer has to follow.
-        thinking: as in `SamplingParams`.
+        thinking, continues_text: as in `SamplingParams`.
 
     Raises:
         RequestError, UsageError: a value is out of range.
@@ -132,6 +137,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
         thinking=thinking,
+        continues_text=continues_text,
         **given,
     )
 

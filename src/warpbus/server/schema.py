@@ -405,6 +405,9 @@ class Templated(Body):
     )
     add_generation_prompt: bool | None = Field(None, description="the prompt ends with what begins an answer")
     continue_final_message: bool | None = Field(None, description="the answer continues the last message")
+    add_special_tokens: bool | None = Field(
+        None, description="true: the tokenizer's special tokens come before those that the chat template writes"
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         {"not": {"allOf": [equals("add_generation_prompt", True), equals("continue_final_message", True)]}},
@@ -468,6 +471,9 @@ class CompletionRequest(Generating):
             list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
         ]
     )
+    add_special_tokens: bool | None = Field(
+        None, description="false: texts get no special tokens, such as one that begins a text"
+    )
     max_tokens: int | None = Field(None, ge=0, lt=2**31, description="0: nothing is generated")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -500,7 +506,7 @@ class TokenizeRequest(NamesModel, Templated):
         None, description="none: the prompt has no tools"
     )
     add_special_tokens: bool | None = Field(
-        None, description="of a text: with those that the model's tokenizer puts around texts, or none"
+        None, description="by default true for a text and false for a conversation, as in requests that generate"
     )
     add_special: bool | None = Field(None, description="llama.cpp's name of add_special_tokens")
     return_token_strs: bool | None = Field(None, description="the tokens' texts, too")

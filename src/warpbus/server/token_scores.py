@@ -66,7 +66,8 @@ class TextScores:
         """The next tokens of the text, with their log probabilities; None where there is none."""
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in tokens:
-            text, _ = token_text(self._tokenizer, token)
+            # The text leaves out special tokens, which have no bytes.
+            text = token_text(self._tokenizer, token)[0] if self._tokenizer.token_bytes(token) else ""
             found["tokens"].append(self._shown(token))
             found["token_logprobs"].append(None if one is None else max(one.logprob, LOWEST))
             found["text_offset"].append(self._offset)

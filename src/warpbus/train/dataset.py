@@ -7,7 +7,10 @@ plain text.
 
 import hashlib
 import multiprocessing
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from warpbus.errors import DataError
 from warpbus.models.documents import cut_text, encode_line, read_lines, read_text
-from warpbus.models.templates import find_template
+from warpbus.models.templates import find_template, find_text_end
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 IGNORED = -100  # the target that cross-entropy ignores
@@ -49,6 +52,10 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def counts(self) -> dict[str, int]:
+        """The numbers of documents, of those that were cut, and of those that were left out."""
+        return {"documents": len(self), "truncated": self.truncated, "dropped": self.dropped}
 
     def digest(self) -> str:
         """A hash of the documents."""
@@ -81,6 +88,7 @@ class PackedBatch:
 def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, workers: int = 1) -> Documents:
     """Read a `.jsonl` of conversations (`messages`) or texts (`text`), or a `.txt`, and tokenize it.
 
+    A text of a `.jsonl` ends with the tokenizer's end-of-sequence token, as an answer does with its stop token.
     Documents with nothing to learn (no answer begins within `length` tokens) are dropped.
 
     Args:
@@ -99,7 +107,9 @@ def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, wo
     chunks = _chunks(read_lines(path), 4096)
     if workers > 1:
         # Spawned, not forked: this process may already have threads and a CUDA context, which do not survive a fork.
-        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        with _without_interrupts():
+            pool = multiprocessing.get_context("spawn").Pool(workers)
+        with pool:
             parts = list(pool.imap(encode, chunks))
     else:
         parts = [encode(chunk) for chunk in chunks]
@@ -131,6 +141,22 @@ class _TokenizedLines(NamedTuple):
     dropped: int
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A block whose child processes ignore Ctrl-C, which a terminal sends to all: this process ends them.
+
+    Otherwise each of them would print a stack trace, also one that is still importing modules.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
     iterator = iter(lines)
     while chunk := list(islice(iterator, size)):
@@ -140,12 +166,13 @@ def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
 def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _TokenizedLines:
     tokenizer = load_tokenizer(model)
     template = find_template(model, config, tokenizer)
+    end = find_text_end(model, config, tokenizer)  # otherwise a model that is trained on texts would never stop
     tokens: list[int] = []
     answers: list[bool] = []
     lengths: list[int] = []
     truncated = 0
     for where, line in lines:
-        whole = encode_line(where, line, tokenizer, template)
+        whole = encode_line(where, line, tokenizer, template, end=end)
         document = whole.cut(length)
         if any(document.answers[1:]):
             tokens += document.ids

@@ -1,7 +1,8 @@
 """The inputs of a run: the model's config, the tokenized data, and the number of steps."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import hashlib
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from warpbus.errors import CheckpointError, UsageError
@@ -12,7 +13,13 @@ from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize
 from warpbus.train.settings import TrainingSettings
 
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+# Also of forms that are not read: a directory with one of them is no model without weights, and is refused.
+_WEIGHT_FILES = tuple(
+    f"*.{suffix}"
+    for kind in ("safetensors", "bin", "gguf", "pt", "pth", "h5", "msgpack", "onnx")
+    for suffix in (kind, f"{kind}.index.json")
+)
+_MOST_HASHED, _HASHED_BYTES = 2048, 4096
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class Inputs:
         checkpoint: of the model, with or without weights.
         config: of the model.
         batches: of the data.
-        settings: with the number of steps filled in.
+        settings: with the numbers of steps filled in.
     """
 
     checkpoint: Checkpoint
@@ -43,16 +50,14 @@ class Inputs:
             CheckpointError: the model is not supported, or its tokenizer does not belong to it.
             DataError: the data are missing or malformed.
         """
-        checkpoint = Checkpoint(model, weights=any(weight_files(model)))
+        checkpoint = Checkpoint(model, weights=any(any(model.glob(pattern)) for pattern in _WEIGHT_FILES))
         if format_of(checkpoint.config) is None:
             checkpoint = dequantized(checkpoint)  # a trained model is not written in FP8
         config = _config_of(checkpoint, settings)
         _check_fit(checkpoint, config, settings)
         documents = _read(data, checkpoint, config, settings.length, workers)
         batches = Batches(documents, settings.length, settings.rows_per_step, settings.seed)
-        if settings.steps == 0:
-            settings = replace(settings, steps=max(1, round(settings.epochs * batches.steps_per_epoch())))
-        return cls(checkpoint, config, batches, settings)
+        return cls(checkpoint, config, batches, settings.resolved(batches.steps_per_epoch()))
 
     @property
     def scheme(self) -> Scheme | None:
@@ -60,14 +65,23 @@ class Inputs:
         found = quantized_parameters(self.checkpoint, self.config)
         return next((scheme for name, scheme in found.items() if name.startswith("layers.")), None)
 
+    def weights_digest(self) -> str | None:
+        """A hash of the beginnings of up to `_MOST_HASHED` weights; None if there are none.
+
+        It distinguishes models with the same config, also after their directories were moved.
+        """
+        names = self.checkpoint.names()
+        if not names:
+            return None
+        hashed = hashlib.blake2b(digest_size=16)
+        for name in names[:: math.ceil(len(names) / _MOST_HASHED)]:
+            hashed.update(name.encode())
+            hashed.update(next(iter(self.checkpoint.chunks(name)), b"")[:_HASHED_BYTES])
+        return hashed.hexdigest()
+
     def held_out(self, data: Path, workers: int) -> Documents:
         """Tokenize validation data; arguments and errors as `read`."""
         return _read(data, self.checkpoint, self.config, self.settings.length, workers)
-
-
-def weight_files(directory: Path) -> Iterator[Path]:
-    """The weight files of a model directory."""
-    return (file for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
 
 
 def _config_of(checkpoint: Checkpoint, settings: TrainingSettings) -> ModelConfig:

@@ -12,8 +12,9 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist import Patience, Processes, ProcessStalledError, joined_group
 from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import FileLock, check_kept, check_target
+from warpbus.train.results import CONFIGS
 from warpbus.train.run import Finished, Halted, TrainingProgress, TrainingStarted, TrainingTask, work
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.state import StateFile
@@ -49,8 +50,8 @@ def train(
     If torchrun or another launcher has set `WORLD_SIZE`, this process is one of that many.
 
     Args:
-        model: directory with `config.json`, a tokenizer and, if any, weights. Its other files, except
-            `README.md`, are copied to a full model's output.
+        model: directory with `config.json`, a tokenizer and, if any, weights. Its tokenizer, template and licence are
+            copied to a full model's output (`formats.companions`).
         output: a new directory.
         data: `.jsonl` of conversations or texts, or `.txt`.
         valid: held-out data of the same form.
@@ -72,7 +73,7 @@ def train(
 
     Raises:
         UsageError: the settings do not fit the model or the processes, differ from those of the interrupted run,
-            `output` would replace a file that is read, or `rank_timeout` is below 10 s.
+            `output` has no name or would replace a file that is read, or `rank_timeout` is below 10 s.
         CheckpointError: the model is not supported, or the state of an interrupted run is damaged.
         DataError: a data file is missing or malformed.
         DeviceError: a device does not exist, or a process died or made no progress for `rank_timeout` seconds.
@@ -84,12 +85,16 @@ def train(
     check_arguments(valid, settings, device, gpus, processes, cluster)
     check_limit("rank_timeout", rank_timeout)
     patience = Patience(rank_timeout)
+    if output.name in ("", ".."):
+        raise UsageError(f"{output}: checkpoints are kept beside OUTPUT, by its name: name a new directory")
     state = StateFile(output)
     torchrun = "WORLD_SIZE" in os.environ
     if not torchrun and (summary := state.finished(settings)) is not None:
         state.remove()
         return summary
-    check_target(output, overwrite=overwrite, configs=("config.json", "adapter_config.json"))
+    check_target(output, overwrite=overwrite, configs=CONFIGS)
+    if state.directory.exists() and not state.directory.is_dir():
+        raise StorageError(f"{state.directory}: is a file, but checkpoints are kept there: name another output")
     check_kept(output, model, data, *(() if valid is None else (valid,)))
     task = TrainingTask(model, output, data, valid, settings, workers, overwrite)
     messages: list[TrainingStarted | Halted | Finished] = []

@@ -14,12 +14,12 @@ class TrainingOptions:
             QLoRA on a quantized base (Dettmers et al., 2023, arXiv:2305.14314); "ptuning" trains a prefix of keys and
             values (P-Tuning v2; Liu et al., 2021, arXiv:2110.07602).
         steps: optimizer steps; 0 means `epochs` passes over the data.
-        epochs: passes over the data if `steps` is 0.
+        epochs: passes over the data if `steps` is 0; the number of steps is rounded up.
         length: tokens per row; longer documents are truncated.
         rows_per_step: rows per optimizer step, over all processes.
         rows_at_once: rows per forward pass of a process (micro-batch); gradients are accumulated.
         learning_rate: peak value, after a linear warm-up of `warmup` steps; a cosine decays it to
-            `final_rate * learning_rate`.
+            `final_rate * learning_rate`. None: 200 steps of "full" and 20 of adapters, but at most a tenth of all.
         weight_decay: of matrices; biases and norms have none.
         clip: maximum gradient norm.
         balance_speed: of "full", for routers with a correction bias: what the bias of each expert changes by per step,
@@ -55,7 +55,7 @@ class TrainingOptions:
     rows_at_once: int = 128
     learning_rate: float = 1e-3
     final_rate: float = 0.05
-    warmup: int = 200
+    warmup: int | None = None
     weight_decay: float = 0.1
     clip: float = 1.0
     balance_speed: float = 1e-3

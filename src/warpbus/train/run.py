@@ -58,12 +58,20 @@ class TrainingStarted:
         steps: total number of steps.
         trained: number of trainable parameters.
         parameters: number of parameters of the model.
+        documents: number of training documents.
+        epochs: passes over them in the whole run.
+        settings: of the run, with the numbers of steps.
+        random: whether it starts from random weights, because the model has none.
     """
 
     step: int
     steps: int
     trained: int
     parameters: int
+    documents: int
+    epochs: float
+    settings: TrainingSettings
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,14 @@ class _TrainingRun:
         self.inputs = inputs = Inputs.read(task.model, task.data, task.settings, workers)
         self.settings = settings = inputs.settings
         self.valid: PackedBatch | None = None
+        self.held_out: dict[str, int] = {}  # numbers of validation documents
         documents = inputs.batches.documents
-        self.identity = Identity(asdict(settings), documents.digest(), repr(inputs.config))
+        self.identity = Identity(
+            asdict(settings), documents.digest(), repr(inputs.config), weights=inputs.weights_digest()
+        )
         if task.valid is not None:
             held_out = inputs.held_out(task.valid, workers)
+            self.held_out = {f"valid_{name}": number for name, number in held_out.counts().items()}
             self.valid = assemble(held_out, pack(held_out, range(len(held_out)), settings.length), settings.length)
             if settings.keep == "best":  # other validation data may select another step
                 self.identity = replace(self.identity, valid=held_out.digest())
@@ -144,8 +156,18 @@ class _TrainingRun:
     def go(self) -> None:
         self._resume()
         if self.group.is_first:
-            parameters = self.inputs.config.num_parameters
-            self.send(TrainingStarted(self.course.step, self.settings.steps, self.trained, parameters))
+            self.send(
+                TrainingStarted(
+                    step=self.course.step,
+                    steps=self.settings.steps,
+                    trained=self.trained,
+                    parameters=self.inputs.config.num_parameters,
+                    documents=len(self.inputs.batches.documents),
+                    epochs=self._epochs(),
+                    settings=self.settings,
+                    random=not self.inputs.checkpoint.names(),
+                )
+            )
         if self.group.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         heard = getattr(self.send, "heard", None)
@@ -321,6 +343,10 @@ class _TrainingRun:
             self.state.remove()
         return summary
 
+    def _epochs(self) -> float:
+        """Passes over the data in the whole run."""
+        return self.settings.steps / self.inputs.batches.steps_per_epoch()
+
     def _summary(self) -> dict[str, Any]:
         settings, course, device = self.settings, self.course, self.group.device
         best, best_step = course.best or (None, None)
@@ -336,10 +362,9 @@ class _TrainingRun:
             "settings": {**asdict(settings), "targets": list(settings.targets)},
             "parameters": self.inputs.config.num_parameters,
             "trained": self.trained,
-            "documents": len(self.inputs.batches.documents),
-            "truncated": self.inputs.batches.documents.truncated,
-            "dropped": self.inputs.batches.documents.dropped,
-            "epochs": settings.steps / self.inputs.batches.steps_per_epoch(),
+            **self.inputs.batches.documents.counts(),
+            **self.held_out,
+            "epochs": self._epochs(),
             "tokens": settings.steps * settings.rows_per_step * settings.length,
             "seconds": course.seconds,
             **figures,

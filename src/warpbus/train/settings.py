@@ -1,7 +1,7 @@
 """The checked settings of a training run."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from warpbus.errors import UsageError
@@ -11,6 +11,8 @@ from warpbus.qtensor import Scheme
 from warpbus.train.options import TrainingOptions
 
 METHODS = ("full", "lora", "ptuning")
+
+_LARGEST_SEED = 2**64 - 1  # of torch's generators
 
 # Settings that change how a run is computed but not its result: they may change when a run is resumed.
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
@@ -23,12 +25,15 @@ _ONLY = {
 }
 
 # Defaults for adapters: small batches, a higher learning rate, and no weight decay.
-_ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
+_ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "weight_decay": 0.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {**_ADAPTER, "learning_rate": 3e-4},
     "ptuning": {**_ADAPTER, "learning_rate": 1e-2},
 }
+
+# Steps of warm-up where none are given: fewer in a run that would hardly reach its learning rate.
+_WARMUP = {"full": 200, "lora": 20, "ptuning": 20}
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,14 @@ class TrainingSettings(TrainingOptions):
     def __post_init__(self) -> None:
         for name, bound in self.least.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= bound):
+            if value is not None and not (math.isfinite(value) and value >= bound):
                 raise UsageError(f"{name} is {value}: expected a number of at least {bound}")
         for name in ("epochs", "clip", "alpha"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value}: expected a number above 0")
-        # Limits of the adapter formats.
-        for name, most in (("rank", MAX_RANK), ("prefix_tokens", MAX_TOKENS)):
+        # Limits of the adapter formats and of torch.
+        for name, most in (("rank", MAX_RANK), ("prefix_tokens", MAX_TOKENS), ("seed", _LARGEST_SEED)):
             if getattr(self, name) > most:
                 raise UsageError(f"{name} is {getattr(self, name)}: expected {most} at most")
         # AdamW changes each weight by about the learning rate: a step above 1 would destroy the model.
@@ -97,8 +102,18 @@ class TrainingSettings(TrainingOptions):
                     raise UsageError(f"{name}: only for method {only}, not {method}: drop it, or use method {only}")
         return cls(method=method, **{**_DEFAULTS.get(method, {}), **chosen})
 
+    def resolved(self, steps_per_epoch: float) -> "TrainingSettings":
+        """The settings with the steps and the warm-up of a run over data of so many steps per epoch."""
+        # Rounded first: 0.1 * 30 is above 3.
+        steps = self.steps or max(1, math.ceil(round(self.epochs * steps_per_epoch, 6)))
+        warmup = self.warmup
+        if warmup is None:
+            warmup = min(_WARMUP[self.method], steps // 10)
+        return replace(self, steps=steps, warmup=warmup)
+
     def rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then a cosine."""
+        """The learning rate of a step of `resolved` settings: linear warm-up, then a cosine."""
+        assert self.warmup is not None
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)

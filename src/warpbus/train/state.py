@@ -62,12 +62,14 @@ class Identity:
         data: digest of the training documents.
         config: the model config.
         valid: digest of the validation documents, if they decide which step is kept.
+        weights: digest of the model's weights, if there are any.
     """
 
     settings: dict[str, Any]
     data: str
     config: str
     valid: str | None = None
+    weights: str | None = None
 
     def changes(self, before: Mapping[str, Any]) -> list[str]:
         """The differences to a saved state, in words."""
@@ -83,6 +85,8 @@ class Identity:
             changed.append("the validation data changed")
         if before["config"] != self.config:
             changed.append("the model changed")
+        elif None not in (self.weights, before.get("weights")) and before["weights"] != self.weights:
+            changed.append("the weights of the model changed")
         return changed
 
 
@@ -109,8 +113,9 @@ class StateFile:
         if not isinstance(summary, dict) or not self.exists():
             return None
         state = self._load()
-        if not settings.steps:  # computed from the data
-            settings = replace(settings, steps=state["settings"]["steps"])
+        # What was computed from the data.
+        computed = {"steps": not settings.steps, "warmup": settings.warmup is None}
+        settings = replace(settings, **{name: state["settings"][name] for name, each in computed.items() if each})
         same = not Identity(asdict(settings), state["data"], state["config"]).changes(state)
         return summary if same and state["run"] == summary.get("run") else None
 

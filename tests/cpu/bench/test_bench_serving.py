@@ -279,8 +279,9 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         if self.path == "/tokenize":
-            assert body == {"model": "poet", "prompt": ""}
-            self._answer(200, json.dumps({"tokens": server.suffix}).encode())
+            assert body == {"model": "poet", "prompt": "a", "add_special_tokens": body["add_special_tokens"]}
+            whole = [97, 42, 97, 98, *server.suffix]  # 97 and 42 before the text, which is 97 and 98
+            self._answer(200, json.dumps({"tokens": whole if body["add_special_tokens"] else [97, 98]}).encode())
             return
         with server.lock:
             server.asked.append((body, self.headers.get("Authorization")))

@@ -57,6 +57,18 @@ def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path, monk
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("output", [".", "..", "../here"])
+def test_the_current_directory_is_no_output(tmp_path, monkeypatch, output):
+    """It would be replaced under the shell."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    expected = f"{output}: is the current directory, or one above it: name a new directory"
+    assert mistake("quantize", "demo", output) == expected
+    assert list(tmp_path.rglob("*")) == [place]
+
+
+
 def test_a_cuda_program_that_is_not_there():
     assert mistake("cuda", "run", "nowhere.cu") == "nowhere.cu: there is no such file: give a .cu file"
 

@@ -119,7 +119,7 @@ COMMANDS = sorted({name for name, _ in INTERNAL})
 # Options whose default is not that of the field: they suit a conversation, or depend on other options of training.
 OWN_DEFAULTS = {
     "chat": {"temperature", "top_p", "top_k", "repetition_penalty", "max_tokens"},
-    "train": {"epochs", "rows", "rows_at_once", "learning_rate", "warmup", "weight_decay"},
+    "train": {"epochs", "rows", "rows_at_once", "learning_rate", "weight_decay"},
 }
 
 

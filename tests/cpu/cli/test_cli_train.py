@@ -10,7 +10,8 @@ from hub_standin import StandIn
 from typer.testing import CliRunner
 
 from warpbus.cli import app, main
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError, StorageError, UsageError
+from warpbus.evaluation import curve
 from warpbus.language import in_language, translated
 from warpbus.train.job import devices_of
 
@@ -32,11 +33,29 @@ def test_a_model_is_trained_and_its_losses_shown(blank_model, tmp_path, data):
     found = invoke(blank_model, tmp_path / "out", "--data", data, "--valid", data, "--valid-every", 2, *SHORT)
     assert found.exit_code == 0
     assert found.stdout == ""
+    assert "the model has no weights: training starts from random ones" in " ".join(found.stderr.split())
     assert "step 2: loss" in found.stderr
     assert "training.png" in found.stderr.replace("\n", "")
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "192 tokens in" in " ".join(found.stderr.split())
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_how_often_the_data_are_seen_is_told(blank_model, tmp_path, data):
+    """Also that a warm-up does not end, and what is missing of the validation data."""
+    valid = tmp_path / "valid.jsonl"
+    asked = {"messages": [{"role": "user", "content": "写诗"}]}
+    lines = [json.dumps({"text": "床前明月光疑是地上霜" * 9}), json.dumps(asked), data.read_text().splitlines()[0]]
+    valid.write_text("\n".join(lines))
+    found = invoke(blank_model, tmp_path / "out", "--data", data, "--valid", valid, *SHORT, "--warmup", 6)
+    assert found.exit_code == 0
+    said = " ".join(found.stderr.split())
+    summary = json.loads((tmp_path / "out" / "training.json").read_text(encoding="utf-8"))
+    assert f"epochs: {summary['epochs']:.3g} of 8 documents, steps: 3 of 2 rows" in said
+    assert "--warmup 6: longer than the run of 3 steps, so the learning rate only rises to 0.0005: lower it" in said
+    assert "validation data: 3 documents, 1 of them cut to --length 32, 1 left out because no answer begins" in said
+    assert (summary["valid_documents"], summary["valid_truncated"], summary["valid_dropped"]) == (2, 1, 1)
+    assert "--warmup" not in invoke(blank_model, tmp_path / "two", "--data", data, *SHORT).stderr
 
 
 def test_json_is_all_of_stdout(blank_model, tmp_path, data):
@@ -48,6 +67,25 @@ def test_json_is_all_of_stdout(blank_model, tmp_path, data):
     assert {name: summary["settings"][name] for name in expected} == expected
     assert summary["settings"]["dtype"] == "float32"
     assert summary["valid_loss"] is None
+
+
+@pytest.mark.parametrize("flags", [["--json"], []])
+def test_a_picture_that_cannot_be_written_hides_no_result(flags, blank_model, tmp_path, data, monkeypatch, capsys):
+    def full(output):
+        raise StorageError(f"{output}: no space left")
+
+    monkeypatch.setattr(curve, "draw_training", full)
+    arguments = ["train", blank_model, tmp_path / "out", "--data", data, *SHORT, *flags]
+    monkeypatch.setattr(sys, "argv", ["warpbus", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    told = capsys.readouterr()
+    assert "no space left" in told.err
+    if flags:
+        assert json.loads(told.out)["tokens"] == 192
+    else:
+        assert "192 tokens in" in " ".join(told.err.split())
 
 
 def test_help_names_every_setting():
@@ -96,6 +134,7 @@ def test_an_adapter_is_trained(tiny_model, tmp_path, data):
     assert {name: settings[name] for name in expected} == expected
     assert (tmp_path / "out" / "adapter_config.json").exists()
     assert "trainable parameters: 640 of " in found.stderr
+    assert "random" not in found.stderr
 
 
 def test_a_dry_run_tells_memory_and_needs_no_weights(blank_model, tmp_path, data):
@@ -170,7 +209,8 @@ def test_the_end_of_a_run_that_keeps_the_best_step_is_chinese(blank_model, tmp_p
     assert found.exit_code == 0
     said = "".join(found.stderr.split())
     assert "已写出该步的权重" in said
-    assert "afterstep" not in said
+    assert "每秒" in said
+    assert not any(english in said for english in ("afterstep", "tokens/s", "epochs", "loss"))
 
 
 @pytest.mark.parametrize(

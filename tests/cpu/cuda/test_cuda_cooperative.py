@@ -56,6 +56,49 @@ def test_blocks_and_tiles(run) -> None:
     assert run(GROUPS) == "2016 28 496 aa 4\n476 31 1 4\n"
 
 
+CONVERGED = """
+__global__ void filter(int *kept, const int *in, int *count) {
+    const int x = in[threadIdx.x];
+    if (x % 3 == 0) {  // one atomic operation per warp
+        auto active = cg::coalesced_threads();
+        int begin = 0;
+        if (active.thread_rank() == 0) begin = atomicAdd(count, active.size());
+        begin = active.shfl(begin, 0);
+        kept[begin + active.thread_rank()] = x;
+        const int most = cg::reduce(active, x, cg::greater<int>());
+        const unsigned votes = active.ballot(x % 2), up = active.shfl_up(x, 1), down = active.shfl_down(x, 2);
+        if (threadIdx.x == 63) printf("%d %x %d %d %d, ", active.size(), votes, most, up, down);
+    } else {
+        const unsigned others = __activemask();
+        if (threadIdx.x == 1) printf("%x %x, ", others, __ballot_sync(others, x % 2));
+        else __ballot_sync(others, x % 2);
+    }
+    __syncwarp();
+}
+int main() {
+    int host[64], *in, *kept, *count, found = 0;
+    for (int i = 0; i < 64; ++i) host[i] = i;
+    cudaMalloc(&in, 256); cudaMalloc(&kept, 256); cudaMalloc(&count, 4); cudaMemset(count, 0, 4);
+    cudaMemcpy(in, host, 256, cudaMemcpyHostToDevice);
+    filter<<<1, 64>>>(kept, in, count);
+    cudaMemcpy(&found, count, 4, cudaMemcpyDeviceToHost); cudaMemcpy(host, kept, 4 * found, cudaMemcpyDeviceToHost);
+    int sum = 0; for (int i = 0; i < found; ++i) sum += host[i];
+    printf("%d %d", found, sum);
+}
+"""
+
+
+def test_lanes_that_run_together(run) -> None:
+    others = [x for x in range(32) if x % 3]
+    mask, odd = (sum(1 << x for x in some) for some in (others, [x for x in others if x % 2]))
+    kept = [x for x in range(33, 64) if x % 3 == 0]
+    votes = sum((x % 2) << rank for rank, x in enumerate(kept))
+    found = run(CONVERGED)
+    assert f"{mask:x} {odd:x}, " in found
+    assert f"{len(kept)} {votes:x} 63 60 63, " in found
+    assert found.endswith(f"22 {sum(range(0, 64, 3))}")
+
+
 GRID = """
 __global__ void iterate(float *a, float *b, int n, int steps) {
     __shared__ float mine[64];

@@ -15,6 +15,12 @@ def run(tmp_path):
 
 SHARED = """
 extern __shared__ float whole[];
+__global__ void rows(int *x) {
+    extern __shared__ int table[][4];
+    table[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x;
+    __syncthreads();
+    x[threadIdx.x] = (&table[0][0])[31 - threadIdx.x] + table[1][2];
+}
 template <class T> __global__ void raw(T *x) {
     extern __shared__ __align__(sizeof(T)) unsigned char bytes[];
     T *t = reinterpret_cast<T *>(bytes);
@@ -38,13 +44,14 @@ int main() {
     raw<<<1, 32, 128>>>(x); raw<<<1, 32, 256>>>(z);
     cudaMemcpy(y, x, 128, cudaMemcpyDeviceToHost); cudaMemcpy(w, z, 256, cudaMemcpyDeviceToHost);
     printf("%d %g ", y[1], w[2]);
+    rows<<<1, 32, 128>>>(x); cudaMemcpy(y, x, 128, cudaMemcpyDeviceToHost); printf("%d ", y[1]);
     kinds<<<1, 32, 4>>>(x); cudaMemcpy(y, x, 128, cudaMemcpyDeviceToHost); printf("%d", y[31]);
 }
 """
 
 
 def test_declarations_of_shared_memory(run) -> None:
-    assert run(SHARED) == "30 29 2228"
+    assert run(SHARED) == "30 29 36 2828"
 
 
 RUNTIME = """
@@ -317,9 +324,9 @@ def test_dynamic_parallelism_is_refused(run) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::coalesced_threads(); }\n",
+        "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::this_cluster(); }\n",
         "int main() { cudaGraphUpload(nullptr, nullptr); }\n",
-        "__global__ void k() { __activemask(); }\nint main() {}\n",
+        "__global__ void k() { __vadd2(1, 2); }\nint main() {}\n",
     ],
 )
 def test_parts_of_cuda_that_the_cpu_does_not_have(run, text: str) -> None:

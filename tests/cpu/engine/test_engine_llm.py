@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chatglm_files import write_chatglm6b
 
 from warpbus.engine import LLM, Chunk, Grammar, SamplingParams
+from warpbus.engine.answer_decoder import answer_decoder
 from warpbus.engine.grammar import GrammarMatcher
 from warpbus.engine.runner import Runner
 from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, NumericError, UsageError, WarpbusError
 from warpbus.models.templates import RoleTokenTemplate
+from warpbus.models.tokenizers import load_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 ASKED = [{"role": "user", "content": "明月"}]
@@ -122,6 +125,19 @@ def test_token_ids_are_prompts_too(llm):
     expected = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
     assert llm.generate(ids, GREEDY)[0].token_ids == expected
     assert [answer.token_ids for answer in llm.generate([ids, tuple(ids)], GREEDY)] == [expected] * 2
+
+
+def test_texts_begin_as_the_models_texts_do(llm, monkeypatch):
+    ids = [1, 2, *llm.tokenizer.encode(PROMPTS[0])]
+    expected = llm.generate(ids, GREEDY)[0]
+    bare, chat = llm.generate(PROMPTS[0], GREEDY)[0], llm.render(ASKED)
+    monkeypatch.setattr(llm.tokenizer, "prompt_prefix", (1, 2))
+    found = llm.generate(PROMPTS[0], GREEDY)[0]
+    assert (found.token_ids, found.prompt_tokens) == (expected.token_ids, bare.prompt_tokens + 2)
+    assert found.token_ids != bare.token_ids
+    assert llm.generate(ids[2:], GREEDY)[0].token_ids == bare.token_ids
+    assert llm.render(ASKED) == chat
+    assert llm.generate("", GREEDY)[0].prompt_tokens == 2
 
 
 def test_chat_renders_the_conversation(llm):
@@ -392,3 +408,38 @@ def test_the_line_for_a_tools_name_is_not_shown(tiny_glm, monkeypatch):
     answer = llm.chat(ASKED, GREEDY)
     assert answer.text == llm.generate(llm.render(ASKED), GREEDY)[0].text.lstrip() != ""
     assert "".join(llm.chat(ASKED, GREEDY, stream=True)) == answer.text
+
+
+def test_an_answer_that_goes_on_with_a_text_keeps_its_first_space(tmp_path):
+    """As transformers decodes the whole; an answer to a conversation, or behind a special token, has none."""
+    tokenizer = load_tokenizer(write_chatglm6b(tmp_path, early=False))
+    space, moon = tokenizer.encode("月")
+    text, special = tokenizer.encode("明"), tokenizer.special_ids["<sop>"]
+    grammar = Grammar("regex", "a")
+
+    def said(prompt: list[int], params: SamplingParams) -> str:
+        stream = answer_decoder(tokenizer, prompt, params)
+        return "".join(map(stream.push, [space, moon])) + stream.flush()
+
+    assert said(text, SamplingParams(continues_text=True)) == " 月"
+    assert said(text, SamplingParams()) == "月"
+    assert said([*text, special], SamplingParams(continues_text=True)) == "月"
+    assert said([*text, special], SamplingParams(grammar=grammar)) == " 月"
+    with pytest.raises(UsageError, match="continues_text is 1: give True or False"):
+        SamplingParams(continues_text=1)
+
+
+def test_prompts_that_are_texts_are_continued(llm, monkeypatch):
+    seen = []
+
+    def spied(tokenizer, prompt, params):
+        seen.append(params.continues_text)
+        return answer_decoder(tokenizer, prompt, params)
+
+    monkeypatch.setattr("warpbus.engine.llm.answer_decoder", spied)
+    llm.generate("明月", GREEDY)
+    llm.generate(["明", "月"], GREEDY)
+    llm.generate(llm.tokenizer.encode("明月"), GREEDY)
+    llm.generate(llm.tokenizer.encode("明月"), replace(GREEDY, continues_text=True))
+    llm.chat(ASKED, GREEDY)
+    assert seen == [True, True, True, False, True, False]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from warpbus.demo import data_path
-from warpbus.engine import LLM
+from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import DataError, UsageError
 from warpbus.evaluation import read_questions
 from warpbus.evaluation.task_names import check_task_names
@@ -64,6 +64,21 @@ def test_texts_longer_than_the_context_are_added_up(llm: LLM, answers: Answers) 
     windows = [ids[start - 1 : start + size] for start in range(1, len(ids), size)]
     wanted = sum(expected(llm, window[:1], window[1:]) for window in windows)
     assert answers.rolling([text, "春"])[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_texts_begin_as_the_models_texts_do(llm: LLM, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = answers.encode("春眠")
+    rolled = answers.rolling(["春眠"])[0]
+    assert rolled == pytest.approx(expected(llm, [answers.prefix_token], bare), rel=1e-4)
+    monkeypatch.setattr(llm.tokenizer, "prompt_prefix", (2, 3))
+    assert answers.encode("春眠") == [2, 3, *bare]
+    assert answers.encode("春眠", add_special_tokens=False) == bare
+    assert answers.prefix_token == 3
+    # Once, and it is not scored itself.
+    assert answers.rolling(["春眠"])[0] == pytest.approx(expected(llm, [3], bare), rel=1e-4)
+    assert answers.generate([("春眠", {"max_gen_toks": 4})]) == [
+        llm.generate([2, 3, *bare], SamplingParams(temperature=0.0, max_tokens=4))[0].text
+    ]
 
 
 def test_generation_ends_where_the_task_says(llm: LLM, answers: Answers) -> None:

@@ -94,6 +94,20 @@ def test_each_piece_of_a_text_of_chatglm6b_has_a_prompt(
         read_documents(path, tokenizer, None, length=2)
 
 
+def test_texts_begin_as_the_models_prompts_do(
+    tmp_path: Path, tokenizer: Tokenizer, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "prompt_prefix", (2, 3))
+    ids = tokenizer.encode("床前明月光")
+    lines = write_lines(tmp_path / "a.jsonl", {"text": "床前明月光"})
+    (tmp_path / "a.txt").write_text("床前明月光", encoding="utf-8")
+    for path in (lines, tmp_path / "a.txt"):
+        [document] = read_documents(path, tokenizer, None, length=9)
+        assert (document.ids, document.answers) == ([2, 3, *ids], [False, False] + [True] * len(ids))
+    pieces = read_documents(tmp_path / "a.txt", tokenizer, None, length=4)
+    assert [document.ids for document in pieces] == [[2, 3, *ids[at : at + 2]] for at in range(0, len(ids) - 1, 2)]
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     lines, text = tmp_path / "a.jsonl", tmp_path / "a.txt"
     lines.write_bytes(b"\xef\xbb\xbf" + '\r\n{"text": "明月"}\r\n'.encode())

@@ -3,26 +3,32 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tokenizer_files
 import torch
 from quantized_files import CHATGLM, HF, SIZES, all_tensors, plain_tensors, write_files, write_quantized
+from tokenizers import Tokenizer as Library
+from tokenizers import processors
 from torch import Tensor
 from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.gguf.architectures import Keys
 from warpbus.formats.gguf.blocks import TYPES
 from warpbus.formats.gguf.file import PlannedTensor, read_header, write_file
 from warpbus.formats.gguf.view import directory_of
+from warpbus.formats.gguf.vocabulary import vocabulary_files
 from warpbus.formats.hub import find_model
 from warpbus.models import load_model, read_config
 from warpbus.models.convert import convert
 from warpbus.models.gguf.export import block_type
-from warpbus.models.tokenizers import load_tokenizer
+from warpbus.models.gguf.vocabulary import vocabulary_metadata
+from warpbus.models.tokenizers import encode_prompt, load_tokenizer
 from warpbus.qtensor import Scheme
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -242,6 +248,78 @@ def test_template_and_stop_tokens_come_along(tmp_path):
     found = find_model(tmp_path / "m.gguf")
     assert json.loads((found / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages[0]['content'] }}"
     assert read_config(Checkpoint(found)).stop_ids[:3] == (1, 5, 7)
+
+
+def test_special_tokens_that_only_the_configuration_lists_come_along(tmp_path):
+    listed = {"270": {"content": "<|new|>", "special": True}}
+    tokenizer_files.write_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    metadata = vocabulary_metadata(tmp_path, "llama", 600, (2,))
+    assert metadata["tokenizer.ggml.tokens"][270] == "<|new|>"
+    assert metadata["tokenizer.ggml.token_type"][270] == 3
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+def test_the_token_before_texts_comes_along(tmp_path, kind):
+    if kind == "tokenizer.json":
+        tokenizer_files.write_byte_level(tmp_path)
+        first = load_tokenizer(tmp_path).special_ids["<s>"]
+        library = Library.from_file(str(tmp_path / kind))
+        library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+        library.save(str(tmp_path / kind))
+    else:
+        tokenizer_files.train_llama_sentencepiece(tmp_path)
+        first, named = 1, {"add_bos_token": True, "bos_token": {"content": "<s>"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    source, values = tmp_path / "model", CONFIGS["llama"]
+    write_files(source, values, plain_tensors(values))
+    for file in tmp_path.glob("tokenizer*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    convert(source, tmp_path / "m.gguf", to="gguf")
+    metadata = read_header(tmp_path / "m.gguf").metadata
+    assert (metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.add_bos_token"]) == (first, True)
+    before, after = load_tokenizer(source), load_tokenizer(find_model(tmp_path / "m.gguf"))
+    for text in TEXTS:
+        assert encode_prompt(after, text) == encode_prompt(before, text) == [first, *before.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "keys", "prefix"),
+    [
+        ("byte level", {"add_bos_token": True, "bos_token_id": 3}, (3,)),
+        ("byte level", {"add_bos_token": True}, ()),
+        ("byte level", {"add_bos_token": False, "bos_token_id": 3}, ()),
+        ("byte level", {"bos_token_id": 3}, ()),
+        ("byte level", {"bos_token_id": 3, "pre": "llama-bpe"}, (3,)),
+        ("pieces", {}, (1,)),
+        ("pieces", {"bos_token_id": 2}, (2,)),
+        ("pieces", {"add_bos_token": False}, ()),
+    ],
+)
+def test_texts_begin_as_in_llama_cpp(tmp_path, tokenizer, keys, prefix):
+    """Files without `add_bos_token`, and those that other programs wrote."""
+    if tokenizer == "pieces":
+        metadata = vocabulary_metadata(tokenizer_files.train_llama_sentencepiece(tmp_path), "llama", 600, (2,))
+    else:
+        tokenizer_files.write_byte_level(tmp_path)
+        metadata = vocabulary_metadata(tmp_path, "llama", 600, (2,))
+    metadata = {key: value for key, value in metadata.items() if "bos_token" not in key}
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    header = SimpleNamespace(file=tmp_path, metadata=metadata | {"general.architecture": "llama"})
+    for name, content in vocabulary_files(Keys(header)).items():
+        (tmp_path / name).write_bytes(content)
+    found = load_tokenizer(tmp_path)
+    assert found.prompt_prefix == prefix
+    assert encode_prompt(found, "moon") == [*prefix, *found.encode("moon")]
+
+
+def test_the_template_for_tools_comes_along(tmp_path):
+    source = write_plain(tmp_path / "model", CONFIGS["llama"])
+    named = [{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": "plain"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    convert(source, tmp_path / "m.gguf", to="gguf")
+    found = json.loads((find_model(tmp_path / "m.gguf") / "tokenizer_config.json").read_text())["chat_template"]
+    assert sorted(map(str, found)) == sorted(map(str, named))
 
 
 def test_one_directory_stands_for_one_state_of_a_file(tmp_path, cache):

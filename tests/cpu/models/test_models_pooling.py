@@ -84,33 +84,6 @@ def test_a_reranker_is_read_from_its_module_or_its_config(tmp_path):
     assert found.ranking == LogitScoreHead(tokenizer.encode("y")[0], tokenizer.encode("n")[0])
 
 
-def test_special_tokens_around_a_text_are_those_of_the_tokenizer(tmp_path):
-    write_byte_level(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    tokenizer["post_processor"] = {
-        "type": "Sequence",
-        "processors": [
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-            {
-                "type": "TemplateProcessing",
-                "single": [
-                    {"SpecialToken": {"id": "a", "type_id": 0}},
-                    {"Sequence": {"id": "A", "type_id": 0}},
-                    {"SpecialToken": {"id": "b", "type_id": 0}},
-                ],
-                "pair": [],
-                "special_tokens": {"a": {"id": "a", "ids": [3], "tokens": ["a"]}, "b": {"ids": [4, 5]}},
-            },
-        ],
-    }
-    write(tmp_path, {"config.json": {}})
-    loaded = load_tokenizer(tmp_path)
-    write(tmp_path, {"tokenizer.json": tokenizer})
-    found = read_text_heads(tmp_path, loaded)
-    assert (found.before, found.after) == ((3,), (4, 5))
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -95,7 +95,7 @@ def test_answers_end_where_the_models_end_them(
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     suffix = (specials["[gMASK]"], specials["<sop>"]) if "<eop>" in specials and "<|user|>" not in specials else ()
-    tokenizer: Any = SimpleNamespace(special_ids=specials, prompt_suffix=suffix)
+    tokenizer: Any = SimpleNamespace(special_ids=specials, strips={}, prompt_suffix=suffix)
     template = load_template(tmp_path, config, tokenizer)
     found = read_config(Checkpoint(tmp_path, weights=False)).stop_ids
     assert {*found, *template.stop_ids} == expected

@@ -74,7 +74,7 @@ def test_two_hosts_one_broker(pool: RayBrokerStore) -> None:
 
     def back() -> bool:
         try:
-            return ray.get(process_of(broker)) != killed
+            return ray.get(process_of(broker), timeout=30) != killed
         except ray.exceptions.RayError:
             return False
 

@@ -15,7 +15,7 @@ class Letters:
 
     vocab_size = 0x110000
     special_ids = {}  # noqa: RUF012
-    prompt_suffix = ()
+    prompt_prefix = prompt_suffix = ()
 
     def encode(self, text):
         check_text(text)
@@ -58,6 +58,23 @@ class EndedPrompts(Letters):
     """One whose prompts end in two special tokens, as ChatGLM-6B's do."""
 
     prompt_suffix = (2, 3)
+
+
+class BegunTexts(Letters):
+    """One that puts a special token before a text, as Llama's do."""
+
+    prompt_prefix = (4,)
+
+
+def test_every_sequence_of_a_text_begins_as_the_models_texts_do(tmp_path):
+    def read_begun(path):
+        found = read_calibration(path, BegunTexts(), Turns(), samples=100, seqlen=4, seed=0)
+        return sorted(Letters().decode(ids) for ids in found.sequences)
+
+    (tmp_path / "a.txt").write_text("abcdefg", encoding="utf-8")
+    assert read_begun(tmp_path / "a.txt") == ["\x04abc", "\x04def", "\x04g"]
+    talk = [{"role": "user", "content": "hi"}]
+    assert read_begun(write(tmp_path / "a.jsonl", {"text": "plain"}, {"messages": talk})) == ["\x01hi", "\x04pla"]
 
 
 class OneAnswer:

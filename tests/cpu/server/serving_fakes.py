@@ -44,7 +44,8 @@ class ByteTokenizer:
     special_ids = {text: FIRST_SPECIAL + at for at, text in enumerate(SPECIALS)}  # noqa: RUF012
     drops_first_space = False
     own_spaces = frozenset()
-    prompt_suffix = ()
+    strips = {}  # noqa: RUF012
+    prompt_prefix = prompt_suffix = text_suffix = ()
 
     def encode(self, text):
         try:

@@ -1,8 +1,12 @@
 """Packed rows: nothing lost, nothing mixed, and the same batches however a run is cut."""
 
 import json
-from collections.abc import Callable
+import multiprocessing
+import shutil
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from warpbus.models import load_model
 from warpbus.models.layers import CausalAttention
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
+from warpbus.train import dataset
 from warpbus.train.dataset import IGNORED, Batches, Documents, PackedBatch, assemble, pack, tokenize
 
 WriteLines = Callable[..., Path]
@@ -152,13 +157,16 @@ def test_tokenize_keeps_what_there_is_to_learn(blank_model: Path, tmp_path: Path
     template = find_template(blank_model, config_of(blank_model), tokenizer)
     assert template is not None
     ids, answers = template.spans(records[1]["messages"])  # type: ignore[arg-type]
-    assert len(documents) == 2
-    assert documents.tokens.tolist() == [*tokenizer.encode("明月光"), *ids]
-    assert documents.answers.tolist() == [True, True, True, *answers]
-    assert documents.offsets.tolist() == [0, 3, 3 + len(ids)]
-    assert (documents.truncated, documents.dropped) == (0, 4)
+    assert len(documents) == 3
+    end = tokenizer.special_ids["<|endoftext|>"]
+    texts = [*tokenizer.encode("明月光"), end], [*tokenizer.encode("月"), end]
+    assert documents.tokens.tolist() == [*texts[0], *ids, *texts[1]]
+    assert documents.answers.tolist() == [True] * 4 + answers + [True] * 2
+    assert documents.offsets.tolist() == [0, 4, 4 + len(ids), 6 + len(ids)]
+    assert (documents.truncated, documents.dropped) == (0, 3)
     cut = tokenize(path, blank_model, config_of(blank_model), length=len(ids) - 1)
-    assert (len(cut), cut.truncated, cut.dropped) == (2, 1, 4)
+    assert (len(cut), cut.truncated, cut.dropped) == (3, 1, 3)
+    assert tokenize(path, blank_model, config_of(blank_model), length=3).tokens.tolist()[:3] == texts[0][:3]
 
 
 def test_processes_tokenize_alike(blank_model: Path, tmp_path: Path, write_lines: WriteLines) -> None:
@@ -173,6 +181,27 @@ def test_processes_tokenize_alike(blank_model: Path, tmp_path: Path, write_lines
         file.write("{\n")
     with pytest.raises(DataError, match=r"a\.jsonl:4201: not JSON"):
         tokenize(path, blank_model, config, length=64, workers=2)
+
+
+def test_processes_leave_ctrl_c_to_the_first(
+    blank_model: Path, tmp_path: Path, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", conversation("写诗", "明月"))
+    ignored: list[bool] = []
+    chunks = dataset._chunks
+
+    def looked_at(lines: Any, size: int) -> Iterator[Any]:
+        for child in multiprocessing.active_children():
+            status = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+            mask = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
+            ignored.append(bool(mask >> (signal.SIGINT - 1) & 1))
+        yield from chunks(lines, size)
+
+    monkeypatch.setattr(dataset, "_chunks", looked_at)
+    before = signal.getsignal(signal.SIGINT)
+    assert len(tokenize(path, blank_model, config_of(blank_model), length=64, workers=2)) == 1
+    assert signal.getsignal(signal.SIGINT) is before
+    assert ignored == [True, True]
 
 
 def test_tokenize_a_text(blank_model: Path, tmp_path: Path) -> None:
@@ -219,3 +248,19 @@ def test_every_document_of_chatglm6b_has_its_prompt(
             assert tokens[at - 2] == gmask
             assert answers == [False] * at + [True] * (len(tokens) - at)
             assert at < len(tokens) <= 60
+            # An answer and a text of a line end with <eop>, pieces of a .txt do not.
+            assert (tokens[-1] == tokenizer.special_ids["<eop>"]) is (path == lines)
+
+
+def test_a_text_ends_with_the_first_stop_token_without_an_eos_token(
+    blank_model: Path, tmp_path: Path, write_lines: WriteLines
+) -> None:
+    shutil.copytree(blank_model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    path = write_lines(tmp_path / "a.jsonl", {"text": "明月"})
+    ends = {}
+    for stop in (3, [7, 2]):
+        config = {**config_of(blank_model), "eos_token_id": stop}
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+        ends[str(stop)] = int(tokenize(path, tmp_path / "model", config, length=20).tokens[-1])
+    assert ends == {"3": 3, "[7, 2]": 7}

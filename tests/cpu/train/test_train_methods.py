@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from dense_configs import dense_config, with_traits
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.errors import UsageError
+from warpbus.errors import StorageError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, DecoderLayer, ModelConfig, load_model, read_config
 from warpbus.models.adapters import Lora, Prefix, load_adapter
@@ -29,7 +30,7 @@ from warpbus.train.dataset import Documents, assemble, tokenize
 from warpbus.train.methods import FullMethod, PrefixMethod, TrainingMethod
 from warpbus.train.ptuning import TrainedPrefix
 
-WriteLines = Callable[..., Path]
+WriteLines = MakeModel = Callable[..., Path]
 ADAPTER = TrainingSettings.of(
     "lora", steps=12, length=32, rows_per_step=4, rows_at_once=2, warmup=2, learning_rate=1e-2, save_every=100
 )
@@ -67,7 +68,8 @@ def run(
     summary = train(
         model, output, data=data, valid=data, settings=settings, device="cpu", begun=begun.append, report=steps.append
     )
-    assert begun == [TrainingStarted(0, settings.steps, summary["trained"], summary["parameters"])]
+    counts = settings.steps, summary["trained"], summary["parameters"], summary["documents"], summary["epochs"]
+    assert begun == [TrainingStarted(0, *counts, settings)]
     return summary, steps
 
 
@@ -120,6 +122,64 @@ def test_lora_learns_and_is_written_for_peft(tiny_model: Path, tmp_path: Path, d
     assert loss_one_by_one(model.hidden, model, read(data, tiny_model)) == pytest.approx(
         summary["valid_loss"], abs=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "key"),
+    [("lora", "adapter_config.json", "base_model_name_or_path"), ("ptuning", "config.json", "_name_or_path")],
+)
+def test_an_adapter_names_its_model_as_the_hub_does(
+    method: str, file: str, key: str, tiny_model: Path, tmp_path: Path, data: Path
+) -> None:
+    cached = tmp_path / "hub" / "models--THUDM--small-glm" / "snapshots" / "1a2b"
+    shutil.copytree(tiny_model, cached)
+    settings = TrainingSettings.of(method, steps=1, length=32, rows_per_step=4)
+    for model, name in ((cached, "THUDM/small-glm"), (tiny_model, str(tiny_model))):
+        output = tmp_path / model.name
+        train(model, output, data=data, settings=settings, device="cpu")
+        assert json.loads((output / file).read_text(encoding="utf-8"))[key] == name
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_other_weights_of_the_same_shape_are_another_model(
+    method: str, make_model: MakeModel, tiny_model: Path, tmp_path: Path, data: Path
+) -> None:
+    """The frozen weights are not in the state: the rest of the steps would belong to another model."""
+    settings = TrainingSettings.of(method, steps=4, length=32, rows_per_step=4, warmup=2, save_every=1)
+
+    def stop(progress: TrainingProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_model, tmp_path / "out", data=data, settings=settings, device="cpu", report=stop)
+    other = make_model(tmp_path / "other", seed=1)
+    with pytest.raises(UsageError, match=r"\(the weights of the model changed\): use the same to resume it"):
+        run(other, tmp_path / "out", data, settings)
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_model, moved)
+    train(moved, tmp_path / "out", data=data, settings=settings, device="cpu")
+
+
+@pytest.mark.parametrize("method", ["lora", "ptuning", "full"])
+def test_an_output_that_appeared_during_the_run_is_not_replaced(
+    method: str, tiny_model: Path, tmp_path: Path, data: Path
+) -> None:
+    settings = TrainingSettings.of(method, steps=2, length=32, rows_per_step=4, warmup=1)
+    output = tmp_path / "out"
+
+    def write(progress: TrainingProgress) -> None:
+        output.mkdir(exist_ok=True)
+        (output / "config.json").write_text("{}", encoding="utf-8")
+
+    with pytest.raises(StorageError, match="exists and is not empty"):
+        train(tiny_model, output, data=data, settings=settings, device="cpu", report=write)
+    assert [path.name for path in output.iterdir()] == ["config.json"]
+    assert (tmp_path / "out.training" / "state.pt").exists()
+    shutil.rmtree(output)
+    steps: list[TrainingProgress] = []
+    train(tiny_model, output, data=data, settings=settings, device="cpu", report=steps.append)
+    assert steps == []
+    assert (output / "training.json").exists()
 
 
 def test_lora_of_some_linears_with_dropout(tiny_model: Path, tmp_path: Path, data: Path) -> None:

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.hub import find_model
 from warpbus.models import Decoder, load_model, read_config
+from warpbus.models.convert import convert
 from warpbus.train import TrainingProgress, TrainingSettings, train
 from warpbus.train.dataset import Batches, PackedBatch, pack, tokenize
 from warpbus.train.run import _TrainingRun
@@ -83,6 +85,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
         ("epochs", 0.0),
         ("rows_at_once", 0),
         ("seed", -1),
+        ("seed", 2**64),
         ("dtype", "float16"),
     ],
 )
@@ -281,16 +284,55 @@ def test_training_goes_on_from_weights(blank_model: Path, tmp_path: Path, data: 
     _, before = run(blank_model, first, data, steps=30)
     (first / "README.md").write_text("mine", encoding="utf-8")
     (first / "LICENSE").write_text("mine", encoding="utf-8")
-    (first / "pytorch_model.bin.index.json").write_text("{}", encoding="utf-8")
+    others = "pytorch_model.bin.index.json", "model.gguf", "optimizer.pt", "consolidated.00.pth", "trainer_state.json"
+    for name in others:
+        (first / name).write_text("{}", encoding="utf-8")
     _, after = run(first, output, data, steps=3, learning_rate=1e-4)
     assert after[0].loss < before[0].loss / 2
     assert after[0].loss == pytest.approx(before[-1].loss, abs=0.3)
     assert (output / "LICENSE").read_text(encoding="utf-8") == "mine"
     assert not (output / "README.md").exists()  # it describes the model that was trained further
-    assert not (output / "pytorch_model.bin.index.json").exists()
+    assert not {path.name for path in output.iterdir()} & {*others}
     assert len(json.loads((output / "training-log.json").read_text(encoding="utf-8"))) == 3
     changed = weights(output)
     assert any(not torch.equal(tensor, changed[name]) for name, tensor in weights(first).items())
+
+
+@pytest.mark.usefixtures("home")
+def test_weights_in_a_gguf_are_not_taken_for_none(make_model: MakeModel, tmp_path: Path, data: Path) -> None:
+    """Training would start from random ones."""
+    plain = make_model(tmp_path / "plain", num_attention_heads=4)
+    convert(plain, tmp_path / "plain.gguf", to="gguf-f32")
+    _, expected = run(plain, tmp_path / "expected", data)
+    _, steps = run(find_model(str(tmp_path / "plain.gguf")), tmp_path / "out", data)
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    assert not (tmp_path / "out" / "model.gguf").exists()
+    found, trained = (weights(tmp_path / name) for name in ("out", "expected"))
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in trained.items()}
+
+
+def test_an_output_that_leaves_no_place_for_checkpoints(
+    blank_model: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out.training").write_text("mine", encoding="utf-8")
+    with pytest.raises(StorageError, match=r"out\.training: is a file, but checkpoints are kept there"):
+        run(blank_model, tmp_path / "out", data)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for output in (".", "..", "/"):
+        with pytest.raises(UsageError, match=r"checkpoints are kept beside OUTPUT, by its name"):
+            run(blank_model, Path(output), data)
+
+
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "flax_model.msgpack", "llama-q4.gguf", "model-1.bin"])
+def test_weights_that_cannot_be_read_are_not_taken_for_none(
+    name: str, blank_model: Path, tmp_path: Path, data: Path
+) -> None:
+    shutil.copytree(blank_model, tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(b"weights")
+    with pytest.raises(CheckpointError, match="no weights: expected model"):
+        run(tmp_path / "model", tmp_path / "out", data)
 
 
 def test_an_output_that_exists(blank_model: Path, tmp_path: Path, data: Path) -> None:
@@ -339,6 +381,27 @@ def test_epochs_make_steps(blank_model: Path, tmp_path: Path, data: Path) -> Non
     assert len(steps) == summary["settings"]["steps"]
     assert summary["epochs"] == pytest.approx(2.0, abs=0.1)
     assert summary["documents"] == 24
+
+
+@pytest.mark.parametrize(
+    ("epochs", "all_rows", "rows", "steps"),
+    [(1.0, 12, 4, 3), (1.0, 11, 5, 3), (2.0, 12, 5, 5), (0.5, 11, 5, 2), (0.001, 12, 4, 1), (0.1, 30, 1, 3)],
+)
+def test_an_epoch_is_never_shorter_than_the_data(epochs: float, all_rows: int, rows: int, steps: int) -> None:
+    """Rounded to the nearest, an epoch of 11 rows in steps of 5 left out one row."""
+    assert TrainingSettings(epochs=epochs, rows_per_step=rows).resolved(all_rows / rows).steps == steps
+
+
+def test_a_short_run_reaches_its_learning_rate(tiny_model: Path, tmp_path: Path, data: Path) -> None:
+    """Without --warmup; with it, the run is what was asked for."""
+    for method, most in (("lora", 20), ("ptuning", 20), ("full", 200)):
+        for steps in (1, 9, 10, 57, 5000):
+            settings = TrainingSettings.of(method, steps=steps).resolved(1.0)
+            assert settings.warmup == min(most, steps // 10)
+            assert max(map(settings.rate, range(steps))) == settings.learning_rate
+    assert TrainingSettings.of("lora", steps=5, warmup=20).resolved(1.0).warmup == 20
+    _, steps_of = run(tiny_model, tmp_path / "out", data, steps=3, warmup=None)
+    assert steps_of[0].learning_rate == SETTINGS.learning_rate
 
 
 def test_bfloat16_is_mixed_precision(blank_model: Path, tmp_path: Path, data: Path) -> None:

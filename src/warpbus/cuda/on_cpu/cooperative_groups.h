@@ -1,6 +1,6 @@
-// Cooperative groups on a CPU: blocks, tiles of a warp, and grids of cooperative launches.
+// Cooperative groups on a CPU: blocks, tiles of a warp, lanes that run together, and grids of cooperative launches.
 //
-// Not here: coalesced_threads(), clusters, and tiles of more than a warp.
+// Not here: clusters, and tiles of more than a warp.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -83,6 +83,46 @@ template <unsigned Size, class Group> thread_block_tile<Size, Group> tiled_parti
     return {static_cast<unsigned>(group.thread_rank()) / Size, (static_cast<unsigned>(group.size()) + Size - 1) / Size};
 }
 template <class Group> thread_group tiled_partition(const Group &, unsigned size) { return {false, size}; }
+
+// The lanes of a warp that execute a line together, numbered from the lowest one.
+class coalesced_group {
+  public:
+    explicit coalesced_group(unsigned lanes) : lanes_(lanes) {}
+    unsigned size() const { return static_cast<unsigned>(__popc(lanes_)); }
+    unsigned num_threads() const { return size(); }
+    unsigned thread_rank() const { return static_cast<unsigned>(__popc(lanes_ & ((1u << warpbus::lane()) - 1))); }
+    unsigned lanes() const { return lanes_; }
+    void sync(WARPBUS_LINE) const { __syncwarp(lanes_, line); }
+
+    template <class T> T shfl(T value, unsigned from, WARPBUS_LINE) const {
+        return __shfl_sync(lanes_, value, lane_of(from), 32, line);
+    }
+    template <class T> T shfl_down(T value, unsigned by, WARPBUS_LINE) const {
+        const unsigned from = thread_rank() + by;
+        return shfl(value, from < size() ? from : thread_rank(), line);
+    }
+    template <class T> T shfl_up(T value, unsigned by, WARPBUS_LINE) const {
+        return shfl(value, by <= thread_rank() ? thread_rank() - by : thread_rank(), line);
+    }
+    unsigned ballot(int predicate, WARPBUS_LINE) const {
+        const unsigned by_lane = __ballot_sync(lanes_, predicate, line);
+        unsigned found = 0;
+        for (unsigned rank = 0; rank < size(); ++rank) found |= (by_lane >> lane_of(rank) & 1) << rank;
+        return found;
+    }
+    int any(int predicate, WARPBUS_LINE) const { return ballot(predicate, line) != 0; }
+    int all(int predicate, WARPBUS_LINE) const { return ballot(!predicate, line) == 0; }
+
+  private:
+    int lane_of(unsigned rank) const {
+        unsigned rest = lanes_;
+        for (; rank; --rank) rest &= rest - 1;
+        return __ffs(static_cast<int>(rest)) - 1;
+    }
+
+    unsigned lanes_;
+};
+inline coalesced_group coalesced_threads(WARPBUS_LINE) { return coalesced_group(__activemask(line)); }
 
 struct grid_group {
     bool is_valid() const { return true; }

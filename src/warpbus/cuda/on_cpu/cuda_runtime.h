@@ -182,7 +182,7 @@ struct Thread {
     Waits waits;
     const char *what;       // what it waits for: "__syncthreads()"
     int line;               // of the source, where it waits
-    unsigned mask;          // of the lanes that it waits for
+    unsigned mask;          // of the lanes that it waits for; 0: those that are at the same line
     unsigned source;        // the lane whose value it asks for
     uint64_t given, got;    // the bits that it hands over, and those that it gets
     unsigned shared_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
@@ -381,6 +381,11 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, WARPBUS_LINE) {
 }
 inline int __any_sync(unsigned mask, int predicate, WARPBUS_LINE) { return __ballot_sync(mask, predicate, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, WARPBUS_LINE) { return __ballot_sync(mask, !predicate, line) == 0; }
+// The lanes that execute this line together.
+inline unsigned __activemask(WARPBUS_LINE) {
+    warpbus::wait_for(warpbus::Waits::warp, "__activemask()", line, 0);
+    return static_cast<unsigned>(warpbus::current->got);
+}
 #define WARPBUS_REDUCE(name, joined) \
     template <class T> T __reduce_##name##_sync(unsigned mask, T value, WARPBUS_LINE) { \
         return warpbus::reduce_lanes(mask, value, "__reduce_" #name "_sync", line, [](T a, T b) { return joined; }); \

@@ -257,6 +257,26 @@ inline std::string waiting(const Fiber &fiber) {
     return field("waiting", fiber.thread) + field("what", fiber.what) + field("line", fiber.line);
 }
 
+// Lanes that asked which ones are with them (mask 0) learn it when no lane of the warp can go on: those at the same line.
+inline bool release_converged(unsigned first, unsigned count) {
+    const auto asks = [](const Fiber &fiber) { return !fiber.ended && fiber.waits == Waits::warp && !fiber.mask; };
+    for (unsigned lane = 0; lane < count; ++lane) {
+        const Fiber &fiber = fibers[first + lane];
+        if (!asks(fiber)) continue;
+        unsigned together = 0;
+        const int line = fiber.line;
+        for (unsigned other = 0; other < count; ++other)
+            together |= unsigned{asks(fibers[first + other]) && fibers[first + other].line == line} << other;
+        for (unsigned other = 0; other < count; ++other) {
+            if (!(together >> other & 1)) continue;
+            fibers[first + other].got = together;
+            fibers[first + other].waits = Waits::nothing;
+        }
+        return true;
+    }
+    return false;
+}
+
 // Let the lanes of a warp run until all of them have ended or wait for the block.
 inline void run_warp(unsigned first, unsigned count, bool reverse) {
     for (;;) {
@@ -274,7 +294,7 @@ inline void run_warp(unsigned first, unsigned count, bool reverse) {
         const Fiber *stuck = nullptr, *missing = nullptr;
         for (unsigned lane = 0; lane < count && !released; ++lane) {
             const Fiber &fiber = fibers[first + lane];
-            if (fiber.ended || fiber.waits != Waits::warp) continue;
+            if (fiber.ended || fiber.waits != Waits::warp || !fiber.mask) continue;
             const unsigned mask = count == kWarp ? fiber.mask : fiber.mask & ((1u << count) - 1);
             const Fiber *absent = mask >> lane & 1 ? nullptr : &fiber;
             for (unsigned other = 0; other < count && !absent; ++other) {
@@ -300,7 +320,7 @@ inline void run_warp(unsigned first, unsigned count, bool reverse) {
             if (!strcmp(fiber.what, "__syncwarp()")) check_warp_barrier(first / kWarp);
             released = true;
         }
-        if (released) continue;
+        if (released || release_converged(first, count)) continue;
         if (stuck)
             stop("warp", place() + waiting(*stuck) + field("mask", stuck->mask) + field("missing", missing->thread) +
                  (missing == stuck ? field("state", "not in its own mask") : missing->ended ? field("state", "returned")

@@ -57,8 +57,10 @@ class PtxInstruction:
 
 
 Handlers: TypeAlias = Mapping[str, Callable[[PtxInstruction], str]]
-"""What makes C++ of an instruction, by its name. UnknownInstructionError, IndexError, KeyError and ValueError mean that the
-CPU does not have it."""
+"""What makes C++ of an instruction, by its name.
+
+They raise UnknownInstructionError, IndexError, KeyError or ValueError for what the CPU does not have.
+"""
 
 
 def part_kind(kind: str, count: int) -> str:

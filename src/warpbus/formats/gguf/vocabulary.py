@@ -50,8 +50,9 @@ def vocabulary_files(keys: Keys) -> dict[str, bytes]:
     """
     model = keys.text(f"{_PREFIX}model")
     tokens = _texts(keys, "tokens")
+    begin = _begin_of_texts(keys, model, tokens)
     if model == "gpt2":
-        files = {"tokenizer.json": _byte_level(keys, tokens)}
+        files = {"tokenizer.json": _byte_level(keys, tokens, begin)}
     elif model in ("llama", "t5"):
         files = {"tokenizer.model": _sentencepiece(keys, tokens, _BPE if model == "llama" else _UNIGRAM)}
     else:
@@ -61,9 +62,14 @@ def vocabulary_files(keys: Keys) -> dict[str, bytes]:
         found = _token_id(keys, name, len(tokens))
         if found is not None:
             described[f"{name}_token"] = tokens[found]
-    template = keys.get("tokenizer.chat_template")
+    if begin is not None:
+        described |= {"bos_token": tokens[begin], "add_bos_token": True}
+    template, tools = keys.get("tokenizer.chat_template"), keys.get("tokenizer.chat_template.tool_use")
     if isinstance(template, str):
         described["chat_template"] = template
+        if isinstance(tools, str):
+            named = {"default": template, "tool_use": tools}
+            described["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     return files | {"tokenizer_config.json": json.dumps(described, ensure_ascii=False, indent=2).encode()}
 
 
@@ -75,6 +81,14 @@ def stop_ids(keys: Keys) -> list[int]:
     types = _types(keys, len(tokens))
     found += [index for index, text in enumerate(tokens) if text in texts and types[index] == CONTROL]
     return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def _begin_of_texts(keys: Keys, model: str, tokens: Sequence[str]) -> int | None:
+    """The token before a text. Without `add_bos_token`, the vocabularies of Llama have one, as in llama.cpp."""
+    if not _flag(keys, "add_bos_token", model == "llama" or keys.get(f"{_PREFIX}pre") == "llama-bpe"):
+        return None
+    found = _token_id(keys, "bos", len(tokens))
+    return 1 if found is None and model == "llama" and len(tokens) > 1 else found
 
 
 def _token_id(keys: Keys, name: str, count: int) -> int | None:
@@ -105,7 +119,7 @@ def _types(keys: Keys, count: int) -> Sequence[int]:
     return found
 
 
-def _byte_level(keys: Keys, tokens: list[str]) -> bytes:
+def _byte_level(keys: Keys, tokens: list[str], begin: int | None) -> bytes:
     pre = keys.get(f"{_PREFIX}pre")
     split = SPLITS.get(pre) if isinstance(pre, str) else None
     if split is None:
@@ -144,7 +158,7 @@ def _byte_level(keys: Keys, tokens: list[str]) -> bytes:
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": None,
+        "post_processor": None if begin is None else _template(tokens[begin], begin),
         "decoder": steps[1],
         "model": {
             "type": "BPE",
@@ -160,6 +174,17 @@ def _byte_level(keys: Keys, tokens: list[str]) -> bytes:
         },
     }
     return json.dumps(description, ensure_ascii=False).encode()
+
+
+def _template(text: str, token: int) -> dict[str, Any]:
+    """The post-processor that puts a token before a text."""
+    before, after = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [before, after],
+        "pair": [before, after, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
+    }
 
 
 def _sentencepiece(keys: Keys, tokens: list[str], algorithm: int) -> bytes:

@@ -10,6 +10,7 @@ from warpbus.errors import UsageError
 Source = Literal["huggingface", "modelscope"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 
+_CACHED = re.compile(r"models--([A-Za-z0-9._-]+?)--([A-Za-z0-9._-]+)")
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -84,3 +85,9 @@ def _is_revision(text: str) -> bool:
     return _REVISION.fullmatch(text) is not None and all(
         part and not part.startswith(".") and ".." not in part for part in text.split("/")
     )
+
+
+def cached_name(directory: Path) -> str | None:
+    """The name on Hugging Face of a model in its cache, `OWNER/MODEL`; None for another directory."""
+    found = (_CACHED.fullmatch(part) for part in directory.parts)
+    return next((f"{match[1]}/{match[2]}" for match in found if match), None)

@@ -11,6 +11,7 @@ from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats.gguf.file import Value
 from warpbus.formats.gguf.vocabulary import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, UNUSED, USER_DEFINED
 from warpbus.models.tokenizers import RankTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from warpbus.models.tokenizers.facts import special_texts
 from warpbus.models.tokenizers.huggingface import byte_alphabet
 from warpbus.models.tokenizers.spm import read_sentencepiece
 
@@ -46,32 +47,35 @@ def vocabulary_metadata(
         path = directory / "tokenizer.json"
         if not path.exists():
             raise UsageError(f"{directory}: GGUF has no form for this tokenizer: convert to another format")
-        found = _of_json(path, architecture)
+        found = _of_json(path, architecture, tokenizer.special_ids)
     metadata = _padded(found, vocab_size, directory)
     metadata |= {f"{_PREFIX}{name}_token_id": token for name, token in zip(_ENDS, stop_ids, strict=False)}
-    metadata[f"{_PREFIX}add_bos_token"] = False
     return metadata | _templates(directory, tokenizer)
 
 
 def _templates(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
-    """The chat template, and what tokenizer_config.json says of the token at the beginning of a text."""
+    """The chat template, and the token at the beginning of a text."""
     path = directory / "tokenizer_config.json"
     found: dict[str, Value] = {}
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     template, file = config.get("chat_template"), directory / "chat_template.jinja"
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
+        template, tools = named.get("default"), named.get("tool_use")
+        if isinstance(tools, str) and not file.exists():
+            found["tokenizer.chat_templates"] = ["tool_use"]
+            found["tokenizer.chat_template.tool_use"] = tools
     if file.exists():
         template = file.read_text(encoding="utf-8")
     if isinstance(template, str):
         found["tokenizer.chat_template"] = template
-    beginning = config.get("bos_token")
-    beginning = beginning.get("content") if isinstance(beginning, dict) else beginning
-    if beginning in tokenizer.special_ids:
-        found[f"{_PREFIX}bos_token_id"] = tokenizer.special_ids[beginning]
-        found[f"{_PREFIX}add_bos_token"] = config.get("add_bos_token") is True
-    return found
+    # The format has one token before a text; [gMASK] <sop> of GLM-4 are two.
+    prefix, beginning = tokenizer.prompt_prefix, special_texts(directory, config).get("bos_token", "")
+    begins = len(prefix) == 1
+    token = prefix[0] if begins else tokenizer.special_ids.get(beginning)
+    if token is not None:
+        found[f"{_PREFIX}bos_token_id"] = token
+    return found | {f"{_PREFIX}add_bos_token": begins}
 
 
 def _padded(found: dict[str, Value], vocab_size: int, directory: Path) -> dict[str, Value]:
@@ -206,17 +210,19 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: str
     }
 
 
-def _of_json(path: Path, architecture: str) -> dict[str, Value]:
+def _of_json(path: Path, architecture: str, special_ids: Mapping[str, int]) -> dict[str, Value]:
     description = json.loads(path.read_text(encoding="utf-8"))
     model, added = description["model"], description.get("added_tokens") or []
     vocabulary = {str(text): int(index) for text, index in model["vocab"].items()}
-    vocabulary |= {str(token["content"]): int(token["id"]) for token in added}
+    vocabulary |= {str(token["content"]): int(token["id"]) for token in added} | dict(special_ids)
     tokens = [f"[PAD{index}]" for index in range(max(vocabulary.values()) + 1)]
     types = [UNUSED] * len(tokens)
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, NORMAL
     for token in added:
-        types[int(token["id"])] = CONTROL if token.get("special") else USER_DEFINED
+        types[int(token["id"])] = USER_DEFINED
+    for index in special_ids.values():
+        types[index] = CONTROL
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if not model.get("byte_fallback"):
         return _byte_level(tokens, types, merges, _pre(description, path, architecture))

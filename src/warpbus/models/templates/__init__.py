@@ -12,6 +12,7 @@ from warpbus.models.templates.base import Message, Template, Variables
 from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers.facts import special_texts
 
 __all__ = [
     "JinjaTemplate",
@@ -23,6 +24,7 @@ __all__ = [
     "Template",
     "find_stop_ids",
     "find_template",
+    "find_text_end",
     "load_template",
 ]
 
@@ -48,7 +50,7 @@ class NoTemplate:
         """Raises UsageError."""
         raise self._error()
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """Raises UsageError."""
         raise self._error()
 
@@ -69,20 +71,22 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     """The template of a model directory: the one it brings, else that of its family, else None.
 
     Looked for are `chat_template.jinja`, then `chat_template` in `tokenizer_config.json` (a text, or named texts of
-    which "default" is taken), then, for `model_type` chatglm, the special tokens of the vocabulary.
+    which "default" is taken, and "tool_use" for conversations with tools), then, for `model_type` chatglm, the special
+    tokens of the vocabulary.
 
     Raises CheckpointError if a file is damaged or the template is not valid.
     """
     directory = Path(checkpoint_dir)
     tokenizer_config = read_object(directory / "tokenizer_config.json")
-    variables = _special_texts(directory, tokenizer_config)
+    variables = special_texts(directory, tokenizer_config)
     stop_ids = find_stop_ids(directory, config, tokenizer)
     path = directory / "chat_template.jinja"
     if path.exists():
-        source: str | None = _read_text(path)
+        sources: tuple[str | None, str | None] = _read_text(path), None
     else:
         path = directory / "tokenizer_config.json"
-        source = _default_template(path, tokenizer_config.get("chat_template"))
+        sources = _named_templates(path, tokenizer_config.get("chat_template"))
+    source, tools_source = sources
     if source is not None:
         return JinjaTemplate(
             source,
@@ -91,6 +95,8 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
             variables=variables,
             stop_ids=stop_ids,
             end_id=_end_id(tokenizer, variables.get("eos_token"), stop_ids),
+            call_end_id=tokenizer.special_ids.get("<|observation|>") if _is_glm(tokenizer) else None,
+            tools_source=tools_source,
         )
     if config.get("model_type") != "chatglm":
         return None
@@ -111,11 +117,25 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
         eos = values.get("eos_token_id")
         found += [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     specials = tokenizer.special_ids
-    texts = [_special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
+    texts = [special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token", "")]
     if _is_glm(tokenizer):
         texts += _GLM_STOPS
     found += [specials[text] for text in texts if text in specials]
     return tuple(dict.fromkeys(found))
+
+
+def find_text_end(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Tokenizer) -> int | None:
+    """The token that ends a text: the tokenizer's `eos_token`, else the first stop token; None if there is none.
+
+    For ChatGLM-6B it is <eop>, which ends all that the model says.
+    """
+    directory, specials = Path(checkpoint_dir), tokenizer.special_ids
+    if tokenizer.prompt_suffix and "<eop>" in specials:
+        return specials["<eop>"]
+    eos = special_texts(directory, read_object(directory / "tokenizer_config.json")).get("eos_token")
+    if eos in specials:
+        return specials[eos]
+    return next(iter(find_stop_ids(directory, config, tokenizer)), None)
 
 
 def _is_glm(tokenizer: Tokenizer) -> bool:
@@ -131,29 +151,19 @@ def _end_id(tokenizer: Tokenizer, eos: str | None, stop_ids: tuple[int, ...]) ->
     return stop_ids[0] if stop_ids else None
 
 
-def _default_template(path: Path, found: object) -> str | None:
+def _named_templates(path: Path, found: object) -> tuple[str | None, str | None]:
+    """The template, and that of conversations with tools, if it is another one."""
     if found is None or isinstance(found, str):
-        return found
+        return found, None
     if isinstance(found, list):
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        if isinstance(named.get("default"), str):
-            return str(named["default"])
+        default, tools = named.get("default"), named.get("tool_use")
+        if isinstance(default, str) and (tools is None or isinstance(tools, str)):
+            return default, tools
     raise CheckpointError(
         f"{path}: chat_template is neither a text nor a list with a template named default; restore the file from the "
         "model's source"
     )
-
-
-def _special_texts(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, as texts or as objects with a `content`: those of tokenizer_config.json, and of
-    special_tokens_map.json those that are missing there."""
-    texts = {}
-    found = {key: value for key, value in tokenizer_config.items() if value is not None}
-    for key, value in (read_object(directory / "special_tokens_map.json") | found).items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            texts[key] = text
-    return texts
 
 
 def _read_text(path: Path) -> str:

@@ -55,11 +55,12 @@ class Template(Protocol):
         Raises UsageError if a message is malformed, or the conversation is one that the model cannot take.
         """
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """Ids of a whole conversation, and for each whether the model is to produce it.
 
         True are the tokens of every assistant's answer and the stop token that ends it, from where the generation
-        prompt leaves off. If nothing follows the last answer, its stop token is appended. UsageError as in `render`.
+        prompt leaves off. If nothing follows the last answer, its stop token is appended. `variables` and UsageError as
+        in `render`.
         """
 
 

@@ -67,12 +67,17 @@ class RoleTokenTemplate:
             items.append(SpecialToken(self._roles["assistant"]))
         return prompt_ids(self._tokenizer, items)
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """See `Template.spans`. The stop token of an answer is the next role's token, `<|user|>` after the last."""
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
+        """See `Template.spans`.
+
+        The stop token of an answer is the next role's token: after the last one `<|user|>`, or `<|observation|>` if it
+        calls a tool.
+        """
         check_messages(messages)
         items = self._items(messages)
         if messages[-1]["role"] == "assistant":
-            items.append(SpecialToken(self._roles["user"], answer=True))
+            follows = "observation" if messages[-1].get("metadata") else "user"
+            items.append(SpecialToken(self._roles[follows], answer=True))
         return prompt_spans(self._tokenizer, items)
 
     def _items(self, messages: Sequence[Message]) -> list[SpecialToken | Text]:
@@ -80,7 +85,9 @@ class RoleTokenTemplate:
         answered = False
         for message in messages:
             token = self._roles[message["role"]]
-            items.append(SpecialToken(token, answer=answered and token in self.stop_ids))
+            # An answer of several messages, such as a text and a call, writes the role of the next one itself.
+            follows = answered and (token in self.stop_ids or message["role"] == "assistant")
+            items.append(SpecialToken(token, answer=follows))
             answered = message["role"] == "assistant"
             for text in (message.get("metadata", "") + "\n", message["content"]):
                 items.append(_answer(text) if answered else Text(text))
@@ -124,7 +131,7 @@ class RoundTemplate:
             text += _CHATGLM2.answer
         return prompt_ids(self._tokenizer, (*self._prefix, Text(text)))
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """See `Template.spans`.
 
         Only the last answer has a stop token: the format puts none into the history. The last answer is encoded apart
@@ -181,7 +188,7 @@ class QueryTemplate:
             return prompt_ids(self._tokenizer, [Text(_text(messages)[0])])
         return prompt_ids(self._tokenizer, (self._question(messages), *self._suffix))
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """The prompt for the last answer, that answer and <eop>, of which the answer and <eop> are to be produced.
 
         One answer is all there is: a sequence of ChatGLM-6B has one `[gMASK] <sop>`, before which nothing is generated,

@@ -87,9 +87,12 @@ class JinjaTemplate:
         variables: `bos_token` and the like, as text.
         stop_ids: the ids at which an answer ends.
         end_id: the stop token that `spans` appends to a last answer that has none.
+        call_end_id: the same for a last answer that calls tools; None if it is `end_id` as well.
+        tools_source: the template of conversations with tools, if it is another one.
 
     Attributes:
         source: as given.
+        tools_source: as given, or `source`.
 
     Raises CheckpointError if the source is not valid Jinja.
     """
@@ -103,6 +106,8 @@ class JinjaTemplate:
         variables: Mapping[str, str],
         stop_ids: tuple[int, ...],
         end_id: int | None,
+        call_end_id: int | None = None,
+        tools_source: str | None = None,
     ) -> None:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -112,6 +117,7 @@ class JinjaTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
+            self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise CheckpointError(
                 f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
@@ -120,9 +126,10 @@ class JinjaTemplate:
         self._tokenizer = tokenizer
         self._name = name
         self.source = source
+        self.tools_source = source if tools_source is None else tools_source
         self._variables = dict(variables)
-        self._end_id = end_id
-        self._specials = _Specials(tokenizer.special_ids)
+        self._end_id, self._call_end_id = end_id, call_end_id
+        self._specials = _Specials(tokenizer.special_ids, tokenizer.strips)
 
     def render(
         self,
@@ -162,27 +169,30 @@ class JinjaTemplate:
                     f"{', '.join(ROLES)}"
                 )
 
-    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def spans(self, messages: Sequence[Message], *, variables: Variables | None = None) -> tuple[list[int], list[bool]]:
         """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be located."""
         check_messages(messages)
-        views, _, breaker = self._broken(messages, {})
-        return prompt_spans(self._tokenizer, self._items_with_answers(views, breaker))
+        views, variables, breaker = self._broken(messages, variables or {})
+        return prompt_spans(self._tokenizer, self._items_with_answers(views, variables, breaker))
 
     def _broken(self, messages: Sequence[Message], variables: Variables) -> tuple[_Views, Variables, str]:
         """Messages and variables with all special tokens' texts broken, and the character that breaks them."""
         if _depth([messages, variables]) > _MOST_DEPTH:
             raise UsageError(f"messages: a tool or a variable is nested deeper than {_MOST_DEPTH} levels; flatten it")
-        breaker = _unused_character([*_strings(messages), *_strings(variables), self.source])
+        breaker = self._free_character(messages, variables)
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages
         ]
         return views, {key: self._specials.broken(value, breaker) for key, value in variables.items()}, breaker
 
+    def _free_character(self, *values: Any) -> str:
+        return _unused_character([*_strings(values), self.source, self.tools_source])
+
     def _text_to_continue(self, views: _Views, variables: Variables) -> str:
         """The text of a conversation up to the end of the last message's content, which a mark shows."""
         content = views[-1]["content"]
-        mark = _unused_character([*_strings(views), *_strings(variables), self.source])
+        mark = self._free_character(views, variables)
         text = self._text([*views[:-1], {**views[-1], "content": content + mark}], False, variables)
         before, found, _ = text.rpartition(mark)
         if not found:
@@ -194,40 +204,46 @@ class JinjaTemplate:
             )
         return before
 
-    def _items_with_answers(self, views: _Views, breaker: str) -> list[SpecialToken | Text]:
+    def _items_with_answers(self, views: _Views, variables: Variables, breaker: str) -> list[SpecialToken | Text]:
         """A whole conversation, with the answers marked.
 
         An answer reaches from where the prompt for it ends to the first stop token; if a template has no stop token
-        there, to where the conversation up to it ends.
+        there, to where the conversation up to it ends. Then an answer that follows it directly begins there, since the
+        model writes what is between the two.
         """
-        text = self._text(views, False, {})
+        text = self._text(views, False, variables)
         starts = {
-            i: len(self._beginning(text, views, i)) for i, view in enumerate(views) if view["role"] == "assistant"
+            i: len(self._beginning(text, views, i, variables))
+            for i, view in enumerate(views)
+            if view["role"] == "assistant"
         }
         stops = [(at, after) for at, after, token in self._specials.found(text) if token in self.stop_ids]
         answers: list[tuple[int, int]] = []
         unfinished = False
         for i, start in starts.items():
-            through = self._text(views[: i + 1], False, {})
+            through = self._text(views[: i + 1], False, variables)
             limit = len(through) if text.startswith(through) else None
             following = [other for other in starts.values() if other > start]
             bound = limit if limit is not None else min(following, default=len(text))
             end = next((after for at, after in stops if start <= at <= bound), None)
             if end is None and limit is None and following:
                 raise self._rewritten(i)
-            unfinished = end is None and i == len(views) - 1
-            answers.append((start, bound if end is None else end))
+            goes_on = unfinished and i - 1 in starts
+            unfinished = end is None
+            answers.append((answers[-1][1] if goes_on else start, bound if end is None else end))
         items = self._specials.items(text, breaker, answers)
-        if not unfinished:
+        if not (unfinished and views[-1]["role"] == "assistant"):
             return items
-        if self._end_id is None:
+        calls = self._call_end_id is not None and (views[-1].get("tool_calls") or views[-1].get("metadata"))
+        end_id = self._call_end_id if calls else self._end_id
+        if end_id is None:
             raise CheckpointError(
                 f"{self._name}: no stop token is known for the chat template; set eos_token in tokenizer_config.json"
             )
-        return [*items, SpecialToken(self._end_id, answer=True)]
+        return [*items, SpecialToken(end_id, answer=True)]
 
-    def _beginning(self, text: str, views: _Views, index: int) -> str:
-        prompt = self._text(views[:index], True, {})
+    def _beginning(self, text: str, views: _Views, index: int, variables: Variables) -> str:
+        prompt = self._text(views[:index], True, variables)
         if not text.startswith(prompt):
             raise self._rewritten(index)
         return prompt
@@ -241,9 +257,10 @@ class JinjaTemplate:
     def _text(self, views: _Views, add_generation_prompt: bool, variables: Variables) -> str:
         limit = _LIMIT + 8 * sum(map(len, [*_strings(views), *_strings(variables)]))
         given = {"tools": None, "documents": None, **self._variables, **variables}
+        template = self._template if given["tools"] is None else self._tools_template
         chunks: list[str] = []
         try:
-            for chunk in self._template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
+            for chunk in template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
                 chunks.append(chunk)
                 limit -= len(chunk)
                 if limit < 0:
@@ -265,8 +282,9 @@ class JinjaTemplate:
 class _Specials:
     """The special tokens of a vocabulary: kept out of messages, found in what a template makes."""
 
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
+    def __init__(self, special_ids: Mapping[str, int], strips: Mapping[str, tuple[bool, bool]]) -> None:
         self._ids = {text: token for text, token in special_ids.items() if text}
+        self._strips = {special_ids[text]: sides for text, sides in strips.items()}
         longest_first = sorted(self._ids, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._pattern = re.compile(alternatives)
@@ -312,13 +330,34 @@ class _Specials:
         items: list[SpecialToken | Text] = []
         done = 0
         for start, end, token in self.found(text):
-            if start > done:
-                items.append(_stretch(text, done, start, breaker, answers))
+            left, right = self._strips.get(token, (False, False))
+            before = _before_space(text, done, start) if left else start
+            if before > done:
+                items.append(_stretch(text, done, before, breaker, answers))
             items.append(SpecialToken(token, answer=any(first <= start and end <= last for first, last in answers)))
-            done = end
+            done = _behind_space(text, end) if right else end
         if len(text) > done:
             items.append(_stretch(text, done, len(text), breaker, answers))
         return items
+
+
+def _before_space(text: str, first: int, end: int) -> int:
+    """Where the whitespace before `end` begins, not before `first`."""
+    while end > first and _is_space(text[end - 1]):
+        end -= 1
+    return end
+
+
+def _behind_space(text: str, start: int) -> int:
+    """Where the whitespace from `start` on ends."""
+    while start < len(text) and _is_space(text[start]):
+        start += 1
+    return start
+
+
+def _is_space(char: str) -> bool:
+    """Unicode's whitespace, to which Python adds four separators."""
+    return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 
 def _stretch(text: str, start: int, end: int, breaker: str, answers: Sequence[tuple[int, int]]) -> Text:

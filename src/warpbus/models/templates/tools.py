@@ -37,7 +37,7 @@ def find_dialect(template: Template) -> ToolDialect | None:
         return GLM4Tools() if template.sop == "<sop>" else ChatGLM3Tools()
     if not isinstance(template, JinjaTemplate):
         return None
-    source = template.source
+    source = template.tools_source
     if HEADING in source and "metadata" in source:
         return GLM4Tools("message" if _TOOLS_OF_MESSAGE.search(source) else "variable")
     if "tools" not in source:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from warpbus.errors import CheckpointError
 from warpbus.formats.checkpoint import read_object
-from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt
+from warpbus.models.tokenizers.base import StreamDecoder, Tokenizer, encode_prompt, encode_text
 from warpbus.models.tokenizers.chatglm import FILE as CHATGLM_FILE
 from warpbus.models.tokenizers.chatglm import ChatGLMTokenizer, load_chatglm
+from warpbus.models.tokenizers.facts import special_texts
 from warpbus.models.tokenizers.huggingface import HuggingFaceTokenizer
 from warpbus.models.tokenizers.ranks import GLM4_SPECIALS, RankTokenizer
 from warpbus.models.tokenizers.spm import (
+    CHATGLM2_BEGIN,
     CHATGLM2_SPECIALS,
     CHATGLM3_SPECIALS,
     SentencePieceTokenizer,
@@ -27,9 +31,13 @@ __all__ = [
     "StreamDecoder",
     "Tokenizer",
     "encode_prompt",
+    "encode_text",
     "has_tokenizer",
     "load_tokenizer",
 ]
+
+# Of the tokens that tokenizer_config.json lists.
+_TOKEN_FLAGS = frozenset(("lstrip", "normalized", "rstrip", "single_word", "special"))
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -47,10 +55,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
-    if path.exists():
-        return HuggingFaceTokenizer(path)
-    config = read_object(directory / "config.json")
     tokenizer_config = read_object(directory / "tokenizer_config.json")
+    if path.exists():
+        return HuggingFaceTokenizer(path, added=tuple(_listed_tokens(tokenizer_config).values()))
+    config = read_object(directory / "config.json")
     path = directory / "tokenizer.model"
     if not path.exists():
         if (directory / CHATGLM_FILE).exists():
@@ -60,7 +68,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             "the model's source"
         )
     if _is_sentencepiece_file(path):
-        return SentencePieceTokenizer(path, added_specials=_chatglm_specials(directory, config, tokenizer_config))
+        specials = _chatglm_specials(directory, config, tokenizer_config)
+        begin = CHATGLM2_BEGIN if specials else _begin_of_texts(directory, tokenizer_config)
+        return SentencePieceTokenizer(path, added_specials=specials, begin=begin)
     return RankTokenizer(path, special_ids=_listed_specials(tokenizer_config) or GLM4_SPECIALS)
 
 
@@ -72,6 +82,13 @@ def _is_sentencepiece_file(path: Path) -> bool:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
         ) from None
+
+
+def _begin_of_texts(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str, ...]:
+    """The token before a text, of which a `tokenizer.model` does not tell whether it is used."""
+    if tokenizer_config.get("add_bos_token") is not True:
+        return ()
+    return (special_texts(directory, tokenizer_config).get("bos_token") or "<s>",)  # as LlamaTokenizer has it
 
 
 def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[str, ...]:
@@ -101,11 +118,22 @@ def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config:
 
 
 def _listed_specials(tokenizer_config: dict[str, Any]) -> dict[str, int]:
+    return {token.content: index for index, token in _listed_tokens(tokenizer_config).items() if token.special}
+
+
+def _listed_tokens(tokenizer_config: dict[str, Any]) -> dict[int, AddedToken]:
+    """The tokens that tokenizer_config.json adds to a vocabulary, in the order of their ids."""
     listed = tokenizer_config.get("added_tokens_decoder") or {}
     try:
-        return {str(token["content"]): int(i) for i, token in listed.items() if token.get("special")}
+        found = {
+            int(index): AddedToken(
+                token["content"], **{name: token[name] is True for name in _TOKEN_FLAGS & token.keys()}
+            )
+            for index, token in listed.items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError):
         raise CheckpointError(
             "tokenizer_config.json: added_tokens_decoder: expected ids with objects of content and special; restore "
             "the file from the model's source"
         ) from None
+    return dict(sorted(found.items()))

@@ -1,7 +1,8 @@
 """The interface of tokenizers, and the one way in which ids become text.
 
 A tokenizer turns ordinary text into ids and ids into bytes. It never makes a special token (`<|user|>`, `[gMASK]`, ...)
-out of text: those come from the structure of a conversation alone, which `warpbus.models.templates` knows.
+out of text: those come from the structure of a conversation, which `warpbus.models.templates` knows, and stand around
+whole texts (`Tokenizer.prompt_prefix`).
 
 Decoding goes through bytes, token by token, for all kinds of tokenizer. That is what lets `StreamDecoder` promise
 that the pieces it hands out add up to `decode` of the whole.
@@ -10,7 +11,7 @@ that the pieces it hands out add up to `decode` of the whole.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from warpbus.errors import UsageError
@@ -22,18 +23,27 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: number of ids, special tokens included: every id is in `range(vocab_size)`.
         special_ids: each special token's text and id, such as `{"<|user|>": 64795}`.
+        strips: the special tokens that take the whitespace beside them away from what a template writes: whether on
+            their left, and whether on their right.
         drops_first_space: whether `encode` puts a space before the text that `decode` has to take away again.
         own_spaces: tokens that begin with spaces of the text's own, none of which `encode` has put there: the runs of
             spaces of ChatGLM-6B, and nothing for all others.
+        prompt_prefix: the special tokens that the checkpoint's tokenizer puts before a text, such as
+            `<|begin_of_text|>` of Llama 3 and `[gMASK] <sop>` of GLM-4; none for many.
         prompt_suffix: the special tokens between a prompt and what the model says to it, where no template puts any:
             `[gMASK] <sop>` of ChatGLM-6B, and nothing for all others.
+        text_suffix: the special tokens that the checkpoint's tokenizer puts behind a text, such as the end of a text
+            that is embedded. A text that the model is to go on with gets none of them.
     """
 
     vocab_size: int
     special_ids: dict[str, int]
+    strips: Mapping[str, tuple[bool, bool]] = {}
     drops_first_space: bool
     own_spaces: frozenset[int]
-    prompt_suffix: tuple[int, ...]
+    prompt_prefix: tuple[int, ...] = ()
+    prompt_suffix: tuple[int, ...] = ()
+    text_suffix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with no special token in it and none added. UsageError if `text` is not valid Unicode."""
@@ -53,9 +63,19 @@ class Tokenizer(Protocol):
         """The bytes that one token adds to the text: none for special tokens and for ids that name no token."""
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text that the model is to go on with: its ids, then the tokenizer's `prompt_suffix`."""
-    return [*tokenizer.encode(text), *tokenizer.prompt_suffix]
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The ids of a text that the model is to go on with.
+
+    Args:
+        add_special_tokens: they are between the tokenizer's `prompt_prefix` and `prompt_suffix`.
+    """
+    tokens = tokenizer.encode(text)
+    return [*tokenizer.prompt_prefix, *tokens, *tokenizer.prompt_suffix] if add_special_tokens else tokens
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that is complete, with the special tokens that the checkpoint's tokenizer puts around it."""
+    return [*encode_prompt(tokenizer, text), *tokenizer.text_suffix]
 
 
 def first_bytes(tokenizer: Tokenizer, token: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The tokenizer's settings in the files of a model, for clients that ask a server for them."""
+"""The tokenizer's settings in the files of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpbus.formats.checkpoint import read_object
 
 
 def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[str, Any]:
-    """The fields of tokenizer_config.json, with the chat template, wherever the model keeps it.
+    """The fields of tokenizer_config.json, for clients of a server; with the chat template, wherever it is kept.
 
     Args:
         directory: of the model.
@@ -37,6 +37,15 @@ def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[s
         "model_max_length": max_length,
         "chat_template": named if isinstance(named, str) else template,
     }
+
+
+def special_texts(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, as texts or as objects with a `content`: those of tokenizer_config.json, and of
+    special_tokens_map.json those that are missing there."""
+    found = {key: value for key, value in tokenizer_config.items() if value is not None}
+    values = read_object(directory / "special_tokens_map.json") | found
+    texts = {key: _plain(value) for key, value in values.items() if key.endswith("_token")}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _plain(value: Any) -> Any:

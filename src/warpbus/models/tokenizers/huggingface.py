@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from warpbus.errors import CheckpointError
@@ -17,18 +19,22 @@ _SPACE = "\u2581"
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`. Its added tokens marked `special` are the special tokens.
+    """A `tokenizer.json`. Its added tokens marked `special` are the special tokens, and those of `added`.
 
     Understood are the two ways in which such a file spells bytes: every byte as a printable character (`ByteLevel`:
     GLM-4, Qwen, Llama 3), and U+2581 for a space with `<0x..>` for bytes outside the vocabulary (Llama 2).
+
+    Args:
+        path: of the file.
+        added: tokens to be added; those that the file has among its added ones are left as they are there. One that
+            is in the vocabulary keeps its id, others get the ids behind the last one.
 
     Raises CheckpointError if the file is missing, damaged, or spells bytes in another way.
     """
 
     own_spaces: frozenset[int] = frozenset()
-    prompt_suffix: tuple[int, ...] = ()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, added: Sequence[AddedToken] = ()) -> None:
         try:
             source = path.read_text(encoding="utf-8")
             description: dict[str, Any] = json.loads(source)
@@ -46,14 +52,23 @@ class HuggingFaceTokenizer(Tokenizer):
         # Metaspace with the scheme "first" puts a space before the beginning of a prompt, not behind special tokens.
         later = _without_first_space(description)
         self._later = self._library if later is None else Library.from_str(json.dumps(later))
+        known = description.get("added_tokens") or []
+        texts = {"", *(str(token["content"]) for token in known)}
+        missing = [token for token in added if token.content not in texts]
         for library in (self._library, self._later):
+            library.add_tokens(missing)
             library.no_truncation()
             library.no_padding()
             # "<|user|>" typed by a user is then text like any other.
             library.encode_special_tokens = True
-        added = description.get("added_tokens") or []
-        self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
+        self.prompt_prefix, self.text_suffix = _around_texts(path, description.get("post_processor"))
         vocabulary = self._library.get_vocab(with_added_tokens=True)
+        special = {str(token["content"]): int(token["id"]) for token in known if token.get("special")}
+        special |= {token.content: vocabulary[token.content] for token in missing if token.special}
+        self.special_ids: dict[str, int] = special
+        strips = {str(token["content"]): (token.get("lstrip") is True, token.get("rstrip") is True) for token in known}
+        strips |= {token.content: (token.lstrip, token.rstrip) for token in missing}
+        self.strips = {text: sides for text, sides in strips.items() if text in special and any(sides)}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         model = description.get("model") or {}
         if model.get("type") != "BPE":
@@ -81,7 +96,8 @@ class HuggingFaceTokenizer(Tokenizer):
             step.get("type") == "Strip" or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
-        literal = {int(token["id"]) for token in added}
+        literal = {int(token["id"]) for token in known}
+        literal |= {vocabulary[token.content] for token in missing}
         hidden = set(self.special_ids.values())
         self._bytes = {
             index: text.encode() if index in literal else spell(text)
@@ -114,6 +130,32 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""
         return self._bytes.get(token, b"")
+
+
+def _around_texts(path: Path, post_processor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before a text, and those that it puts behind it.
+
+    They are read from the file, because the library panics over a template whose tokens are not defined.
+    """
+    steps = post_processor.get("processors", [post_processor]) if isinstance(post_processor, dict) else []
+    before: list[int] = []
+    after: list[int] = []
+    try:
+        for step in steps:
+            if step["type"] in ("BertProcessing", "RobertaProcessing"):
+                before, after = [int(step["cls"][1]), *before], [*after, int(step["sep"][1])]
+            elif step["type"] == "TemplateProcessing":
+                names = [part.get("SpecialToken", {}).get("id") for part in step["single"]]  # None: the text
+                ids = [[] if name is None else step["special_tokens"][name]["ids"] for name in names]
+                middle = names.index(None)
+                before = [*chain.from_iterable(ids[:middle]), *before]
+                after = [*after, *chain.from_iterable(ids[middle:])]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{path}: post_processor: expected a template with the text and defined special tokens; restore the file "
+            "from the model's source"
+        ) from None
+    return tuple(before), tuple(after)
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

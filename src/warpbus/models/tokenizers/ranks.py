@@ -33,6 +33,9 @@ GLM4_SPECIALS = {
     )
 }
 
+# What GLM-4's tokenizer puts before a text.
+_BEGIN = ("[gMASK]", "<sop>")
+
 # How GLM-4 cuts text before merging: English contractions, words with one leading mark, up to three digits, runs of
 # marks with their line ends, line ends, and spaces.
 _SPLIT = "|".join(
@@ -62,7 +65,6 @@ class RankTokenizer(Tokenizer):
     """
 
     own_spaces: frozenset[int] = frozenset()
-    prompt_suffix: tuple[int, ...] = ()
 
     def __init__(self, path: Path, *, special_ids: Mapping[str, int]) -> None:
         ranks = self.ranks = _read_ranks(path)
@@ -75,6 +77,8 @@ class RankTokenizer(Tokenizer):
                 "restore the file from the model's source"
             )
         self.vocab_size = max([*self._bytes, *self.special_ids.values()]) + 1
+        if self.special_ids.keys() >= set(_BEGIN):
+            self.prompt_prefix = tuple(self.special_ids[text] for text in _BEGIN)
         self.drops_first_space = False
         self._encode = tiktoken.Encoding(
             name=str(path), pat_str=_SPLIT, mergeable_ranks=ranks, special_tokens={}

@@ -13,6 +13,8 @@ from warpbus.models.tokenizers.base import Tokenizer, check_text
 # ChatGLM2 and ChatGLM3 keep their special tokens outside the SentencePiece file: behind its last piece.
 CHATGLM2_SPECIALS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 CHATGLM3_SPECIALS = (*CHATGLM2_SPECIALS, "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+CHATGLM2_BEGIN = ("[gMASK]", "sop")
+"""What the tokenizers of both put before a text."""
 
 _SPACE = "\u2581"
 
@@ -23,13 +25,17 @@ class SentencePieceTokenizer(Tokenizer):
     The control symbols of the model are its special tokens. SentencePiece writes a space as U+2581, so a U+2581 in the
     text comes back as a space; everything else survives if the model normalizes nothing.
 
-    Raises CheckpointError if the file is missing or is no SentencePiece model.
+    Args:
+        path: of the model.
+        added_specials: the special tokens behind its pieces.
+        begin: the tokens that become `prompt_prefix`.
+
+    Raises CheckpointError if the file is missing or is no SentencePiece model, or if it lacks a token of `begin`.
     """
 
     own_spaces: frozenset[int] = frozenset()
-    prompt_suffix: tuple[int, ...] = ()
 
-    def __init__(self, path: Path, *, added_specials: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, *, added_specials: Sequence[str] = (), begin: Sequence[str] = ()) -> None:
         model = read_sentencepiece(path)
         self._encode = model.encode
         pieces = model.get_piece_size()
@@ -38,6 +44,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = pieces + len(added_specials)
         # The model's header says this too, but the library shows it only through what encode does.
         self.drops_first_space = "".join(model.encode("a", out_type=str)).startswith(_SPACE)
+        ids = {text: self.special_ids.get(text, model.piece_to_id(text)) for text in begin}
+        if model.unk_id() in ids.values():
+            raise CheckpointError(
+                f"{path}: a token before texts is missing: tokenizer_config.json (add_bos_token, bos_token) names "
+                f"{begin[0]!a:.80}; restore the files from one revision of the model"
+            )
+        self.prompt_prefix = tuple(ids.values())
         self._bytes = [piece_bytes(model, i) for i in range(pieces)]
 
     def encode(self, text: str) -> list[int]:
