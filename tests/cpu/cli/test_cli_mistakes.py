@@ -68,7 +68,6 @@ def test_the_current_directory_is_no_output(tmp_path, monkeypatch, output):
     assert list(tmp_path.rglob("*")) == [place]
 
 
-
 def test_a_cuda_program_that_is_not_there():
     assert mistake("cuda", "run", "nowhere.cu") == "nowhere.cu: there is no such file: give a .cu file"
 
