@@ -159,6 +159,7 @@ def quantize(
     from warpbus.cli.choosing import QuantizeRequest
     from warpbus.cli.quantizing import shown
     from warpbus.formats.files import check_kept, check_target
+    from warpbus.formats.parts import FinishedParts
     from warpbus.quantization import quantize as run
     from warpbus.quantization.driver import check_arguments
     from warpbus.quantization.texts import GENERAL_TEXTS
@@ -180,7 +181,8 @@ def quantize(
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
-    check_target(output, overwrite=options.overwrite)  # before a model is downloaded or calibrated
+    if not FinishedParts(output).begun:  # otherwise OUTPUT may be of the same run, killed before it removed its parts
+        check_target(output, overwrite=options.overwrite)  # before a model is downloaded or calibrated
     if request.scheme is not None and request.algorithm is not None:  # before a model is downloaded
         check_arguments(request.scheme, request.algorithm, options)
     asked = check_output(

@@ -14,6 +14,9 @@ from warpbus.formats.safetensors_io import Entry, read_header, write_file
 OTHERS = ("run", "order")
 """Names that parts cannot have, because of `run.json` and `order.json`."""
 
+RUN = "run.json"
+"""The identity of the run."""
+
 
 class FinishedParts:
     """The finished parts on disk.
@@ -26,6 +29,11 @@ class FinishedParts:
         resolved = Path(output).resolve()
         self.directory = resolved.with_name(f"{resolved.name}.quantization")
         self._sound: dict[str, dict[str, Any]] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run was begun, and has not removed its parts yet."""
+        return (self.directory / RUN).is_file()
 
     def parts(self) -> list[str]:
         """The names of the parts, sorted, without those whose file has the wrong size."""

@@ -42,7 +42,7 @@ from warpbus.formats.files import (
     write_new,
 )
 from warpbus.formats.identity import differences
-from warpbus.formats.parts import OTHERS, FinishedParts
+from warpbus.formats.parts import OTHERS, RUN, FinishedParts
 from warpbus.formats.safetensors_io import can_store, shown
 from warpbus.formats.writer import INDEX, shard_index, shard_name
 
@@ -50,7 +50,7 @@ WAITING = 2
 """Maximum number of parts that wait for the disk, besides the one that is being written."""
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_RUN, _ORDER, _MODEL = "run.json", "order.json", "model"
+_ORDER, _MODEL = "order.json", "model"
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class ResumableCheckpoint(FinishedParts):
                 shutil.rmtree(self._aside("replaced"))
             else:
                 self._aside("replaced").rename(self.output)
-        run = read_json(self.directory / _RUN)
+        run = read_json(self.directory / RUN)
         kept_for = run.get("sha256") if isinstance(run, dict) else None
         if kept_for is None and self.directory.exists():
             if not self.directory.is_dir() or any(self.directory.iterdir()):
@@ -274,7 +274,7 @@ class ResumableCheckpoint(FinishedParts):
             created = self._aside("created")
             shutil.rmtree(created, ignore_errors=True)
             created.mkdir()
-            write_json(created / _RUN, {"sha256": digest, "identity": identity})
+            write_json(created / RUN, {"sha256": digest, "identity": identity})
             sync(created)
             created.rename(self.directory)
             sync(self.directory.parent)
@@ -374,7 +374,7 @@ def discard_parts(output: str | Path) -> None:
         StorageError: another process is writing to it, or the parts cannot be removed.
     """
     parts = FinishedParts(output)
-    if not (parts.directory / _RUN).is_file():
+    if not parts.begun:
         return
     lock = FileLock(parts.directory.with_name(f".{parts.directory.name}.lock"), Path(output))
     try:

@@ -47,6 +47,7 @@ INTERNAL: dict[tuple[str, type], set[str]] = {
             "thinking",
             "include_stop_str_in_output",
             "priority",
+            "continues_text",
         ),
         "pooling",
     },

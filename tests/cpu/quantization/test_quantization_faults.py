@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from quantization_runs import FOUR_LAYERS, Outcome, Runs, Undisturbed, command, fingerprint
+from typer.testing import CliRunner
 
+from warpbus.cli import app
 from warpbus.errors import NumericError
-from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts
+from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts, ResumableCheckpoint
 from warpbus.quantization import quantize
 
 KILLS = 20
@@ -49,6 +51,30 @@ def test_twenty_kills_end_in_the_same_model(
         ".out.quantization.lock",
         ".out.quantization.removed",
     }
+
+
+def test_a_run_that_was_killed_with_its_model_in_place_goes_on(
+    runs: Runs, four_layers: Path, texts: Path, tmp_path: Path, undisturbed: Undisturbed, monkeypatch
+) -> None:
+    """Its parts are not removed yet: the same command ends with the same model, and without them."""
+    output = tmp_path / "out"
+
+    def killed(_: ResumableCheckpoint) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(ResumableCheckpoint, "_forget", killed)
+        interrupted.setattr(ResumableCheckpoint, "_undo", lambda _: None)
+        words = [str(word) for word in command(four_layers, output, texts)]
+        CliRunner().invoke(app, words)
+    assert FinishedParts(output).begun
+    assert fingerprint(output) == undisturbed.fingerprint
+    run = runs.start(*command(four_layers, output, texts))
+    assert run.code == 0, run.said
+    assert fingerprint(output) == undisturbed.fingerprint
+    assert not FinishedParts(output).directory.exists()
+    refused = runs.start(*command(four_layers, output, texts))
+    assert (refused.code, "exists and is not empty" in refused.said) == (1, True)
 
 
 def test_a_run_that_goes_on_says_so_in_its_report(
