@@ -418,9 +418,9 @@ def test_lines_stay_where_they_are(run) -> None:
                             : "r"(from))
 __global__ void k(int *x) {
     int y = 0;
-    asm("add.s32 %0, %1, "  // the text of two lines
+    asm("add.s32 %0, %1, "  // the text of two lines: a comment (with a comma, and an open parenthesis
         "%2;"
-        : "=r"(y)
+        : "=r"(y)  // what comes out, first
         : "r"(7), "n"(0));
     TWICE(x[0], y);
     x[0] += __LINE__;

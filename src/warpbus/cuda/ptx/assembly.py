@@ -12,8 +12,8 @@ HEADER = '#include "ptx.h"'
 
 _STATEMENT = re.compile(r"\b(?:asm|__asm__|__asm)\b\s*(?:(?:volatile|__volatile__)\b\s*)?\(")
 _STRING = re.compile(r'"((?:\\.|[^"\\])*)"')
-_NOTHING = r"(?:\s|\\\n|//[^\n]*|/\*.*?\*/)*"
-_OPERAND = re.compile(rf'{_NOTHING}"(?P<constraint>[^"]*)"{_NOTHING}\((?P<value>.*)\){_NOTHING}', re.DOTALL)
+_IGNORED = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/|\\\n', re.DOTALL)
+_OPERAND = re.compile(r'\s*"(?P<constraint>[^"]*)"\s*\((?P<value>.*)\)\s*', re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t"}
 
 _REGISTERS = {"h": "uint16_t", "r": "uint32_t", "l": "uint64_t", "f": "float", "d": "double"}
@@ -32,7 +32,7 @@ def translate_ptx(text: str, plain: str) -> list[tuple[int, int, str]]:
         if end is None:
             continue
         statement = text[found.start() : end]
-        made = _translate_statement(text[found.end() : end - 1], plain[found.end() : end - 1])
+        made = _translate_statement(text[found.end() : end - 1])
         if made is not None:
             newline = "\\\n" if "\\\n" in statement else "\n"
             edits.append((found.start(), end, made + newline * statement.count("\n")))
@@ -48,14 +48,15 @@ def _closing(plain: str, opened: int) -> int | None:
     return None
 
 
-def _translate_statement(text: str, plain: str) -> str | None:
+def _translate_statement(text: str) -> str | None:
     """The statement between the parentheses of `asm` as C++, on one line; None: it is none of a GPU."""
-    template, *sections = split(text, plain, ":")
+    text = _IGNORED.sub(lambda found: found["kept"] or " ", text)  # comments, and the ends of a macro's lines
+    template, *sections = split(text, _without_strings(text), ":")
     outputs, inputs = ([_AsmOperand.of(each) for each in _listed(section)] for section in [*sections, "", ""][:2])
     operands = [*outputs, *inputs]
     if any(each is None for each in operands):
         return None
-    if re.sub(_NOTHING, "", _STRING.sub("", template), flags=re.DOTALL):
+    if _STRING.sub("", template).strip():
         return refusal("asm, whose text a macro puts together")
     ptx = "".join(_STRING.findall(template))
     ptx = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), ptx)
@@ -68,8 +69,11 @@ def _translate_statement(text: str, plain: str) -> str | None:
 
 
 def _listed(section: str) -> list[str]:
-    parts = split(section, _STRING.sub(lambda found: " " * len(found[0]), section), ",")
-    return parts if section.strip(" \t\n\\") else []
+    return split(section, _without_strings(section), ",") if section.strip() else []
+
+
+def _without_strings(text: str) -> str:
+    return _STRING.sub(lambda found: " " * len(found[0]), text)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class _AsmOperand:
         found = _OPERAND.fullmatch(text)
         if found is None or not re.fullmatch(r"[=+]?&?[hrlfdni]", found["constraint"]):
             return None
-        return cls(found["constraint"].replace("&", ""), " ".join(found["value"].replace("\\\n", " ").split()))
+        return cls(found["constraint"].replace("&", ""), " ".join(found["value"].split()))
 
     def begin(self, index: int) -> str:
         """The declaration of its register."""
