@@ -1,5 +1,5 @@
 // Chapter 5: C = A B of n x n on tensor cores, one warp per 16 x 8 elements of C. n is a multiple of 16.
-// 第 5 章：用 张量核心 计算 n x n 的 C = A B，每个线程束算 C 的 16 x 8 个元素。n 是 16 的倍数。
+// 第 5 章：用张量核心计算 n x n 的 C = A B，每个线程束算 C 的 16 x 8 个元素。n 是 16 的倍数。
 //
 // `mma` multiplies 16 x 16 elements of A by 16 x 8 of B. Two elements share a register, the first one in the low half.
 // Lane 4 g + t provides, counted from the corner of its matrix:
