@@ -246,8 +246,7 @@ class LLM:
             WarpbusError: another error of one prompt. The other prompts of this call end too, those of calls in other
                 threads do not.
         """
-        listed = self._listed(prompts)
-        sequences = self._sequences(listed, params, adapter)
+        sequences = self._sequences(self._listed(prompts), params, adapter)
         if stream:
             return self._stream(sequences)
         answers = {chunk.index: chunk.completion for chunk in self._stream(sequences) if chunk.completion is not None}

@@ -102,7 +102,7 @@ def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = (
     check_parent(directory)
     if not directory.exists():
         return
-    if Path.cwd().is_relative_to(directory.resolve()):
+    if _holds_current_directory(directory):
         # The output replaces the directory: a shell would go on in the old one, where nothing is.
         raise StorageError(f"{directory}: is the current directory, or one above it: name a new directory")
     if not directory.is_dir():
@@ -115,6 +115,13 @@ def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = (
         raise StorageError(
             f"{directory}: holds no model (no {' or '.join(configs)}), so it is not overwritten: name another directory"
         )
+
+
+def _holds_current_directory(directory: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(directory.resolve())
+    except FileNotFoundError:  # the current directory was removed
+        return False
 
 
 def check_kept(output: Path, *read: Path) -> None:

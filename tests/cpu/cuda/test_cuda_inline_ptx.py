@@ -208,6 +208,15 @@ LAYOUTS = {
     "s8 m8": Layout((8, 16), ("s8", "s8", "s32"), 4, lambda g, t, i: (g, t * 4 + i), lambda g, t, i: (t * 4 + i, g)),
     "s4": Layout((16, 64), ("s4", "s4", "s32"), 8, *NIBBLES_64),
     "u4": Layout((16, 64), ("u4", "u4", "s32"), 8, *NIBBLES_64),
+    "bf16 k8": Layout((16, 8), ("bf16", "bf16", "f32"), 2, *HALF_8),
+    "tf32 k4": Layout(
+        (16, 4), ("tf32", "tf32", "f32"), 1, lambda g, t, i: (g if i == 0 else g + 8, t), lambda g, t, i: (t, g)
+    ),
+    "s4 and u4, k32": Layout(
+        (16, 32), ("s4", "u4", "s32"), 8,
+        lambda g, t, i: (g if i < 8 else g + 8, t * 8 + (i & 7)), lambda g, t, i: (t * 8 + i, g),
+    ),
+    "s4 m8": Layout((8, 32), ("s4", "s4", "s32"), 8, lambda g, t, i: (g, t * 8 + i), lambda g, t, i: (t * 8 + i, g)),
     "f64": Layout((8, 4), ("f64", "f64", "f64"), 1, lambda g, t, i: (g, t), lambda g, t, i: (t, g)),
 }  # fmt: skip
 
@@ -382,6 +391,15 @@ def program(statement: str) -> str:
         ('asm volatile("wgmma.fence.sync.aligned;");', "wgmma.fence.sync.aligned"),
         ('asm volatile("add.rz.f32 %0, %0, %0;" : "+f"(*(float *)x));', "add.rz.f32"),
         ('asm volatile("bar.sync 1, 128;");', "bar.sync"),
+        *(
+            (f'asm volatile("mma.sync.aligned.{each} {{}}, {{}}, {{}}, {{}};");', f"mma.sync.aligned.{each}")
+            for each in (
+                "m16n8k32.row.col.f32.f16.f16.f32",
+                "m16n8k16.row.col.f32.f16.bf16.f32",
+                "m16n8k16.row.col.f16.bf16.bf16.f16",
+                "m16n8k16.col.col.f32.f16.f16.f32",
+            )
+        ),
         ('asm volatile("{ .reg .pred p; setp.eq.s32 p, 1, 1; @p bra DONE; DONE: }");', "bra"),
         ('asm volatile("mov.u32 %0, %%nothing;" : "=r"(*x));', "mov.u32"),
         ('asm volatile("mov.u32 %7, 3;" : "=r"(*x));', "mov.u32"),

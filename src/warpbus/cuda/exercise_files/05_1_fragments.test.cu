@@ -5,7 +5,7 @@ struct Product {
     Array<half> a, b;
     Output<float> c;
     explicit Product(int n)
-        : n(n), a("a", exercise::halves(size_t{1} * n * n)), b("b", exercise::halves(size_t{1} * n * n, 2)), c("c", n, n) {}
+        : n(n), a("a", values<half>(size_t{1} * n * n)), b("b", values<half>(size_t{1} * n * n, 2)), c("c", n, n) {}
     std::string size() const { return named("n", n); }
     void launch() { product<<<dim3(n / 8, n / 16), 32>>>(a, b, c, n); }
     bool right() const {

@@ -1,7 +1,6 @@
 // What the tests of the exercises share: arrays of a test case on host and device, the comparison, and the clock.
 // The tests are compiled behind the reader's file, on the CPU or by nvcc.
 #pragma once
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -160,18 +159,13 @@ template <class Case, class... Sizes> void time(Sizes... sizes) {
 inline std::string named(const char *name, long value) { return std::string(name) + " = " + std::to_string(value); }
 
 // Small integers and their quarters: sums of them are exact in float32.
-inline std::vector<float> values(size_t count, unsigned seed = 1) {
-    std::vector<float> found(count);
+template <class T = float> std::vector<T> values(size_t count, unsigned seed = 1) {
+    std::vector<T> found(count);
     for (size_t i = 0; i < count; ++i) {
         seed = seed * 1664525u + 1013904223u;
-        found[i] = static_cast<float>(static_cast<int>(seed >> 24) % 33 - 16) / 4;
+        found[i] = static_cast<T>(static_cast<float>(static_cast<int>(seed >> 24) % 33 - 16) / 4);
     }
     return found;
-}
-
-inline std::vector<half> halves(size_t count, unsigned seed = 1) {
-    const std::vector<float> exact = values(count, seed);
-    return std::vector<half>(exact.begin(), exact.end());
 }
 
 }  // namespace exercise

@@ -185,7 +185,7 @@ struct Thread {
     unsigned mask;          // of the lanes that it waits for; 0: those that are at the same line
     unsigned source;        // the lane whose value it asks for
     uint64_t given, got;    // the bits that it hands over, and those that it gets
-    unsigned shared_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
+    unsigned warp_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
 };
 
 // An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.

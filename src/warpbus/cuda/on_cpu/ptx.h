@@ -36,31 +36,29 @@ template <class R, class T> void set(R &to, T value) {
 template <class T> void set(bool &to, T value) { to = value; }
 
 // An expression of the program as a register.
-template <class R, class T> R operand(T value) {
+template <class R, class T> R load_operand(T value) {
     static_assert(std::is_floating_point_v<R> ? std::is_floating_point_v<T> : std::is_integral_v<T> || std::is_enum_v<T> ||
                   std::is_pointer_v<T>, "the constraint of an asm operand does not fit its type: f and d for floats, h, r and l for integers");
     if constexpr (std::is_pointer_v<T>) return static_cast<R>(reinterpret_cast<uintptr_t>(value));
     else return static_cast<R>(value);
 }
 // A register as the variable of the program that it belongs to.
-template <class T, class R> void give(T &to, R from) {
+template <class T, class R> void store_operand(T &to, R from) {
     static_assert(std::is_floating_point_v<R> == std::is_floating_point_v<T> && (std::is_scalar_v<T>),
                   "the constraint of an asm operand does not fit its type: f and d for floats, h, r and l for integers");
     if constexpr (std::is_pointer_v<T>) to = reinterpret_cast<T>(static_cast<uintptr_t>(from));
     else to = static_cast<T>(from);
 }
 
-template <class T> T *address(uint64_t base, int64_t offset) {
-    return reinterpret_cast<T *>(static_cast<uintptr_t>(base + static_cast<uint64_t>(offset)));
-}
+template <class T> T *address(uint64_t at) { return reinterpret_cast<T *>(static_cast<uintptr_t>(at)); }
 
-template <class To, class... Parts> To join(Parts... parts) {
+template <class To, class... Parts> To pack(Parts... parts) {
     To joined = 0;
     unsigned at = 0;
     ((joined |= static_cast<To>(static_cast<To>(parts) << at), at += 8 * sizeof(parts)), ...);
     return joined;
 }
-template <class Part, class From> Part part(From from, unsigned index) {
+template <class Part, class From> Part unpack(From from, unsigned index) {
     return static_cast<Part>(from >> 8 * sizeof(Part) * index);
 }
 
@@ -73,7 +71,7 @@ template <class T> T load_atomic(T *at) { return change(at, [](T old) { return o
 template <class T> void store_atomic(T *at, T value) { change(at, [&](T) { return value; }); }
 
 __forceinline__ void copy_async(uint64_t to, uint64_t from, int size, int taken) {
-    __pipeline_memcpy_async(address<void>(to, 0), address<void>(from, 0), static_cast<size_t>(size),
+    __pipeline_memcpy_async(address<void>(to), address<void>(from), static_cast<size_t>(size),
                             static_cast<size_t>(size - min(taken, size)));
 }
 inline void wait_for_all_copies() {
@@ -114,26 +112,26 @@ template <class T> T rem(T a, T b) { return a % b; }
 template <class T> T saturated(T x) { return x > T(0) ? x < T(1) ? x : T(1) : T(0); }
 
 // Of two numbers one of which is NaN, the other one.
-template <class T> T least(T a, T b) {
+template <class T> T minimum(T a, T b) {
     if constexpr (std::is_integral_v<T>) return b < a ? b : a;
     else return static_cast<T>(fmin(static_cast<double>(a), static_cast<double>(b)));
 }
-template <class T> T most(T a, T b) {
+template <class T> T maximum(T a, T b) {
     if constexpr (std::is_integral_v<T>) return a < b ? b : a;
     else return static_cast<T>(fmax(static_cast<double>(a), static_cast<double>(b)));
 }
-inline __half2 least(__half2 a, __half2 b) { return {least(a.x, b.x), least(a.y, b.y)}; }
-inline __half2 most(__half2 a, __half2 b) { return {most(a.x, b.x), most(a.y, b.y)}; }
-inline __nv_bfloat162 least(__nv_bfloat162 a, __nv_bfloat162 b) { return {least(a.x, b.x), least(a.y, b.y)}; }
-inline __nv_bfloat162 most(__nv_bfloat162 a, __nv_bfloat162 b) { return {most(a.x, b.x), most(a.y, b.y)}; }
+inline __half2 minimum(__half2 a, __half2 b) { return {minimum(a.x, b.x), minimum(a.y, b.y)}; }
+inline __half2 maximum(__half2 a, __half2 b) { return {maximum(a.x, b.x), maximum(a.y, b.y)}; }
+inline __nv_bfloat162 minimum(__nv_bfloat162 a, __nv_bfloat162 b) { return {minimum(a.x, b.x), minimum(a.y, b.y)}; }
+inline __nv_bfloat162 maximum(__nv_bfloat162 a, __nv_bfloat162 b) { return {maximum(a.x, b.x), maximum(a.y, b.y)}; }
 template <class T> T neg(T x) { return static_cast<T>(-x); }
-template <class T> T magnitude(T x) { return x < T(0) ? static_cast<T>(-x) : x; }
-inline float magnitude(float x) { return fabsf(x); }
-inline double magnitude(double x) { return fabs(x); }
+template <class T> T absolute(T x) { return x < T(0) ? static_cast<T>(-x) : x; }
+inline float absolute(float x) { return fabsf(x); }
+inline double absolute(double x) { return fabs(x); }
 inline __half2 neg(__half2 x) { return {neg(x.x), neg(x.y)}; }
-inline __half2 magnitude(__half2 x) { return {magnitude(x.x), magnitude(x.y)}; }
+inline __half2 absolute(__half2 x) { return {absolute(x.x), absolute(x.y)}; }
 inline __nv_bfloat162 neg(__nv_bfloat162 x) { return {neg(x.x), neg(x.y)}; }
-inline __nv_bfloat162 magnitude(__nv_bfloat162 x) { return {magnitude(x.x), magnitude(x.y)}; }
+inline __nv_bfloat162 absolute(__nv_bfloat162 x) { return {absolute(x.x), absolute(x.y)}; }
 
 #define WARPBUS_PTX(name, result) \
     template <class T> T name(T a) { const double x = static_cast<double>(a); return static_cast<T>(result); } \
@@ -142,7 +140,7 @@ inline __nv_bfloat162 magnitude(__nv_bfloat162 x) { return {magnitude(x.x), magn
 WARPBUS_PTX(ex2, exp2(x))
 WARPBUS_PTX(lg2, log2(x))
 WARPBUS_PTX(rcp, 1 / x)
-WARPBUS_PTX(root, ::sqrt(x))
+WARPBUS_PTX(square_root, ::sqrt(x))
 WARPBUS_PTX(reciprocal_root, 1 / ::sqrt(x))
 WARPBUS_PTX(sine, ::sin(x))
 WARPBUS_PTX(cosine, ::cos(x))
@@ -170,7 +168,7 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     }
     return found;
 }
-template <class T> T extract(T x, uint32_t from, uint32_t count) {
+template <class T> T extract_bits(T x, uint32_t from, uint32_t count) {
     constexpr uint32_t bits = 8 * sizeof(T);
     from &= 255, count &= 255;
     const uint32_t last = min(from + count - 1, bits - 1);
@@ -182,7 +180,7 @@ template <class T> T extract(T x, uint32_t from, uint32_t count) {
     }
     return static_cast<T>(found);
 }
-template <class T> T insert(T from, T into, uint32_t at, uint32_t count) {
+template <class T> T insert_bits(T from, T into, uint32_t at, uint32_t count) {
     for (uint32_t i = 0; i < (count & 255) && (at & 255) + i < 8 * sizeof(T); ++i) {
         const T bit = T(1) << ((at & 255) + i);
         into = static_cast<T>(from >> i & 1 ? into | bit : into & ~bit);
@@ -247,7 +245,7 @@ struct Published { uint64_t a[4], b[4]; };
 inline Published published[2][kMostThreads];
 
 inline Published *publish(const void *a, size_t size_a, const void *b, size_t size_b, const char *what, int line) {
-    const unsigned half = current->shared_instructions++ & 1;
+    const unsigned half = current->warp_instructions++ & 1;
     Published &own = published[half][current->number];
     memcpy(own.a, a, size_a);
     memcpy(own.b, b, size_b);
@@ -259,10 +257,10 @@ struct alignas(16) Row { unsigned char bytes[16]; };
 
 // Rows are loaded and stored where the program has the instruction, so that findings name its line.
 template <unsigned Matrices> __forceinline__ Row load_row(uint64_t at) {
-    return lane() < 8 * Matrices ? *address<const Row>(at, 0) : Row{};
+    return lane() < 8 * Matrices ? *address<const Row>(at) : Row{};
 }
 template <unsigned Matrices> __forceinline__ void store_row(uint64_t at, const Row &row) {
-    if (lane() < 8 * Matrices) *address<Row>(at, 0) = row;
+    if (lane() < 8 * Matrices) *address<Row>(at) = row;
 }
 
 // Lane 8 i + r has row r of matrix i, and gets 2 elements of 16 bits of each matrix: of row lane / 4, or of column
@@ -278,8 +276,8 @@ template <bool Transposed, class... R> void ldmatrix(const Row &own, const char 
     unsigned matrix = 0;
     const auto both = [&] {
         const unsigned of = matrix++;
-        return Transposed ? join<uint32_t>(element(of, minor, major), element(of, minor + 1, major))
-                          : join<uint32_t>(element(of, major, minor), element(of, major, minor + 1));
+        return Transposed ? pack<uint32_t>(element(of, minor, major), element(of, minor + 1, major))
+                          : pack<uint32_t>(element(of, major, minor), element(of, major, minor + 1));
     };
     (set(to, both()), ...);
 }
@@ -294,7 +292,7 @@ template <bool Transposed, class... R> Row stmatrix(const char *what, int line, 
         const unsigned major = Transposed ? column : at_row, minor = Transposed ? at_row : column;
         uint32_t pair;
         memcpy(&pair, reinterpret_cast<const char *>(all[4 * major + minor / 2].a) + 4 * matrix, sizeof pair);
-        const uint16_t element = part<uint16_t>(pair, minor % 2);
+        const uint16_t element = unpack<uint16_t>(pair, minor % 2);
         memcpy(written.bytes + 2 * column, &element, sizeof element);
     }
     return written;

@@ -391,7 +391,7 @@ inline void begin_block(unsigned threads) {
         fiber.waits = Waits::nothing;
         fiber.ended = false;
         fiber.given = 0;
-        fiber.shared_instructions = 0;
+        fiber.warp_instructions = 0;
         fiber.copies.clear();
         fiber.batches = 0;
         getcontext(&fiber.context);

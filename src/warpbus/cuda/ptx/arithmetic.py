@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction, part_kind, vector
+from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction, part_type, vector
 from warpbus.cuda.ptx.registers import TYPES, UnknownInstructionError
 
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -11,11 +11,11 @@ _COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 
 _UNARY = {
     "neg": "neg",
-    "abs": "magnitude",
+    "abs": "absolute",
     "ex2": "ex2",
     "lg2": "lg2",
     "rcp": "rcp",
-    "sqrt": "root",
+    "sqrt": "square_root",
     "rsqrt": "reciprocal_root",
     "sin": "sine",
     "cos": "cosine",
@@ -26,20 +26,20 @@ _UNARY = {
     "bfind": "highest_bit",
 }
 
-_BINARY = {"add": "add", "sub": "sub", "div": "div", "rem": "rem", "min": "least", "max": "most"}
+_BINARY = {"add": "add", "sub": "sub", "div": "div", "rem": "rem", "min": "minimum", "max": "maximum"}
 
 _BITWISE = {"and": "&", "or": "|", "xor": "^"}
 
 
 def _unary(of: PtxInstruction) -> str:
-    kind = of.kind({"rn"})
+    cpp_type = of.operand_type({"rn"})
     function = _UNARY[of.name]
-    return of.write(0, f"warpbus::ptx::{function}({of.read(1, kind)})")
+    return of.write(0, f"warpbus::ptx::{function}({of.read(1, cpp_type)})")
 
 
 def _binary(of: PtxInstruction) -> str:
-    kind = of.kind({"rn", "sat"})
-    a, b = of.read_all(1, 3, kind)
+    cpp_type = of.operand_type({"rn", "sat"})
+    a, b = of.read_all(1, 3, cpp_type)
     result = f"warpbus::ptx::{_BINARY[of.name]}({a}, {b})"
     return of.write(0, _saturated(result, of))
 
@@ -56,63 +56,63 @@ def _bitwise(of: PtxInstruction) -> str:
     if of.modifiers == ["pred"]:
         a, b = (of.registers.predicate(each) for each in of.operands[1:3])
         return f"{of.name_of(0)} = {a} {_BITWISE[of.name]} {b};"
-    kind = of.kind(set())
-    a, b = of.read_all(1, 3, kind)
-    return of.write(0, f"static_cast<{kind}>({a} {_BITWISE[of.name]} {b})")
+    cpp_type = of.operand_type(set())
+    a, b = of.read_all(1, 3, cpp_type)
+    return of.write(0, f"static_cast<{cpp_type}>({a} {_BITWISE[of.name]} {b})")
 
 
 def _not(of: PtxInstruction) -> str:
     if of.modifiers == ["pred"]:
         return f"{of.name_of(0)} = !{of.name_of(1)};"
-    kind = of.kind(set())
-    return of.write(0, f"static_cast<{kind}>(~{of.read(1, kind)})")
+    cpp_type = of.operand_type(set())
+    return of.write(0, f"static_cast<{cpp_type}>(~{of.read(1, cpp_type)})")
 
 
 def _multiply(of: PtxInstruction) -> str:
-    kind = of.kind({"lo", "hi", "wide", "rn", "sat"})
-    a, b = of.read_all(1, 3, kind)
-    if of.name == "mad" and kind in ("float", "double"):
+    cpp_type = of.operand_type({"lo", "hi", "wide", "rn", "sat"})
+    a, b = of.read_all(1, 3, cpp_type)
+    if of.name == "mad" and cpp_type in ("float", "double"):
         return _fma(of)
     function = "mul_wide" if "wide" in of.modifiers else "mul_hi" if "hi" in of.modifiers else "mul"
     result = f"warpbus::ptx::{function}({a}, {b})"
     if of.name == "mad":
-        wide = f"warpbus::ptx::Wide<{kind}>" if "wide" in of.modifiers else kind
+        wide = f"warpbus::ptx::Wide<{cpp_type}>" if "wide" in of.modifiers else cpp_type
         result = f"warpbus::ptx::add<{wide}>({result}, {of.read(3, wide)})"
     return of.write(0, _saturated(result, of))
 
 
 def _fma(of: PtxInstruction) -> str:
-    kind = of.kind({"rn", "sat"})
-    arguments = ", ".join(of.read_all(1, 4, kind))
+    cpp_type = of.operand_type({"rn", "sat"})
+    arguments = ", ".join(of.read_all(1, 4, cpp_type))
     return of.write(0, _saturated(f"warpbus::ptx::fma({arguments})", of))
 
 
 def _shift(of: PtxInstruction) -> str:
-    kind, function = of.kind(set()), "shift_left" if of.name == "shl" else "shift_right"
-    x, by = of.read(1, kind), of.read(2, "uint32_t")
+    cpp_type, function = of.operand_type(set()), "shift_left" if of.name == "shl" else "shift_right"
+    x, by = of.read(1, cpp_type), of.read(2, "uint32_t")
     return of.write(0, f"warpbus::ptx::{function}({x}, {by})")
 
 
-def _call(function: str, of: PtxInstruction, kind: str, count: int) -> str:
-    arguments = ", ".join(of.read_all(1, count + 1, kind))
+def _call(function: str, of: PtxInstruction, cpp_type: str, count: int) -> str:
+    arguments = ", ".join(of.read_all(1, count + 1, cpp_type))
     return of.write(0, f"warpbus::ptx::{function}({arguments})")
 
 
 def _prmt(of: PtxInstruction) -> str:
-    of.kind(set())  # the modes f4e, b4e, ... are unknown
+    of.operand_type(set())  # the modes f4e, b4e, ... are unknown
     return _call("prmt", of, "uint32_t", 3)
 
 
 def _bfe(of: PtxInstruction) -> str:
-    x, (start, count) = of.read(1, of.kind(set())), of.read_all(2, 4, "uint32_t")
-    return of.write(0, f"warpbus::ptx::extract({x}, {start}, {count})")
+    x, (start, count) = of.read(1, of.operand_type(set())), of.read_all(2, 4, "uint32_t")
+    return of.write(0, f"warpbus::ptx::extract_bits({x}, {start}, {count})")
 
 
 def _bfi(of: PtxInstruction) -> str:
-    kind = of.kind(set())
-    a, b = of.read_all(1, 3, kind)
+    cpp_type = of.operand_type(set())
+    a, b = of.read_all(1, 3, cpp_type)
     start, count = of.read_all(3, 5, "uint32_t")
-    return of.write(0, f"warpbus::ptx::insert({a}, {b}, {start}, {count})")
+    return of.write(0, f"warpbus::ptx::insert_bits({a}, {b}, {start}, {count})")
 
 
 def _dp4a(of: PtxInstruction) -> str:
@@ -123,8 +123,8 @@ def _dp4a(of: PtxInstruction) -> str:
 
 def _setp(of: PtxInstruction) -> str:
     comparison, *others = of.modifiers
-    kind = replace(of, modifiers=others).kind(set())
-    a, b = of.read_all(1, 3, kind)
+    cpp_type = replace(of, modifiers=others).operand_type(set())
+    a, b = of.read_all(1, 3, cpp_type)
     unordered = comparison.endswith("u") and comparison[:-1] in _COMPARISONS
     operation = _COMPARISONS[comparison[:-1] if unordered else comparison]
     ordered = f"({a} == {a} && {b} == {b})"
@@ -136,8 +136,8 @@ def _setp(of: PtxInstruction) -> str:
 
 
 def _selp(of: PtxInstruction) -> str:
-    kind = of.kind(set())
-    a, b = of.read_all(1, 3, kind)
+    cpp_type = of.operand_type(set())
+    a, b = of.read_all(1, 3, cpp_type)
     return of.write(0, f"({of.registers.predicate(of.operands[3])} ? {a} : {b})")
 
 
@@ -145,16 +145,18 @@ def _move(of: PtxInstruction) -> str:
     to, source = of.operands
     if of.modifiers == ["pred"]:
         return f"{of.registers.name(to)} = {of.registers.name(source)};"
-    kind = of.kind(set())
+    cpp_type = of.operand_type(set())
     if parts := vector(source):
-        smaller = part_kind(kind, len(parts))
+        smaller = part_type(cpp_type, len(parts))
         joined = ", ".join(of.registers.read(each, smaller) for each in parts)
-        return of.registers.write(to, f"warpbus::ptx::join<{kind}>({joined})")
+        return of.registers.write(to, f"warpbus::ptx::pack<{cpp_type}>({joined})")
     if parts := vector(to):
-        smaller = part_kind(kind, len(parts))
-        pieces = (f"warpbus::ptx::part<{smaller}>({of.registers.read(source, kind)}, {i})" for i in range(len(parts)))
+        smaller = part_type(cpp_type, len(parts))
+        pieces = (
+            f"warpbus::ptx::unpack<{smaller}>({of.registers.read(source, cpp_type)}, {i})" for i in range(len(parts))
+        )
         return " ".join(of.registers.write(part, piece) for part, piece in zip(parts, pieces, strict=True))
-    return of.registers.write(to, of.registers.read(source, kind))
+    return of.registers.write(to, of.registers.read(source, cpp_type))
 
 
 def _convert(of: PtxInstruction) -> str:

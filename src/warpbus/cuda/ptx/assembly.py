@@ -92,13 +92,13 @@ class _AsmOperand:
 
     def begin(self, index: int) -> str:
         """The declaration of its register."""
-        kind = _REGISTERS.get(self.constraint[-1])
-        if kind is None:
+        cpp_type = _REGISTERS.get(self.constraint[-1])
+        if cpp_type is None:
             return f"constexpr long long warpbus_{index} = {self.value};"
         if self.constraint[0] not in "=+":
-            return f"{kind} warpbus_{index} = warpbus::ptx::operand<{kind}>({self.value});"
-        start = f"warpbus::ptx::operand<{kind}>(warpbus_to_{index})" if self.constraint[0] == "+" else "0"
-        return f"auto &warpbus_to_{index} = {self.value}; {kind} warpbus_{index} = {start};"
+            return f"{cpp_type} warpbus_{index} = warpbus::ptx::load_operand<{cpp_type}>({self.value});"
+        start = f"warpbus::ptx::load_operand<{cpp_type}>(warpbus_to_{index})" if self.constraint[0] == "+" else "0"
+        return f"auto &warpbus_to_{index} = {self.value}; {cpp_type} warpbus_{index} = {start};"
 
     def end(self, index: int) -> str:
-        return f"warpbus::ptx::give(warpbus_to_{index}, warpbus_{index});"
+        return f"warpbus::ptx::store_operand(warpbus_to_{index}, warpbus_{index});"

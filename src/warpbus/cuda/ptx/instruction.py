@@ -23,13 +23,13 @@ class PtxInstruction:
     operands: Sequence[str]
     registers: PtxRegisters
 
-    def read(self, index: int, kind: str) -> str:
+    def read(self, index: int, cpp_type: str) -> str:
         """An operand in a C++ type of the same bits."""
-        return self.registers.read(self.operands[index], kind)
+        return self.registers.read(self.operands[index], cpp_type)
 
-    def read_all(self, first: int, end: int | None, kind: str) -> list[str]:
+    def read_all(self, first: int, end: int | None, cpp_type: str) -> list[str]:
         """Operands `first` to `end` - 1, each as by `read`."""
-        return [self.registers.read(each, kind) for each in self.operands[first:end]]
+        return [self.registers.read(each, cpp_type) for each in self.operands[first:end]]
 
     def name_of(self, index: int) -> str:
         """The variable of an operand that is a declared register."""
@@ -39,14 +39,14 @@ class PtxInstruction:
         """An assignment to an operand."""
         return self.registers.write(self.operands[index], value)
 
-    def kind(self, known: set[str]) -> str:
+    def operand_type(self, known: set[str]) -> str:
         """The C++ type of the operands, where all other modifiers are known."""
         *others, last = self.modifiers
         if set(others) - known - _IGNORED or last not in TYPES:
             raise UnknownInstructionError
         return TYPES[last]
 
-    def memory_kind(self) -> tuple[str, int]:
+    def memory_type(self) -> tuple[str, int]:
         """The C++ type and the number of elements of a load or a store."""
         *others, last = self.modifiers
         count = next((int(each[1:]) for each in others if each in ("v2", "v4", "v8")), 1)
@@ -63,10 +63,10 @@ They raise UnknownInstructionError, IndexError, KeyError or ValueError for what 
 """
 
 
-def part_kind(kind: str, count: int) -> str:
+def part_type(cpp_type: str, count: int) -> str:
     """The type of the parts of a register."""
-    bits = int(re.sub(r"\D", "", kind)) // count
-    if not kind.startswith(("uint", "int")) or bits not in (8, 16, 32):
+    bits = int(re.sub(r"\D", "", cpp_type)) // count
+    if not cpp_type.startswith(("uint", "int")) or bits not in (8, 16, 32):
         raise UnknownInstructionError
     return f"uint{bits}_t"
 

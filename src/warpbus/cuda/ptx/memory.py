@@ -20,39 +20,42 @@ _ATOMICS = {
 
 
 def _load(of: PtxInstruction) -> str:
-    kind, count = of.memory_kind()
+    cpp_type, count = of.memory_type()
     at = of.registers.address(of.operands[1])
     parts = vector(of.operands[0]) or [of.operands[0]]
     if len(parts) != count:
         raise UnknownInstructionError
     if ATOMIC & set(of.modifiers) and count == 1:
-        return of.registers.write(parts[0], f"warpbus::ptx::load_atomic(warpbus::ptx::address<{kind}>({at}))")
-    loaded = f"const auto warpbus_loaded = *warpbus::ptx::address<const warpbus::ptx::Vector<{kind}, {count}>>({at});"
+        return of.registers.write(parts[0], f"warpbus::ptx::load_atomic(warpbus::ptx::address<{cpp_type}>({at}))")
+    loaded = (
+        f"const auto warpbus_loaded = *warpbus::ptx::address<const warpbus::ptx::Vector<{cpp_type}, {count}>>({at});"
+    )
     given = " ".join(of.registers.write(part, f"warpbus_loaded.x[{index}]") for index, part in enumerate(parts))
     return f"{{ {loaded} {given} }}"
 
 
 def _store(of: PtxInstruction) -> str:
-    kind, count = of.memory_kind()
+    cpp_type, count = of.memory_type()
     at = of.registers.address(of.operands[0])
     parts = vector(of.operands[1]) or [of.operands[1]]
     if len(parts) != count:
         raise UnknownInstructionError
-    values = ", ".join(of.registers.read(each, kind) for each in parts)
+    values = ", ".join(of.registers.read(each, cpp_type) for each in parts)
     if ATOMIC & set(of.modifiers) and count == 1:
-        return f"warpbus::ptx::store_atomic(warpbus::ptx::address<{kind}>({at}), {values});"
-    stored = f"warpbus::ptx::Vector<{kind}, {count}>"
+        return f"warpbus::ptx::store_atomic(warpbus::ptx::address<{cpp_type}>({at}), {values});"
+    stored = f"warpbus::ptx::Vector<{cpp_type}, {count}>"
     return f"*warpbus::ptx::address<{stored}>({at}) = {stored}{{{{{values}}}}};"
 
 
 def _atomic(of: PtxInstruction) -> str:
     others = [each for each in of.modifiers if each not in SPACES | ATOMIC | CACHING | {"noftz"}]
-    operation, kind = others[0], TYPES[others[1]]
+    operation, cpp_type = others[0], TYPES[others[1]]
     first = 1 if of.name == "atom" else 0
     if len(others) != 2:
         raise UnknownInstructionError
-    values = ", ".join(of.registers.read(each, kind) for each in of.operands[first + 1 :])
-    call = f"{_ATOMICS[operation]}(warpbus::ptx::address<{kind}>({of.registers.address(of.operands[first])}), {values})"
+    values = ", ".join(of.registers.read(each, cpp_type) for each in of.operands[first + 1 :])
+    at = of.registers.address(of.operands[first])
+    call = f"{_ATOMICS[operation]}(warpbus::ptx::address<{cpp_type}>({at}), {values})"
     return of.write(0, call) if first else f"{call};"
 
 
@@ -71,7 +74,7 @@ def _copy_async(of: PtxInstruction) -> str:
         ):
             size = of.registers.value(of.operands[2])
             taken = of.read(3, "int32_t") if len(of.operands) > 3 else size
-            addresses = ", ".join(f"{of.registers.place(each)}" for each in of.operands[:2])
+            addresses = ", ".join(map(of.registers.address, of.operands[:2]))
             return f"warpbus::ptx::copy_async({addresses}, {size}, {taken});"
     raise UnknownInstructionError
 

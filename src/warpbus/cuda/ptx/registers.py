@@ -55,9 +55,9 @@ class PtxRegisters:
         self._operands = operands
         self._declared: set[str] = set()
 
-    def declare(self, piece: str) -> str:
+    def declare(self, directive: str) -> str:
         """A `.reg` directive as a declaration of C++."""
-        found = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", piece, re.DOTALL)
+        found = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", directive, re.DOTALL)
         if found is None or found[1] not in _DECLARED:
             raise UnknownInstructionError
         names: list[str] = []
@@ -93,9 +93,9 @@ class PtxRegisters:
             return operand
         raise UnknownInstructionError
 
-    def read(self, operand: str, kind: str) -> str:
+    def read(self, operand: str, cpp_type: str) -> str:
         """The value of an operand in a C++ type of the same bits."""
-        return f"warpbus::ptx::as<{kind}>({self.value(operand)})"
+        return f"warpbus::ptx::as<{cpp_type}>({self.value(operand)})"
 
     def write(self, operand: str, value: str) -> str:
         """An assignment to a register; `_` takes no value."""
@@ -106,14 +106,9 @@ class PtxRegisters:
         return f"!{self.name(operand[1:].strip())}" if operand.startswith("!") else self.name(operand)
 
     def address(self, operand: str) -> str:
-        """The arguments of `warpbus::ptx::address`: base and offset of `[register + offset]`."""
+        """The address `[register + offset]` as a number."""
         found = re.fullmatch(r"\[\s*(%?[\w$]+)\s*(?:\+\s*(-?\s*\w+|%\d+)\s*)?\]", operand)
         if found is None:
             raise UnknownInstructionError
-        offset = self.value(found[2].replace(" ", "")) if found[2] else "0"
-        return f"{self.read(found[1], 'uint64_t')}, {offset}"
-
-    def place(self, operand: str) -> str:
-        """An address as one number."""
-        base, offset = self.address(operand).rsplit(", ", 1)
-        return f"{base} + {offset}"
+        offset = f" + {self.value(found[2].replace(' ', ''))}" if found[2] else ""
+        return self.read(found[1], "uint64_t") + offset

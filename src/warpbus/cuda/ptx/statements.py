@@ -23,7 +23,9 @@ def ptx_statements(ptx: str, operands: int) -> list[str]:
     """
     registers = PtxRegisters(operands)
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", ptx, flags=re.DOTALL).replace("%%", "%")
-    return [piece if piece in "{}" else _statement(piece, registers) for piece in _pieces(text)]
+    return [
+        statement if statement in "{}" else _statement(statement, registers) for statement in _split_statements(text)
+    ]
 
 
 def refusal(what: str) -> str:
@@ -42,11 +44,11 @@ def split(text: str, plain: str, by: str) -> list[str]:
     return [*parts, text[begin:]]
 
 
-def _statement(piece: str, registers: PtxRegisters) -> str:
+def _statement(statement: str, registers: PtxRegisters) -> str:
     try:
-        if piece.startswith(".reg"):
-            return registers.declare(piece)
-        found = re.fullmatch(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", piece, re.DOTALL)
+        if statement.startswith(".reg"):
+            return registers.declare(statement)
+        found = re.fullmatch(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", statement, re.DOTALL)
         if found is None:
             raise UnknownInstructionError
         negated, guard, opcode, rest = found.groups()
@@ -55,10 +57,10 @@ def _statement(piece: str, registers: PtxRegisters) -> str:
         made = _HANDLERS[name](PtxInstruction(name, modifiers, operands, registers))
         return f"if ({'!' if negated else ''}{registers.name(guard)}) {{ {made} }}" if guard else made
     except (UnknownInstructionError, IndexError, KeyError, ValueError):
-        return refusal(re.sub(r"^@\S+\s+", "", piece).split()[0]) + ";"
+        return refusal(re.sub(r"^@\S+\s+", "", statement).split()[0]) + ";"
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_statements(text: str) -> Iterator[str]:
     """The statements of PTX, and the braces of its blocks."""
     position = 0
     while position < len(text):

@@ -41,10 +41,10 @@ def _vote(of: PtxInstruction) -> str:
 
 
 def _redux(of: PtxInstruction) -> str:
-    _, operation, kind = of.modifiers
+    _, operation, ptx_type = of.modifiers
     if operation not in ("add", "min", "max", "and", "or", "xor"):
         raise UnknownInstructionError
-    x, mask = of.read(1, TYPES[kind]), of.read(2, "uint32_t")
+    x, mask = of.read(1, TYPES[ptx_type]), of.read(2, "uint32_t")
     return of.write(0, f"__reduce_{operation}_sync({mask}, {x}, __LINE__)")
 
 
