@@ -17,6 +17,7 @@ from warpbus import cli
 from warpbus.cli import app, pool_serving, serve
 from warpbus.cli.models import model_directory
 from warpbus.errors import CheckpointError, SchemeError, UsageError, WarpbusError
+from warpbus.formats.files import check_target
 from warpbus.language import in_language
 from warpbus.qtensor import Scheme
 
@@ -66,6 +67,15 @@ def test_the_current_directory_is_no_output(tmp_path, monkeypatch, output):
     expected = f"{output}: is the current directory, or one above it: name a new directory"
     assert mistake("quantize", "demo", output) == expected
     assert list(tmp_path.rglob("*")) == [place]
+
+
+def test_an_output_may_be_named_from_a_directory_that_was_removed(tmp_path, monkeypatch):
+    place = tmp_path / "here"
+    place.mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(place)
+    place.rmdir()
+    check_target(tmp_path / "there", overwrite=False)
 
 
 def test_a_cuda_program_that_is_not_there():
