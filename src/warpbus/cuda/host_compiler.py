@@ -102,25 +102,35 @@ def load_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL:
 
 
 def make_library(source: Path, root: Path, variant: CpuVariant) -> None:
-    """Compile a file of C++ for `find_library`, unless it is in the cache.
+    """Compile a file of C++ to its `library_path`, unless it is in the cache.
 
     Raises:
         DeviceError: there is no compiler, or it rejected the source.
         OSError: the cache cannot be used.
     """
-    flags = (*_FLAGS, *variant.flags)
-    _make_once(source, root, variant.name, flags, _entry(source, root, variant.name, flags, ".so"))
+    _make_once(source, root, variant.name, (*_FLAGS, *variant.flags), library_path(source, root, variant))
 
 
-def find_library(source: Path, root: Path, variant: CpuVariant) -> ctypes.CDLL | None:
-    """Load what `make_library` has made; None if it is not in the cache.
+def library_path(source: Path, root: Path, variant: CpuVariant) -> Path:
+    """The place of a library in the cache, whether it is there or not.
 
     Raises:
-        DeviceError: there is no compiler, whose version decides which entry it is.
-        OSError: it cannot be loaded.
+        DeviceError: there is no compiler, whose version decides about the place.
     """
-    entry = _entry(source, root, variant.name, (*_FLAGS, *variant.flags), ".so")
-    return ctypes.CDLL(str(entry)) if _is_ours(entry) else None
+    return _entry(source, root, variant.name, (*_FLAGS, *variant.flags), ".so")
+
+
+def open_library(path: Path) -> ctypes.CDLL | None:
+    """Load what `make_library` has made, by its `library_path`; None if it is not there yet.
+
+    Raises:
+        OSError: it cannot be loaded, or belongs to another user.
+    """
+    if not path.exists():
+        return None
+    if not _is_ours(path):
+        raise PermissionError(f"{path} belongs to another user")
+    return ctypes.CDLL(str(path))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from warpbus.cuda.host_compiler import CpuVariant, find_library, load_library, make_library
+from warpbus.cuda.host_compiler import CpuVariant, library_path, load_library, make_library, open_library
 from warpbus.errors import DeviceError
 
 
@@ -40,7 +40,7 @@ def load_module(source: Path, root: Path, switch: str, logger: logging.Logger) -
 
 
 def compile_module(source: Path, root: Path, switch: str, logger: logging.Logger) -> None:
-    """Compile a file of C++ into the cache for `find_module`. See `load_module`."""
+    """Compile a file of C++ into the cache, to its `module_path`. See `load_module`."""
     if os.environ.get(switch) == "0":
         return
     try:
@@ -49,14 +49,23 @@ def compile_module(source: Path, root: Path, switch: str, logger: logging.Logger
         logger.warning("operators take longer, because %s; %s=0 switches this message off", error, switch)
 
 
-def find_module(source: Path, root: Path, switch: str) -> Any | None:
-    """What `load_module` returns if the file is compiled already; else None."""
+def module_path(source: Path, root: Path, switch: str) -> Path | None:
+    """Where `compile_module` puts what it compiles; None if that is switched off, or not possible here."""
     if os.environ.get(switch) == "0":
         return None
     try:
-        library = find_library(source, root, _variant())
+        return library_path(source, root, _variant())
     except (DeviceError, OSError):
         return None
+
+
+def open_module(path: Path) -> Any | None:
+    """What `load_module` returns, of a file that was compiled to this path; None if it is not there yet.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    library = open_library(path)
     return None if library is None else _module(library)
 
 

@@ -36,6 +36,7 @@ SETUP = {
     "movable": True,
     "content": None,
     "sandbox": True,
+    "native_calls": None,
     "gpu_links": False,
     "swapped_out": False,
 }

@@ -1,5 +1,6 @@
 """`execution.cpp` does calls without Python, and leaves the same lease and failures behind as `Executor._call`."""
 
+import shutil
 from collections import Counter
 
 import pytest
@@ -12,7 +13,12 @@ from warpbus.pool.protocol.instructions import call_prefix
 from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.native_calls import compile_native_calls, load_native_calls
+from warpbus.pool.tenant.native_calls import (
+    NativeCallsLoader,
+    compile_native_calls,
+    load_native_calls,
+    native_calls_path,
+)
 
 CPU = torch.device("cpu")
 VECTOR = contiguous(torch.float32, (4,))
@@ -244,3 +250,33 @@ def test_a_lease_finds_what_was_compiled_and_compiles_nothing(monkeypatch, tmp_p
     assert load_native_calls() is None
     monkeypatch.undo()
     load_native_calls.cache_clear()
+
+
+def test_a_lease_that_begins_before_it_is_compiled(tmp_path, hands, in_python):
+    path = tmp_path / "execution.so"
+    loader = NativeCallsLoader(path)
+    assert loader.load() is None
+    hand = hands[1]  # calls in Python
+    x, y = hand.put(values(4)), hand.put(torch.ones(4))
+    first = hand.signed(ADD, [x, y])
+    assert hand.send() == []
+    assert in_python["aten::add.Tensor"] == 1
+    shutil.copy(native_calls_path(), path)
+    native = loader.load()
+    assert native is not None
+    assert loader.load() is None  # once is enough
+    hand.executor.use_native(native)
+    hand.writer.call(call_prefix(0) + b"".join(int(each).to_bytes(8, "little") for each in (x, y, 1 << 20)))
+    assert hand.send() == []
+    assert in_python["aten::add.Tensor"] == 1
+    assert torch.equal(hand.get(first), values(4) + 1)
+
+
+def test_a_lease_says_why_it_cannot_load_what_was_compiled(tmp_path, caplog):
+    path = tmp_path / "execution.so"
+    path.write_bytes(b"no library")
+    loader = NativeCallsLoader(path)
+    assert loader.load() is None
+    assert loader.load() is None
+    (record,) = caplog.records
+    assert "operators take longer, because" in record.message

@@ -17,6 +17,7 @@ from warpbus.pool.protocol.signature import Input, New, Signature
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.native_calls import NativeCallsLoader
 from warpbus.pool.tenant.server import TenantServer
 
 VECTOR = contiguous(torch.float32, (4,))
@@ -246,7 +247,7 @@ def test_a_gpu_that_has_failed(monkeypatch):
     monkeypatch.setattr("warpbus.pool.tenant.server._SECONDS_TO_HEAR", 0.5)
     daemon = Daemon.__new__(Daemon)
     daemon.end, other = process_messages.pair()
-    tenant = TenantServer(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)))
+    tenant = TenantServer(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)), NativeCallsLoader(None))
     serving = threading.Thread(target=tenant.serve)
     serving.start()
     channel, _ = daemon.client()

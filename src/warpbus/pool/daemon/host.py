@@ -49,7 +49,7 @@ from warpbus.pool.protocol.messages import Request
 from warpbus.pool.protocol.preamble import Proof, link_key
 from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.wire import decode, encode
-from warpbus.pool.tenant.native_calls import compile_native_calls
+from warpbus.pool.tenant.native_calls import compile_native_calls, native_calls_path
 from warpbus.pool.tenant.sandbox import Confinement, missing
 
 # Loading torch and opening a GPU on a busy machine.
@@ -108,7 +108,9 @@ class LocalHost:
         processes.mkdir(mode=0o700, exist_ok=True)
         with suppress(OSError):  # there is no cache then, see `warpbus.cuda.jit`
             cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
-        # Leases that start meanwhile do all calls in Python. Threads of the loop would keep the daemon from ending.
+        # Leases that start meanwhile do calls in Python until it is there. Threads of the loop would keep the daemon from
+        # ending.
+        self._native_calls = native_calls_path()
         threading.Thread(target=compile_native_calls, name="compile", daemon=True).start()
         self._program = program
         self._spares = Spares(options.spare, program, processes, self._confinement)
@@ -405,6 +407,7 @@ class LocalHost:
             # Each lease has its own: who knows a hash must not learn that somebody else has these bytes.
             "content": str(directory / "content"),
             "sandbox": self._options.sandbox,
+            "native_calls": None if self._native_calls is None else str(self._native_calls),
             "gpu_links": self._options.gpu_links,
         }
 

@@ -146,6 +146,7 @@ TENANT = {
             "saved": str | None,  # the file to resume from
             "content": str | None,
             "sandbox": bool,
+            "native_calls": str | None,  # where the compiled `execution.cpp` is, or will be
             "gpu_links": bool,  # links to leases on other GPUs of this machine may go from GPU to GPU
             "swapped_out": bool,  # it may not execute until "swap_in"
         }

@@ -25,7 +25,7 @@ from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
 from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
 from warpbus.pool.tenant.groups import LeaseGroups
-from warpbus.pool.tenant.native_calls import load_native_calls
+from warpbus.pool.tenant.native_calls import NativeCalls, load_native_calls
 from warpbus.pool.tenant.programs import Programs
 from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
 from warpbus.pool.tenant.storages import Storages
@@ -50,6 +50,7 @@ class Executor:
         quota: of the lease; its memory is in bytes.
         content: the store of earlier uploads, or None.
         gpu_links: see `LeaseGroups`.
+        native: does most calls; None: what is compiled already, if something is.
 
     Attributes:
         executed: the number of the last executed batch.
@@ -60,7 +61,13 @@ class Executor:
     """
 
     def __init__(
-        self, device: torch.device, quota: Quota, content: ContentStore | None = None, *, gpu_links: bool = False
+        self,
+        device: torch.device,
+        quota: Quota,
+        content: ContentStore | None = None,
+        *,
+        gpu_links: bool = False,
+        native: NativeCalls | None = None,
     ) -> None:
         self.executed = 0
         self.storages = Storages(device, quota.memory)
@@ -74,7 +81,7 @@ class Executor:
         self._programs = Programs(self.storages)
         self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
         self._failed: list[CallFailure] = []
-        self._native = load_native_calls()
+        self._native = native or load_native_calls()
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,
@@ -119,6 +126,12 @@ class Executor:
         finally:
             self.failures.extend(self._failed)
         return self._failed
+
+    def use_native(self, native: NativeCalls) -> None:
+        """Do calls by `execution.cpp` from now on, also those of definitions that are there already."""
+        self._native = native
+        for definition in self._definitions.values():
+            definition.plan = native.plan(definition)
 
     def failed_in_flight(self) -> list[CallFailure]:
         """What failed in a step of a group after it was launched. All that was written since it began is poisoned: it

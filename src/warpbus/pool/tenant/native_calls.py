@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpbus.cuda.torch_extension import compile_module, find_module
+from warpbus.cuda.torch_extension import compile_module, module_path, open_module
 from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, Number
 from warpbus.pool.tenant.definitions import Definition
 from warpbus.pool.tenant.storages import MAX_STORAGES, CheckedGeometry, Storage
@@ -96,8 +96,42 @@ def compile_native_calls() -> None:
     compile_module(_source, _source.parents[1], _SWITCH, logging.getLogger("warpbus.pool"))
 
 
+def native_calls_path() -> Path | None:
+    """Where `compile_native_calls` puts the compiled file; None if it is switched off, or there is no compiler.
+
+    It depends on the compiler's version, which a sandboxed process cannot ask for.
+    """
+    return module_path(_source, _source.parents[1], _SWITCH)
+
+
 @functools.cache
 def load_native_calls() -> NativeCalls | None:
     """Load `execution.cpp`; None if it is not compiled, or switched off."""
-    module = find_module(_source, _source.parents[1], _SWITCH)
-    return None if module is None else NativeCalls(module)
+    path = native_calls_path()
+    return None if path is None else NativeCallsLoader(path).load()
+
+
+class NativeCallsLoader:
+    """Loads `execution.cpp` once it is compiled: the daemon may be compiling it while leases begin.
+
+    Args:
+        path: what `native_calls_path` returned to the daemon; None: nothing is loaded.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def load(self) -> NativeCalls | None:
+        """The functions; None if they are not there yet, were given before, or cannot be loaded, which is logged."""
+        if self._path is None:
+            return None
+        try:
+            module = open_module(self._path)
+        except OSError as error:
+            logging.getLogger("warpbus.pool").warning("operators take longer, because %s", error)
+            self._path = None
+            return None
+        if module is None:
+            return None
+        self._path = None
+        return NativeCalls(module)

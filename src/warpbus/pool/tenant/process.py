@@ -19,7 +19,7 @@ from warpbus.pool.protocol.signature import Input, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.native_calls import load_native_calls
+from warpbus.pool.tenant.native_calls import NativeCallsLoader
 from warpbus.pool.tenant.sandbox import limit_memory, seal
 from warpbus.pool.tenant.server import TenantServer
 from warpbus.pool.tenant.storages import allowance
@@ -68,7 +68,6 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
         if setup["gpu_links"]:
             # Streams that wait for other GPUs (`device_link`) must not share a hardware queue; the default is 8 queues.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        load_native_calls()  # the sandbox will not allow to ask the compiler for its version
         torch.set_num_threads(setup["threads"])
         device = torch.device(setup["device"])
         if device.type == "cpu":
@@ -78,12 +77,13 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
             _check_gpu(device, wanted, sandboxed=setup["sandbox"])
         content = None if setup["content"] is None else ContentStore(Path(setup["content"]), setup["memory"])
         quota = Quota(setup["memory"], setup["share"])
-        executor = Executor(device, quota, content, gpu_links=setup["gpu_links"])
+        loader = NativeCallsLoader(None if setup["native_calls"] is None else Path(setup["native_calls"]))
+        executor = Executor(device, quota, content, gpu_links=setup["gpu_links"], native=loader.load())
         if setup["saved"] is not None:
             resume(Path(setup["saved"]), executor)
         if setup["sandbox"]:
             seal(gpu=device.type == "cuda")
-        return TenantServer(end, setup, executor)
+        return TenantServer(end, setup, executor, loader)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
         process_messages.send(end, "failed", {"type": kind, "message": str(error).partition("\n")[0]})

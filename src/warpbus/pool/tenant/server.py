@@ -39,11 +39,12 @@ from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant.acceptor import Acceptor, refuse
 from warpbus.pool.tenant.checkpoints import OfferedCheckpoints
 from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.host_copies import HostCopy
 from warpbus.pool.tenant.links import LinkOpener, admit
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration_destination import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
-from warpbus.pool.tenant.staging import HostCopy
+from warpbus.pool.tenant.native_calls import NativeCallsLoader
 from warpbus.pool.tenant.swapping import Swapping
 from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
@@ -64,6 +65,7 @@ class TenantServer:
         end: the socket to the daemon.
         setup: the "setup" message of the daemon.
         executor: the state of the lease: empty, or resumed from a file.
+        native: loads what the daemon compiles meanwhile.
 
     Attributes:
         executor: the state of the lease.
@@ -72,13 +74,16 @@ class TenantServer:
         over: the error that clients get because nothing is executed here any more, or None.
     """
 
-    def __init__(self, end: socket.socket, setup: dict[str, Any], executor: Executor) -> None:
+    def __init__(
+        self, end: socket.socket, setup: dict[str, Any], executor: Executor, native: NativeCallsLoader
+    ) -> None:
         self.executor = executor
         self.channel: Channel | None = None
         self.moved = ""
         self.over: DeviceError | PoolError | None = None
         self._end = end
         self._setup = setup
+        self._native = native
         self._on_gpu = executor.device.type == "cuda"
         self._acceptor = Acceptor()
         self._links = LinkOpener(executor.groups)
@@ -191,6 +196,8 @@ class TenantServer:
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             self._tell_clients()
+            if (native := self._native.load()) is not None:
+                self.executor.use_native(native)
         return self._ends is None or time.monotonic() < self._ends
 
     def _wait(self, patience: float, *, talking: bool) -> set[int]:
@@ -449,6 +456,10 @@ class TenantServer:
                         raise PoisonedError(failed[0])
                     channel.send(_DATA, frame.number, part)
             elif self._on_gpu:
+                while not storages.has_room(nbytes):
+                    self._deliver()
+                    if self.channel is not channel:
+                        return  # the client is gone, and its answers with it
                 # The GPU goes on with what the client has sent meanwhile.
                 self._leaving.append((frame.number, storages.leave(handle, offset, nbytes)))
             else:

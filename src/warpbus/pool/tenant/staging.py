@@ -33,51 +33,6 @@ class _StagedBatch(Generic[Label]):
     buffer: _PinnedBuffer
 
 
-class HostCopy:
-    """Bytes on their way from a GPU, which goes on with what comes after them.
-
-    Args:
-        source: uint8 `[nbytes]` on the GPU.
-        buffer: at least as much pinned memory, which nothing else uses.
-        unused: gets the buffer once the bytes have been taken; None if it is not used again.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, source: Tensor, buffer: _PinnedBuffer, unused: list[_PinnedBuffer] | None = None) -> None:
-        self._nbytes, self._buffer, self._unused = len(source), buffer, unused
-        with torch.cuda.device(source.device):
-            buffer.memory[: self._nbytes].copy_(source, non_blocking=True)
-            buffer.used.record()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether they are here. Raises what the GPU met on the way."""
-        return self._buffer.used.query()
-
-    def take(self) -> bytes | memoryview:
-        """The bytes, once they are here. For one call."""
-        data = self._buffer.memory.numpy().data[: self._nbytes]
-        if self._unused is None:
-            return data
-        self._unused.append(self._buffer)
-        return bytes(data)
-
-
-class HostCopies:
-    """Makes copies of a GPU's memory; small ones use the same buffers again, which cost more to make than to fill."""
-
-    _FEW = 4096
-
-    def __init__(self) -> None:
-        self._unused: list[_PinnedBuffer] = []
-
-    def begin(self, source: Tensor) -> HostCopy:
-        """A copy of a uint8 tensor `[nbytes]`."""
-        if len(source) > self._FEW:
-            return HostCopy(source, _pinned(len(source)))
-        return HostCopy(source, self._unused.pop() if self._unused else _pinned(self._FEW), self._unused)
-
-
 def _pinned(nbytes: int) -> _PinnedBuffer:
     return _PinnedBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
 

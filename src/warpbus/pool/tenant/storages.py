@@ -12,18 +12,19 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from warpbus.cuda.read_back import ReadBack
 from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
+from warpbus.pool.tenant.host_copies import FEW, HostCopies, HostCopy
 from warpbus.pool.tenant.pending_steps import PendingStep
-from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopies, HostCopy
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 
 MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
 MAX_HANDLE = 1 << 63
 
-_FEW = 4096
 _LEAST_SLACK = 512 << 20
 _SLACK = 8
 
@@ -108,7 +109,7 @@ class Storages:
         self._sizes: dict[int, int] = {}
         self._checked: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
         self._staging = ByteStaging(self.device)
-        self._copies = HostCopies()
+        self._copies = HostCopies(ReadBack(self.device))
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
@@ -252,7 +253,7 @@ class Storages:
     def read(self, handle: int, offset: int, nbytes: int) -> memoryview:
         """Bytes of a storage: its memory itself on a CPU, or a copy if they are few; a copy on a GPU."""
         if self.device.type != "cuda":
-            if nbytes <= _FEW and (few := self._few(handle, offset, nbytes)) is not None:
+            if nbytes <= FEW and (few := self._few(handle, offset, nbytes)) is not None:
                 return few
             return self.slice(handle, offset, nbytes).numpy().data
         copy = bytearray(nbytes)
@@ -264,13 +265,18 @@ class Storages:
 
     def _few(self, handle: int, offset: int, nbytes: int) -> memoryview | None:
         """A few bytes of a storage, which programs read in each step; None if they are not all inside."""
-        storage = self.memory_of(handle)
+        address = self._address(self.memory_of(handle), offset, nbytes)
+        return None if address is None else memoryview(ctypes.string_at(address, nbytes))
+
+    @staticmethod
+    def _address(storage: Storage, offset: int, nbytes: int) -> int | None:
+        """Where bytes of a storage with memory are, found without a tensor; None if they are not all inside, or if that
+        is not known so."""
         assert storage.base is not None
         memory = storage.base.data_ptr()  # none if the tensor has no elements
         if not memory or offset < 0 or nbytes < 0 or offset + nbytes > storage.nbytes:
             return None
-        memory -= int(storage.base.storage_offset()) * storage.base.itemsize
-        return memoryview(ctypes.string_at(memory + offset, nbytes))
+        return memory - int(storage.base.storage_offset()) * storage.base.itemsize + offset
 
     def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
         """The same in pieces of 4 MiB at most, each of which holds until the next is asked for."""
@@ -278,9 +284,19 @@ class Storages:
         for _, (part,) in self._staging.read((None, [piece]) for piece in source.split(CHUNK)):
             yield part
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `leave` has pinned memory for so many bytes, 1 MiB at most; else drop what has been copied before."""
+        return self._copies.has_room(nbytes)
+
     def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
-        """The same of a GPU, as they are now, without waiting for them."""
-        return self._copies.begin(self.slice(handle, offset, nbytes))
+        """The same of a GPU, as they are now, without waiting for them; `has_room` was true."""
+        storage = self.memory_of(handle)
+        if storage.pending is not None:
+            self._join(storage)
+        address = self._address(storage, offset, nbytes)
+        if address is None:
+            address = self.slice(handle, offset, nbytes).data_ptr()
+        return self._copies.begin(address, nbytes)
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""
