@@ -1,8 +1,8 @@
 """What other ranks of a group have yet to announce: messages that this rank's GPU waits for already.
 
 A rank launches its part of a step without waiting until the others come to it. Each of them sends a frame per message
-before its GPU fills a slot. So when the bytes of a message are there, its frame is there too, and the frame tells whether
-the other rank did the same step.
+before its GPU fills a slot. So when the bytes of a message are there, its frame is there too, and tells whether the
+other rank did the same step.
 """
 
 import threading
