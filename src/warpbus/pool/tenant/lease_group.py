@@ -5,9 +5,9 @@ two ranks go in messages of DATA frames, each with the number of the message bet
 and the size of the message, so that ranks that do not do the same get an error and not each other's bytes. On one
 machine the bytes lie in memory that both processes share (`LinkMemory`), and a frame says how many came. Between two
 GPUs of one machine a frame may announce the message, and the GPUs do the rest in streams of their own (`DeviceLink`, if
-the daemon has the option `gpu_links`): no process waits for its GPU or for another rank to come to the step
-(`Announcements`), and operators that do not use the step's storages go on. A rank that is gone, or fails, ends the group for all: each tells the others why, and every later step fails with
-this reason.
+the daemon has the option `gpu_links`): a process waits neither for its GPU nor for the other ranks' announcements,
+which are checked later (`Announcements`), and operators that do not use the step's storages go on. A rank that is gone,
+or fails, ends the group for all: each tells the others why, and every later step fails with this reason.
 """
 
 import struct
