@@ -157,6 +157,16 @@ def test_ranks_that_do_not_do_the_same_get_an_error():
     assert executors[0].storages.live[3].failure is not None
 
 
+def test_a_group_that_was_left_says_what_has_failed_in_it():
+    executors, _ = linked(2)
+    assert not together(executors, [exchanges(2)[0], exchanges(2, NBYTES - 8)[1]])
+    executors[0].groups.leave(GROUP)
+    (failure,) = executors[0].failed_in_flight()
+    assert "have to call the same operations" in str(failure.exception())
+    assert executors[0].storages.live[2].failure is not None
+    assert not executors[0].failed_in_flight()
+
+
 def test_a_rank_that_is_ahead_launches_a_step_and_waits_later():
     executors, _ = linked(2, incoming=ThreadStream)
     first, second = exchanges(2)

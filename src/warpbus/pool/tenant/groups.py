@@ -43,6 +43,7 @@ class LeaseGroups:
         self._groups: dict[bytes, LeaseGroup] = {}
         self._memories: weakref.WeakSet[LinkMemory] = weakref.WeakSet()
         self._ended: list[DeviceLink] = []  # whose slots the other process may still have open
+        self._failures: list[StepFailure] = []  # of groups that were left
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -109,6 +110,8 @@ class LeaseGroups:
             self._close(found)
             for direct in found.unlink():
                 self.discard(direct)
+            if (failure := found.watch.failure()) is not None:
+                self._failures.append(failure)
 
     def leave_all(self) -> None:
         """Leave all groups at once: the lease ends."""
@@ -121,7 +124,7 @@ class LeaseGroups:
             group.announcements.check()
             if group.watch.failed:
                 return group.watch.failure()
-        return None
+        return self._failures.pop(0) if self._failures else None
 
     def keep_pace(self, seconds: float = _AHEAD) -> None:
         """Wait for ranks that have not come to a step that was launched here so many seconds ago, or earlier."""
