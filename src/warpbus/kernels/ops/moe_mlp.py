@@ -217,10 +217,10 @@ def _multiply(
 def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]:
     """The rows of a tile, where experts have so many on average; and whether the kernel for few rows multiplies it."""
     # Measured on an H200 with the shapes of GLM-4.7-Flash and GLM-4.5-Air.
-    if able.tma and ffn % TILE_ROWS == 0 and rows <= 6:
+    if able.tma and ffn % TILE_ROWS == 0 and rows <= (3 if able.wgmma else 6):
         return wna16_decode.MOST_ROWS_OF_EXPERT, True
     if able.wgmma:
-        return next((height for height, most in ((32, 31), (64, 56)) if rows <= most), 128), False
+        return next((height for height, most in ((32, 27), (64, 80)) if rows <= most), 128), False
     return next((height for height in (32, 64) if rows <= height), 128), False
 
 
