@@ -25,8 +25,7 @@ _PARAMETERS = Parameters(
 )
 MOST_TOKENS = 16
 _MOST_SLICES = 8
-_HELD = 4  # kHeld in trellis/decode.cu
-_RINGS = ((1, 6), (2, 3), (1, 4), (1, 2))  # blocks of a stage, and stages: the first ones are preferred
+_RINGS = ((2, 3), (1, 6), (1, 5), (1, 4), (1, 2))  # blocks of a stage, and stages: the first ones are preferred
 # In units of the time of 128 columns of one warp: what a stage, a tile and the sums of several slices take besides.
 _OF_A_STAGE, _OF_A_TILE, _OF_SLICES = 0.1, 0.3, 3.0
 
@@ -58,8 +57,9 @@ class TrellisVariant:
         """Of shared memory beside x: of rings, sums, measures of x and barriers; the source compares it."""
         ring = self.warps * self.depth * self.span * 256 * self.bits
         sums = 2 * self.warps * self.tokens // 8 * 32 * 16
-        measures = self.warps * self.tokens * 4 + 2 * self.tokens * 4
-        return ring + blocks((sums + measures + 4 * 8 + 8 * 4, 16)) * 16
+        measures = 2 * self.warps * self.tokens * 4
+        barriers = 8 * (4 + self.warps * self.depth)
+        return ring + blocks((sums + measures + barriers, 16)) * 16
 
     def shared(self, m: int, k: int, slices: int) -> int:
         """Bytes of shared memory of a block."""
@@ -101,19 +101,23 @@ def choose(m: int, n: int, k: int, bits: int, gated: bool, multiprocessors: int,
         multiprocessors: of the GPU.
         shared: bytes of shared memory that a block can have.
     """
-    found: tuple[float, TrellisPlan] | None = None
     tokens, items, columns = 8 if m <= 8 else 16, n // TILE // (2 if gated else 1), blocks((k, BLOCK))
-    for slices, (span, depth) in itertools.product(range(1, min(columns, _MOST_SLICES) + 1), _RINGS):
-        variant = TrellisVariant(bits, tokens, depth, span)
-        held = blocks((columns, slices)) <= 2 * _HELD * variant.warps
-        if slices > multiprocessors or not held or variant.shared(m, k, slices) > shared:
-            continue
-        stages = blocks((blocks((columns, slices)), variant.warps * span))  # of a warp and a tile
-        turns = blocks((items, multiprocessors // slices)) * (2 if gated else 1)  # tiles of a block
-        steps = turns * (stages * (span + _OF_A_STAGE) + _OF_A_TILE) + (0 if slices == 1 else _OF_SLICES)
-        if found is None or steps < found[0]:
-            found = steps, TrellisPlan(variant, slices)
-    return None if found is None else found[1]
+    # Two blocks share a multiprocessor where they can: its memory, of which each block takes a kilobyte more.
+    rooms = (shared - 1024) // 2, shared
+    for room in rooms if tokens == 8 else rooms[1:]:
+        found: tuple[float, TrellisPlan] | None = None
+        for slices, (span, depth) in itertools.product(range(1, min(columns, _MOST_SLICES) + 1), _RINGS):
+            variant = TrellisVariant(bits, tokens, depth, span)
+            if slices > multiprocessors or variant.shared(m, k, slices) > room:
+                continue
+            stages = blocks((blocks((columns, slices)), variant.warps * span))  # of a warp and a tile
+            turns = blocks((items, multiprocessors // slices)) * (2 if gated else 1)  # tiles of a block
+            steps = turns * (stages * (span + _OF_A_STAGE) + _OF_A_TILE) + (0 if slices == 1 else _OF_SLICES)
+            if found is None or steps < found[0]:
+                found = steps, TrellisPlan(variant, slices)
+        if found is not None:
+            return found[1]
+    return None
 
 
 def plan_of(x: Tensor, weight: PackedTrellis, gated: bool) -> TrellisPlan | None:

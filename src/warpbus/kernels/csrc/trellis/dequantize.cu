@@ -42,13 +42,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     trellis_dequantize(const uint4* __restrict__ codes, const float* __restrict__ scales,
                        const unsigned char* __restrict__ signs, ELEMENT* __restrict__ out, int blocks, int first_tile,
                        int tiles, int first_block, int columns, int levels) {
-    __shared__ Constants constants;
-    if (threadIdx.x == 0) constants = kCode;
-    __syncthreads();
-    const Code code(ptx::shared_address(&constants));
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const Window window(lane);
-    const float root = exp2f(-0.5f * levels);
+    const float unit = exp2f(-0.5f * levels) / kUnit;
     const int across = (columns + kBlock - 1) / kBlock;
     const long long pieces = static_cast<long long>(tiles) * across;
     const long long warps = static_cast<long long>(gridDim.x) * (kThreads / 32);
@@ -64,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
             for (int c = 0; c < kTiles; ++c) {
                 ptx::uint32 numbers[4];
-                code.numbers(numbers, __funnelshift_r(low[c], high[c], window.shift));
+                numbers_of(numbers, __funnelshift_r(low[c], high[c], window.shift));
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
                     const float2 pair = unpack_pair<__half>(numbers[s]);
@@ -112,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 }
             }
             const int within = 16 * tile + g + 8 * h;
-            const float scale = scales[16ll * first_tile + within] * root;
+            const float scale = scales[16ll * first_tile + within] * unit;
 #pragma unroll
             for (int t = 0; t < 4; ++t) {
                 const int at = block * kBlock + 32 * t + 8 * q;
