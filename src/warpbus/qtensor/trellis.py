@@ -36,7 +36,7 @@ COLUMNS = 32
 _LARGEST_BLOCK = 128  # columns that are rotated together
 _MULTIPLIER = 0xA2473B37
 _KEPT = 0x8FFF  # of 16 bits: a sign, two bits of exponent, ten of mantissa; magnitudes below 2^-11
-_UNIT = 2.0**14
+_UNIT = 2.0**12
 _HASHES = (0x9E3779B1, 0x85EBCA77)
 
 
@@ -51,8 +51,8 @@ def code_table(device: torch.device) -> Tensor:
     """The two numbers of each state, float32 `[STATES, 2]`, exact in float16.
 
     Both come from 16 bits of `state * multiplier` modulo 2^32, the first one from the lower 16: the bits of a float16 number,
-    of whose exponent only the lower two are kept. Magnitudes below 1 (where float16 is subnormal, before the multiplication
-    by 2^14), from 1 to 2, 2 to 4 and 4 to 8 are equally frequent, which is near enough to normal numbers.
+    of whose exponent only the lower two are kept, times 2^12. Magnitudes below 1/4 (subnormal numbers of float16), from 1/4
+    to 1/2, to 1 and to 2 are equally frequent, which resembles normal numbers.
     """
     return _code_table().to(device)
 

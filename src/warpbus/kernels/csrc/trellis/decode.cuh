@@ -24,7 +24,7 @@ struct Window {
 // What a state is multiplied with, and the bits of two float16 numbers that are kept: a sign, two bits of exponent, ten of
 // mantissa. Their magnitudes are below 2^-11, evenly distributed below 2^-13 (subnormal below 2^-14) and in each octave above.
 constexpr ptx::uint32 kMultiplier = 0xA2473B37u, kKept = 0x8FFF8FFFu;
-constexpr float kUnit = 1.0f / 16384;  // of the numbers: qtensor/trellis.py multiplies them by its inverse
+constexpr float kUnit = 1.0f / 4096;  // of the numbers: qtensor/trellis.py multiplies them by its inverse
 
 // State i of a lane, from the 32 bits at which its four states begin. The shift to the left is a multiplication, which leaves
 // the unit that shifts and masks, the busiest one, an instruction instead of two.

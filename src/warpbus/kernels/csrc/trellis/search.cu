@@ -26,7 +26,7 @@ constexpr int kOwn = kGroups / kThreads;   // groups of a thread
 constexpr int kSources = kGroups / kChoices;  // groups of states that differ in their upper bits alone
 constexpr float kUnreachable = 1e30f;
 constexpr unsigned kMultiplier = 0xA2473B37u;
-constexpr float kUnit = 16384.0f;
+constexpr float kUnit = 4096.0f;
 static_assert(kOwn * kThreads == kGroups && kOwn * kChoices == 64, "the states of a thread fill its registers");
 
 // The choices of a step, by group: 4 bits each where there are 16, else bytes.
