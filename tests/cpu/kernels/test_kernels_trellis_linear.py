@@ -113,7 +113,7 @@ def test_every_layer_of_glm_has_a_plan(n, k, bits, resident, shared, most):
         assert plan is not None
         assert plan.variant.tokens == (8 if m <= 8 else 16)
         assert 1 <= plan.slices <= resident
-        assert plan.variant.shared(m, k, plan.slices) <= shared
+        assert plan.variant.shared(m, k, plan.slices, plan.stages) <= shared
 
 
 def test_x_that_fits_no_shared_memory_has_none():

@@ -64,6 +64,11 @@ __device__ __forceinline__ void cp_async_wait(int pending) {
     else cp_async_wait<3>();
 }
 
+// Arrive at a barrier of mbarrier_init when all copies that this thread has begun are complete.
+__device__ __forceinline__ void cp_async_arrive(uint32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- Matrix fragments (sm_75, stmatrix sm_90) ----
 
 // Load four 8x8 matrices of 16-bit elements. Lanes 8i to 8i+7 give the addresses of the rows of matrix i, 16 bytes each

@@ -4,10 +4,9 @@
 //   ELEMENT  __half or __nv_bfloat16: the type of x, norm, bias, residual and out
 //   BITS     2 or 3: of a weight; kernels/ops/trellis_packed.py describes the layout
 //   TOKENS   8 or 16: the maximum number of rows of x
-//   WARPS    that multiply; two more for each 8 rows of x add their sums
-//   DEPTH    stages of each warp's ring
-//   SPAN     blocks of 128 columns in a stage
-//   OTHER_BYTES  of shared memory that the host requests beside x
+//   TILES    of 16 rows of the weight that a block multiplies at a time: 1, or 2, which share the fragments of x
+//   WARPS    that multiply; one more copies codes, and one for each 8 rows of x adds sums
+//   OTHER_BYTES  of shared memory that the host requests beside stages and x
 //
 // The weight is W = scale * Q R^T, where Q are the numbers of the trellis and R rotates columns (qtensor/trellis.py), so that
 // W x = scale * Q (R^T x). Each warp computes R^T x for the columns that it multiplies (rotate.cuh); where `norm` is given, x is
@@ -19,15 +18,11 @@
 // n is a multiple of 16, k of 32; x, norm and out are contiguous, and x and norm begin at multiples of 16 bytes. With several
 // slices there is no norm.
 //
-// A block has the columns of one of `slices` slices and takes the tiles of 16 rows (with a gate, pairs of them) in turns with
-// the other blocks of the slice. Its warps have disjoint blocks of 128 columns. Each copies the codes of SPAN blocks of columns
-// to its own ring in shared memory and computes the numbers in registers (decode.cuh); no warp waits for another. More warps
-// add their sums in a fixed order while they multiply the next tile; without a gate two of these take turns, because of the
-// latency of what they read and write. Where there are several slices, the sums of each go to `partial`, and the warp that
-// finishes a tile last adds them in the order of the slices.
-//
-// Up to 8 rows of x leave room for two blocks on a multiprocessor: that of the next product fills its rings while this one
-// ends.
+// A block has the columns of one of `slices` slices and takes items of TILES tiles of 16 rows (with a gate, one of the gate and
+// one of up) in turns with the other blocks of the slice. Its warps have disjoint blocks of 128 columns. One warp copies the
+// codes, a stage of WARPS blocks of columns at a time, to a ring in shared memory; those that multiply compute the numbers in
+// registers (decode.cuh); and others add their sums in a fixed order while the next item is multiplied. Where there are several
+// slices, the sums of each go to `partial`, and the warp that finishes an item last adds them in the order of the slices.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "trellis/decode.cuh"
@@ -35,39 +30,41 @@
 
 constexpr int kThreads = 32 * WARPS;  // that multiply
 constexpr int kTokenTiles = TOKENS / 8;
-constexpr int kStage = SPAN * kVectors;  // of 16 bytes
-constexpr int kFinishers = 2 * kTokenTiles;  // warps that add sums
+constexpr int kFinishers = kTokenTiles;  // warps that add sums
+constexpr int kTile = WARPS * kVectors;  // vectors of 16 bytes of a tile in a stage
+constexpr int kStage = TILES * kTile;
+constexpr int kMostStages = 8;
 constexpr int kTogether = 2;  // vectors of x that a thread loads before it looks at the first
-constexpr int kSums = WARPS * kTokenTiles * 32;  // float4, of one of two buffers
+constexpr int kSums = WARPS * kTokenTiles * 32;  // float4, of one tile
 
 struct Problem {
     int m, n, k;
     int blocks;      // of 128 columns, in a row of the weight
     int levels;      // the rotation covers 2^levels columns
     int slices;
-    int gate_tiles;  // tiles of rows of the gate, or 0
+    int gate_tiles;  // tiles of rows of the gate, or 0; with a gate TILES is 2
+    int stages;      // of the ring, up to kMostStages
     float eps;
 };
 
 struct Others {
-    float4 sums[2][kSums];
+    float4 sums[TILES][kSums];
     float squares[WARPS][TOKENS];        // of x, summed by warp and row
     ptx::uint32 largest[WARPS][TOKENS];  // the bits of the largest magnitude of a row in the columns of a warp
-    ptx::uint64 full[2], empty[2];
-    ptx::uint64 filled[WARPS][DEPTH];
+    ptx::uint64 filled[kMostStages], free[kMostStages];  // stages: they have codes; they have been read
+    ptx::uint64 full, empty;                             // sums, likewise
 };
-constexpr int kRingBytes = WARPS * DEPTH * SPAN * kVectors * 16;
+static_assert(sizeof(Others) == OTHER_BYTES, "the host asks for other room beside stages and x");
 static_assert(sizeof(ELEMENT) == sizeof(__half), "x and what it becomes take the same place");
-static_assert(kRingBytes + sizeof(Others) == OTHER_BYTES, "the host asks for other room beside x");
 
 using Vector = Vector16<ELEMENT>;
 
 // Elements from one row of x in shared memory to the next: with it, no two rows of an 8x8 matrix share a bank.
 __device__ __forceinline__ int stride_of(int blocks) { return blocks * kBlock + 8; }
 
-// The part of this block: a slice of the columns, and every stride-th tile or pair of tiles.
+// The part of this block: a slice of the columns, and every stride-th item.
 struct Share {
-    int slice, begin, end, first, stride, items, halves;
+    int slice, begin, end, first, stride, items;
 
     __device__ __forceinline__ explicit Share(const Problem& p)
         : slice(blockIdx.x % p.slices),
@@ -75,25 +72,20 @@ struct Share {
           end(static_cast<int>(static_cast<long long>(p.blocks) * (slice + 1) / p.slices)),
           first(blockIdx.x / p.slices),
           stride(gridDim.x / p.slices),
-          items(p.gate_tiles > 0 ? p.gate_tiles : p.n / 16),
-          halves(p.gate_tiles > 0 ? 2 : 1) {}
+          items(p.gate_tiles > 0 ? p.gate_tiles : (p.n / 16 + TILES - 1) / TILES) {}
 };
 
-// The blocks of columns of a warp, tile after tile.
-struct Cursor {
-    int item, half = 0, block;
+// The tile of rows that is number `which` of an item. A last item that lacks one has that before it again, for nothing.
+__device__ __forceinline__ int tile_of(int item, int which, const Problem& p) {
+    return p.gate_tiles > 0 ? item + which * p.gate_tiles : min(TILES * item + which, p.n / 16 - 1);
+}
 
-    __device__ __forceinline__ Cursor(const Share& share, int warp) : item(share.first), block(share.begin + warp * SPAN) {
-        if (block >= share.end) item = share.items;
-    }
-    __device__ __forceinline__ bool there(const Share& share) const { return item < share.items; }
-    __device__ __forceinline__ void advance(const Share& share, int warp) {
-        block += WARPS * SPAN;
-        if (block < share.end) return;
-        block = share.begin + warp * SPAN;
-        if (++half < share.halves) return;
-        half = 0;
-        item += share.stride;
+// A position in the ring: the stage, and the parity of its barriers' current phase.
+struct Ring {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ void advance(const Problem& p) {
+        if (++slot == p.stages) slot = 0, parity ^= 1;
     }
 };
 
@@ -105,30 +97,39 @@ __device__ __forceinline__ void wait_for(ptx::uint32 barrier, int parity) {
 #endif
 }
 
-// Copies what the cursor points at, if anything, to a stage of the warp, and advances. All lanes have read what was there.
-__device__ __forceinline__ void load(uint4* stage, ptx::uint32 filled, const uint4* codes, Cursor& at, const Share& share,
-                                     const Problem& p) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// The warp that copies codes. No kernel writes weights: it begins before the previous kernel has ended.
+__device__ __forceinline__ void produce(uint4* stages, ptx::uint32 filled, ptx::uint32 free, const uint4* codes,
+                                        const Share& share, const Problem& p) {
+    const int lane = threadIdx.x % 32;
+    Ring ring;
 #if __CUDA_ARCH__ >= 900
     if (lane != 0) return;
 #endif
-    if (at.there(share)) {
-        const ptx::uint32 index = (at.item + at.half * p.gate_tiles) * p.blocks + at.block;
-        const uint4* const from = codes + static_cast<ptx::uint64>(index) * kVectors;
-        const int count = (SPAN == 1 ? 1 : min(SPAN, share.end - at.block)) * kVectors;
+    for (int item = share.first; item < share.items; item += share.stride) {
+        for (int block = share.begin; block < share.end; block += WARPS, ring.advance(p)) {
+            const ptx::uint32 own = filled + 8 * ring.slot;
+            const int count = min(WARPS, share.end - block) * kVectors;
+            wait_for(free + 8 * ring.slot, ring.parity ^ 1);
 #if __CUDA_ARCH__ >= 900
-        ptx::mbarrier_expect(filled, 16 * count);
-        ptx::bulk_load(ptx::shared_address(stage), from, 16 * count, filled);
-#else
-#pragma unroll
-        for (int v = 0; v < SPAN * kVectors; v += 32) {
-            if (v + lane < count) ptx::cp_async_16(ptx::shared_address(stage + v + lane), from + v + lane);
-        }
+            ptx::mbarrier_expect(own, TILES * 16 * count);
 #endif
-        at.advance(share, warp);
+#pragma unroll
+            for (int r = 0; r < TILES; ++r) {
+                const uint4* const from = codes + (static_cast<long long>(tile_of(item, r, p)) * p.blocks + block) * kVectors;
+                const ptx::uint32 to = ptx::shared_address(stages + ring.slot * kStage + r * kTile);
+#if __CUDA_ARCH__ >= 900
+                ptx::bulk_load(to, from, 16 * count, own);
+#else
+                for (int v = lane; v < count; v += 32) ptx::cp_async_16(to + 16 * v, from + v);
+#endif
+            }
+#if __CUDA_ARCH__ < 900
+            ptx::cp_async_arrive(own);
+#endif
+        }
     }
 #if __CUDA_ARCH__ < 900
-    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
 #endif
 }
 
@@ -141,43 +142,48 @@ __device__ __forceinline__ unsigned power(ptx::uint32 largest, int levels) {
     return min(max(267 - levels - static_cast<int>(largest >> 23), 1), 253);
 }
 
-// Where half a warp finds the blocks of columns, two at a time, that its warp multiplies, in all rows of x.
+// A place in the columns that a warp multiplies, in all rows of x: two blocks, one for each half of the warp.
 struct Piece {
-    int row, block;      // of the slice
+    int row = 0, pair = 0;
+    int block;           // of the slice
     int at;              // the first of a lane's 8 columns
     bool inside, there;  // the slice has that block, and x these columns
 
-    __device__ __forceinline__ Piece(int i, int pairs, const Share& share, const Problem& p) : row(i / pairs) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = i % pairs * 2 + lane / 16;
-        block = (own / SPAN * WARPS + warp) * SPAN + own % SPAN;
+    __device__ __forceinline__ Piece(const Share& share, const Problem& p) { find(share, p); }
+    __device__ __forceinline__ void find(const Share& share, const Problem& p) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = 2 * pair + lane / 16;
+        block = own * WARPS + warp;
         at = (share.begin + block) * kBlock + lane % 16 * 8;
         inside = block < share.end - share.begin;
         there = inside && at < p.k;
     }
+    __device__ __forceinline__ void advance(int pairs, const Share& share, const Problem& p) {
+        if (++pair == pairs) pair = 0, ++row;
+        find(share, p);
+    }
 };
 
 // Writes R^T x to shared memory, for the columns that this warp multiplies: x as it is, then, when the largest element of a row
-// is known, x in float16, and at last R^T x, all in the same place.
+// is known, x in float16, and at last R^T x, all in the same place. `signs` are those of the slice, in shared memory.
 __device__ __forceinline__ void prepare(__half* rotated, Others& others, const ELEMENT* x, const ELEMENT* norm,
                                         const unsigned char* signs, const Rotation& rotation, const Share& share,
                                         const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int count = share.end - share.begin, rest = count - warp * SPAN;  // blocks from the warp's first one on
-    const int own = rest <= 0 ? 0 : rest / (WARPS * SPAN) * SPAN + min(rest % (WARPS * SPAN), SPAN);
+    const int count = share.end - share.begin, own = (count - warp + WARPS - 1) / WARPS;
     const int pairs = (own + 1) / 2, pieces = p.m * pairs;
     if (lane < TOKENS) others.largest[warp][lane] = 0, others.squares[warp][lane] = 0.0f;
     __syncwarp();
+    Piece ahead(share, p), piece(share, p);
     for (int first = 0; first < pieces; first += kTogether) {
         Vector loaded[kTogether];
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
-            const Piece piece(first + j, pairs, share, p);
-            loaded[j] = load_vector(x + static_cast<long long>(piece.row) * p.k + piece.at, first + j < pieces && piece.there);
+            loaded[j] = load_vector(x + static_cast<long long>(ahead.row) * p.k + ahead.at, first + j < pieces && ahead.there);
+            ahead.advance(pairs, share, p);
         }
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
             if (first + j >= pieces) break;
-            const Piece piece(first + j, pairs, share, p);
             Vector weight;
             if (norm != nullptr) weight = load_vector(norm + piece.at, piece.there);
             float largest = 0.0f, squares = 0.0f;
@@ -196,18 +202,19 @@ __device__ __forceinline__ void prepare(__half* rotated, Others& others, const E
             }
             __half* const place = rotated + piece.row * stride_of(count) + piece.block * kBlock + lane % 16 * 8;
             if (piece.inside) *reinterpret_cast<Vector*>(place) = loaded[j];
+            piece.advance(pairs, share, p);
         }
     }
     __syncwarp();
-    for (int i = 0; i < pieces; ++i) {
-        const Piece piece(i, pairs, share, p);
+    piece = Piece(share, p);
+    for (int i = 0; i < pieces; ++i, piece.advance(pairs, share, p)) {
         const float up = __uint_as_float(power(others.largest[warp][piece.row], p.levels) << 23);
         __half* const row = rotated + piece.row * stride_of(count);
         const int first = __shfl_sync(0xffffffff, piece.block, 0), second = __shfl_sync(0xffffffff, piece.block, 16);
         __half* const place = row + (piece.inside ? piece.block : first) * kBlock + lane % 16 * 8;
         if (piece.inside) {
             const Vector values = *reinterpret_cast<const Vector*>(place);
-            const ptx::uint32 sign = piece.there ? signs[piece.at / 8] : 0;
+            const ptx::uint32 sign = signs[piece.block * (kBlock / 8) + lane % 16];
             Vector weight;
             if (norm != nullptr) weight = load_vector(norm + piece.at, piece.there);
             ptx::uint32 packed[4];
@@ -223,10 +230,9 @@ __device__ __forceinline__ void prepare(__half* rotated, Others& others, const E
         ptx::uint32 b[4];  // lane l addresses the l-th row of 8 columns
         ptx::ldmatrix_x4_trans(b, ptx::shared_address(place));
         __syncwarp();
-        const bool both = second < count;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (h > 0 && !both) break;
+            if (h > 0 && second >= count) break;
             float v[4];
             rotation.apply(v, b[2 * h], b[2 * h + 1]);
             ptx::uint32* const to = reinterpret_cast<ptx::uint32*>(row + (h == 0 ? first : second) * kBlock) + lane;
@@ -237,16 +243,18 @@ __device__ __forceinline__ void prepare(__half* rotated, Others& others, const E
     __syncwarp();
 }
 
-// Adds the product of 16 rows by 128 columns, of even and odd tiles apart: a product waits for the one before it that has the
-// same sum. `codes` is the address of this lane's first word in a tile, and `next` that of the second one from there, in
-// bytes; `x` are the addresses of this lane's rows of the fragments.
-__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], ptx::uint32 codes, int next, int shift,
+// Adds the products of 16 rows by 128 columns of each tile. `codes` is the address of this lane's first word in a tile, and
+// `next` that of the second one from there, in bytes; `x` are the addresses of this lane's rows of the fragments.
+__device__ __forceinline__ void multiply(float (&sum)[TILES][kTokenTiles][4], ptx::uint32 codes, int next, int shift,
                                          const ptx::uint32 (&x)[kTokenTiles]) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-        ptx::uint32 low[kTiles], high[kTiles];
-        ptx::load_shared_16(low, codes + u * kWords * 16);
-        ptx::load_shared_16(high, codes + next + u * kWords * 16);
+        ptx::uint32 low[TILES][kTiles], high[TILES][kTiles];
+#pragma unroll
+        for (int r = 0; r < TILES; ++r) {
+            ptx::load_shared_16(low[r], codes + (r * kTile + u * kWords) * 16);
+            ptx::load_shared_16(high[r], codes + next + (r * kTile + u * kWords) * 16);
+        }
 #pragma unroll
         for (int c = 0; c < kTiles; c += 2) {
             ptx::uint32 b[kTokenTiles][4];
@@ -254,10 +262,13 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], ptx::u
             for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t], x[t] + (u * kTiles + c) * 32);
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
-                ptx::uint32 a[4];
-                numbers_of(a, __funnelshift_r(low[c + s], high[c + s], shift));
 #pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) ptx::mma_m16n8k16<__half>(sum[s][t], a, b[t][2 * s], b[t][2 * s + 1]);
+                for (int r = 0; r < TILES; ++r) {
+                    ptx::uint32 a[4];
+                    numbers_of(a, __funnelshift_r(low[r][c + s], high[r][c + s], shift));
+#pragma unroll
+                    for (int t = 0; t < kTokenTiles; ++t) ptx::mma_m16n8k16<__half>(sum[r][t], a, b[t][2 * s], b[t][2 * s + 1]);
+                }
             }
         }
     }
@@ -265,69 +276,64 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], ptx::u
 
 __device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// A warp that adds the sums of the others, and stores results. It has 8 rows of x, and without a gate every other tile. A lane
-// has the rows g and g + 8 of a tile, and two neighbouring rows of x.
-__device__ __forceinline__ void finish(int finisher, const Others& others, ptx::uint32 full, ptx::uint32 empty, bool normed,
+// A warp that adds the sums of the others, and stores results. It has 8 rows of x. A lane has the rows g and g + 8 of a tile, and
+// two neighbouring rows of x.
+__device__ __forceinline__ void finish(int t, const Others& others, ptx::uint32 full, ptx::uint32 empty, bool normed,
                                        const float* scales, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
                                        float4* partial, int* counters, const Share& share, const Problem& p) {
     const int lane = threadIdx.x % 32, width = p.gate_tiles > 0 ? p.n / 2 : p.n;
-    const int t = finisher % kTokenTiles, begin = finisher / kTokenTiles, step = 3 - share.halves;
-    if (begin >= step) return;
     const int tokens[2] = {8 * t + lane % 4 * 2, 8 * t + lane % 4 * 2 + 1};
     float factor[2] = {1.0f, 1.0f};  // of RMSNorm
-    for (int index = begin;; index += step) {
-        const int item = share.first + index * share.stride;
-        if (item >= share.items) return;
+    int parity = 0;
+    for (int item = share.first; item < share.items; item += share.stride, parity ^= 1) {
         // All that is read from global memory is on its way before the sums are there.
-        const int rows[2] = {16 * item + lane / 4, 16 * item + lane / 4 + 8};
-        float scale[2][2], shift[2][2] = {}, rest[4] = {};
+        int rows[TILES];  // of the weight: the first of this lane's two, which are 8 apart
+        float scale[TILES][2], shift[TILES][2] = {}, rest[TILES][4] = {};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int r = 0; r < TILES; ++r) {
+            rows[r] = 16 * tile_of(item, r, p) + lane / 4;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                if (half >= share.halves) continue;
-                scale[half][h] = scales[rows[h] + half * width];
-                if (bias != nullptr) shift[half][h] = to_float(bias[rows[h] + half * width]);
+                scale[r][h] = scales[rows[r] + 8 * h];
+                if (bias != nullptr) shift[r][h] = to_float(bias[rows[r] + 8 * h]);
+            }
+            if (residual == nullptr || (r > 0 && p.gate_tiles > 0)) continue;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (tokens[e % 2] >= p.m) continue;
+                rest[r][e] = to_float(residual[static_cast<long long>(tokens[e % 2]) * width + rows[r] + e / 2 * 8]);
             }
         }
+        wait_for(full, parity);
+        if (normed && item == share.first) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if (residual == nullptr || tokens[e % 2] >= p.m) continue;
-            rest[e] = to_float(residual[static_cast<long long>(tokens[e % 2]) * width + rows[e / 2]]);
-        }
-        float total[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (half >= share.halves) continue;
-            const unsigned turn = index * share.halves + half, buffer = turn % 2;
-            wait_for(full + 8 * buffer, turn / 2 % 2);
-            if (normed && index == begin && half == 0) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float squares = 0.0f;
-#pragma unroll
-                    for (int w = 0; w < WARPS; ++w) squares += others.squares[w][tokens[e]];
-                    factor[e] = rsqrtf(squares / p.k + p.eps);
-                }
+            for (int e = 0; e < 2; ++e) {
+                float squares = 0.0f;
+#pragma unroll 4
+                for (int w = 0; w < WARPS; ++w) squares += others.squares[w][tokens[e]];
+                factor[e] = rsqrtf(squares / p.k + p.eps);
             }
+        }
+        float total[TILES][4];
+#pragma unroll
+        for (int r = 0; r < TILES; ++r) {
             float4 sum = {};
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum = plus(sum, others.sums[buffer][(w * kTokenTiles + t) * 32 + lane]);
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(empty + 8 * buffer);
-            total[half][0] = sum.x * factor[0];
-            total[half][1] = sum.y * factor[1];
-            total[half][2] = sum.z * factor[0];
-            total[half][3] = sum.w * factor[1];
+#pragma unroll 8
+            for (int w = 0; w < WARPS; ++w) sum = plus(sum, others.sums[r][(w * kTokenTiles + t) * 32 + lane]);
+            total[r][0] = sum.x * factor[0];
+            total[r][1] = sum.y * factor[1];
+            total[r][2] = sum.z * factor[0];
+            total[r][3] = sum.w * factor[1];
         }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(empty);
         if (p.slices > 1) {
-            const int vectors = share.halves * kTokenTiles * 32;  // of an item
-            float4* const all = partial + static_cast<long long>(item) * p.slices * vectors + t * 32 + lane;
+            constexpr int kItem = TILES * kTokenTiles * 32;  // vectors
+            float4* const all = partial + static_cast<long long>(item) * p.slices * kItem + t * 32 + lane;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (half >= share.halves) continue;
-                __stcg(all + share.slice * vectors + half * kTokenTiles * 32,
-                       make_float4(total[half][0], total[half][1], total[half][2], total[half][3]));
+            for (int r = 0; r < TILES; ++r) {
+                __stcg(all + share.slice * kItem + r * kTokenTiles * 32,
+                       make_float4(total[r][0], total[r][1], total[r][2], total[r][3]));
             }
             __threadfence();
             __syncwarp();
@@ -337,84 +343,94 @@ __device__ __forceinline__ void finish(int finisher, const Others& others, ptx::
             __threadfence();
             if (lane == 0) counters[item * kTokenTiles + t] = 0;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (half >= share.halves) continue;
+            for (int r = 0; r < TILES; ++r) {
                 float4 sum = {};
-                for (int s = 0; s < p.slices; ++s) sum = plus(sum, __ldcg(all + s * vectors + half * kTokenTiles * 32));
-                total[half][0] = sum.x;
-                total[half][1] = sum.y;
-                total[half][2] = sum.z;
-                total[half][3] = sum.w;
+                for (int s = 0; s < p.slices; ++s) sum = plus(sum, __ldcg(all + s * kItem + r * kTokenTiles * 32));
+                total[r][0] = sum.x;
+                total[r][1] = sum.y;
+                total[r][2] = sum.z;
+                total[r][3] = sum.w;
             }
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if (tokens[e % 2] >= p.m) continue;
-            float value = total[0][e] * scale[0][e / 2] + shift[0][e / 2];
-            if (p.gate_tiles > 0) value = activate(kSilu, value) * (total[1][e] * scale[1][e / 2] + shift[1][e / 2]);
-            out[static_cast<long long>(tokens[e % 2]) * width + rows[e / 2]] = from_float<ELEMENT>(value + rest[e]);
+        for (int r = 0; r < TILES; ++r) {
+            if (r > 0 && (p.gate_tiles > 0 || rows[r] == rows[0])) break;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (tokens[e % 2] >= p.m) continue;
+                float value = total[r][e] * scale[r][e / 2] + shift[r][e / 2];
+                if (TILES > 1 && p.gate_tiles > 0) {
+                    constexpr int kUp = TILES - 1;
+                    value = activate(kSilu, value) * (total[kUp][e] * scale[kUp][e / 2] + shift[kUp][e / 2]);
+                }
+                out[static_cast<long long>(tokens[e % 2]) * width + rows[r] + e / 2 * 8] =
+                    from_float<ELEMENT>(value + rest[r][e]);
+            }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32 * kFinishers, TOKENS == 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1)
     trellis_decode(const uint4* codes, const float* scales, const unsigned char* signs, const ELEMENT* x, const ELEMENT* norm,
                    const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, float* partial, int* counters,
                    const Problem p) {
+    // What is declared above, the stages, the rotated x, and the signs of its columns.
     extern __shared__ __align__(128) unsigned char memory[];
-    uint4* const rings = reinterpret_cast<uint4*>(memory);
-    Others& others = *reinterpret_cast<Others*>(memory + kRingBytes);
-    __half* const rotated = reinterpret_cast<__half*>(memory + OTHER_BYTES);
-    const ptx::uint32 full = ptx::shared_address(others.full), empty = ptx::shared_address(others.empty);
+    Others& others = *reinterpret_cast<Others*>(memory);
+    uint4* const stages = reinterpret_cast<uint4*>(memory + OTHER_BYTES);
+    __half* const rotated = reinterpret_cast<__half*>(stages + p.stages * kStage);
+    const ptx::uint32 filled = ptx::shared_address(others.filled), free = ptx::shared_address(others.free);
+    const ptx::uint32 full = ptx::shared_address(&others.full), empty = ptx::shared_address(&others.empty);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Share share(p);
+    const int count = share.end - share.begin, first_sign = share.begin * (kBlock / 8);
+    unsigned char* const own_signs = reinterpret_cast<unsigned char*>(rotated + p.m * stride_of(count));
 
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
 #endif
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; ++i) {
-            ptx::mbarrier_init(full + 8 * i, WARPS);
-            ptx::mbarrier_init(empty + 8 * i, kTokenTiles);
-        }
-    }
-    // No kernel writes weights: the first stages are loaded before the previous kernel has ended.
-    uint4* const ring = rings + warp * DEPTH * kStage;
-    const ptx::uint32 filled = ptx::shared_address(others.filled[warp]);
-    Cursor ahead(share, warp);
-    if (warp < WARPS) {
+    if (threadIdx.x == kThreads) {
+        for (int i = 0; i < p.stages; ++i) {
 #if __CUDA_ARCH__ >= 900
-        if (lane == 0) {
-            for (int i = 0; i < DEPTH; ++i) ptx::mbarrier_init(filled + 8 * i, 1);
-            ptx::mbarrier_fence_init();
-        }
-        __syncwarp();
+            ptx::mbarrier_init(filled + 8 * i, 1);
+#else
+            ptx::mbarrier_init(filled + 8 * i, 32);
 #endif
-#pragma unroll 1
-        for (int i = 0; i < DEPTH; ++i) load(ring + i * kStage, filled + 8 * i, codes, ahead, share, p);
+            ptx::mbarrier_init(free + 8 * i, WARPS);
+        }
+        ptx::mbarrier_init(full, WARPS);
+        ptx::mbarrier_init(empty, kFinishers);
+#if __CUDA_ARCH__ >= 900
+        ptx::mbarrier_fence_init();
+#endif
+    }
+    // The signs are read before x is there, to whose latency theirs would be added.
+    for (int i = threadIdx.x; i < count * (kBlock / 8); i += kThreads + 32 * (1 + kFinishers)) {
+        own_signs[i] = first_sign + i < p.k / 8 ? signs[first_sign + i] : 0;
+    }
+    __syncthreads();
+    if (warp == WARPS) {
+        produce(stages, filled, free, codes, share, p);
+        return;
     }
     const Rotation rotation(p.levels);
-    __syncthreads();
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_wait();
 #endif
-    if (warp >= WARPS) {
-        finish(warp - WARPS, others, full, empty, norm != nullptr, scales, bias, residual, out,
+    if (warp > WARPS) {
+        finish(warp - WARPS - 1, others, full, empty, norm != nullptr, scales, bias, residual, out,
                reinterpret_cast<float4*>(partial), counters, share, p);
         return;
     }
-    prepare(rotated, others, x, norm, signs, rotation, share, p);
+    prepare(rotated, others, x, norm, own_signs, rotation, share, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of matrix i of 8 columns. Rows beyond m repeat the last one and are not stored.
     ptx::uint32 rows[kTokenTiles];
+    float down[kTokenTiles][2];  // what this lane's sums of two rows of x are multiplied with
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
         const int row = min(8 * t + lane % 8, p.m - 1);
-        rows[t] = ptx::shared_address(rotated + row * stride_of(share.end - share.begin) + lane / 8 * 8);
-    }
-    float down[kTokenTiles][2];  // of the rows of x in this lane's sums
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
+        rows[t] = ptx::shared_address(rotated + row * stride_of(count) + warp * kBlock + lane / 8 * 8);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const unsigned inverse = 254 - power(others.largest[warp][8 * t + lane % 4 * 2 + e], p.levels);
@@ -422,43 +438,34 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * kFinishers, TOKENS 
         }
     }
     const Window window(lane);
-    const ptx::uint32 first_codes = ptx::shared_address(ring + window.first);
+    const ptx::uint32 first_codes = ptx::shared_address(stages + warp * kVectors + window.first);
     const int next = 16 * (window.second - window.first);
-    const ptx::uint32 sums = ptx::shared_address(others.sums) + (warp * kTokenTiles * 32 + lane) * 16;
-    int slot = 0, parity = 0;  // of the stage that is multiplied
-    unsigned turn = 0;
-    for (int item = share.first; item < share.items; item += share.stride) {
-        for (int half = 0; half < share.halves; ++half, ++turn) {
-            float sum[2][kTokenTiles][4] = {};
-            for (int block = warp * SPAN; block < share.end - share.begin; block += WARPS * SPAN) {
-#if __CUDA_ARCH__ >= 900
-                ptx::mbarrier_wait(filled + 8 * slot, parity);
-#else
-                ptx::cp_async_wait<DEPTH - 1>();
-                __syncwarp();  // the copies of all lanes are there
-#endif
+    const ptx::uint32 sums = ptx::shared_address(others.sums[0] + warp * kTokenTiles * 32 + lane);
+    Ring ring;
+    int parity = 1;
+    for (int item = share.first; item < share.items; item += share.stride, parity ^= 1) {
+        float sum[TILES][kTokenTiles][4] = {};
+        for (int first = 0; first < count; first += WARPS, ring.advance(p)) {
+            wait_for(filled + 8 * ring.slot, ring.parity);
+            if (first + warp < count) {
+                ptx::uint32 at[kTokenTiles];
 #pragma unroll
-                for (int i = 0; i < SPAN; ++i) {
-                    if (i > 0 && block + i >= share.end - share.begin) break;
-                    ptx::uint32 at[kTokenTiles];
-#pragma unroll
-                    for (int t = 0; t < kTokenTiles; ++t) at[t] = rows[t] + (block + i) * kBlock * 2;
-                    multiply(sum, first_codes + (slot * kStage + i * kVectors) * 16, next, window.shift, at);
-                }
-                __syncwarp();  // all lanes have read the stage
-                load(ring + slot * kStage, filled + 8 * slot, codes, ahead, share, p);
-                if (++slot == DEPTH) slot = 0, parity ^= 1;
+                for (int t = 0; t < kTokenTiles; ++t) at[t] = rows[t] + first * kBlock * 2;
+                multiply(sum, first_codes + ring.slot * kStage * 16, next, window.shift, at);
             }
-            const unsigned buffer = turn % 2;
-            wait_for(empty + 8 * buffer, turn / 2 % 2 ^ 1);
+            __syncwarp();  // all lanes have read the stage
+            if (lane == 0) ptx::mbarrier_arrive(free + 8 * ring.slot);
+        }
+        wait_for(empty, parity);
+#pragma unroll
+        for (int r = 0; r < TILES; ++r) {
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t) {
-                ptx::store_shared_16(sums + (buffer * kSums + t * 32) * 16, (sum[0][t][0] + sum[1][t][0]) * down[t][0],
-                                     (sum[0][t][1] + sum[1][t][1]) * down[t][1], (sum[0][t][2] + sum[1][t][2]) * down[t][0],
-                                     (sum[0][t][3] + sum[1][t][3]) * down[t][1]);
+                ptx::store_shared_16(sums + (r * kSums + t * 32) * 16, sum[r][t][0] * down[t][0], sum[r][t][1] * down[t][1],
+                                     sum[r][t][2] * down[t][0], sum[r][t][3] * down[t][1]);
             }
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(full + 8 * buffer);
         }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(full);
     }
 }
