@@ -30,7 +30,7 @@ def test_the_kernel_finds_the_paths_of_the_reference(bits):
     assert torch.equal(trellis_search(x, bits), reference(x, bits))
 
 
-@pytest.mark.parametrize(("bits", "stretch", "most"), [(2, 1.05, 0.078), (3, 1.2, 0.023)])
+@pytest.mark.parametrize(("bits", "stretch", "most"), [(2, 1.05, 0.078), (3, 1.15, 0.023)])
 def test_normal_numbers_lose_little_more_than_the_best_code_could(bits, stretch, most):
     x = random_tiles(12) / stretch
     lost = (x - numbers(trellis_search(x, bits), bits)).square().mean() / x.square().mean()

@@ -23,6 +23,7 @@ _PARAMETERS = Parameters(
     "const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, float* partial, int* counters, Problem p",
     Problem="int m, int n, int k, int blocks, int levels, int slices, int gate_tiles, int stages, float eps",
 )
+_TOKENS = (4, 8, 16)
 MOST_TOKENS = 16
 _MOST_SLICES = 8
 _MOST_STAGES = 8  # kMostStages in trellis/decode.cu
@@ -36,7 +37,7 @@ class TrellisVariant:
 
     Attributes:
         bits: of a weight.
-        tokens: the most rows of x: 8 or 16.
+        tokens: the most rows of x: 4, 8 or 16.
         tiles: of 16 rows of the weight, of an item: 1 or 2.
         warps: that multiply.
     """
@@ -49,7 +50,7 @@ class TrellisVariant:
     @property
     def threads(self) -> int:
         """Of a block: those of the warps that multiply, of one that copies, and of those that add."""
-        return 32 * (self.warps + 1 + self.tokens // 8)
+        return 32 * (self.warps + 1 + min(2, self.tokens // 4))
 
     @property
     def stage_bytes(self) -> int:
@@ -59,8 +60,8 @@ class TrellisVariant:
     @property
     def other_bytes(self) -> int:
         """Of shared memory beside stages and x: of sums, measures of x and barriers; the source compares it."""
-        sums = self.tiles * self.warps * self.tokens // 8 * 32 * 16
-        measures = 2 * self.warps * self.tokens * 4
+        sums = self.tiles * self.warps * self.tokens // 4 * 32 * 8
+        measures = 3 * self.warps * self.tokens * 4
         return sums + measures + (2 * _MOST_STAGES + 2) * 8
 
     def shared(self, m: int, k: int, slices: int, stages: int) -> int:
@@ -106,8 +107,8 @@ def choose(m: int, n: int, k: int, bits: int, gated: bool, multiprocessors: int,
         shared: bytes of shared memory that a block can have.
     """
     found: tuple[float, TrellisPlan] | None = None
-    tokens, rows, columns = 8 if m <= 8 else 16, n // TILE, blocks((k, BLOCK))
-    for tiles, slices in itertools.product((2,) if gated else (2, 1), range(1, min(columns, _MOST_SLICES) + 1)):
+    tokens, rows, columns = next(each for each in _TOKENS if m <= each), n // TILE, blocks((k, BLOCK))
+    for tiles, slices in itertools.product(_tiles_of(tokens, gated), range(1, min(columns, _MOST_SLICES) + 1)):
         variant = TrellisVariant(bits, tokens, tiles)
         room = shared - variant.shared(m, k, slices, 0)
         if slices > multiprocessors or room < 2 * variant.stage_bytes:
@@ -119,6 +120,11 @@ def choose(m: int, n: int, k: int, bits: int, gated: bool, multiprocessors: int,
             stages = min(room // variant.stage_bytes, _MOST_STAGES, max(2, turns * parts))
             found = steps, TrellisPlan(variant, slices, stages)
     return None if found is None else found[1]
+
+
+def _tiles_of(tokens: int, gated: bool) -> tuple[int, ...]:
+    """The tiles that an item may have: a gate is one, beside that of up; with 16 rows of x two take too many registers."""
+    return (2,) if gated else (1,) if tokens == MOST_TOKENS else (2, 1)
 
 
 def plan_of(x: Tensor, weight: PackedTrellis, gated: bool) -> TrellisPlan | None:
@@ -162,7 +168,7 @@ def multiply(
     if slices > 1:
         sums = slices * items * variant.tiles * variant.tokens * TILE
         partial = torch.empty(sums, dtype=torch.float32, device=x.device)
-        counters = workspace.counters(x.device, items * (variant.tokens // 8))
+        counters = workspace.counters(x.device, items * (variant.tokens // 4))
     variant.kernel(x.dtype)(
         min(multiprocessors(x.device) // slices, items) * slices,
         variant.threads,
@@ -190,5 +196,5 @@ def multiply(
     )
 
 
-for _dtype, _bits, _tokens, _tiles in itertools.product(HALVES, TRELLIS_BITS, (8, 16), (1, 2)):
+for _dtype, _bits, _tokens, _tiles in itertools.product(HALVES, TRELLIS_BITS, _TOKENS, (1, 2)):
     TrellisVariant(_bits, _tokens, _tiles).kernel(_dtype)

@@ -34,7 +34,10 @@ __device__ __forceinline__ void load_shared_16(uint32* words, uint32 address) {
                  : "r"(address));
 }
 
-// Store 16 bytes to shared memory.
+// Store 8 or 16 bytes to shared memory.
+__device__ __forceinline__ void store_shared_8(uint32 address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
 __device__ __forceinline__ void store_shared_16(uint32 address, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -3,17 +3,16 @@
 // Macros
 //   ELEMENT  __half or __nv_bfloat16: the type of x, norm, bias, residual and out
 //   BITS     2 or 3: of a weight; kernels/ops/trellis_packed.py describes the layout
-//   TOKENS   8 or 16: the maximum number of rows of x
+//   TOKENS   4, 8 or 16: the maximum number of rows of x
 //   TILES    of 16 rows of the weight that a block multiplies at a time: 1, or 2, which share the fragments of x
-//   WARPS    that multiply; one more copies codes, and one for each 8 rows of x adds sums
+//   WARPS    that multiply; one more copies codes, and one or two add sums
 //   OTHER_BYTES  of shared memory that the host requests beside stages and x
 //
 // The weight is W = scale * Q R^T, where Q are the numbers of the trellis and R rotates columns (qtensor/trellis.py), so that
 // W x = scale * Q (R^T x). Each warp computes R^T x for the columns that it multiplies (rotate.cuh); where `norm` is given, x is
-// multiplied by it first, and the factor of RMSNorm joins the scales. x and R^T x are rounded to float16, in which Q is exact,
-// whatever ELEMENT is: each row is multiplied by a power of two, so that its elements fit, and the sums by its inverse.
-// Epilogue, in fp32: scale, bias; if `gate_tiles` > 0, silu(gate) * up, where the first half of the weight's rows gives the
-// gate; `residual`.
+// multiplied by it first, and the factor of RMSNorm joins the scales. R^T x becomes integers of 16 bits, of the size of the
+// largest in its row and in the columns of the warp, and is multiplied as two columns of bytes, with Q exactly. Epilogue, in
+// fp32: scale, bias; if `gate_tiles` > 0, silu(gate) * up, where the first half of the weight's rows gives the gate; `residual`.
 //
 // n is a multiple of 16, k of 32; x, norm and out are contiguous, and x and norm begin at multiples of 16 bytes. With several
 // slices there is no norm.
@@ -29,13 +28,14 @@
 #include "trellis/rotate.cuh"
 
 constexpr int kThreads = 32 * WARPS;  // that multiply
-constexpr int kTokenTiles = TOKENS / 8;
-constexpr int kFinishers = kTokenTiles;  // warps that add sums
+constexpr int kFours = TOKENS / 4;  // of rows of x: products of a tile
+constexpr int kFinishers = kFours < 2 ? 1 : 2;  // warps that add sums; with a third, a thread would have fewer registers
 constexpr int kTile = WARPS * kVectors;  // vectors of 16 bytes of a tile in a stage
 constexpr int kStage = TILES * kTile;
 constexpr int kMostStages = 8;
 constexpr int kTogether = 2;  // vectors of x that a thread loads before it looks at the first
-constexpr int kSums = WARPS * kTokenTiles * 32;  // float4, of one tile
+constexpr int kSums = WARPS * kFours * 32;  // float2, of one tile
+constexpr float kLargest = 32512.0f;  // 127.5 * 256, less than half a byte: of the integers of R^T x
 
 struct Problem {
     int m, n, k;
@@ -48,9 +48,10 @@ struct Problem {
 };
 
 struct Others {
-    float4 sums[TILES][kSums];
+    float2 sums[TILES][kSums];
     float squares[WARPS][TOKENS];        // of x, summed by warp and row
-    ptx::uint32 largest[WARPS][TOKENS];  // the bits of the largest magnitude of a row in the columns of a warp
+    // The bits of the largest magnitude of a row in the columns of a warp: of x, and of R^T x as it is rounded to float16.
+    ptx::uint32 largest[WARPS][TOKENS], rotated[WARPS][TOKENS];
     ptx::uint64 filled[kMostStages], free[kMostStages];  // stages: they have codes; they have been read
     ptx::uint64 full, empty;                             // sums, likewise
 };
@@ -142,6 +143,19 @@ __device__ __forceinline__ unsigned power(ptx::uint32 largest, int levels) {
     return min(max(267 - levels - static_cast<int>(largest >> 23), 1), 253);
 }
 
+// What R^T x is multiplied with to become integers, from the bits of its largest magnitude: 0 if all are 0.
+__device__ __forceinline__ float integers_per_unit(ptx::uint32 largest) {
+    return largest == 0 ? 0.0f : kLargest / __uint_as_float(largest);
+}
+
+// The integers next to two float16 numbers times `up`, each as 256 times its upper byte and its lower one, both signed. Added to
+// 1.5 * 2^23, an integer is in the lower bits of a float; 128 more rounds the upper byte, and flips the sign of the lower one.
+__device__ __forceinline__ ptx::uint32 bytes_of_pair(ptx::uint32 halves, float up) {
+    constexpr float kShift = 12582912.0f + 128.0f;
+    const float2 v = unpack_pair<__half>(halves);
+    return __byte_perm(__float_as_uint(fmaf(v.x, up, kShift)), __float_as_uint(fmaf(v.y, up, kShift)), 0x5410) ^ 0x00800080u;
+}
+
 // A place in the columns that a warp multiplies, in all rows of x: two blocks, one for each half of the warp.
 struct Piece {
     int row = 0, pair = 0;
@@ -163,15 +177,16 @@ struct Piece {
     }
 };
 
-// Writes R^T x to shared memory, for the columns that this warp multiplies: x as it is, then, when the largest element of a row
-// is known, x in float16, and at last R^T x, all in the same place. `signs` are those of the slice, in shared memory.
+// Writes R^T x to shared memory, for the columns that this warp multiplies, all in the same place: x as it is; when the largest
+// element of a row is known, x in float16, and R^T x; when the largest of these is known, integers of 16 bits as two signed
+// bytes, the lower one first. `signs` are those of the slice, in shared memory.
 __device__ __forceinline__ void prepare(__half* rotated, Others& others, const ELEMENT* x, const ELEMENT* norm,
                                         const unsigned char* signs, const Rotation& rotation, const Share& share,
                                         const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int count = share.end - share.begin, own = (count - warp + WARPS - 1) / WARPS;
     const int pairs = (own + 1) / 2, pieces = p.m * pairs;
-    if (lane < TOKENS) others.largest[warp][lane] = 0, others.squares[warp][lane] = 0.0f;
+    if (lane < TOKENS) others.largest[warp][lane] = others.rotated[warp][lane] = 0, others.squares[warp][lane] = 0.0f;
     __syncwarp();
     Piece ahead(share, p), piece(share, p);
     for (int first = 0; first < pieces; first += kTogether) {
@@ -230,6 +245,7 @@ __device__ __forceinline__ void prepare(__half* rotated, Others& others, const E
         ptx::uint32 b[4];  // lane l addresses the l-th row of 8 columns
         ptx::ldmatrix_x4_trans(b, ptx::shared_address(place));
         __syncwarp();
+        float largest = 0.0f;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (h > 0 && second >= count) break;
@@ -238,15 +254,30 @@ __device__ __forceinline__ void prepare(__half* rotated, Others& others, const E
             ptx::uint32* const to = reinterpret_cast<ptx::uint32*>(row + (h == 0 ? first : second) * kBlock) + lane;
             to[0] = pack_pair<__half>(v[0], v[1]);
             to[32] = pack_pair<__half>(v[2], v[3]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(v[e]));
         }
+        const ptx::uint32 bits = __reduce_max_sync(0xffffffff, __float_as_uint(largest));
+        if (lane == 0) others.rotated[warp][piece.row] = max(others.rotated[warp][piece.row], bits);
+    }
+    __syncwarp();
+    piece = Piece(share, p);
+    for (int i = 0; i < pieces; ++i, piece.advance(pairs, share, p)) {
+        const float up = integers_per_unit(others.rotated[warp][piece.row]);
+        if (!piece.inside) continue;
+        uint4* const place = reinterpret_cast<uint4*>(rotated + piece.row * stride_of(count) + piece.block * kBlock) + lane % 16;
+        const uint4 halves = *place;
+        *place = make_uint4(bytes_of_pair(halves.x, up), bytes_of_pair(halves.y, up), bytes_of_pair(halves.z, up),
+                            bytes_of_pair(halves.w, up));
     }
     __syncwarp();
 }
 
 // Adds the products of 16 rows by 128 columns of each tile. `codes` is the address of this lane's first word in a tile, and
-// `next` that of the second one from there, in bytes; `x` are the addresses of this lane's rows of the fragments.
-__device__ __forceinline__ void multiply(float (&sum)[TILES][kTokenTiles][4], ptx::uint32 codes, int next, int shift,
-                                         const ptx::uint32 (&x)[kTokenTiles]) {
+// `next` that of the second one from there, in bytes; `x` are the addresses of this lane's rows of the fragments, whose columns
+// 2 i and 2 i + 1 are the upper and the lower bytes of a row of x; `chosen` selects this lane's.
+__device__ __forceinline__ void multiply(int (&sum)[TILES][kFours][4], ptx::uint32 codes, int next, int shift,
+                                         const ptx::uint32 (&x)[kFours], ptx::uint32 chosen) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         ptx::uint32 low[TILES][kTiles], high[TILES][kTiles];
@@ -257,38 +288,45 @@ __device__ __forceinline__ void multiply(float (&sum)[TILES][kTokenTiles][4], pt
         }
 #pragma unroll
         for (int c = 0; c < kTiles; c += 2) {
-            ptx::uint32 b[kTokenTiles][4];
+            ptx::uint32 b[kFours][4];
 #pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t], x[t] + (u * kTiles + c) * 32);
+            for (int t = 0; t < kFours; ++t) {
+                ptx::ldmatrix_x4(b[t], x[t] + (u * kTiles + c) * 32);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) b[t][i] = __byte_perm(b[t][i], 0, chosen);
+            }
 #pragma unroll
             for (int s = 0; s < 2; ++s) {
 #pragma unroll
                 for (int r = 0; r < TILES; ++r) {
                     ptx::uint32 a[4];
-                    numbers_of(a, __funnelshift_r(low[r][c + s], high[r][c + s], shift));
+                    bytes_of(a, __funnelshift_r(low[r][c + s], high[r][c + s], shift));
 #pragma unroll
-                    for (int t = 0; t < kTokenTiles; ++t) ptx::mma_m16n8k16<__half>(sum[r][t], a, b[t][2 * s], b[t][2 * s + 1]);
+                    for (int t = 0; t < kFours; ++t) ptx::mma_m16n8k32(sum[r][t], a, b[t][2 * s], b[t][2 * s + 1]);
                 }
             }
         }
     }
 }
 
-__device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-
-// A warp that adds the sums of the others, and stores results. It has 8 rows of x. A lane has the rows g and g + 8 of a tile, and
-// two neighbouring rows of x.
-__device__ __forceinline__ void finish(int t, const Others& others, ptx::uint32 full, ptx::uint32 empty, bool normed,
+// A warp that adds the sums of the others, and stores results: of 4 rows of x, and then of 4 others. A lane has one of these, and
+// the rows g and g + 8 of a tile.
+__device__ __forceinline__ void finish(int finisher, const Others& others, ptx::uint32 full, ptx::uint32 empty, bool normed,
                                        const float* scales, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
-                                       float4* partial, int* counters, const Share& share, const Problem& p) {
+                                       float2* partial, int* counters, const Share& share, const Problem& p) {
     const int lane = threadIdx.x % 32, width = p.gate_tiles > 0 ? p.n / 2 : p.n;
-    const int tokens[2] = {8 * t + lane % 4 * 2, 8 * t + lane % 4 * 2 + 1};
-    float factor[2] = {1.0f, 1.0f};  // of RMSNorm
+    float factors[kFours / kFinishers];  // of RMSNorm
+#pragma unroll
+    for (float& factor : factors) factor = 1.0f;
     int parity = 0;
     for (int item = share.first; item < share.items; item += share.stride, parity ^= 1) {
+#pragma unroll
+      for (int f = 0; f < kFours / kFinishers; ++f) {
+        const int four = f * kFinishers + finisher, token = 4 * four + lane % 4;
+        const bool there = token < p.m;
         // All that is read from global memory is on its way before the sums are there.
         int rows[TILES];  // of the weight: the first of this lane's two, which are 8 apart
-        float scale[TILES][2], shift[TILES][2] = {}, rest[TILES][4] = {};
+        float scale[TILES][2], shift[TILES][2] = {}, rest[TILES][2] = {};
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
             rows[r] = 16 * tile_of(item, r, p) + lane / 4;
@@ -296,77 +334,68 @@ __device__ __forceinline__ void finish(int t, const Others& others, ptx::uint32 
             for (int h = 0; h < 2; ++h) {
                 scale[r][h] = scales[rows[r] + 8 * h];
                 if (bias != nullptr) shift[r][h] = to_float(bias[rows[r] + 8 * h]);
-            }
-            if (residual == nullptr || (r > 0 && p.gate_tiles > 0)) continue;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (tokens[e % 2] >= p.m) continue;
-                rest[r][e] = to_float(residual[static_cast<long long>(tokens[e % 2]) * width + rows[r] + e / 2 * 8]);
+                if (residual == nullptr || !there || (r > 0 && p.gate_tiles > 0)) continue;
+                rest[r][h] = to_float(residual[static_cast<long long>(token) * width + rows[r] + 8 * h]);
             }
         }
         wait_for(full, parity);
         if (normed && item == share.first) {
+            float squares = 0.0f;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float squares = 0.0f;
-#pragma unroll 4
-                for (int w = 0; w < WARPS; ++w) squares += others.squares[w][tokens[e]];
-                factor[e] = rsqrtf(squares / p.k + p.eps);
-            }
+            for (int w = 0; w < WARPS; ++w) squares += others.squares[w][token];
+            factors[f] = rsqrtf(squares / p.k + p.eps);
         }
-        float total[TILES][4];
+        float2 total[TILES] = {};
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
-            float4 sum = {};
-#pragma unroll 8
-            for (int w = 0; w < WARPS; ++w) sum = plus(sum, others.sums[r][(w * kTokenTiles + t) * 32 + lane]);
-            total[r][0] = sum.x * factor[0];
-            total[r][1] = sum.y * factor[1];
-            total[r][2] = sum.z * factor[0];
-            total[r][3] = sum.w * factor[1];
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float2 own = others.sums[r][(w * kFours + four) * 32 + lane];
+                total[r].x += own.x;
+                total[r].y += own.y;
+            }
+            total[r].x *= factors[f];
+            total[r].y *= factors[f];
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(empty);
         if (p.slices > 1) {
-            constexpr int kItem = TILES * kTokenTiles * 32;  // vectors
-            float4* const all = partial + static_cast<long long>(item) * p.slices * kItem + t * 32 + lane;
+            constexpr int kItem = TILES * kFours * 32;  // pairs
+            float2* const all = partial + static_cast<long long>(item) * p.slices * kItem + four * 32 + lane;
 #pragma unroll
-            for (int r = 0; r < TILES; ++r) {
-                __stcg(all + share.slice * kItem + r * kTokenTiles * 32,
-                       make_float4(total[r][0], total[r][1], total[r][2], total[r][3]));
-            }
+            for (int r = 0; r < TILES; ++r) __stcg(all + share.slice * kItem + r * kFours * 32, total[r]);
             __threadfence();
             __syncwarp();
             int before = 0;
-            if (lane == 0) before = ptx::add_acquire_release(counters + item * kTokenTiles + t, 1);
+            if (lane == 0) before = ptx::add_acquire_release(counters + item * kFours + four, 1);
             if (__shfl_sync(0xffffffff, before, 0) != p.slices - 1) continue;
             __threadfence();
-            if (lane == 0) counters[item * kTokenTiles + t] = 0;
+            if (lane == 0) counters[item * kFours + four] = 0;
 #pragma unroll
             for (int r = 0; r < TILES; ++r) {
-                float4 sum = {};
-                for (int s = 0; s < p.slices; ++s) sum = plus(sum, __ldcg(all + s * kItem + r * kTokenTiles * 32));
-                total[r][0] = sum.x;
-                total[r][1] = sum.y;
-                total[r][2] = sum.z;
-                total[r][3] = sum.w;
+                total[r] = {};
+                for (int s = 0; s < p.slices; ++s) {
+                    const float2 own = __ldcg(all + s * kItem + r * kFours * 32);
+                    total[r].x += own.x;
+                    total[r].y += own.y;
+                }
             }
         }
+        if (!there) continue;
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
             if (r > 0 && (p.gate_tiles > 0 || rows[r] == rows[0])) break;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (tokens[e % 2] >= p.m) continue;
-                float value = total[r][e] * scale[r][e / 2] + shift[r][e / 2];
+            for (int h = 0; h < 2; ++h) {
+                float value = (h == 0 ? total[r].x : total[r].y) * scale[r][h] + shift[r][h];
                 if (TILES > 1 && p.gate_tiles > 0) {
                     constexpr int kUp = TILES - 1;
-                    value = activate(kSilu, value) * (total[kUp][e] * scale[kUp][e / 2] + shift[kUp][e / 2]);
+                    value = activate(kSilu, value) * ((h == 0 ? total[kUp].x : total[kUp].y) * scale[kUp][h] + shift[kUp][h]);
                 }
-                out[static_cast<long long>(tokens[e % 2]) * width + rows[r] + e / 2 * 8] =
-                    from_float<ELEMENT>(value + rest[r][e]);
+                out[static_cast<long long>(token) * width + rows[r] + 8 * h] = from_float<ELEMENT>(value + rest[r][h]);
             }
         }
+      }
     }
 }
 
@@ -399,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
             ptx::mbarrier_init(free + 8 * i, WARPS);
         }
         ptx::mbarrier_init(full, WARPS);
-        ptx::mbarrier_init(empty, kFinishers);
+        ptx::mbarrier_init(empty, kFours);
 #if __CUDA_ARCH__ >= 900
         ptx::mbarrier_fence_init();
 #endif
@@ -419,39 +448,38 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
 #endif
     if (warp > WARPS) {
         finish(warp - WARPS - 1, others, full, empty, norm != nullptr, scales, bias, residual, out,
-               reinterpret_cast<float4*>(partial), counters, share, p);
+               reinterpret_cast<float2*>(partial), counters, share, p);
         return;
     }
     prepare(rotated, others, x, norm, own_signs, rotation, share, p);
 
-    // Lanes 8 i to 8 i + 7 address the rows of matrix i of 8 columns. Rows beyond m repeat the last one and are not stored.
-    ptx::uint32 rows[kTokenTiles];
-    float down[kTokenTiles][2];  // what this lane's sums of two rows of x are multiplied with
+    // Lanes 8 i to 8 i + 7 address the rows of matrix i of 8 columns, of which a row of x has two. Rows beyond m repeat the last
+    // one and are not stored.
+    ptx::uint32 rows[kFours];
+    float down[kFours];  // what this lane's sums of a row of x are multiplied with
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-        const int row = min(8 * t + lane % 8, p.m - 1);
+    for (int t = 0; t < kFours; ++t) {
+        const int row = min(4 * t + lane % 8 / 2, p.m - 1), own = 4 * t + lane % 4;
         rows[t] = ptx::shared_address(rotated + row * stride_of(count) + warp * kBlock + lane / 8 * 8);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const unsigned inverse = 254 - power(others.largest[warp][8 * t + lane % 4 * 2 + e], p.levels);
-            down[t][e] = exp2f(-0.5f * p.levels) / kUnit * __uint_as_float(inverse << 23);
-        }
+        const float inverse = __uint_as_float((254 - power(others.largest[warp][own], p.levels)) << 23);
+        down[t] = exp2f(-0.5f * p.levels) * kUnit / kLargest * __uint_as_float(others.rotated[warp][own]) * inverse;
     }
+    const ptx::uint32 chosen = lane / 4 % 2 == 0 ? 0x3311 : 0x2200;
     const Window window(lane);
     const ptx::uint32 first_codes = ptx::shared_address(stages + warp * kVectors + window.first);
     const int next = 16 * (window.second - window.first);
-    const ptx::uint32 sums = ptx::shared_address(others.sums[0] + warp * kTokenTiles * 32 + lane);
+    const ptx::uint32 sums = ptx::shared_address(others.sums[0] + warp * kFours * 32 + lane);
     Ring ring;
     int parity = 1;
     for (int item = share.first; item < share.items; item += share.stride, parity ^= 1) {
-        float sum[TILES][kTokenTiles][4] = {};
+        int sum[TILES][kFours][4] = {};
         for (int first = 0; first < count; first += WARPS, ring.advance(p)) {
             wait_for(filled + 8 * ring.slot, ring.parity);
             if (first + warp < count) {
-                ptx::uint32 at[kTokenTiles];
+                ptx::uint32 at[kFours];
 #pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) at[t] = rows[t] + first * kBlock * 2;
-                multiply(sum, first_codes + ring.slot * kStage * 16, next, window.shift, at);
+                for (int t = 0; t < kFours; ++t) at[t] = rows[t] + first * kBlock * 2;
+                multiply(sum, first_codes + ring.slot * kStage * 16, next, window.shift, at, chosen);
             }
             __syncwarp();  // all lanes have read the stage
             if (lane == 0) ptx::mbarrier_arrive(free + 8 * ring.slot);
@@ -460,9 +488,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
 #pragma unroll
-            for (int t = 0; t < kTokenTiles; ++t) {
-                ptx::store_shared_16(sums + (r * kSums + t * 32) * 16, sum[r][t][0] * down[t][0], sum[r][t][1] * down[t][1],
-                                     sum[r][t][2] * down[t][0], sum[r][t][3] * down[t][1]);
+            for (int t = 0; t < kFours; ++t) {
+                const int(&own)[4] = sum[r][t];
+                ptx::store_shared_8(sums + (r * kSums + t * 32) * 8, fmaf(256.0f, own[0], own[1]) * down[t],
+                                    fmaf(256.0f, own[2], own[3]) * down[t]);
             }
         }
         __syncwarp();

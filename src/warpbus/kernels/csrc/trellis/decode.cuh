@@ -1,4 +1,4 @@
-// The numbers of a trellis as A fragments of mma.m16n8k16 (warpbus/qtensor/trellis.py, warpbus/kernels/ops/trellis_packed.py).
+// The numbers of a trellis as A fragments of mma.m16n8k32 (warpbus/qtensor/trellis.py, warpbus/kernels/ops/trellis_packed.py).
 //
 // Needs the macro BITS: of a weight, 2 or 3.
 #pragma once
@@ -21,10 +21,8 @@ struct Window {
         : first(BITS * lane / 4), second((first + 1) % kWords), shift(BITS * lane % 4 * 8) {}
 };
 
-// What a state is multiplied with, and the bits of two float16 numbers that are kept: a sign, two bits of exponent, ten of
-// mantissa. Their magnitudes are below 2^-11, evenly distributed below 2^-13 (subnormal below 2^-14) and in each octave above.
-constexpr ptx::uint32 kMultiplier = 0xA2473B37u, kKept = 0x8FFF8FFFu;
-constexpr float kUnit = 1.0f / 4096;  // of the numbers: qtensor/trellis.py multiplies them by its inverse
+constexpr ptx::uint32 kMultiplier = 0xAA44731Bu;
+constexpr float kUnit = 1.0f / 128;  // of the numbers: qtensor/trellis.py
 
 // State i of a lane, from the 32 bits at which its four states begin. The shift to the left is a multiplication, which leaves
 // the unit that shifts and masks, the busiest one, an instruction instead of two.
@@ -33,13 +31,13 @@ __device__ __forceinline__ ptx::uint32 state(ptx::uint32 window, int i) {
     if (i == 0) return window & (1u << kWindow) - 1;
     if (above == 0) return window >> 32 - kWindow;
     ptx::uint32 high;
-    asm("mul.lo.u32 %0, %1, %2;" : "=r"(high) : "r"(window), "r"(1u << above));
+    asm("mul.lo.u32 %0, %1, %2;" : "=r"(high) : "r"(window), "r"(1u << above));  // the compiler would shift and mask
     return high >> 32 - kWindow;
 }
 
-// The A fragment of a tile, in the unit kUnit: register i holds the two numbers of state i. Three instructions a state where
-// all its bits are to be cut out: more would be the limit of a product of few rows.
-__device__ __forceinline__ void numbers_of(ptx::uint32 (&a)[4], ptx::uint32 window) {
+// Four signed bytes for each state: a number, in the unit kUnit, is the sum of two of them, and the next number that of the
+// others. As an A fragment of mma.m16n8k32, where they meet the same x twice, they need no other instruction.
+__device__ __forceinline__ void bytes_of(ptx::uint32 (&a)[4], ptx::uint32 window) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = state(window, i) * kMultiplier & kKept;
+    for (int i = 0; i < 4; ++i) a[i] = state(window, i) * kMultiplier;
 }

@@ -21,6 +21,13 @@
 
 constexpr int kThreads = 256;
 
+// The sum of the signed bytes that `ones` has ones for. Added to 1.5 * 2^23 it is in the lower bits of a float; a conversion would
+// take four times as long.
+__device__ __forceinline__ float sum_of(ptx::uint32 bytes, int ones) {
+    constexpr float kShift = 12582912.0f;
+    return __int_as_float(__dp4a(static_cast<int>(bytes), ones, __float_as_int(kShift))) - kShift;
+}
+
 __device__ __forceinline__ void butterfly(float& low, float& high) {
     const float sum = low + high, difference = low - high;
     low = sum;
@@ -44,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                        int tiles, int first_block, int columns, int levels) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const Window window(lane);
-    const float unit = exp2f(-0.5f * levels) / kUnit;
+    const float unit = exp2f(-0.5f * levels) * kUnit;
     const int across = (columns + kBlock - 1) / kBlock;
     const long long pieces = static_cast<long long>(tiles) * across;
     const long long warps = static_cast<long long>(gridDim.x) * (kThreads / 32);
@@ -59,13 +66,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const ptx::uint32 high[kTiles] = {second.x, second.y, second.z, second.w};
 #pragma unroll
             for (int c = 0; c < kTiles; ++c) {
-                ptx::uint32 numbers[4];
-                numbers_of(numbers, __funnelshift_r(low[c], high[c], window.shift));
+                ptx::uint32 bytes[4];
+                bytes_of(bytes, __funnelshift_r(low[c], high[c], window.shift));
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
-                    const float2 pair = unpack_pair<__half>(numbers[s]);
-                    v[s % 2][u * kTiles + c][s / 2][0] = pair.x;
-                    v[s % 2][u * kTiles + c][s / 2][1] = pair.y;
+                    v[s % 2][u * kTiles + c][s / 2][0] = sum_of(bytes[s], 0x00000101);
+                    v[s % 2][u * kTiles + c][s / 2][1] = sum_of(bytes[s], 0x01010000);
                 }
             }
         }
