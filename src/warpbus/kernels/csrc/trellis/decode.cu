@@ -33,7 +33,8 @@ constexpr int kFinishers = kFours < 2 ? 1 : 2;  // warps that add sums; with a t
 constexpr int kTile = WARPS * kVectors;  // vectors of 16 bytes of a tile in a stage
 constexpr int kStage = TILES * kTile;
 constexpr int kMostStages = 8;
-constexpr int kTogether = 2;  // vectors of x that a thread loads before it looks at the first
+constexpr int kAtOnce = TILES * kFours > 4 ? 1 : kUnits;  // units, whose codes take registers
+constexpr int kTogether = 4;  // vectors of x that a thread loads before it looks at the first
 constexpr int kSums = WARPS * kFours * 32;  // float2, of one tile
 constexpr float kLargest = 32512.0f;  // 127.5 * 256, less than half a byte: of the integers of R^T x
 
@@ -278,7 +279,7 @@ __device__ __forceinline__ void prepare(__half* rotated, Others& others, const E
 // 2 i and 2 i + 1 are the upper and the lower bytes of a row of x; `chosen` selects this lane's.
 __device__ __forceinline__ void multiply(int (&sum)[TILES][kFours][4], ptx::uint32 codes, int next, int shift,
                                          const ptx::uint32 (&x)[kFours], ptx::uint32 chosen) {
-#pragma unroll
+#pragma unroll kAtOnce
     for (int u = 0; u < kUnits; ++u) {
         ptx::uint32 low[TILES][kTiles], high[TILES][kTiles];
 #pragma unroll
@@ -309,93 +310,84 @@ __device__ __forceinline__ void multiply(int (&sum)[TILES][kFours][4], ptx::uint
     }
 }
 
-// A warp that adds the sums of the others, and stores results: of 4 rows of x, and then of 4 others. A lane has one of these, and
-// the rows g and g + 8 of a tile.
-__device__ __forceinline__ void finish(int finisher, const Others& others, ptx::uint32 full, ptx::uint32 empty, bool normed,
-                                       const float* scales, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
-                                       float2* partial, int* counters, const Share& share, const Problem& p) {
-    const int lane = threadIdx.x % 32, width = p.gate_tiles > 0 ? p.n / 2 : p.n;
-    float factors[kFours / kFinishers];  // of RMSNorm
+// Adds the sums of the warps for an item and 4 rows of x, and stores results. A lane has one of these, and the rows g and g + 8
+// of each tile. `factor` is that of RMSNorm, which is computed if it is to be.
+__device__ __forceinline__ void finish(int item, int parity, int four, float& factor, bool compute, const Others& others,
+                                       ptx::uint32 full, ptx::uint32 empty, const float* scales, const ELEMENT* bias,
+                                       const ELEMENT* residual, ELEMENT* out, float2* partial, int* counters,
+                                       const Share& share, const Problem& p) {
+    const int lane = threadIdx.x % 32, width = p.gate_tiles > 0 ? p.n / 2 : p.n, token = 4 * four + lane % 4;
+    const bool there = token < p.m;
+    // All that is read from global memory is on its way before the sums are there.
+    int rows[TILES];  // of the weight: the first of this lane's two, which are 8 apart
+    float scale[TILES][2], shift[TILES][2] = {}, rest[TILES][2] = {};
 #pragma unroll
-    for (float& factor : factors) factor = 1.0f;
-    int parity = 0;
-    for (int item = share.first; item < share.items; item += share.stride, parity ^= 1) {
+    for (int r = 0; r < TILES; ++r) {
+        rows[r] = 16 * tile_of(item, r, p) + lane / 4;
 #pragma unroll
-      for (int f = 0; f < kFours / kFinishers; ++f) {
-        const int four = f * kFinishers + finisher, token = 4 * four + lane % 4;
-        const bool there = token < p.m;
-        // All that is read from global memory is on its way before the sums are there.
-        int rows[TILES];  // of the weight: the first of this lane's two, which are 8 apart
-        float scale[TILES][2], shift[TILES][2] = {}, rest[TILES][2] = {};
+        for (int h = 0; h < 2; ++h) {
+            scale[r][h] = scales[rows[r] + 8 * h];
+            if (bias != nullptr) shift[r][h] = to_float(bias[rows[r] + 8 * h]);
+            if (residual == nullptr || !there || (r > 0 && p.gate_tiles > 0)) continue;
+            rest[r][h] = to_float(residual[static_cast<long long>(token) * width + rows[r] + 8 * h]);
+        }
+    }
+    wait_for(full, parity);
+    if (compute) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) squares += others.squares[w][token];
+        factor = rsqrtf(squares / p.k + p.eps);
+    }
+    float2 total[TILES] = {};
+#pragma unroll
+    for (int r = 0; r < TILES; ++r) {
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float2 own = others.sums[r][(w * kFours + four) * 32 + lane];
+            total[r].x += own.x;
+            total[r].y += own.y;
+        }
+        total[r].x *= factor;
+        total[r].y *= factor;
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+    if (p.slices > 1) {
+        constexpr int kItem = TILES * kFours * 32;  // pairs
+        float2* const all = partial + static_cast<long long>(item) * p.slices * kItem + four * 32 + lane;
+#pragma unroll
+        for (int r = 0; r < TILES; ++r) __stcg(all + share.slice * kItem + r * kFours * 32, total[r]);
+        __threadfence();
+        __syncwarp();
+        int before = 0;
+        if (lane == 0) before = ptx::add_acquire_release(counters + item * kFours + four, 1);
+        if (__shfl_sync(0xffffffff, before, 0) != p.slices - 1) return;
+        __threadfence();
+        if (lane == 0) counters[item * kFours + four] = 0;
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
-            rows[r] = 16 * tile_of(item, r, p) + lane / 4;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                scale[r][h] = scales[rows[r] + 8 * h];
-                if (bias != nullptr) shift[r][h] = to_float(bias[rows[r] + 8 * h]);
-                if (residual == nullptr || !there || (r > 0 && p.gate_tiles > 0)) continue;
-                rest[r][h] = to_float(residual[static_cast<long long>(token) * width + rows[r] + 8 * h]);
-            }
-        }
-        wait_for(full, parity);
-        if (normed && item == share.first) {
-            float squares = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) squares += others.squares[w][token];
-            factors[f] = rsqrtf(squares / p.k + p.eps);
-        }
-        float2 total[TILES] = {};
-#pragma unroll
-        for (int r = 0; r < TILES; ++r) {
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                const float2 own = others.sums[r][(w * kFours + four) * 32 + lane];
+            total[r] = {};
+            for (int s = 0; s < p.slices; ++s) {
+                const float2 own = __ldcg(all + s * kItem + r * kFours * 32);
                 total[r].x += own.x;
                 total[r].y += own.y;
             }
-            total[r].x *= factors[f];
-            total[r].y *= factors[f];
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(empty);
-        if (p.slices > 1) {
-            constexpr int kItem = TILES * kFours * 32;  // pairs
-            float2* const all = partial + static_cast<long long>(item) * p.slices * kItem + four * 32 + lane;
+    }
+    if (!there) return;
 #pragma unroll
-            for (int r = 0; r < TILES; ++r) __stcg(all + share.slice * kItem + r * kFours * 32, total[r]);
-            __threadfence();
-            __syncwarp();
-            int before = 0;
-            if (lane == 0) before = ptx::add_acquire_release(counters + item * kFours + four, 1);
-            if (__shfl_sync(0xffffffff, before, 0) != p.slices - 1) continue;
-            __threadfence();
-            if (lane == 0) counters[item * kFours + four] = 0;
+    for (int r = 0; r < TILES; ++r) {
+        if (r > 0 && (p.gate_tiles > 0 || rows[r] == rows[0])) break;
 #pragma unroll
-            for (int r = 0; r < TILES; ++r) {
-                total[r] = {};
-                for (int s = 0; s < p.slices; ++s) {
-                    const float2 own = __ldcg(all + s * kItem + r * kFours * 32);
-                    total[r].x += own.x;
-                    total[r].y += own.y;
-                }
+        for (int h = 0; h < 2; ++h) {
+            float value = (h == 0 ? total[r].x : total[r].y) * scale[r][h] + shift[r][h];
+            if (TILES > 1 && p.gate_tiles > 0) {
+                constexpr int kUp = TILES - 1;
+                value = activate(kSilu, value) * ((h == 0 ? total[kUp].x : total[kUp].y) * scale[kUp][h] + shift[kUp][h]);
             }
+            out[static_cast<long long>(token) * width + rows[r] + 8 * h] = from_float<ELEMENT>(value + rest[r][h]);
         }
-        if (!there) continue;
-#pragma unroll
-        for (int r = 0; r < TILES; ++r) {
-            if (r > 0 && (p.gate_tiles > 0 || rows[r] == rows[0])) break;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float value = (h == 0 ? total[r].x : total[r].y) * scale[r][h] + shift[r][h];
-                if (TILES > 1 && p.gate_tiles > 0) {
-                    constexpr int kUp = TILES - 1;
-                    value = activate(kSilu, value) * ((h == 0 ? total[kUp].x : total[kUp].y) * scale[kUp][h] + shift[kUp][h]);
-                }
-                out[static_cast<long long>(token) * width + rows[r] + 8 * h] = from_float<ELEMENT>(value + rest[r][h]);
-            }
-        }
-      }
     }
 }
 
@@ -433,24 +425,36 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
         ptx::mbarrier_fence_init();
 #endif
     }
-    // The signs are read before x is there, to whose latency theirs would be added.
-    for (int i = threadIdx.x; i < count * (kBlock / 8); i += kThreads + 32 * (1 + kFinishers)) {
-        own_signs[i] = first_sign + i < p.k / 8 ? signs[first_sign + i] : 0;
-    }
     __syncthreads();
     if (warp == WARPS) {
         produce(stages, filled, free, codes, share, p);
         return;
     }
+    if (warp > WARPS) {
+#if __CUDA_ARCH__ >= 900
+        ptx::griddepcontrol_wait();
+#endif
+        float factors[kFours / kFinishers];
+        for (float& factor : factors) factor = 1.0f;
+        int parity = 0;
+        for (int item = share.first; item < share.items; item += share.stride, parity ^= 1) {
+#pragma unroll
+            for (int i = 0; i < kFours / kFinishers; ++i) {
+                finish(item, parity, i * kFinishers + warp - WARPS - 1, factors[i], norm != nullptr && item == share.first,
+                       others, full, empty, scales, bias, residual, out, reinterpret_cast<float2*>(partial), counters, share, p);
+            }
+        }
+        return;
+    }
+    // The signs of this warp's columns are read before x is there, to whose latency theirs would be added.
+    for (int i = lane; i / 16 * WARPS + warp < count; i += 32) {
+        const int at = (i / 16 * WARPS + warp) * (kBlock / 8) + i % 16;
+        own_signs[at] = first_sign + at < p.k / 8 ? signs[first_sign + at] : 0;
+    }
     const Rotation rotation(p.levels);
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_wait();
 #endif
-    if (warp > WARPS) {
-        finish(warp - WARPS - 1, others, full, empty, norm != nullptr, scales, bias, residual, out,
-               reinterpret_cast<float2*>(partial), counters, share, p);
-        return;
-    }
     prepare(rotated, others, x, norm, own_signs, rotation, share, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of matrix i of 8 columns, of which a row of x has two. Rows beyond m repeat the last
