@@ -48,8 +48,8 @@ def _code_table() -> Tensor:
 def code_table(device: torch.device) -> Tensor:
     """The two numbers of each state, float32 `[STATES, 2]`, exact in float16: sums of two signed bytes over 128.
 
-    The bytes are those of `state * multiplier` modulo 2^32, and the first number is the sum of the lower two. Sums of two
-    bytes, of which all values are equally frequent, resemble normal numbers, and tensor cores add them.
+    The bytes are those of `state * multiplier` modulo 2^32, and the first number is the sum of the lower two. Sums of
+    two bytes, of which all values are equally frequent, resemble normal numbers, and tensor cores add them.
     """
     return _code_table().to(device)
 

@@ -27,7 +27,7 @@ _TOKENS = (4, 8, 16)
 MOST_TOKENS = 16
 _MOST_SLICES = 8
 _MOST_STAGES = 8  # kMostStages in trellis/decode.cu
-# In units of the time of 128 columns of one warp and tile: what a stage, an item and the sums of several slices take besides.
+# In units of the time of 128 columns of one warp and tile: what a stage, an item and the sums of slices take besides.
 _OF_A_STAGE, _OF_AN_ITEM, _OF_SLICES = 0.1, 0.3, 3.0
 
 
@@ -123,7 +123,7 @@ def choose(m: int, n: int, k: int, bits: int, gated: bool, multiprocessors: int,
 
 
 def _tiles_of(tokens: int, gated: bool) -> tuple[int, ...]:
-    """The tiles that an item may have: a gate is one, beside that of up; with 16 rows of x two take too many registers."""
+    """The tiles an item may have: a gate is one, beside that of up; with 16 rows of x two take too many registers."""
     return (2,) if gated else (1,) if tokens == MOST_TOKENS else (2, 1)
 
 
