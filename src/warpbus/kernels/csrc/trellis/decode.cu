@@ -36,7 +36,7 @@ constexpr int kMostStages = 8;
 constexpr int kAtOnce = TILES * kFours > 4 ? 1 : kUnits;  // units, whose codes take registers
 constexpr int kTogether = 4;  // vectors of x that a thread loads before it looks at the first
 constexpr int kSums = WARPS * kFours * 32;  // float2, of one tile
-constexpr float kLargest = 32512.0f;  // 127.5 * 256, less than half a byte: of the integers of R^T x
+constexpr float kLargest = 127 * 256;  // of the integers of R^T x, whose upper byte, rounded, is signed
 
 struct Problem {
     int m, n, k;
