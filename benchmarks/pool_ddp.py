@@ -7,7 +7,7 @@
 Each rank is a process. Over the pool it has a lease; without, a GPU of this machine. The first epoch is not counted.
 "per_step" says where the time of a step over the pool goes: the clients' operators, batches of them, round trips, and
 seconds of the main thread in forward, backward, optimizer and the wait for the loss; of the leases' processes the steps
-of collective operations (an all-reduce of a bucket is two), their bytes, the seconds in which the thread launches
+of collective operations (an all-reduce of a bucket is one), their bytes, the seconds in which the thread launches
 nothing else, and the part of it for which it waits for the other rank's process.
 """
 

@@ -7,7 +7,7 @@ A matrix `[out, in]` is stored as
 
 and `config.json` holds under `quantization_config` the method "warpbus", the trellis and the schemes:
 
-    {"quant_method": "warpbus", "format": "trellis", "version": 1, "schemes": {"default": "w3a16-trellis", ...}}
+    {"quant_method": "warpbus", "format": "trellis", "version": 2, "schemes": {"default": "w3a16-trellis", ...}}
 
 A single process on a GPU keeps the words; elsewhere matrices are dequantized when they are read.
 """
@@ -29,7 +29,7 @@ from warpbus.qtensor.qtensor import check_trellis
 PARTS = (".weight_trellis", ".weight_scale")
 METHOD = "warpbus"
 _WHERE = "quantization_config"
-_VERSION = 1
+_VERSION = 2
 _WEIGHT = ".weight"
 
 
@@ -60,6 +60,11 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
     found = section(config)
     require(found, _WHERE, "quant_method", (METHOD,))
     require(found, _WHERE, "format", ("trellis",))
+    if found.get("version") == 1:
+        raise CheckpointError(
+            f"config.json: {_WHERE}.version is 1, expected {_VERSION}: the numbers of a trellis have changed; quantize "
+            "the original model again with `warpbus quantize`"
+        )
     require(found, _WHERE, "version", (_VERSION,))
     try:
         schemes = Schemes.from_json(found.get("schemes"))

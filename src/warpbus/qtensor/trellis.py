@@ -34,27 +34,22 @@ COLUMNS = 32
 """A matrix has a multiple of so many columns, so that 16 rows fill whole words for any number of bits."""
 
 _LARGEST_BLOCK = 128  # columns that are rotated together
-_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)
-_SUMMANDS = (0x00012345, 0x00777777)
-_KEPT, _EXPONENT = 0x8FFF, 0x3000  # of 16 bits: a sign, two bits of exponent, ten of mantissa; magnitudes 1/8 to 2
+_MULTIPLIER = 0xAA44731B
+_HASHES = (0x9E3779B1, 0x85EBCA77)
 
 
 @functools.cache
 def _code_table() -> Tensor:
-    states = torch.arange(STATES, dtype=torch.int64)
-    total = torch.zeros(STATES, 2)
-    for multiplier, summand in zip(_MULTIPLIERS, _SUMMANDS, strict=True):
-        product = states * multiplier + summand
-        halves = torch.stack([product & 0xFFFF, product >> 16 & 0xFFFF], 1)
-        bits = (halves & _KEPT | _EXPONENT).to(torch.uint16)
-        total += bits.view(torch.float16).float()
-    return total.half().float()
+    product = torch.arange(STATES, dtype=torch.int64) * _MULTIPLIER
+    parts = torch.stack([(product >> 8 * i & 0xFF).to(torch.uint8).view(torch.int8) for i in range(4)], 1)
+    return parts.view(STATES, 2, 2).sum(2) / 128
 
 
 def code_table(device: torch.device) -> Tensor:
-    """The two numbers of each state, float32 `[STATES, 2]`: sums of two float16 numbers, exact in float16.
+    """The two numbers of each state, float32 `[STATES, 2]`, exact in float16: sums of two signed bytes over 128.
 
-    Both come from 16 bits of `state * multiplier + summand` modulo 2^32, the first one from the lower 16.
+    The bytes are those of `state * multiplier` modulo 2^32, and the first number is the sum of the lower two. Sums of
+    two bytes, of which all values are equally frequent, resemble normal numbers, and tensor cores add them.
     """
     return _code_table().to(device)
 
@@ -142,7 +137,7 @@ def _hadamard(x: Tensor, block: int) -> Tensor:
 def column_signs(columns: int, device: torch.device) -> Tensor:
     """1 or -1 for each column, by a hash of its number: float32 `[columns]`."""
     hashed = torch.arange(1, columns + 1, dtype=torch.int64)
-    for multiplier in _MULTIPLIERS:
+    for multiplier in _HASHES:
         hashed = hashed * multiplier & 0xFFFFFFFF
         hashed ^= hashed >> 15
     return (1.0 - 2.0 * (hashed >> 7 & 1).float()).to(device)

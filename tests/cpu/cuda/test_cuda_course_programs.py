@@ -342,3 +342,25 @@ def test_a_program_that_fails_is_not_praised(tmp_path) -> None:
     source.write_text("#include <cstdlib>\nint main() { abort(); }\n", encoding="utf-8")
     with pytest.raises(DataError, match="the signal SIGABRT ended the program"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_headers_of_the_library_after_those_of_cuda(run) -> None:
+    headers = "algorithm array atomic chrono functional iostream map memory mutex numeric random regex string thread"
+    includes = "".join(f"#include <{name}>\n" for name in headers.split())
+    assert (
+        run(f"""
+#include <cuda_runtime.h>
+{includes}
+__noinline__ __device__ int twice(int value) {{ return 2 * value; }}
+__global__ void kernel(int *x) {{ x[threadIdx.x] = twice(threadIdx.x); }}
+int main() {{
+    auto x = std::make_shared<int *>();
+    std::vector<int> y(32);
+    cudaMalloc(x.get(), 128);
+    kernel<<<1, 32>>>(*x);
+    cudaMemcpy(y.data(), *x, 128, cudaMemcpyDeviceToHost);
+    printf("%d", std::accumulate(y.begin(), y.end(), 0));
+}}
+""")
+        == "992"
+    )

@@ -111,9 +111,9 @@ def test_every_layer_of_glm_has_a_plan(n, k, bits, resident, shared, most):
     for m in range(1, most + 1):
         plan = trellis_decode.choose(m, n, k, bits, n == 27392, resident, shared)
         assert plan is not None
-        assert plan.variant.tokens == (8 if m <= 8 else 16)
+        assert plan.variant.tokens == (4 if m <= 4 else 8 if m <= 8 else 16)
         assert 1 <= plan.slices <= resident
-        assert plan.variant.shared(m, k, plan.slices) <= shared
+        assert plan.variant.shared(m, k, plan.slices, plan.stages) <= shared
 
 
 def test_x_that_fits_no_shared_memory_has_none():

@@ -73,11 +73,11 @@ class WaitedStream(ThreadStream):
 
     def copy(self, target, source, nbytes):
         super().copy(target, source, nbytes)
-        self.mark().reached(2)
+        self.mark().reached(3)
 
     def after(self, mark):
         super().after(mark)
-        self.mark().reached(2)
+        self.mark().reached(3)
 
 
 def _wait(word, value):

@@ -1,6 +1,8 @@
 """Steps of a group from GPU to GPU, whose streams are threads here."""
 
+import dataclasses
 import os
+import re
 import socket
 import threading
 import time
@@ -28,28 +30,31 @@ from warpbus.pool.tenant.groups import LeaseGroups
 
 CPU = torch.device("cpu")
 GROUP = bytes(16)
+NOTHING = Region(0, 0, 0)
 NBYTES = 2 * DEVICE_SLOTS * DEVICE_SLOT + 4096  # goes round the ring twice
 
 
-def linked(size, direct=lambda low, high: True):
+def linked(size, direct=lambda low, high: True, seconds=60.0, incoming=WaitedStream):
     """The groups of so many leases, with their storages 1 and 2 of NBYTES bytes, and all slots.
 
     Args:
         direct: whether two ranks have slots on GPUs.
+        seconds: for which a rank waits for others.
+        incoming: makes the stream of what comes.
     """
     executors, made = [Executor(CPU, Quota(8 * NBYTES, 1.0)) for _ in range(size)], {}
     for rank, executor in enumerate(executors):
         for handle in (1, 2):
             executor.storages.create(handle, NBYTES)
         executor.storages.slice(1, 0, NBYTES).random_(0, 80)
-        executor.groups.join(GroupPlace(GROUP, rank, size, 60.0))
+        executor.groups.join(GroupPlace(GROUP, rank, size, seconds))
     for high in range(size):
         for low in range(high):
-            _connect(executors, low, high, made, direct=direct(low, high))
+            _connect(executors, low, high, made, incoming, direct=direct(low, high))
     return executors, made
 
 
-def _connect(executors, low, high, made, *, direct):
+def _connect(executors, low, high, made, incoming, *, direct):
     descriptors, watch = link_memory.create()
     os.close(watch)
     given = [os.dup(each) for each in descriptors]
@@ -60,7 +65,7 @@ def _connect(executors, low, high, made, *, direct):
         if direct:
             assert link.open(ThreadStream())
         group = executors[rank].groups.get(GROUP)
-        group.link(other, Channel(end), memory, link if direct else None, lambda: (ThreadStream(), WaitedStream()))
+        group.link(other, Channel(end), memory, link if direct else None, lambda: (ThreadStream(), incoming()))
 
 
 @pytest.fixture(params=[2, 3])
@@ -141,7 +146,63 @@ def test_a_group_with_two_machines_uses_both_ways():
 def test_ranks_that_do_not_do_the_same_get_an_error():
     executors, _ = linked(2)
     steps = [exchanges(2)[0], exchanges(2, NBYTES - 8)[1]]
-    assert any("have to call the same operations" in each for each in together(executors, steps))
+    assert not together(executors, steps)  # they are only launched
+    executors[0].storages.create(3, 8)
+    failures = [failure for executor in executors for failure in executor.failed_in_flight()]
+    assert any("have to call the same operations" in str(failure.exception()) for failure in failures)
+    for executor in executors:
+        assert "send: the group has ended" in together([executor], exchanges(2)[:1])[0]
+        assert executor.storages.live[2].failure is not None
+        assert executor.storages.live[1].failure is None
+    assert executors[0].storages.live[3].failure is not None
+
+
+def test_a_group_that_was_left_says_what_has_failed_in_it():
+    executors, _ = linked(2)
+    assert not together(executors, [exchanges(2)[0], exchanges(2, NBYTES - 8)[1]])
+    executors[0].groups.leave(GROUP)
+    (failure,) = executors[0].failed_in_flight()
+    assert "have to call the same operations" in str(failure.exception())
+    assert executors[0].storages.live[2].failure is not None
+    assert not executors[0].failed_in_flight()
+
+
+def test_a_rank_that_is_ahead_launches_a_step_and_waits_later():
+    executors, _ = linked(2, incoming=ThreadStream)
+    first, second = exchanges(2)
+    began = time.monotonic()
+    executors[0].groups.get(GROUP).run(first)
+    executors[0].groups.keep_pace(60.0)
+    other = threading.Timer(1.0, lambda: executors[1].groups.get(GROUP).run(second))
+    other.start()
+    assert time.monotonic() - began < 0.5
+    executors[0].groups.keep_pace(0.0)
+    assert time.monotonic() - began > 0.9
+    assert not executors[0].failed_in_flight()
+    other.join()
+    for rank, executor in enumerate(executors):
+        assert torch.equal(executor.storages.slice(2, 0, NBYTES), executors[1 - rank].storages.slice(1, 0, NBYTES))
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end():
+    executors, _ = linked(2, seconds=0.3, incoming=ThreadStream)
+    executors[0].groups.get(GROUP).run(exchanges(2)[0])
+    executors[0].groups.keep_pace(0.0)
+    (failure,) = executors[0].failed_in_flight()
+    assert re.search(r"send: (rank 1 does not come to send: waited 0.3 s|another rank's GPU)", str(failure.exception()))
+
+
+def test_messages_that_were_launched_are_checked_before_the_next_that_is_waited_for():
+    executors, _ = linked(2, incoming=ThreadStream)
+    barrier = [ExchangeStep(GROUP, "barrier", ((1 - rank, NOTHING),), ((1 - rank, NOTHING),)) for rank in range(2)]
+    for steps in (exchanges(2), exchanges(2), barrier, exchanges(2), barrier):
+        assert not together(executors, steps)
+    assert all(executor.groups.get(GROUP).announcements.behind() is None for executor in executors)
+    first, second = exchanges(2)
+    assert not together(executors, [first, dataclasses.replace(second, label="all_to_all")])
+    failed = together(executors, barrier)
+    assert any("send: rank 1 does something else" in each or "barrier: " in each for each in failed)
+    assert not any(executor.storages.live[2].failure is None for executor in executors if executor.failed_in_flight())
 
 
 def test_only_what_uses_the_storages_waits():

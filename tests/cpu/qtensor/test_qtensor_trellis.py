@@ -52,15 +52,12 @@ def test_numbers_follow_from_the_bits_of_the_words(bits):
         )
         cyclic = stream | stream << 256 * bits
         state = cyclic >> 2 * bits * step & 0x3FFF
-        parts = []
-        for multiplier, summand in ((0x9E3779B1, 0x12345), (0x85EBCA77, 0x777777)):
-            product = state * multiplier + summand & 0xFFFFFFFF
-            halves = torch.tensor([product & 0xFFFF, product >> 16]) & 0x8FFF | 0x3000
-            parts.append(halves.to(torch.uint16).view(torch.float16))
+        parts = (state * 0xAA44731B & 0xFFFFFFFF).to_bytes(4, "little")
+        sums = [sum(int.from_bytes(parts[i : i + 1], signed=True) for i in (j, j + 1)) for j in (0, 2)]
         lane, register = divmod(step, 4)
         row = tile // (columns // 16) * 16 + lane // 4 + 8 * (register % 2)
         column = tile % (columns // 16) * 16 + 2 * (lane % 4) + 8 * (register // 2)
-        torch.testing.assert_close(rotated[row, column : column + 2], (parts[0] + parts[1]).float())
+        torch.testing.assert_close(rotated[row, column : column + 2], torch.tensor(sums) / 128)
 
 
 @pytest.mark.parametrize("bits", [2, 3])

@@ -65,7 +65,7 @@ def test_the_error_is_far_below_that_of_codes_of_as_many_bits(name):
     for scheme in (Scheme.parse(name), Scheme(int(name[1]), 128)):
         change = gptq(weight, hessian, scheme, scale_dtype=torch.bfloat16).dequantize(torch.float32) - weight
         losses.append(float((change @ hessian * change).sum()))
-    assert losses[0] < 0.7 * losses[1]
+    assert losses[0] < 0.75 * losses[1]
 
 
 def test_bands_of_rows_do_not_depend_on_each_other():
@@ -187,7 +187,8 @@ def test_damaged_files_are_refused(quantized, tmp_path):
         return Checkpoint.of_tensors(quantized, tensors, checkpoint.config | {"quantization_config": own})
 
     for section, message in (
-        ({"version": 2}, "version is 2, expected 1"),
+        ({"version": 1}, "version is 1, expected 2: the numbers of a trellis have changed; quantize the original"),
+        ({"version": 3}, "version is 3, expected 2"),
         ({"schemes": None}, "expected an object with default and exceptions"),
         ({"schemes": {"default": "w4a16", "exceptions": {}}}, "expected w3a16-trellis or w2a16-trellis"),
         ({"schemes": {"default": None, "exceptions": {}}}, "none for"),

@@ -95,6 +95,19 @@ def wgmma(x, packed, bias=None, plan=None, gated=False):
     return out
 
 
+@needs_hopper
+@pytest.mark.parametrize("exponent", [-60, -30, 15, 25])
+@pytest.mark.parametrize("scheme", ["w2a16", "w3a16-g64", "w4a16-g32", "w8a16-g128", "w4a16-g64-asym"])
+def test_scales_of_any_size(scheme, exponent):
+    """Codes are subnormal bfloat16 numbers, which factors of 2^101 times the scale bring back into the range."""
+    weight, packed = quantized(scheme, 200, 256, torch.bfloat16)
+    packed = replace(packed, scales=packed.scales * 2.0**exponent)
+    x, bias = normal(70, 256, dtype=torch.bfloat16), normal(200, dtype=torch.bfloat16)
+    expected = exact(x, weight) * 2.0**exponent
+    check(wgmma(x, packed), expected)
+    check(wgmma(x, packed, bias * 2.0**exponent), expected + bias.double() * 2.0**exponent)
+
+
 @needs_decode
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -83,6 +83,34 @@ def test_operators_before_and_after_a_step_are_done_in_order(gpus, group):
         assert all(bool((tensor == 7.0).all()) for tensor in placed)
 
 
+def test_a_rank_that_comes_late_is_waited_for(gpus, group):
+    x = [torch.full((7_000_001,), rank + 1.0, device=gpu.device) for rank, gpu in enumerate(gpus)]
+    for late in (1, 0):
+        group[1 - late].allreduce([x[1 - late]])
+        time.sleep(0.5)
+        group[late].allreduce([x[late]])
+        y = [tensor * 2 for tensor in x]
+        assert len({float(tensor.min()) for tensor in y} | {float(tensor.max()) for tensor in y}) == 1
+    assert all(bool((tensor == 6.0).all()) for tensor in x)
+
+
+@pytest.mark.parametrize("elements", [(3, 5), (30_000_000, 5)])
+def test_ranks_that_do_not_do_the_same_get_an_error(gpus, elements):
+    group = joined(gpus)
+    before = [torch.ones(3, device=gpu.device) for gpu in gpus]
+    x = [torch.ones(count, device=gpu.device) for count, gpu in zip(elements, gpus, strict=True)]
+    started = time.monotonic()
+    for rank, tensor in zip(group, x, strict=True):
+        rank.allreduce([tensor])
+    for tensor in x:
+        with pytest.raises(RuntimeError, match=r"with tensors of the same size|has left it|the group has ended"):
+            float(tensor.sum())
+    assert time.monotonic() - started < 20
+    assert all(tensor.tolist() == [1.0, 1.0, 1.0] for tensor in before)
+    for rank in group:
+        rank.shutdown()
+
+
 def test_copies_between_leases_are_exact(gpus):
     x = torch.randn(9_000_001)
     for source, target in (gpus, gpus[::-1]):

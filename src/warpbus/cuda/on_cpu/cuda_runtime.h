@@ -44,7 +44,7 @@
 #define __managed__
 #define __shared__ static  // one block runs at a time; `translate` rewrites most declarations
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
+#define __noinline__  // nothing: the C++ library writes __attribute__((__noinline__)), which this name must not break
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define CUDART_CB

@@ -160,11 +160,12 @@ def _by_tile(
     activation_dtype: torch.dtype | None = None,
 ) -> Tensor:
     (tokens, per_token), hidden, ffn = experts.shape, x.shape[1], down.weights.shape[1]
-    height, by_decode = _rows_of_tile(tokens * per_token / (gate_up.count + absent), able, ffn)
+    rounds = _rounds(gate_up, down, able, activation_dtype)
+    height, by_decode = _rows_of_tile(tokens * per_token / (gate_up.count + absent), able, ffn, rounds)
     rows = SortedRows.sort(experts, gate_up.count, height, x.dtype)
     tiles, most = rows.tiles, rows.most
     y = x.new_empty(rows.count, hidden)
-    if height == wna8_sm90.ROWS_OF_TILE and _rounds(gate_up, down, able, activation_dtype):
+    if height == wna8_sm90.ROWS_OF_TILE and rounds:
         inner = x.new_empty(rows.padded, ffn)
         wna8_sm90.multiply_experts(x, gate_up, rows, inner, gated=True, gathers=True)
         wna8_sm90.multiply_experts(inner, down, rows, y)
@@ -181,7 +182,7 @@ def _by_tile(
 def _rounds(
     gate_up: PackedExperts, down: PackedExperts, able: Capabilities, activation_dtype: torch.dtype | None
 ) -> bool:
-    """Whether the inputs of large products are rounded."""
+    """Whether the inputs of large products may be rounded."""
     if activation_dtype != torch.float8_e4m3fn or not able.wgmma or gate_up.offloaded is not None:
         return False
     fits = all(each.weights.shape[1] % UNIT == 0 for each in (gate_up, down))
@@ -214,13 +215,17 @@ def _multiply(
         wna16_sm80.multiply_experts(x, stacked, tiles, most, smaller, out)
 
 
-def _rows_of_tile(rows: float, able: Capabilities, ffn: int) -> tuple[int, bool]:
-    """The rows of a tile, where experts have so many on average; and whether the kernel for few rows multiplies it."""
+def _rows_of_tile(rows: float, able: Capabilities, ffn: int, rounds: bool = False) -> tuple[int, bool]:
+    """The rows of a tile, where experts have so many on average; and whether the kernel for few rows multiplies it.
+
+    Args:
+        rounds: rows of the largest tiles are rounded to e4m3.
+    """
     # Measured on an H200 with the shapes of GLM-4.7-Flash and GLM-4.5-Air.
-    if able.tma and ffn % TILE_ROWS == 0 and rows <= 6:
+    if able.tma and ffn % TILE_ROWS == 0 and rows <= (3 if able.wgmma else 6):
         return wna16_decode.MOST_ROWS_OF_EXPERT, True
     if able.wgmma:
-        return next((height for height, most in ((32, 31), (64, 56)) if rows <= most), 128), False
+        return next((height for height, most in ((32, 27), (64, 56 if rounds else 80)) if rows <= most), 128), False
     return next((height for height in (32, 64) if rows <= height), 128), False
 
 

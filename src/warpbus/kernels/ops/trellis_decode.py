@@ -21,14 +21,14 @@ from warpbus.qtensor.trellis import TILE, rotation_block
 _PARAMETERS = Parameters(
     "const uint4* codes, const float* scales, const unsigned char* signs, const ELEMENT* x, const ELEMENT* norm, "
     "const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, float* partial, int* counters, Problem p",
-    Problem="int m, int n, int k, int blocks, int levels, int slices, int gate_tiles, float eps",
+    Problem="int m, int n, int k, int blocks, int levels, int slices, int gate_tiles, int stages, float eps",
 )
+_TOKENS = (4, 8, 16)
 MOST_TOKENS = 16
 _MOST_SLICES = 8
-_HELD = 4  # kHeld in trellis/decode.cu
-_RINGS = ((1, 6), (2, 3), (1, 4), (1, 2))  # blocks of a stage, and stages: the first ones are preferred
-# In units of the time of 128 columns of one warp: what a stage, a tile and the sums of several slices take besides.
-_OF_A_STAGE, _OF_A_TILE, _OF_SLICES = 0.1, 0.3, 3.0
+_MOST_STAGES = 8  # kMostStages in trellis/decode.cu
+# In units of the time of 128 columns of one warp and tile: what a stage, an item and the sums of slices take besides.
+_OF_A_STAGE, _OF_AN_ITEM, _OF_SLICES = 0.1, 0.3, 3.0
 
 
 @dataclass(frozen=True)
@@ -37,33 +37,37 @@ class TrellisVariant:
 
     Attributes:
         bits: of a weight.
-        tokens: the most rows of x: 8 or 16.
-        depth: stages of each warp.
+        tokens: the most rows of x: 4, 8 or 16.
+        tiles: of 16 rows of the weight, of an item: 1 or 2.
         warps: that multiply.
     """
 
     bits: int
     tokens: int
-    depth: int
-    span: int = 1
+    tiles: int
     warps: int = 16
 
     @property
     def threads(self) -> int:
-        """Of a block: those of the warps that multiply, and of those that add."""
-        return 32 * (self.warps + self.tokens // 4)
+        """Of a block: those of the warps that multiply, of one that copies, and of those that add."""
+        return 32 * (self.warps + 1 + min(2, self.tokens // 4))
 
-    @functools.cached_property
+    @property
+    def stage_bytes(self) -> int:
+        """Of shared memory of a stage: 128 columns for each warp."""
+        return self.tiles * self.warps * 256 * self.bits
+
+    @property
     def other_bytes(self) -> int:
-        """Of shared memory beside x: of rings, sums, measures of x and barriers; the source compares it."""
-        ring = self.warps * self.depth * self.span * 256 * self.bits
-        sums = 2 * self.warps * self.tokens // 8 * 32 * 16
-        measures = self.warps * self.tokens * 4 + 2 * self.tokens * 4
-        return ring + blocks((sums + measures + 4 * 8 + 8 * 4, 16)) * 16
+        """Of shared memory beside stages and x: of sums, measures of x and barriers; the source compares it."""
+        sums = self.tiles * self.warps * self.tokens // 4 * 32 * 8
+        measures = 3 * self.warps * self.tokens * 4
+        return sums + measures + (2 * _MOST_STAGES + 2) * 8
 
-    def shared(self, m: int, k: int, slices: int) -> int:
+    def shared(self, m: int, k: int, slices: int, stages: int) -> int:
         """Bytes of shared memory of a block."""
-        return self.other_bytes + m * (blocks((blocks((k, BLOCK)), slices)) * BLOCK + 8) * 2
+        columns = blocks((blocks((k, BLOCK)), slices)) * BLOCK
+        return self.other_bytes + stages * self.stage_bytes + m * (columns + 8) * 2 + columns // 8  # x and signs
 
     @functools.cache  # noqa: B019 - variants are few, and are kept as long as their kernels
     def kernel(self, dtype: torch.dtype) -> Kernel:
@@ -73,9 +77,8 @@ class TrellisVariant:
             ELEMENT=ELEMENTS[dtype],
             BITS=self.bits,
             TOKENS=self.tokens,
+            TILES=self.tiles,
             WARPS=self.warps,
-            DEPTH=self.depth,
-            SPAN=self.span,
             OTHER_BYTES=self.other_bytes,
         ).kernel("trellis_decode", _PARAMETERS)
 
@@ -87,10 +90,12 @@ class TrellisPlan:
     Attributes:
         variant: the kernel.
         slices: parts of the columns, which different blocks multiply.
+        stages: of the ring of a block.
     """
 
     variant: TrellisVariant
     slices: int
+    stages: int
 
 
 @functools.cache
@@ -102,18 +107,24 @@ def choose(m: int, n: int, k: int, bits: int, gated: bool, multiprocessors: int,
         shared: bytes of shared memory that a block can have.
     """
     found: tuple[float, TrellisPlan] | None = None
-    tokens, items, columns = 8 if m <= 8 else 16, n // TILE // (2 if gated else 1), blocks((k, BLOCK))
-    for slices, (span, depth) in itertools.product(range(1, min(columns, _MOST_SLICES) + 1), _RINGS):
-        variant = TrellisVariant(bits, tokens, depth, span)
-        held = blocks((columns, slices)) <= 2 * _HELD * variant.warps
-        if slices > multiprocessors or not held or variant.shared(m, k, slices) > shared:
+    tokens, rows, columns = next(each for each in _TOKENS if m <= each), n // TILE, blocks((k, BLOCK))
+    for tiles, slices in itertools.product(_tiles_of(tokens, gated), range(1, min(columns, _MOST_SLICES) + 1)):
+        variant = TrellisVariant(bits, tokens, tiles)
+        room = shared - variant.shared(m, k, slices, 0)
+        if slices > multiprocessors or room < 2 * variant.stage_bytes:
             continue
-        stages = blocks((blocks((columns, slices)), variant.warps * span))  # of a warp and a tile
-        turns = blocks((items, multiprocessors // slices)) * (2 if gated else 1)  # tiles of a block
-        steps = turns * (stages * (span + _OF_A_STAGE) + _OF_A_TILE) + (0 if slices == 1 else _OF_SLICES)
+        parts = blocks((blocks((columns, slices)), variant.warps))  # stages of an item
+        turns = blocks((blocks((rows, tiles)), multiprocessors // slices))  # items of a block
+        steps = turns * (parts * (tiles + _OF_A_STAGE) + _OF_AN_ITEM) + (0 if slices == 1 else _OF_SLICES)
         if found is None or steps < found[0]:
-            found = steps, TrellisPlan(variant, slices)
+            stages = min(room // variant.stage_bytes, _MOST_STAGES, max(2, turns * parts))
+            found = steps, TrellisPlan(variant, slices, stages)
     return None if found is None else found[1]
+
+
+def _tiles_of(tokens: int, gated: bool) -> tuple[int, ...]:
+    """The tiles an item may have: a gate is one, beside that of up; with 16 rows of x two take too many registers."""
+    return (2,) if gated else (1,) if tokens == MOST_TOKENS else (2, 1)
 
 
 def plan_of(x: Tensor, weight: PackedTrellis, gated: bool) -> TrellisPlan | None:
@@ -152,16 +163,16 @@ def multiply(
     if norm is not None and not (norm.is_contiguous() and aligned(norm)):
         norm, copied = norm.clone(memory_format=torch.contiguous_format), True
     variant, slices = plan.variant, plan.slices
-    tiles = n // TILE
-    items = tiles // 2 if gated else tiles
+    items = blocks((n // TILE, variant.tiles))
     partial = counters = None
     if slices > 1:
-        partial = torch.empty(slices * tiles * variant.tokens * TILE, dtype=torch.float32, device=x.device)
-        counters = workspace.counters(x.device, items * (variant.tokens // 8))
+        sums = slices * items * variant.tiles * variant.tokens * TILE
+        partial = torch.empty(sums, dtype=torch.float32, device=x.device)
+        counters = workspace.counters(x.device, items * (variant.tokens // 4))
     variant.kernel(x.dtype)(
         min(multiprocessors(x.device) // slices, items) * slices,
         variant.threads,
-        shared=variant.shared(m, k, slices),
+        shared=variant.shared(m, k, slices, plan.stages),
         codes=weight.codes,
         scales=weight.scales,
         signs=weight.signs,
@@ -178,11 +189,12 @@ def multiply(
         blocks=blocks((k, BLOCK)),
         levels=rotation_block(k).bit_length() - 1,
         slices=slices,
-        gate_tiles=tiles // 2 if gated else 0,
+        gate_tiles=n // TILE // 2 if gated else 0,
+        stages=plan.stages,
         eps=eps,
         dependent=not copied,
     )
 
 
-for _dtype, _bits, _tokens, (_span, _depth) in itertools.product(HALVES, TRELLIS_BITS, (8, 16), _RINGS):
-    TrellisVariant(_bits, _tokens, _depth, _span).kernel(_dtype)
+for _dtype, _bits, _tokens, _tiles in itertools.product(HALVES, TRELLIS_BITS, _TOKENS, (1, 2)):
+    TrellisVariant(_bits, _tokens, _tiles).kernel(_dtype)

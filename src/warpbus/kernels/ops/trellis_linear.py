@@ -23,11 +23,11 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.scheme import TRELLIS
 from warpbus.qtensor.trellis import TILE
 
-_PASSES = ((2**26, 3), (2**25, 2))
+_PASSES = ((2**26, 3),)
 """Weights of a matrix, and how many times its codes are read for 16 rows each before it is faster to dequantize them.
 
-On an H200 16 rows take 22 us with 4096 x 4096 weights, 35 with 4096 x 13696 and 48 with 27392 x 4096; to dequantize the
-weights and multiply them takes 30, 97 and 185 us.
+On an H200 16 rows take 22 us with 4096 x 4096 weights, 54 with 4096 x 13696 and 48 with 27392 x 4096; to dequantize the
+weights and multiply them takes 28, 96 and 180 us.
 """
 
 
@@ -43,9 +43,9 @@ def trellis_linear(
 ) -> Tensor:
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
-    On a GPU all of it is one kernel where x has up to 16 rows; it rounds the rotated x to float16, with a power of two
-    for each row. Large matrices are multiplied so by up to 32 or 48 rows, 16 at a time. With more rows the weights are
-    dequantized, 64 MB at a time.
+    On a GPU all of it is one kernel where x has up to 16 rows; it rounds x and the rotated x to float16, with a power of
+    two for each row, and this to integers of 16 bits. Large matrices are multiplied so by up to 48 rows, 16 at a time.
+    With more rows the weights are dequantized, 64 MB at a time.
 
     Args:
         x: `[..., k]`, finite. With a `PackedTrellis` in its dtype, float16 or bfloat16; with a `QTensor` any floating

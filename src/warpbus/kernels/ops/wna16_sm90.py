@@ -25,7 +25,7 @@ _PARAMETERS = Parameters(
     "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
     Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out, "
     "TensorMap host_codes, TensorMap host_scales, TensorMap host_zeros",
-    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int middle, int group, "
+    Problem="int m, int n, int k, int gate_tiles, int chunks, int shift, int group, "
     "int waves, int direct, int splits, const int4* tiles, int resident",
 )
 _NO_MAP = bytes(128)
@@ -43,11 +43,13 @@ class Wna16Sm90Tiling:
         tokens: rows of x in a tile.
         consumers: warpgroups that multiply, each 64 rows of the weight.
         stages: blocks of k in flight, by the bits of a code; with 2 and 3 bits as many as with 4.
+        parts: of its rows, equal ones, of which a tile of experts copies and multiplies no more than it has.
     """
 
     tokens: int
     consumers: int
     stages: dict[int, int]
+    parts: int = 1
 
     @property
     def rows(self) -> int:
@@ -62,7 +64,7 @@ class Wna16Sm90Tiling:
     @property
     def unit(self) -> int:
         """Rows of x that are copied at a time for experts, see the kernel."""
-        return self.tokens // 4 if self.tokens >= 128 else self.tokens
+        return self.tokens // self.parts
 
     def tiles(self, m: int, n: int) -> int:
         """How many tiles cover a product."""
@@ -95,6 +97,7 @@ class Wna16Sm90Tiling:
             SHARED_BYTES=self.shared(bits),
             EXPERTS=int(experts),
             GATED=int(gated),
+            PARTS=self.parts,
         ).kernel("sm90_wna16", _PARAMETERS)
 
 
@@ -257,7 +260,6 @@ def _operands(
         "gate_tiles": n // TILE_ROWS if gated else 0,
         "chunks": blocks((k, TILE_COLUMNS)),
         "shift": 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
-        "middle": weight.scheme.middle_code,
         "group": max(_GROUP // tiling.tokens, 1),
         "direct": direct,
     }
@@ -357,12 +359,15 @@ def _words(scales: Tensor, tiles: int) -> Tensor:
     return scales.view(torch.int32).view(tiles, -1)
 
 
-OF_EXPERTS = tuple(tiling for tiling in TILINGS if (tiling.tokens, tiling.consumers) in ((32, 3), (64, 3), (128, 2)))
+OF_EXPERTS = (
+    Wna16Sm90Tiling(32, 3, {4: 14, 8: 10}, parts=2),
+    Wna16Sm90Tiling(64, 3, {4: 12, 8: 8}, parts=2),
+    Wna16Sm90Tiling(128, 2, {4: 8, 8: 7}, parts=4),
+)
 """The tilings for experts, from the smallest tile to the largest."""
 
-for _dtype, _bits, _groups_of_block, _tiling, _gated in itertools.product(
-    HALVES, STORED_BITS, (1, 2), TILINGS, (False, True)
-):
-    _tiling.kernel(_dtype, _bits, _groups_of_block, gated=_gated)
-    if _tiling in OF_EXPERTS:
+for _dtype, _bits, _groups_of_block, _gated in itertools.product(HALVES, STORED_BITS, (1, 2), (False, True)):
+    for _tiling in TILINGS:
+        _tiling.kernel(_dtype, _bits, _groups_of_block, gated=_gated)
+    for _tiling in OF_EXPERTS:
         _tiling.kernel(_dtype, _bits, _groups_of_block, experts=True, gated=_gated)

@@ -285,7 +285,8 @@ class PoolProcessGroup(_ProcessGroup):
 
     def _all_reduce(self, label: str, flat: Tensor, combination: Combination) -> None:
         whole = _region(flat)
-        if whole.nbytes <= _WHOLE_BYTES:
+        # Two ranks send each other as many bytes if each combines the whole tensor, and do not wait for a second step.
+        if whole.nbytes <= _WHOLE_BYTES or self._size <= 2:
             self._reduce(label, combination, flat.dtype, [whole] * self._size, whole)
             return
         # Each rank combines one part, and gives it to the others.

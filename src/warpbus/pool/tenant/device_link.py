@@ -152,6 +152,11 @@ class DeviceLink:
         """Whether the other process's slots are open."""
         return self._theirs is not None
 
+    @property
+    def both(self) -> bool:
+        """Whether both processes have opened each other's slots, so that all messages go from GPU to GPU."""
+        return self.receives and self.sends
+
     def send(self, stream: SlotStream, source: Tensor) -> None:
         """Send contiguous bytes, uint8 `[n]`, as slots get empty. Everything is launched, and nothing waited for."""
         for piece in source.split(DEVICE_SLOT):

@@ -112,6 +112,7 @@ class Executor:
         if number != self.executed + 1:
             raise ProtocolError(f"batch {number} came after batch {self.executed}: those between are missing")
         self.executed = number
+        self.groups.keep_pace()
         self._failed = self.failed_in_flight()
         definitions, call, programs = self._definitions, self._call, self._programs
         try:
@@ -138,9 +139,8 @@ class Executor:
         may have been computed from what did not come."""
         found = []
         while (failed := self.groups.failure()) is not None:
-            pending, why = failed
-            failure = CallFailure.of(StateError(f"{pending.label}: {why}"), pending.label, self.executed)
-            self._poison(self.storages.since(pending.clock), failure, new=0)
+            failure = CallFailure.of(StateError(f"{failed.label}: {failed.why}"), failed.label, self.executed)
+            self._poison(self.storages.since(failed.clock), failure, new=0)
             found.append(failure)
         return found
 
@@ -168,6 +168,7 @@ class Executor:
             case ["usage"]:
                 yield self.usage()
             case ["sync"]:
+                self.groups.keep_pace(0.0)
                 self.storages.synchronize()
                 yield None
             case _:

@@ -11,12 +11,16 @@ from warpbus.pool.protocol.group_steps import MAX_GROUPS, GroupPlace
 from warpbus.pool.protocol.link_memory import LinkMemory
 from warpbus.pool.tenant.device_link import DeviceLink, GpuSlots
 from warpbus.pool.tenant.lease_group import LeaseGroup
-from warpbus.pool.tenant.pending_steps import PendingStep, StepStream, StepTimes
+from warpbus.pool.tenant.pending_steps import StepFailure, StepStream, StepTimes
 from warpbus.pool.tenant.storages import Storages
 
 _MOST_MEMORIES = 16
 """Other leases with which a lease shares memory, 32 MiB each of the host and, with `gpu_links`, 32 MiB of its GPU; with
 more it exchanges bytes over sockets."""
+
+_AHEAD = 0.005
+"""Seconds that a rank may be ahead of others. A GPU takes in about a thousand launches; a process that launches more
+waits in the driver until the GPU goes on, and hears neither the daemon nor its client."""
 
 
 class LeaseGroups:
@@ -39,6 +43,7 @@ class LeaseGroups:
         self._groups: dict[bytes, LeaseGroup] = {}
         self._memories: weakref.WeakSet[LinkMemory] = weakref.WeakSet()
         self._ended: list[DeviceLink] = []  # whose slots the other process may still have open
+        self._failures: list[StepFailure] = []  # of groups that were left
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -105,16 +110,26 @@ class LeaseGroups:
             self._close(found)
             for direct in found.unlink():
                 self.discard(direct)
+            if (failure := found.watch.failure()) is not None:
+                self._failures.append(failure)
 
     def leave_all(self) -> None:
         """Leave all groups at once: the lease ends."""
         for found in list(self._groups.values()):
             self._close(found)
 
-    def failure(self) -> tuple[PendingStep, str] | None:
-        """A step that was launched and not completed, and why; each once."""
-        failed = [group for group in self._groups.values() if group.watch.failed]
-        return failed[0].watch.failure() if failed else None
+    def failure(self) -> StepFailure | None:
+        """A step that was launched and has failed; each once. All messages whose bytes are here are checked."""
+        for group in self._groups.values():
+            group.announcements.check()
+            if group.watch.failed:
+                return group.watch.failure()
+        return self._failures.pop(0) if self._failures else None
+
+    def keep_pace(self, seconds: float = _AHEAD) -> None:
+        """Wait for ranks that have not come to a step that was launched here so many seconds ago, or earlier."""
+        for group in self._groups.values():
+            group.keep_pace(seconds)
 
     def _close(self, found: LeaseGroup) -> None:
         self._groups.pop(found.membership.group, None)

@@ -5,9 +5,9 @@ two ranks go in messages of DATA frames, each with the number of the message bet
 and the size of the message, so that ranks that do not do the same get an error and not each other's bytes. On one
 machine the bytes lie in memory that both processes share (`LinkMemory`), and a frame says how many came. Between two
 GPUs of one machine a frame may announce the message, and the GPUs do the rest in streams of their own (`DeviceLink`, if
-the daemon has the option `gpu_links`): no process waits for its GPU, and operators that do not use the step's storages
-go on. A rank that is gone, or fails, ends the group for all: each tells the others why, and every later step fails with
-this reason.
+the daemon has the option `gpu_links`): a process waits neither for its GPU nor for the other ranks' announcements,
+which are checked later (`Announcements`), and operators that do not use the step's storages go on. A rank that is gone,
+or fails, ends the group for all: each tells the others why, and every later step fails with this reason.
 """
 
 import struct
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,9 +31,10 @@ from warpbus.pool.protocol.group_steps import ExchangeStep, GroupPlace, ReduceSt
 from warpbus.pool.protocol.link_memory import SLOT, LinkMemory
 from warpbus.pool.protocol.sockets import hung_up
 from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.tenant.announcements import Announcements, ExpectedMessage
 from warpbus.pool.tenant.combine import combine
 from warpbus.pool.tenant.device_link import DeviceLink
-from warpbus.pool.tenant.pending_steps import PendingStep, StepStream, StepTimes, StepWatch
+from warpbus.pool.tenant.pending_steps import PendingStep, StepFailure, StepStream, StepTimes, StepWatch
 from warpbus.pool.tenant.slot_copies import SlotCopies
 from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import Storages
@@ -74,7 +76,9 @@ class LeaseGroup:
         self._direct: dict[int, DeviceLink] = {}
         self._streams: tuple[StepStream, StepStream] | None = None  # outgoing and incoming, if a link is direct
         self._kept: list[Tensor] = []  # the tensors of a step with streams
+        self._clock = 0  # of `storages`, when such a step began
         self.watch = StepWatch(self._release, self._gone, self._cannot_complete)
+        self.announcements = Announcements(self._channels, _MOST, self._differs)
         self._lock = threading.Lock()
         self._sent: Counter[int] = Counter()  # messages to each rank
         self._taken: Counter[int] = Counter()  # from each rank
@@ -140,6 +144,27 @@ class LeaseGroup:
         """Wait until nothing is under way: the others may need what this rank sends."""
         with suppress(PoolError):
             self.watch.drain(self._attend, 0, _SECONDS_TO_DRAIN)
+        self.announcements.check()
+
+    def keep_pace(self, seconds: float) -> None:
+        """Wait until each rank has come to all steps that were launched here so many seconds ago, or earlier."""
+        if self.announcements.behind(seconds) is None:
+            return
+        began = time.monotonic()
+        self._catch_up(seconds)
+        waited = time.monotonic() - began
+        self._times.waited += waited
+        self._times.seconds += waited
+
+    def _catch_up(self, seconds: float) -> None:
+        while (found := self.announcements.behind(seconds)) is not None:
+            rank, message = found
+            if self.announcements.next(rank, _LOOKED_EVERY):
+                continue
+            try:
+                self._look(message.since + self.membership.seconds, f"rank {rank} does not come to {message.label}")
+            except Exception as error:
+                self.announcements.fail(message, str(error))
 
     def run(self, step: ExchangeStep | ReduceStep) -> None:
         """Do a step.
@@ -183,7 +208,8 @@ class LeaseGroup:
     def _launch(self, step: ExchangeStep | ReduceStep, streams: tuple[StepStream, StepStream]) -> None:
         """Do a step in streams. All that goes from GPU to GPU is only launched."""
         self.watch.drain(self._attend)
-        storages, clock = self._storages, self._storages.clock
+        storages = self._storages
+        clock = self._clock = storages.clock
         outgoing, incoming = streams
         handles = {region.handle for region in step.regions if region.nbytes}
         if not handles:
@@ -309,10 +335,16 @@ class LeaseGroup:
         self._taken[rank] += 1
         expected = (self._taken[rank], head, len(target))
         came, memory, direct = 0, self._memories.get(rank), self._direct.get(rank)
+        if direct is not None and direct.both and len(target) and not self._takes_only and self._streams is not None:
+            # The GPU waits for the bytes. A rank that sends nothing in this step waits here: the other one may say that
+            # there is nothing to send.
+            check = partial(_check_announced, rank, expected)
+            self.announcements.expect(rank, ExpectedMessage(label, self._clock, time.monotonic(), check))
+            direct.receive(self._streams[1], target)
+            return
         while True:
             frame = self._next(rank, label)
-            found, announced = _HEAD.unpack_from(frame.payload) if len(frame.payload) >= _HEAD.size else (0, 0)
-            data = frame.payload[_HEAD.size :]
+            found, announced, data = _parsed(frame)
             nbytes = len(data)
             whole = direct is not None and direct.receives and data == _DIRECTLY
             if whole:
@@ -321,10 +353,7 @@ class LeaseGroup:
                 (nbytes,) = _IN_SLOT.unpack(data)
                 nbytes = nbytes if nbytes <= SLOT else announced + 1
             if (frame.number, found, announced) != expected or came + nbytes > announced:
-                raise StateError(
-                    f"rank {rank} does something else, or with {announced} bytes where {len(target)} were expected: "
-                    "all ranks have to call the same operations in the same order, with tensors of the same size"
-                )
+                raise _other_step(rank, announced, len(target))
             if whole and direct is not None and self._streams is not None:
                 direct.receive(self._streams[1], target)
             elif nbytes and memory is not None:
@@ -340,15 +369,16 @@ class LeaseGroup:
 
     def _next(self, rank: int, label: str) -> Frame:
         channel, began = self._channel(rank), time.monotonic()
-        while (frame := channel.receive(_LOOKED_EVERY, most=_MOST)) is None:
-            self._look(began + self.membership.seconds, f"rank {rank} does not come to {label}")
+        self._catch_up(0.0)
+        if self._broken is not None:
+            raise StateError(self._broken)
+        with self.announcements.reading:
+            while (frame := channel.receive(_LOOKED_EVERY, most=_MOST)) is None:
+                self._look(began + self.membership.seconds, f"rank {rank} does not come to {label}")
         self._times.waited += time.monotonic() - began
         if frame.kind is Kind.ERROR and frame.number == self._taken[rank] and self._takes_only:
             raise _NeverComputedError(CallFailure.read(decode(frame.payload)))
-        if frame.kind is Kind.ERROR:
-            raise ConnectionLostError(bytes(frame.payload[:_MAX_REASON]).decode(errors="replace"))
-        if frame.kind is not Kind.DATA:
-            raise ProtocolError(f"{channel.peer} sent a {frame.kind.name} frame")
+        _check_kind(rank, frame)
         return frame
 
     def _look(self, until: float, what: str) -> None:
@@ -378,6 +408,7 @@ class LeaseGroup:
 
     def _gone(self) -> str | None:
         """Why a rank will not do its part, or None."""
+        self.announcements.check(wait=False)
         if self._broken is not None:
             return self._broken
         gone = [rank for rank in self._direct if hung_up(self._channels[rank])]
@@ -385,6 +416,40 @@ class LeaseGroup:
 
     def _cannot_complete(self, why: str) -> None:
         self.close(f"rank {self.membership.rank}: {why}")
+
+    def _differs(self, failure: StepFailure) -> None:
+        first = self._broken
+        why = failure.why if first is None else first
+        self.watch.fail(StepFailure(failure.label, failure.clock, why))
+        self.close(f"rank {self.membership.rank}: {failure.label}: {why}")
+
+
+def _parsed(frame: Frame) -> tuple[int, int, memoryview]:
+    """The hash of the label, the bytes of the message, and what comes with the frame."""
+    found, announced = _HEAD.unpack_from(frame.payload) if len(frame.payload) >= _HEAD.size else (0, 0)
+    return found, announced, frame.payload[_HEAD.size :]
+
+
+def _check_kind(rank: int, frame: Frame) -> None:
+    if frame.kind is Kind.ERROR:
+        raise ConnectionLostError(bytes(frame.payload[:_MAX_REASON]).decode(errors="replace"))
+    if frame.kind is not Kind.DATA:
+        raise ProtocolError(f"rank {rank} of the group sent a {frame.kind.name} frame")
+
+
+def _check_announced(rank: int, expected: tuple[int, int, int], frame: Frame) -> None:
+    """Check that a frame announces a message from GPU to GPU with this number, hash of the label and size."""
+    _check_kind(rank, frame)
+    found, announced, data = _parsed(frame)
+    if (frame.number, found, announced) != expected or data != _DIRECTLY:
+        raise _other_step(rank, announced, expected[2])
+
+
+def _other_step(rank: int, announced: int, nbytes: int) -> StateError:
+    return StateError(
+        f"rank {rank} does something else, or with {announced} bytes where {nbytes} were expected: "
+        "all ranks have to call the same operations in the same order, with tensors of the same size"
+    )
 
 
 def _piece(region: Region, start: int) -> Region:

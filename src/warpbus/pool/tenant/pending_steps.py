@@ -84,6 +84,21 @@ class PendingStep:
         self.stream.join(self.mark)
 
 
+@dataclass(frozen=True)
+class StepFailure:
+    """A step whose results are invalid.
+
+    Attributes:
+        label: what the program called.
+        clock: `Storages.clock` when it began: what was written since is invalid, too.
+        why: the reason.
+    """
+
+    label: str
+    clock: int
+    why: str
+
+
 class StepWatch:
     """Watches the steps of a group in a thread of its own: while a GPU waits for one that does not come, the thread
     that launches may wait for that GPU.
@@ -101,14 +116,23 @@ class StepWatch:
         self._steps: deque[PendingStep] = deque()
         self._changed = threading.Condition()
         self._ended = False
-        self._failure: tuple[PendingStep, str] | None = None
-        self._has_failed = False
+        self._failure: StepFailure | None = None
+        self._failed_since: int | None = None  # the clock of the first step that has failed
         self._thread: threading.Thread | None = None
 
-    def failure(self) -> tuple[PendingStep, str] | None:
-        """The first step that was not completed, and why; once."""
-        found, self._failure = self._failure, None
+    def failure(self) -> StepFailure | None:
+        """The first step that has failed; once."""
+        with self._changed:
+            found, self._failure = self._failure, None
         return found
+
+    def fail(self, failure: StepFailure) -> bool:
+        """A step has failed. Returns whether that is news: a failure covers all later steps."""
+        with self._changed:
+            if self._failed_since is not None and self._failed_since <= failure.clock:
+                return False
+            self._failure, self._failed_since = failure, failure.clock
+            return True
 
     @property
     def failed(self) -> bool:
@@ -170,8 +194,6 @@ class StepWatch:
             time.sleep(_LOOKED_EVERY)
 
     def _fail(self, pending: PendingStep, why: str) -> None:
-        if not self._has_failed:  # a failure covers all steps after it
-            self._has_failed = True
-            self._failure = pending, why
+        if self.fail(StepFailure(pending.label, pending.clock, why)):
             self._broken(why)
         self._release()

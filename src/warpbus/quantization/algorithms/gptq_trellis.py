@@ -32,7 +32,7 @@ from warpbus.quantization.algorithms.weights import check_scales
 _SPAN = 128
 """Columns whose errors reach the columns behind them in one product."""
 
-_STRETCH = {2: 1.0, 3: 1.05}
+_STRETCH = {2: 1.05, 3: 1.15}
 """By bits, how much wider than the weights of a row the numbers of the trellis are while it is searched."""
 
 

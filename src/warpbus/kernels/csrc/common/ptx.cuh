@@ -34,7 +34,10 @@ __device__ __forceinline__ void load_shared_16(uint32* words, uint32 address) {
                  : "r"(address));
 }
 
-// Store 16 bytes to shared memory.
+// Store 8 or 16 bytes to shared memory.
+__device__ __forceinline__ void store_shared_8(uint32 address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
 __device__ __forceinline__ void store_shared_16(uint32 address, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
@@ -62,6 +65,11 @@ __device__ __forceinline__ void cp_async_wait(int pending) {
     else if (pending == 1) cp_async_wait<1>();
     else if (pending == 2) cp_async_wait<2>();
     else cp_async_wait<3>();
+}
+
+// Arrive at a barrier of mbarrier_init when all copies that this thread has begun are complete.
+__device__ __forceinline__ void cp_async_arrive(uint32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- Matrix fragments (sm_75, stmatrix sm_90) ----

@@ -36,9 +36,11 @@ __device__ __forceinline__ void wait_for_stores(int consumer) {
 
 // silu(gate) * up, where the first two warps of a warpgroup have 32 rows of the gate and the others the same rows of up. Warps
 // exchange half of their sums through `buffer` in shared memory, 2 KB per 16 tokens or 8 KB, so that all have as much to do.
-// The results take the place of the first half of `d`; those of tokens from `tokens` on are not needed.
+// The results take the place of the first half of `d`; those of tokens from `tokens` on are not needed. `d` is in units of
+// `unit`, the results in those of 1.
 template <int Count>
-__device__ __forceinline__ void join_gate(float (&d)[Count], ptx::uint32 buffer, int consumer, int tokens = 2 * Count) {
+__device__ __forceinline__ void join_gate(float (&d)[Count], ptx::uint32 buffer, int consumer, int tokens = 2 * Count,
+                                          float unit = 1.0f) {
     constexpr int kUnits = Count / 8;  // of 16 tokens
     constexpr int kAtOnce = kUnits < 4 ? kUnits : 4;
     static_assert(kUnits % kAtOnce == 0, "units are exchanged kAtOnce at a time");
@@ -65,7 +67,8 @@ __device__ __forceinline__ void join_gate(float (&d)[Count], ptx::uint32 buffer,
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float own = is_up ? sums[4 + i] : sums[i], other = __uint_as_float(given[i]);
-                d[4 * (first + u) + i] = activate(kSilu, is_up ? other : own) * (is_up ? own : other);
+                const float gate = is_up ? other : own, up = is_up ? own : other;
+                d[4 * (first + u) + i] = activate(kSilu, gate * unit) * (up * unit);
             }
         }
         ptx::named_barrier(1 + consumer, 128);
@@ -115,5 +118,19 @@ __device__ __forceinline__ void end_box(const ptx::TensorMap& map_out, ptx::uint
     if (threadIdx.x % 128 == 0) {
         ptx::tma_store(&map_out, box, row, token);
         ptx::tma_store_commit();
+    }
+}
+
+// The first `rows` rows of a box, 16 bytes by each thread at a time. Rows of out begin at multiples of 16 bytes.
+template <typename T, int Columns>
+__device__ __forceinline__ void store_rows(ptx::uint32 box, T* out, int token, int rows, int column, int n) {
+    constexpr int kChunks = Columns / 8;  // of a row
+    for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        ptx::uint32 words[4];
+        ptx::load_shared_16(words, box + row * Columns * 2 + ((chunk ^ (Columns == 64 ? row & 7 : row / 2 & 3)) << 4));
+        if (column + chunk * 8 >= n) continue;
+        *reinterpret_cast<uint4*>(out + static_cast<long long>(token + row) * n + column + chunk * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
 }

@@ -21,6 +21,13 @@
 
 constexpr int kThreads = 256;
 
+// The sum of the signed bytes that `ones` has ones for. Added to 1.5 * 2^23 it is in the lower bits of a float; a conversion would
+// take four times as long.
+__device__ __forceinline__ float sum_of(ptx::uint32 bytes, int ones) {
+    constexpr float kShift = 12582912.0f;
+    return __int_as_float(__dp4a(static_cast<int>(bytes), ones, __float_as_int(kShift))) - kShift;
+}
+
 __device__ __forceinline__ void butterfly(float& low, float& high) {
     const float sum = low + high, difference = low - high;
     low = sum;
@@ -42,13 +49,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     trellis_dequantize(const uint4* __restrict__ codes, const float* __restrict__ scales,
                        const unsigned char* __restrict__ signs, ELEMENT* __restrict__ out, int blocks, int first_tile,
                        int tiles, int first_block, int columns, int levels) {
-    __shared__ Constants constants;
-    if (threadIdx.x == 0) constants = kCode;
-    __syncthreads();
-    const Code code(ptx::shared_address(&constants));
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const Window window(lane);
-    const float root = exp2f(-0.5f * levels);
+    const float unit = exp2f(-0.5f * levels) * kUnit;
     const int across = (columns + kBlock - 1) / kBlock;
     const long long pieces = static_cast<long long>(tiles) * across;
     const long long warps = static_cast<long long>(gridDim.x) * (kThreads / 32);
@@ -63,13 +66,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const ptx::uint32 high[kTiles] = {second.x, second.y, second.z, second.w};
 #pragma unroll
             for (int c = 0; c < kTiles; ++c) {
-                ptx::uint32 numbers[4];
-                code.numbers(numbers, __funnelshift_r(low[c], high[c], window.shift));
+                ptx::uint32 bytes[4];
+                bytes_of(bytes, __funnelshift_r(low[c], high[c], window.shift));
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
-                    const float2 pair = unpack_pair<__half>(numbers[s]);
-                    v[s % 2][u * kTiles + c][s / 2][0] = pair.x;
-                    v[s % 2][u * kTiles + c][s / 2][1] = pair.y;
+                    v[s % 2][u * kTiles + c][s / 2][0] = sum_of(bytes[s], 0x00000101);
+                    v[s % 2][u * kTiles + c][s / 2][1] = sum_of(bytes[s], 0x01010000);
                 }
             }
         }
@@ -112,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 }
             }
             const int within = 16 * tile + g + 8 * h;
-            const float scale = scales[16ll * first_tile + within] * root;
+            const float scale = scales[16ll * first_tile + within] * unit;
 #pragma unroll
             for (int t = 0; t < 4; ++t) {
                 const int at = block * kBlock + 32 * t + 8 * q;

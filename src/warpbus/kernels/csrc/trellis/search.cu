@@ -25,6 +25,8 @@ constexpr int kThreads = 256;
 constexpr int kOwn = kGroups / kThreads;   // groups of a thread
 constexpr int kSources = kGroups / kChoices;  // groups of states that differ in their upper bits alone
 constexpr float kUnreachable = 1e30f;
+constexpr unsigned kMultiplier = 0xAA44731Bu;
+constexpr float kUnit = 1.0f / 128;
 static_assert(kOwn * kThreads == kGroups && kOwn * kChoices == 64, "the states of a thread fill its registers");
 
 // The choices of a step, by group: 4 bits each where there are 16, else bytes.
@@ -47,15 +49,10 @@ __device__ __forceinline__ int choice_of(const unsigned char* step, int group) {
     return kChoiceBits == 8 ? step[group] : step[group / 2] >> group % 2 * 4 & 15;
 }
 
-__device__ __forceinline__ __half2 half_bits(unsigned product) {
-    const unsigned bits = (product & 0x8FFF8FFFu) | 0x30003000u;
-    return *reinterpret_cast<const __half2*>(&bits);
-}
-
-// The two numbers of a state.
+// The two numbers of a state (qtensor/trellis.py): sums of two signed bytes each.
 __device__ __forceinline__ float2 numbers_of(unsigned state) {
-    const unsigned p = state * 0x9E3779B1u + 0x00012345u, q = state * 0x85EBCA77u + 0x00777777u;
-    return __half22float2(__hadd2(half_bits(p), half_bits(q)));
+    const int product = static_cast<int>(state * kMultiplier);
+    return make_float2(kUnit * __dp4a(product, 0x00000101, 0), kUnit * __dp4a(product, 0x01010000, 0));
 }
 
 // Where the cost of a group lies: those of a source's successors side by side.

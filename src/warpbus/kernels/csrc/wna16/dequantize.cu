@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kBlock)
                 zeros == nullptr ? middle_pair : *reinterpret_cast<const ptx::uint32*>(zeros + pair));
             ptx::uint32 a[4];
             Packed::integers(a, words, step, zero);
-            scale_fragment<ELEMENT>(a, spread_rows(*reinterpret_cast<const ptx::uint32*>(scales + pair)));
+            scale_fragment<ELEMENT>(a, Packed::scales(*reinterpret_cast<const ptx::uint32*>(scales + pair)));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {  // rows g and g + 8
                 if (row + 8 * half >= n) continue;

@@ -9,20 +9,24 @@
 // row g + 8 in the high half. Example:
 //   using Packed = Codes<T, 4>;
 //   const auto zeros = Packed::zeros(zero_pair);          // once per group; pack_pair<T>(8, 8) if symmetric
-//   const RowPairs scales = spread_rows(scale_pair);
-//   Packed::integers(a, words, step, zeros);              // code - zero, exact
-//   scale_fragment<T>(a, scales);                         // times scale, rounded to T
+//   const RowPairs scales = Packed::scales(scale_pair);
+//   Packed::integers(a, words, step, zeros);              // (code - zero) times a power of two, exact
+//   scale_fragment<T>(a, scales);                         // (code - zero) times the scale, rounded to T
 // The result has the bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, which both
 // types represent exactly, so the product with the scale is the only rounding.
+//
+// `SymmetricWeights` does the same where all zero points are 2^(Bits - 1), in bfloat16 with one instruction less.
 //
 // Where instructions per product matter, even the subtraction can be avoided:
 //   Packed::spread(a, words, step)                        (base + code) times kUpper or kLower, exact
 // The caller then subtracts (base + zero) times the sum of the other operand from the sums. In half precision the result is
 // the code's own bits: read as a half, they are a subnormal number, which tensor cores multiply exactly.
 //
-// No conversion instructions are used, because they run at a quarter of the arithmetic rate or less. Instead, the bits of a
-// code are inserted into those of a power of two of which a certain mantissa bit is worth 1: that gives the sum of both, and
-// a subtraction leaves the code.
+// No conversion instructions are used, because they run at a quarter of the arithmetic rate or less. In half precision the
+// bits of a code are inserted into those of a power of two of which a certain mantissa bit is worth 1: that gives the sum of
+// both, and a subtraction leaves the code. In bfloat16 that would take a shift for each code of 4 bits, since only 7 mantissa
+// bits are below a power of two. There the code's own bits are a subnormal number: the lowest 8 bits of a bfloat16 are an
+// integer times 2^-133, because numbers with the exponents 0 and 1 are equally far apart.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
@@ -55,6 +59,14 @@ __device__ __forceinline__ ptx::uint32 fma_pair<__nv_bfloat16>(ptx::uint32 a, pt
 
 // The same value in both halves of a register: the bits of a T.
 __device__ __forceinline__ constexpr ptx::uint32 twice(ptx::uint32 bits) { return bits << 16 | bits; }
+
+// 2^exponent in both halves, in bfloat16.
+__device__ __forceinline__ constexpr ptx::uint32 power_of_two(int exponent) { return twice(127 + exponent << 7); }
+
+// a b, where b has a power of two in each half, with any sign: without rounding.
+__device__ __forceinline__ ptx::uint32 scale_pair(ptx::uint32 a, ptx::uint32 b) {
+    return fma_pair<__nv_bfloat16>(a, b, twice(0x8000));
+}
 
 // bits & mask | base in one instruction. The compiler emits two for this expression, because an instruction has room for one
 // constant; the asm keeps the other constant in a register.
@@ -135,8 +147,9 @@ __device__ __forceinline__ ptx::uint32 word_of_step(const ptx::uint32 (&words)[B
     return words[step];
 }
 
-// Codes of `Bits` bits to integers in T:
+// Codes of `Bits` bits to numbers in T:
 //   Zeros zeros(pair)                     the zero points of a lane's rows, exact integers in T, in the form subtracted
+//   RowPairs scales(pair)                 the scales of these rows, in the form that `integers` are multiplied by
 //   void integers(a, words, step, zeros)  the fragment of code - zero, exact; `words` are those of a load, `step` is known
 //                                         to the compiler
 //   void spread(a, words, step)           the fragment of kUpperBase + code, times kUpper, in rows g and of kLowerBase +
@@ -157,6 +170,7 @@ struct Codes<__half, Bits> : Loads<Bits> {
         return {fma_pair<__half>(zero.upper, kMinusOne, twice(0xe400)),                  // -1024 - zero
                 fma_pair<__half>(zero.lower, kMinusOne, twice(0xe400 - Bits * 0x400))};  // -1024 / 2^Bits - zero
     }
+    static __device__ __forceinline__ RowPairs scales(ptx::uint32 pair) { return spread_rows(pair); }
 
     static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step,
                                                     Zeros zeros) {
@@ -181,72 +195,66 @@ struct Codes<__half, Bits> : Loads<Bits> {
     }
 };
 
-// 2 and 3 bits. 0x4300 is 128 with 7 mantissa bits: the low position gives 128 + code. Of 128 / 2^Bits the bit that the high
-// position begins with is worth 1.
+// All widths. The bits of a code are an integer times 2^kUpperOne in row g, and times 2^kLowerOne in row g + 8, whose codes
+// follow those of row g, except that with 8 bits they are shifted to their place.
 template <int Bits>
 struct Codes<__nv_bfloat16, Bits> : Loads<Bits> {
+    static constexpr int kShift = Bits == 8 ? 0 : Bits;  // from the codes of row g to those of row g + 8
+    static constexpr int kUpperOne = -133, kLowerOne = kUpperOne + kShift;
+    static constexpr int kIntegerOne = -7;  // `integers` are code - zero times 2^-7, since no bfloat16 is 2^133
+    static constexpr ptx::uint32 kMask = twice((1 << Bits) - 1), kMinus = twice(0x8000);
+
     using Zeros = RowPairs;
 
     static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
-        const RowPairs zero = spread_rows(pair);
-        constexpr ptx::uint32 kMinusOne = twice(0xbf80), kMinus = 0x8000;
-        return {fma_pair<__nv_bfloat16>(zero.upper, kMinusOne, twice(kMinus | kUpperBits)),
-                fma_pair<__nv_bfloat16>(zero.lower, kMinusOne, twice(kMinus | kLowerBits))};
+        return spread_rows(scale_pair(pair, kMinus | power_of_two(kIntegerOne)));
+    }
+    static __device__ __forceinline__ RowPairs scales(ptx::uint32 pair) {
+        return spread_rows(scale_pair(pair, power_of_two(-kIntegerOne)));
     }
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step,
-                                                    Zeros zeros) {
-        constexpr ptx::uint32 kOne = twice(0x3f80);
-        spread(a, words, step);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = fma_pair<__nv_bfloat16>(a[i], kOne, i % 2 == 0 ? zeros.upper : zeros.lower);
-    }
-
-    static constexpr float kUpperBase = 128.0f, kLowerBase = 128.0f / (1 << Bits), kUpper = 1.0f, kLower = 1.0f;
-
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Bits], int step) {
-        constexpr ptx::uint32 kMask = twice((1 << Bits) - 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const ptx::uint32 word = word_of_step(words, step) >> 8 * i;
-            a[2 * i] = join_bits(word, kMask, twice(kUpperBits));
-            a[2 * i + 1] = join_bits(word, kMask << Bits, twice(kLowerBits));
-        }
-    }
-
-private:
-    static constexpr ptx::uint32 kUpperBits = 0x4300, kLowerBits = 0x4300 - Bits * 0x80;
-};
-
-// The high position of 4 bits is outside the 7 mantissa bits, so each code is shifted down: 128 + code.
-template <>
-struct Codes<__nv_bfloat16, 4> : Loads<4> {
-    using Zeros = RowPairs;
-
-    static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
-        const RowPairs zero = spread_rows(pair);
-        constexpr ptx::uint32 kMinusOne = twice(0xbf80), kMinusBase = twice(0xc300);
-        return {fma_pair<__nv_bfloat16>(zero.upper, kMinusOne, kMinusBase),
-                fma_pair<__nv_bfloat16>(zero.lower, kMinusOne, kMinusBase)};
-    }
-
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step, Zeros zeros) {
-        constexpr ptx::uint32 kBase = twice(0x4300), kOne = twice(0x3f80);
+    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Loads<Bits>::kLoadWords],
+                                                    int step, Zeros zeros) {
+        constexpr ptx::uint32 kUpper = power_of_two(kIntegerOne - kUpperOne), kLower = power_of_two(kIntegerOne - kLowerOne);
+        codes(a, words, step);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const ptx::uint32 sum = join_bits(words[step] >> 4 * i, twice(0x000f), kBase);
-            a[i] = fma_pair<__nv_bfloat16>(sum, kOne, i % 2 == 0 ? zeros.upper : zeros.lower);
+            a[i] = fma_pair<__nv_bfloat16>(a[i], i % 2 == 0 ? kUpper : kLower, i % 2 == 0 ? zeros.upper : zeros.lower);
         }
     }
 
-    static constexpr float kUpperBase = 16.0f, kLowerBase = 16.0f, kUpper = 1.0f, kLower = 1.0f;
-
-    // 0x4180 is 16, whose fourth mantissa bit is worth 1. A base smaller than 128 leaves the sums more precision.
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step) {
-        const ptx::uint32 word = words[step];
-        a[0] = join_bits(word << 3, twice(0x0078), twice(0x4180));
+    // The codes' own bits.
+    static __device__ __forceinline__ void codes(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Loads<Bits>::kLoadWords],
+                                                 int step) {
 #pragma unroll
-        for (int i = 1; i < 4; ++i) a[i] = join_bits(word >> (4 * i - 3), twice(0x0078), twice(0x4180));
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (Bits == 8) a[i] = words[2 * step + i / 2] >> 8 * (i % 2) & kMask;
+            else a[i] = word_of_step(words, step) >> 8 * (i / 2) & kMask << kShift * (i % 2);
+        }
+    }
+
+    // What is inserted into a power of two leaves the sums more precision the smaller that is: with 4 bits 16, whose fourth
+    // mantissa bit is worth 1.
+    static constexpr float kUpperBase = Bits == 8 ? 0.0f : Bits == 4 ? 16.0f : 128.0f;
+    static constexpr float kLowerBase = Bits > 3 ? kUpperBase : 128.0f / (1 << Bits);
+    static constexpr float kUpper = Bits == 8 ? 0x1p-7f : 1.0f, kLower = kUpper;
+
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Loads<Bits>::kLoadWords],
+                                                  int step) {
+        if constexpr (Bits == 8) {
+            integers(a, words, step, {kMinus, kMinus});
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (Bits == 4) {
+                    const ptx::uint32 word = i == 0 ? words[step] << 3 : words[step] >> (4 * i - 3);
+                    a[i] = join_bits(word, twice(0x0078), twice(0x4180));
+                } else {
+                    const ptx::uint32 base = twice(i % 2 == 0 ? 0x4300 : 0x4300 - Bits * 0x80);
+                    a[i] = join_bits(word_of_step(words, step) >> 8 * (i / 2), kMask << Bits * (i % 2), base);
+                }
+            }
+        }
     }
 };
 
@@ -261,6 +269,7 @@ struct Codes<__half, 8> : Loads<8> {
         return {fma_pair<__half>(zero.upper, kMinusOne, kMinusBase),
                 fma_pair<__half>(zero.lower, kMinusOne, kMinusBase)};
     }
+    static __device__ __forceinline__ RowPairs scales(ptx::uint32 pair) { return spread_rows(pair); }
 
     static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step, Zeros zeros) {
         constexpr ptx::uint32 kBase = twice(0x6400), kOne = twice(0x3c00);
@@ -282,39 +291,54 @@ struct Codes<__half, 8> : Loads<8> {
     }
 };
 
-// No bfloat16 has 8 mantissa bits below a power of two, but a float has: 0x4b000000 is 2^23. The difference is an integer of
-// at most 8 bits and a sign, so the upper half of the float is the bfloat16.
-template <>
-struct Codes<__nv_bfloat16, 8> : Loads<8> {
-    struct Zeros {
-        float upper, lower;
-    };
+// Weights of a symmetric scheme, where all zero points are 2^(Bits - 1):
+//   const SymmetricWeights<T, Bits> weights(scale_pair);  // once per group
+//   weights.fragment(a, words, step);                     // (code - zero) times the scale over kUnit, rounded once
+// The caller multiplies sums of products by kUnit, a power of two.
+template <typename T, int Bits>
+struct SymmetricWeights {
+    using Packed = Codes<T, Bits>;
+    static constexpr float kUnit = 1.0f;
 
-    static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
-        const float2 zero = unpack_pair<__nv_bfloat16>(pair);
-        return {8388608.0f + zero.x, 8388608.0f + zero.y};
-    }
+    __device__ __forceinline__ explicit SymmetricWeights(ptx::uint32 pair)
+        : scales(Packed::scales(pair)), zeros(Packed::zeros(pack_pair<T>(1 << (Bits - 1), 1 << (Bits - 1)))) {}
 
-    static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step, Zeros zeros) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const ptx::uint32 word = words[2 * step + i / 2];
-            const float zero = i % 2 == 0 ? zeros.upper : zeros.lower;
-            const float first = code(word, i % 2 == 0 ? 0x7440 : 0x7441) - zero;
-            const float second = code(word, i % 2 == 0 ? 0x7442 : 0x7443) - zero;
-            a[i] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
-        }
-    }
-
-    static constexpr float kUpperBase = 0.0f, kLowerBase = 0.0f, kUpper = 1.0f, kLower = 1.0f;
-
-    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[4], int step) {
-        integers(a, words, step, {8388608.0f, 8388608.0f});
+    __device__ __forceinline__ void fragment(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Packed::kLoadWords], int step) const {
+        Packed::integers(a, words, step, zeros);
+        scale_fragment<T>(a, scales);
     }
 
 private:
-    // 2^23 + the byte of the word that the selector names last.
-    static __device__ __forceinline__ float code(ptx::uint32 word, ptx::uint32 selector) {
-        return __uint_as_float(__byte_perm(word, 0x4b000000, selector));
+    RowPairs scales;
+    typename Packed::Zeros zeros;
+};
+
+// In bfloat16 the zero point times the scale is exact, so a weight is its code times a factor plus an offset: one instruction.
+// Factors are scales times 2^101, because codes are so small, and weights are scaled by 2^-32 to leave them the room: both
+// are exact for scales from 2^-94 to 2^26.
+template <int Bits>
+struct SymmetricWeights<__nv_bfloat16, Bits> {
+    using Packed = Codes<__nv_bfloat16, Bits>;
+    static constexpr int kOne = -32;
+    static constexpr float kUnit = 0x1p32f;
+
+    __device__ __forceinline__ explicit SymmetricWeights(ptx::uint32 pair) {
+        constexpr ptx::uint32 kMinusZero = Packed::kMinus | power_of_two(Bits - 1 + kOne);
+        const RowPairs scales = spread_rows(pair);
+        factors = {scale_pair(scales.upper, power_of_two(kOne - Packed::kUpperOne)),
+                   scale_pair(scales.lower, power_of_two(kOne - Packed::kLowerOne))};
+        offsets = {scale_pair(scales.upper, kMinusZero), scale_pair(scales.lower, kMinusZero)};
     }
+
+    __device__ __forceinline__ void fragment(ptx::uint32 (&a)[4], const ptx::uint32 (&words)[Packed::kLoadWords], int step) const {
+        Packed::codes(a, words, step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            a[i] = fma_pair<__nv_bfloat16>(a[i], i % 2 == 0 ? factors.upper : factors.lower,
+                                           i % 2 == 0 ? offsets.upper : offsets.lower);
+        }
+    }
+
+private:
+    RowPairs factors, offsets;
 };

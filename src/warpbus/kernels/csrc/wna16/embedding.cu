@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, 8)
                 zeros == nullptr ? middle_pair : *reinterpret_cast<const ptx::uint32*>(zeros + pair));
             ptx::uint32 a[4];
             Packed::integers(a, words, step, zero);
-            scale_fragment<ELEMENT>(a, spread_rows(*reinterpret_cast<const ptx::uint32*>(scales + pair)));
+            scale_fragment<ELEMENT>(a, Packed::scales(*reinterpret_cast<const ptx::uint32*>(scales + pair)));
             store_pair(target, column + 2 * t, k, lower ? a[1] : a[0]);
             store_pair(target, column + 2 * t + 8, k, lower ? a[3] : a[2]);
         }

@@ -170,7 +170,7 @@ public:
                 for (int word = 0; word < kLoadWords; ++word) words_[i][word] = loaded_[i][word];
             }
             if (step % kStepsOfHalf == 0) {
-                scales_[i] = spread_rows(scale_pairs_[i]);
+                scales_[i] = Packed::scales(scale_pairs_[i]);
                 zeros_[i] = Packed::zeros(symmetric ? middle : zero_pairs_[i]);
             }
         }

@@ -8,11 +8,11 @@
 //   CONSUMERS consumer warpgroups, 64 rows of the weight each: 2, or 3 if TOKENS leaves enough registers
 //   GROUPS    1: a scale covers 64 columns or more; 2: it covers 32
 //   STAGES    blocks of 64 columns in flight
+//   PARTS     1, 2 or 4: equal parts of a tile's rows, of which a tile of experts copies and multiplies no more than it has
 //   EXPERTS   0: one product; 1: the products of a mixture of experts. Rows of x are sorted by expert and multiplied by the
 //             expert's weights, which are contiguous, from number `resident` on in pinned host memory. tiles[i] = {expert,
 //             first row, rows, 0} has up to TOKENS rows; there are tiles[-1].x tiles, which blocks process whole, in turn.
-//             Large tiles multiply no more quarters of their rows than they have. x has at least TOKENS rows, and there is
-//             no bias.
+//             x has at least TOKENS rows, and there is no bias.
 //   GATED     1: a tile has as many rows of the gate as of up. n is a multiple of 16.
 //
 // The kernel computes the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register is then part
@@ -42,14 +42,13 @@
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
+using Weights = SymmetricWeights<ELEMENT, BITS>;
 constexpr int kConsumers = CONSUMERS;
 constexpr int kRows = 64 * kConsumers;  // rows of the weight per tile
 constexpr int kColumnsOfGroup = GATED ? 32 : 64;  // of out, that a warpgroup has
 constexpr int kColumns = kConsumers * kColumnsOfGroup;
 constexpr int kCopies = GATED ? 2 : 1;  // of the gate, and of up
-// Rows of x that are copied at a time, and by which a product of experts may be smaller than a tile: the last tile of an
-// expert has any number of rows.
-constexpr int kUnit = EXPERTS && TOKENS >= 128 ? TOKENS / 4 : TOKENS;
+constexpr int kUnit = TOKENS / PARTS;  // rows of x that are copied at a time
 constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kXBytes = TOKENS * kTileK * 2;
@@ -71,7 +70,6 @@ struct Problem {
     int gate_tiles;   // packed tiles of the gate, which those of up follow; 0 without a gate
     int chunks;       // chunks of 64 columns per row of the weight
     int shift;        // a group has 2^shift chunks
-    int middle;       // the code of zero in a symmetric scheme
     int group;        // tiles along m that are processed together, so that a wave of blocks shares L2
     int waves;        // whole tiles per block
     int direct;       // write with ordinary stores: out has no tensor map
@@ -253,9 +251,8 @@ struct Operands {
     ptx::uint32 codes, scales;  // of its 16 rows
     ptx::uint32 x;              // the low word of the descriptor
     ptx::uint32 full;           // the barrier
-    typename Packed::Zeros zeros;  // of a symmetric scheme, the same in all blocks
 
-    __device__ __forceinline__ Operands(const Buffers& buffers, const Problem& p) {
+    __device__ __forceinline__ explicit Operands(const Buffers& buffers) {
         const int lane = threadIdx.x % 32, tile = packed_tile_of_warp<GATED, kConsumers>();
         codes = buffers.codes + tile * 128 * BITS;
         scales = buffers.scales + tile_offset(tile) + lane / 4 * 4;
@@ -263,7 +260,6 @@ struct Operands {
         full = buffers.full;
         // Else the compiler computes them again for each block.
         asm volatile("" : "+r"(codes), "+r"(scales), "+r"(x), "+r"(full));
-        zeros = Packed::zeros(pack_pair<ELEMENT>(p.middle, p.middle));
     }
 };
 
@@ -275,16 +271,26 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Operand
 #pragma unroll
     for (int i = 0; i < Packed::kLoads; ++i) read_codes(words[i], codes + i * 128 * Packed::kLoadWords, threadIdx.x % 32);
     const ptx::uint32 from = own.scales + slot * kScaleBytes;
-    RowPairs scales = spread_rows(ptx::load_shared(from));
-    auto zeros = Symmetric ? own.zeros : Packed::zeros(ptx::load_shared(from + STAGES * kScaleBytes));
+    if constexpr (Symmetric) {
+        Weights weights(ptx::load_shared(from));
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        if (GROUPS == 2 && s == 2) {
-            scales = spread_rows(ptx::load_shared(from + 32));
-            if (!Symmetric) zeros = Packed::zeros(ptx::load_shared(from + 32 + STAGES * kScaleBytes));
+        for (int s = 0; s < 4; ++s) {
+            if (GROUPS == 2 && s == 2) weights = Weights(ptx::load_shared(from + 32));
+            weights.fragment(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps);
         }
-        Packed::integers(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps, zeros);
-        scale_fragment<ELEMENT>(a[s], scales);
+    } else {
+        const ptx::uint32 zeros_from = from + STAGES * kScaleBytes;
+        RowPairs scales = Packed::scales(ptx::load_shared(from));
+        auto zeros = Packed::zeros(ptx::load_shared(zeros_from));
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+            if (GROUPS == 2 && s == 2) {
+                scales = Packed::scales(ptx::load_shared(from + 32));
+                zeros = Packed::zeros(ptx::load_shared(zeros_from + 32));
+            }
+            Packed::integers(a[s], words[s / Packed::kLoadSteps], s % Packed::kLoadSteps, zeros);
+            scale_fragment<ELEMENT>(a[s], scales);
+        }
     }
 }
 
@@ -351,15 +357,17 @@ __device__ __forceinline__ void multiply_blocks(float (&sums)[TOKENS / 2], Ring<
     for (int i = 0; i < TOKENS / 2; ++i) sums[i] = i < Tokens / 2 ? d[i] : 0.0f;
 }
 
-// As `multiply_blocks`, with no more units of the rows of x than a tile has.
+// As `multiply_blocks`, with no more parts of the rows of x than a tile has.
 template <bool Symmetric>
 __device__ __forceinline__ void multiply_tile(float (&d)[TOKENS / 2], Ring<kStages>& ring, const Operands& own, int count,
                                               Place place) {
-    if constexpr (kUnit < TOKENS) {
+    if constexpr (PARTS > 1) {
         const int rows = place.end - place.token;
         if (rows <= kUnit) return multiply_blocks<Symmetric, kUnit>(d, ring, own, count);
-        if (rows <= 2 * kUnit) return multiply_blocks<Symmetric, 2 * kUnit>(d, ring, own, count);
-        if (rows <= 3 * kUnit) return multiply_blocks<Symmetric, 3 * kUnit>(d, ring, own, count);
+        if constexpr (PARTS == 4) {
+            if (rows <= 2 * kUnit) return multiply_blocks<Symmetric, 2 * kUnit>(d, ring, own, count);
+            if (rows <= 3 * kUnit) return multiply_blocks<Symmetric, 3 * kUnit>(d, ring, own, count);
+        }
     }
     multiply_blocks<Symmetric, TOKENS>(d, ring, own, count);
 }
@@ -372,15 +380,18 @@ __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 
         store_directly<ELEMENT, kColumnsOfGroup>(d, out, place.token, column, place.end, p.n);
         return;
     }
-    constexpr int kValues = kStoreTokens * kColumnsOfGroup / 128;  // of a thread
 #pragma unroll
     for (int first = 0; first < TOKENS; first += kStoreTokens) {
         const int left = place.end - place.token - first;
         if (EXPERTS && left < kStoreTokens) {  // a box would write to the rows of the next expert
-            float some[kStoreTokens / 2];  // with a gate, its results take half
+            if (left <= 0) break;
+            begin_box(consumer);
 #pragma unroll
-            for (int i = 0; i < kValues; ++i) some[i] = d[first * kColumnsOfGroup / 128 + i];
-            if (left > 0) store_directly<ELEMENT, kColumnsOfGroup>(some, out, place.token + first, column, place.end, p.n);
+            for (int token = 0; token < kStoreTokens; token += 16) {
+                if (token < left) transpose<ELEMENT, kColumnsOfGroup>(&d[(first + token) * kColumnsOfGroup / 128], staging, token);
+            }
+            ptx::named_barrier(1 + consumer, 128);
+            store_rows<ELEMENT, kColumnsOfGroup>(staging, out, place.token + first, left, column, p.n);
             continue;
         }
         begin_box(consumer);
@@ -392,24 +403,31 @@ __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 
     }
 }
 
-// Adds the bias to four values of a thread per 8 tokens, and joins gate and up. `column` is the warpgroup's first one of out.
-// Tokens from `tokens` on are not needed.
-template <int Count>
+// Turns sums of products into results: brings them to the unit 1, adds the bias to four values of a thread per 8 tokens, and
+// joins gate and up. `column` is the warpgroup's first one of out. Tokens from `tokens` on are not needed.
+template <bool Symmetric, int Count>
 __device__ __forceinline__ void finish(float (&d)[Count], const ELEMENT* bias, int column, ptx::uint32 staging, int consumer,
                                        const Problem& p, int tokens = 2 * Count) {
+    constexpr float kOne = Symmetric ? Weights::kUnit : 1.0f;
     if (bias != nullptr) {
         const int row = column + row_of_warp<GATED>() + threadIdx.x % 32 / 4;
         if (GATED && has_last_tokens()) bias += p.n;
-        const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
-        const float lower = row + 8 < p.n ? to_float(bias[row + 8]) : 0.0f;
+        const float upper = row < p.n ? to_float(bias[row]) / kOne : 0.0f;
+        const float lower = row + 8 < p.n ? to_float(bias[row + 8]) / kOne : 0.0f;
 #pragma unroll
         for (int i = 0; i < Count; ++i) d[i] += i & 2 ? lower : upper;
     }
-    if constexpr (GATED) join_gate(d, staging, consumer, tokens);
+    if constexpr (GATED) {
+        join_gate(d, staging, consumer, tokens, kOne);
+    } else {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) d[i] *= kOne;
+    }
 }
 
 // Adds up and writes the sums that the blocks of a cluster have of a tile, every splits-th unit of 16 tokens by each block.
 // The sums replace x in shared memory: [kConsumers][TOKENS / 8][128], four values per thread.
+template <bool Symmetric>
 __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffers& buffers, const Maps& maps,
                                       const ELEMENT* bias, ELEMENT* out, Place place, int consumer, const Problem& p) {
     static_assert(STAGES * kXBytes >= kConsumers * TOKENS / 2 * 128 * 4, "the sums fit where x was");
@@ -437,7 +455,7 @@ __device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffer
             total[6] += high.z;
             total[7] += high.w;
         }
-        finish(total, bias, column, staging, consumer, p);
+        finish<Symmetric>(total, bias, column, staging, consumer, p);
         const int token = place.token + 16 * unit;
         if (p.direct) {
             store_directly<ELEMENT, kColumnsOfGroup>(total, out, token, column, place.end, p.n);
@@ -489,7 +507,7 @@ template <bool Symmetric>
 __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const ELEMENT* bias, ELEMENT* out,
                                         float* partials, int* flags, const Problem& p) {
     const int consumer = threadIdx.x / 128 - 1;
-    const Operands own(buffers, p);
+    const Operands own(buffers);
     Schedule schedule(p);
     Segment segment;
     Ring<kStages> ring;
@@ -500,7 +518,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         multiply_tile<Symmetric>(d, ring, own, count, place);
 
         if (p.splits > 1) {
-            share(d, buffers, maps, bias, out, place, consumer, p);
+            share<Symmetric>(d, buffers, maps, bias, out, place, consumer, p);
             continue;
         }
         if (segment.begin > 0) {
@@ -509,7 +527,8 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         }
         if (segment.end < p.chunks) gather(d, segment.tile, partials, flags, consumer, p);
         const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
-        finish(d, bias, place.column + kColumnsOfGroup * consumer, staging, consumer, p, EXPERTS ? place.end - place.token : TOKENS);
+        finish<Symmetric>(d, bias, place.column + kColumnsOfGroup * consumer, staging, consumer, p,
+                          EXPERTS ? place.end - place.token : TOKENS);
         store(d, staging, maps, out, place, consumer, p);
     }
     // The staging buffers must outlive the stores that read them.
