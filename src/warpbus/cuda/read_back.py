@@ -16,8 +16,6 @@ from warpbus.cuda import driver
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CUevent_flags
 
-_current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
-
 
 class _Calls(NamedTuple):
     """Functions of the driver that take numbers as they are. They release the interpreter's lock."""
@@ -70,7 +68,7 @@ class ReadBack:
 
     def copy(self, target: int, source: int, nbytes: int, mark: int) -> None:
         """Copy from an address of the GPU to one of pinned memory once the stream gets there; `mark` follows it."""
-        calls, stream = _calls(), _current_stream(self._index)
+        calls, stream = _calls(), torch._C._cuda_getCurrentRawStream(self._index)
         status = calls.copy(target, source, nbytes, stream) or calls.record(mark, stream)
         if status:
             self._check(status)

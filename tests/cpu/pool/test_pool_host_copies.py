@@ -114,9 +114,11 @@ def lease(request, tmp_path_factory):
     """A lease whose process reads as on a GPU: the copies are there at once, or after other messages."""
     patch = pytest.MonkeyPatch()
     patch.setenv("LOOKS", request.param)
-    with serving(tmp_path_factory.mktemp("mill"), 1, "pool_host_copies", spare=0) as mill:
-        with warpbus.pool.connect(str(mill.address), memory="200MB") as gpu:
-            yield gpu
+    with (
+        serving(tmp_path_factory.mktemp("mill"), 1, "pool_host_copies", spare=0) as mill,
+        warpbus.pool.connect(str(mill.address), memory="200MB") as gpu,
+    ):
+        yield gpu
     patch.undo()
 
 

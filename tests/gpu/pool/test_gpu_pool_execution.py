@@ -73,12 +73,16 @@ def test_copies_that_are_on_their_way_together(hand):
     storages = hand.executor.storages
     for _ in range(2):  # the second time with the same buffers
         wanted = [(5, 8), (100, 4096), (7, 1 << 19), (0, 1)]
-        copies = [storages.leave(there, *each) for each in wanted]
+        copies = []
+        for start, nbytes in wanted:
+            assert storages.has_room(nbytes)
+            copies.append(storages.leave(there, start, nbytes))
         storages.write(there, 0, b"later")
         storages.synchronize()
         for copy, (start, nbytes) in zip(copies, wanted, strict=True):
             assert copy.arrived
             assert bytes(copy.take()) == bytes(data[start : start + nbytes].numpy())
+        del copy, copies
         storages.write(there, 0, bytes(data[:5].numpy()))
 
 

@@ -43,9 +43,9 @@ def trellis_linear(
 ) -> Tensor:
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
-    On a GPU all of it is one kernel where x has up to 16 rows; it rounds x and the rotated x to float16, with a power of
-    two for each row, and this to integers of 16 bits. Large matrices are multiplied so by up to 48 rows, 16 at a time.
-    With more rows the weights are dequantized, 64 MB at a time.
+    On a GPU all of it is one kernel where x has up to 16 rows; it rounds x and the rotated x to float16, with a power
+    of two for each row, and this to integers of 16 bits. Large matrices are multiplied so by up to 48 rows, 16 at a
+    time. With more rows the weights are dequantized, 64 MB at a time.
 
     Args:
         x: `[..., k]`, finite. With a `PackedTrellis` in its dtype, float16 or bfloat16; with a `QTensor` any floating

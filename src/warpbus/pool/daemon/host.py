@@ -108,8 +108,8 @@ class LocalHost:
         processes.mkdir(mode=0o700, exist_ok=True)
         with suppress(OSError):  # there is no cache then, see `warpbus.cuda.jit`
             cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
-        # Leases that start meanwhile do calls in Python until it is there. Threads of the loop would keep the daemon from
-        # ending.
+        # Leases that start meanwhile do calls in Python until it is there. Threads of the loop would keep the daemon
+        # from ending.
         self._native_calls = native_calls_path()
         threading.Thread(target=compile_native_calls, name="compile", daemon=True).start()
         self._program = program
