@@ -94,9 +94,9 @@ def test_a_cluster_that_is_full_changes_nothing(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(replicas_module, "_SECONDS_BETWEEN_LOOKS", 0.05)
-    monkeypatch.setattr(cluster, "_SECONDS_FOR_RESOURCES", 1)
 
     async def test(replicas: ReplicaSet) -> None:
+        monkeypatch.setattr(cluster, "_SECONDS_FOR_RESOURCES", 1)  # only now: a busy machine starts replicas slowly
         waiting = [replicas.generate([SLOW, 7], params(1000)) for _ in range(6)]
         await until(lambda: "the job needs 1 CPU cores, the cluster has 2" in caplog.text)
         assert "the number of replicas could not be changed" in caplog.text

@@ -31,6 +31,7 @@ MOST_SPILLED = {
     ("sm_100a", "mla_attention"): 20,
     ("sm_90a", "trellis_search"): 100,
     ("sm_80", "trellis_decode"): 124,
+    ("sm_86", "trellis_decode"): 124,
     ("sm_90a", "trellis_decode"): 72,
     ("sm_100a", "trellis_decode"): 100,
     ("sm_120a", "trellis_decode"): 44,
