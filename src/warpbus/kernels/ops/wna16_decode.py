@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warpbus.cuda import driver
 from warpbus.cuda.green import multiprocessors
-from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.kernel import Kernel, Unit
 from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits as copyable
 from warpbus.cuda.tensor_map import tensor_map
@@ -19,14 +19,14 @@ from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, Pac
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.units import unit
 
-_PROBLEM = (
+PROBLEM = (
     "int m, int n, int k, int chunks, int groups, int shift, int middle, int gate_tiles, int stages, int streamed, "
     "float eps"
 )
 _PARAMETERS = Parameters(
     "TensorMap map, const uint4* codes, const uint32* scales, const uint32* zeros, const ELEMENT* x, "
     "const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, Problem p",
-    Problem=_PROBLEM,
+    Problem=PROBLEM,
 )
 _EXPERTS = Parameters(
     "TensorMap map, const uint4* codes, const uint32* scales, const uint32* zeros, const uint4* host_codes, "
@@ -34,17 +34,17 @@ _EXPERTS = Parameters(
     "Problem p",
     Items="const int* experts, const int4* tiles, const float* factors, int count, int per_token, int slots, "
     "int shared_expert, int early, int resident, int partial",
-    Problem=_PROBLEM,
+    Problem=PROBLEM,
 )
 MOST_TOKENS = 16
 MOST_ROWS_OF_EXPERT = 8
-_MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
+MOST_STAGES, FEWEST_STAGES = 8, 2  # in flight
 _PLENTY = 160 * 1024  # bytes of shared memory: with less, stages of two chunks per warp would be too few
 _NO_MAP = bytes(128)
 
 
 @dataclass(frozen=True)
-class _DecodeVariant:
+class DecodeVariant:
     """A variant of csrc/wna16/decode.cu, whose macros these are.
 
     Attributes:
@@ -65,7 +65,7 @@ class _DecodeVariant:
     experts: bool
 
     @classmethod
-    def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "_DecodeVariant":
+    def of(cls, m: int, weight: PackedWeight, device: int, *, experts: bool = False) -> "DecodeVariant":
         """The variant for m rows of x and the GPU number `device`."""
         n, k = weight.shape
         several = n > 2 * TILE_ROWS * driver.attribute(driver.MULTIPROCESSOR_COUNT, device)
@@ -126,13 +126,20 @@ class _DecodeVariant:
         stage, others = self.shared(m, k, streamed=streamed)
         shared_room = (room + 1024) // self.resident - 1024  # the system takes 1 KB of each block
         fitting = (shared_room - others) // stage
-        return fitting if fitting >= _FEWEST_STAGES else (room - others) // stage
+        return fitting if fitting >= FEWEST_STAGES else (room - others) // stage
 
     @functools.cache  # noqa: B019 - variants are few, and are kept as long as their kernels
     def kernel(self, dtype: torch.dtype) -> Kernel:
         """The kernel for activations of a dtype."""
-        declared = unit(
-            "wna16/decode.cu",
+        declared = self.unit("wna16/decode.cu", dtype)
+        if self.experts:
+            return declared.kernel("wna16_decode_experts", _EXPERTS)
+        return declared.kernel("wna16_decode", _PARAMETERS)
+
+    def unit(self, source: str, dtype: torch.dtype) -> Unit:
+        """A source compiled with the macros of this variant, for activations of a dtype."""
+        return unit(
+            source,
             needs="sm_90",
             ELEMENT=ELEMENTS[dtype],
             BITS=self.bits,
@@ -147,13 +154,10 @@ class _DecodeVariant:
             EXPERTS=int(self.experts),
             RESIDENT=self.resident,
         )
-        if self.experts:
-            return declared.kernel("wna16_decode_experts", _EXPERTS)
-        return declared.kernel("wna16_decode", _PARAMETERS)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(m: int, k: int, several: bool, bits: int, two_scales: bool, room: int, experts: bool) -> _DecodeVariant:
+def _chosen(m: int, k: int, several: bool, bits: int, two_scales: bool, room: int, experts: bool) -> DecodeVariant:
     """The variant for GPUs whose blocks can ask for `room` bytes of shared memory.
 
     Args:
@@ -162,26 +166,26 @@ def _chosen(m: int, k: int, several: bool, bits: int, two_scales: bool, room: in
     tokens = 8 if m <= 8 else 16
     # Two chunks share the work around their products, as far as registers and shared memory hold them.
     span = 2 if bits <= 4 and tokens == 8 and room >= _PLENTY else 1
-    once = _DecodeVariant(bits, two_scales, tokens, span, 1, experts)
+    once = DecodeVariant(bits, two_scales, tokens, span, 1, experts)
     if span == 1 or experts:
         return once
     twice = replace(once, rounds=2)
     if not several and blocks((k, TILE_COLUMNS)) <= twice.chunks:
         return once  # all would be in one stage, and the first product would wait for the last byte
     for streamed in (False, True):
-        if twice.fitting(m, k, room, streamed=streamed) < _FEWEST_STAGES <= once.fitting(m, k, room, streamed=streamed):
+        if twice.fitting(m, k, room, streamed=streamed) < FEWEST_STAGES <= once.fitting(m, k, room, streamed=streamed):
             return once
     return twice
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
     """Whether x `[m, k]` has few enough rows for a GPU's shared memory."""
-    return x.shape[0] <= MOST_TOKENS and _stages(x, weight, streamed=True) >= _FEWEST_STAGES
+    return x.shape[0] <= MOST_TOKENS and _stages(x, weight, streamed=True) >= FEWEST_STAGES
 
 
 def norms(x: Tensor, weight: PackedWeight) -> bool:
     """Whether x can be normed on the way: it has to lie in shared memory as a whole."""
-    return x.shape[1] % 8 == 0 and _stages(x, weight, streamed=False) >= _FEWEST_STAGES
+    return x.shape[1] % 8 == 0 and _stages(x, weight, streamed=False) >= FEWEST_STAGES
 
 
 def multiply(
@@ -207,8 +211,8 @@ def multiply(
     n = weight.shape[0]
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
-    streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
-    variant = _DecodeVariant.of(m, weight, x.get_device())
+    streamed = norm is None and (once or _stages(x, weight, streamed=False) < FEWEST_STAGES)
+    variant = DecodeVariant.of(m, weight, x.get_device())
     copied = False
     if norm is not None:
         x = x if aligned(x) else x.clone()
@@ -265,7 +269,7 @@ def multiply_experts(
     k, weights, offloaded = x.shape[1], stacked.weights, stacked.offloaded
     if not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
-    variant = _DecodeVariant.of(rows, weights, x.get_device(), experts=True)
+    variant = DecodeVariant.of(rows, weights, x.get_device(), experts=True)
     pairs = blocks((weights.shape[0], 2 * TILE_ROWS))
     variant.kernel(x.dtype)(
         min(multiprocessors(x.device) * variant.resident, pairs * count),
@@ -293,12 +297,17 @@ def multiply_experts(
 
 
 def _problem(
-    variant: _DecodeVariant, m: int, k: int, weight: PackedWeight, gated: bool, device: int, *, streamed: bool
+    variant: DecodeVariant, m: int, k: int, weight: PackedWeight, gated: bool, device: int, *, streamed: bool
 ) -> dict[str, Any]:
     """The arguments of a launch that describe the weight, and how it is computed."""
-    n, size = weight.shape[0], weight.scheme.group_size
-    stages = min(variant.stages(m, k, device, streamed=streamed), _MOST_STAGES)
+    stages = min(variant.stages(m, k, device, streamed=streamed), MOST_STAGES)
     stage, others = variant.shared(m, k, streamed=streamed)
+    return {**describe(weight, m, gated, stages), "k": k, "streamed": streamed, "shared": stages * stage + others}
+
+
+def describe(weight: PackedWeight, m: int, gated: bool, stages: int) -> dict[str, Any]:
+    """The fields of a launch with m rows of x, which is not streamed, except for `eps`."""
+    (n, k), size = weight.shape, weight.scheme.group_size
     return {
         "codes": weight.codes,
         "scales": weight.scales,
@@ -312,8 +321,7 @@ def _problem(
         "middle": weight.scheme.middle_code,
         "gate_tiles": n // 2 // TILE_ROWS if gated else 0,
         "stages": stages,
-        "streamed": streamed,
-        "shared": stages * stage + others,
+        "streamed": False,
     }
 
 
@@ -328,13 +336,13 @@ def _padded(x: Tensor) -> Tensor:
 def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
     """How many stages there is room for, with x `[m, k]`."""
     m, k = x.shape
-    return _DecodeVariant.of(m, weight, x.get_device()).stages(m, k, x.get_device(), streamed=streamed)
+    return DecodeVariant.of(m, weight, x.get_device()).stages(m, k, x.get_device(), streamed=streamed)
 
 
 for _dtype, _two, _bits in itertools.product(HALVES, (False, True), STORED_BITS):
     for _tokens, _span, _rounds in ((8, 1, 1), (8, 2, 1), (8, 2, 2), (16, 1, 1)):
         if _span == 2 and _bits == 8:
             continue
-        _DecodeVariant(_bits, _two, _tokens, _span, _rounds, experts=False).kernel(_dtype)
+        DecodeVariant(_bits, _two, _tokens, _span, _rounds, experts=False).kernel(_dtype)
         if _tokens == MOST_ROWS_OF_EXPERT and _rounds == 1:
-            _DecodeVariant(_bits, _two, _tokens, _span, _rounds, experts=True).kernel(_dtype)
+            DecodeVariant(_bits, _two, _tokens, _span, _rounds, experts=True).kernel(_dtype)

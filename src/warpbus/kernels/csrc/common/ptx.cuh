@@ -243,6 +243,11 @@ __device__ __forceinline__ void store_release(int* flag, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// Add to a counter after all that this thread has written or seen.
+__device__ __forceinline__ void add_release(int* counter, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
 // Add to a counter after all that this thread has written or seen, and see what those had written who added before.
 __device__ __forceinline__ int add_acquire_release(int* counter, int value) {
     int before;

@@ -84,7 +84,7 @@ struct Step {
     int pair, slot = 0, chunk = 0;
     Source source;
 
-    __device__ __forceinline__ explicit Step(const Problem& p) : pair(work.pair(p)) {}
+    __device__ __forceinline__ explicit Step(const Problem& p, Work from = {}) : work(from), pair(work.pair(p)) {}
     __device__ __forceinline__ bool there(const Items& items, const Problem& p) const { return work.there(items, p); }
     // Sets the rows of x and the expert of this step. Requires that `there` is true and that the routing is known.
     __device__ __forceinline__ void find(const Items& items, const Problem& p) {
