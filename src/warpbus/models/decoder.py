@@ -15,12 +15,14 @@ from warpbus.models.layers import (
     CausalAttention,
     FusedAttention,
     LatentAttention,
+    LayerChain,
     MoE,
     Norm,
     QuantizedEmbedding,
     Rotary,
     Routing,
     make_norm,
+    may_chain,
     project,
     prompt_lengths,
 )
@@ -121,6 +123,17 @@ class DecoderLayer(nn.Module):
         assert isinstance(self.mlp, MLP)
         _, _, residual = self._entered(x_btd, self.mlp_norm)
         return _added(self.mlp, inner, self.mlp_output_norm, residual)
+
+    def chain(self, x_btd: Tensor) -> LayerChain | None:
+        """The products of the layer for one launch, from its input `[batch, tokens, hidden]`; None if they are none."""
+        attention, mlp = self.attention, self.mlp
+        if self.spec.output_norms or self.spec.normed_residual or not isinstance(attention, Attention):
+            return None
+        gate_up = getattr(mlp, "gate_up", None)  # an MLP without a gate has `up`
+        if not isinstance(mlp, MLP) or gate_up is None:
+            return None
+        linears = attention.qkv, attention.o, gate_up, mlp.down
+        return LayerChain.of(x_btd, *linears, self.attention_norm, self.mlp_norm)
 
     def _entered(self, x_btd: Tensor, norm: Norm) -> tuple[Tensor, Norm | None, Tensor]:
         """A sublayer's input, the norm still to be applied to it, and the residual that its output is added to."""
@@ -280,8 +293,23 @@ class Decoder(nn.Module):
             if prompts_bt is None and isinstance(context, CausalAttention):
                 prompts_bt = context.prompts_bt
             angles = self.rotary(positions_bt, x_btd.dtype, prompts_bt)
+        elif may_chain(x_btd):
+            return self._transform_chained(x_btd, context)
         for index, layer in zip(range(self.config.num_layers), self.layers, strict=False):
             x_btd = layer(x_btd, index, positions_bt, angles, context)
+        return x_btd
+
+    def _transform_chained(self, x_btd: Tensor, context: FusedAttention) -> Tensor:
+        """As `transform`, with the products of a layer in one launch where that can be done."""
+        layers = [layer for _, layer in zip(range(self.config.num_layers), self.layers, strict=False)]
+        chains = [layer.chain(x_btd) for layer in layers]
+        qkv: Tensor | None = None  # of the next layer, where a chain has computed it
+        for index, (layer, chain, following) in enumerate(zip(layers, chains, [*chains[1:], None], strict=True)):
+            if chain is None:
+                x_btd = layer(x_btd, index, None, None, context)
+                continue
+            inner = layer.attention.inner(x_btd, index, None, None, context, norm=layer.attention_norm, qkv=qkv)
+            x_btd, qkv = chain.leave_attention(inner, x_btd, following)
         return x_btd
 
     def predict(

@@ -9,6 +9,7 @@ from warpbus.models.layers.attention import (
     FusedAttention,
     WholeAttention,
 )
+from warpbus.models.layers.chain import LayerChain, may_chain
 from warpbus.models.layers.embedding import QuantizedEmbedding
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
@@ -26,6 +27,7 @@ __all__ = [
     "FusedAttention",
     "IndexFeatures",
     "LatentAttention",
+    "LayerChain",
     "LayerNorm",
     "MoE",
     "Norm",
@@ -39,6 +41,7 @@ __all__ = [
     "WholeAttention",
     "coordinates",
     "make_norm",
+    "may_chain",
     "project",
     "prompt_lengths",
     "rotate",

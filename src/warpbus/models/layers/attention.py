@@ -261,12 +261,15 @@ class Attention(nn.Module):
         context: AttentionContext | FusedAttention,
         *,
         norm: Norm | None = None,
+        qkv: Tensor | None = None,
     ) -> Tensor:
         """The input of `o`: attention over `norm(x)`, `[batch, tokens, heads head_dim]`.
 
-        With a `FusedAttention`, positions and angles are ignored: the context has its own.
+        With a `FusedAttention`, positions and angles are ignored: the context has its own. Projections `qkv` that are
+        computed already, `[batch, tokens, rows of the matrix]`, may be given.
         """
-        qkv = project(self.qkv, x_btd, norm=norm)
+        if qkv is None:
+            qkv = project(self.qkv, x_btd, norm=norm)
         if isinstance(context, FusedAttention):
             return context.attend_fused(layer, self._normed(qkv))
         assert positions_bt is not None
