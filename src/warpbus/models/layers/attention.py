@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.arguments import HALVES, has_kernels
+from warpbus.kernels.ops.head_norm import head_norm
 from warpbus.models.config import RopeConfig
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
@@ -287,7 +288,11 @@ class Attention(nn.Module):
         return q, k, v
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """The fused projection; its queries and keys are normed if the model has QK norms."""
-        if self.q_norm is None:
+        """The fused projection; its queries and keys are normed if the model has QK norms. It may be overwritten."""
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        weights = self.q_norm.weight, self.k_norm.weight
+        if has_kernels(qkv) and qkv.is_contiguous() and all(weight.dtype == qkv.dtype for weight in weights):
+            head_norm(qkv, *weights, self.spec.num_heads, self.q_norm.eps)
             return qkv
         return torch.cat([part.flatten(-2) for part in self._heads(qkv)], dim=-1)
