@@ -21,8 +21,10 @@ from warpbus.models.layers import (
     QuantizedEmbedding,
     Rotary,
     Routing,
+    link_of,
     make_norm,
     may_chain,
+    mlp_links,
     project,
     prompt_lengths,
 )
@@ -126,14 +128,11 @@ class DecoderLayer(nn.Module):
 
     def chain(self, x_btd: Tensor) -> LayerChain | None:
         """The products of the layer for one launch, from its input `[batch, tokens, hidden]`; None if they are none."""
+        if self.spec.output_norms or self.spec.normed_residual:
+            return None
         attention, mlp = self.attention, self.mlp
-        if self.spec.output_norms or self.spec.normed_residual or not isinstance(attention, Attention):
-            return None
-        gate_up = getattr(mlp, "gate_up", None)  # an MLP without a gate has `up`
-        if not isinstance(mlp, MLP) or gate_up is None:
-            return None
-        linears = attention.qkv, attention.o, gate_up, mlp.down
-        return LayerChain.of(x_btd, *linears, self.attention_norm, self.mlp_norm)
+        rest = [mlp.as_element(self.mlp_norm)] if isinstance(mlp, MoE) else mlp_links(mlp, self.mlp_norm)
+        return LayerChain.of(x_btd.flatten(0, -2), attention.as_links(self.attention_norm), link_of(attention.o), rest)
 
     def _entered(self, x_btd: Tensor, norm: Norm) -> tuple[Tensor, Norm | None, Tensor]:
         """A sublayer's input, the norm still to be applied to it, and the residual that its output is added to."""
@@ -303,13 +302,14 @@ class Decoder(nn.Module):
         """As `transform`, with the products of a layer in one launch where that can be done."""
         layers = [layer for _, layer in zip(range(self.config.num_layers), self.layers, strict=False)]
         chains = [layer.chain(x_btd) for layer in layers]
-        qkv: Tensor | None = None  # of the next layer, where a chain has computed it
+        projected: list[Tensor] | None = None  # for the next layer, where a chain has computed it
         for index, (layer, chain, following) in enumerate(zip(layers, chains, [*chains[1:], None], strict=True)):
             if chain is None:
                 x_btd = layer(x_btd, index, None, None, context)
                 continue
-            inner = layer.attention.inner(x_btd, index, None, None, context, norm=layer.attention_norm, qkv=qkv)
-            x_btd, qkv = chain.leave_attention(inner, x_btd, following)
+            norm = layer.attention_norm
+            inner = layer.attention.inner(x_btd, index, None, None, context, norm=norm, projected=projected)
+            x_btd, projected = chain.leave_attention(inner, x_btd, following)
         return x_btd
 
     def predict(

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
+from warpbus.kernels.ops.moe_mlp import moe_mlp
+from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.wna16 import wna16_linear
-from warpbus.kernels.ops.wna16_chain import Link, fits, wna16_chain
+from warpbus.kernels.ops.wna16_chain import Link, RoutedExperts, fits, wna16_chain
 from warpbus.qtensor import QTensor, Scheme
 
 EPS = 1e-5
@@ -44,7 +46,7 @@ def layer(x, dtype=torch.float16, scheme="w4a16-g32"):
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16-asym"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_links_are_linear_layers_one_after_another(dtype, scheme):
-    x, inner = torch.randn(2, 1, HIDDEN).to(dtype), torch.randn(2, 1, HIDDEN).to(dtype)
+    x, inner = torch.randn(2, HIDDEN).to(dtype), torch.randn(2, HIDDEN).to(dtype)
     links = layer(x, dtype, scheme)
     o, gate_up, down, qkv = links
     results = wna16_chain(inner, links)
@@ -65,42 +67,49 @@ def test_one_link_is_a_linear_layer():
 
 def test_the_cpu_has_no_single_launch():
     x = torch.randn(1, HIDDEN).half()
-    assert not fits(x, [link.weight for link in layer(x)])
+    assert not fits(x, layer(x))
 
 
-def test_the_operator_is_one_of_pytorch():
-    x, links = torch.randn(2, HIDDEN).half(), layer(torch.randn(2, HIDDEN).half())
-    arguments = (
-        x,
-        [link.weight.codes for link in links],
-        [link.weight.scales for link in links],
-        [link.weight.zeros for link in links],
-        [link.weight.shape[0] for link in links],
-        *(4, 32),
-        [link.bias for link in links],
-        [link.norm for link in links],
-        [link.eps for link in links],
-        [torch.randn(2, HIDDEN).half(), None, None, None],
-        [-1, -1, 0, -1],
-        [False, True, False, False],
+def test_a_link_reads_the_first_columns_of_the_one_before():
+    x, first, second = torch.randn(2, HIDDEN).half(), packed(96, HIDDEN), packed(40, 32)
+    norm = (torch.rand(32) + 0.5).half()
+    before, after = wna16_chain(x, [Link(first), Link(second, norm=norm, eps=EPS)])
+    assert torch.equal(after, wna16_linear(before[:, :32], second, norm=norm, eps=EPS))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_are_routed_and_summed(shared):
+    x, hidden, ffn, experts = torch.randn(3, HIDDEN).half(), HIDDEN, 32, 6
+    weights = [(packed(2 * ffn, hidden), packed(hidden, ffn)) for _ in range(experts + shared)]
+    routed = RoutedExperts(
+        torch.randn(experts, hidden).half(),
+        torch.rand(experts),
+        (torch.rand(hidden) + 0.5).half(),
+        EPS,
+        PackedExperts.stack([gate_up for gate_up, _ in weights]),
+        PackedExperts.stack([down for _, down in weights]),
+        top_k=2,
+        scale=1.5,
+        shared=shared,
     )
-    opcheck(torch.ops.warpbus.wna16_chain.default, arguments)
+    o, after = packed(hidden, hidden), packed(24, hidden)
+    entered, result, last = wna16_chain(x, [Link(o, residual=x), routed, Link(after)])
+    assert torch.equal(entered, wna16_linear(x, o, residual=x))
+    normed, chosen, factors = moe_route(
+        entered, routed.router, routed.router_bias, norm=routed.norm, eps=EPS, top_k=2, scale=1.5, shared=shared
+    )
+    assert chosen.shape == (3, 2 + shared)
+    expected = moe_mlp(normed, chosen, factors, routed.gate_up, routed.down, residual=entered, shared=shared)
+    assert torch.equal(result, expected)
+    assert torch.equal(last, wna16_linear(result, after))
 
 
 def test_refusals():
     x = torch.randn(1, HIDDEN).half()
     links = layer(x)
-    with pytest.raises(TensorError, match="expected 1 to 4 weights of one scheme, got none"):
-        wna16_chain(x, [])
-    with pytest.raises(TensorError, match="of one scheme, got w4a16-g32, w8a16"):
-        wna16_chain(x, [links[0], Link(packed(HIDDEN, HIDDEN, "w8a16"))])
-    with pytest.raises(TensorError, match="the residual of link 2 is link 2: give an earlier one"):
-        wna16_chain(x, [*links[:2], replace(links[2], residual=2)])
-    with pytest.raises(TensorError, match="x has shape .*96.*, the weight expects 64 features"):
-        wna16_chain(x, [*links[:2], links[3]])
+    with pytest.raises(TensorError, match="x has shape .*32.*, the weight expects 64 features"):
+        wna16_chain(x[:, :32], links)
     with pytest.raises(TensorError, match="residual has shape"):
         wna16_chain(x, [replace(links[0], residual=torch.randn(2, HIDDEN).half())])
-    with pytest.raises(TensorError, match="float16"):
-        wna16_chain(x.float(), links)
     with pytest.raises(UsageError, match="activation is 'relu'"):
         wna16_chain(x, [replace(links[0], activation="relu")])

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from dense_configs import dense_config
+from stacked_models import config_of, model_of
 from torch import Tensor, nn
 
 from warpbus.kernels.ops.packed import pack
-from warpbus.models import Decoder, ModelConfig, RopeConfig
+from warpbus.models import Decoder, ModelConfig, RopeConfig, decoder
 from warpbus.models.layers import Adapted, FusedAttention, QuantizedLinear, Selection, chain
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms.rtn import rtn
@@ -44,7 +45,10 @@ def quantized(config: ModelConfig = CONFIG, schemes: tuple[str, ...] = ("w4a16-g
     """A model whose layers have packed weights; layer i has scheme i, or the last one."""
     model = Decoder(config)
     model.initialize(torch.Generator().manual_seed(1), std=0.1)
-    model = model.half().eval().requires_grad_(False)
+    return packed(model.half().eval().requires_grad_(False), schemes)
+
+
+def packed(model: Decoder, schemes: tuple[str, ...] = ("w4a16-g32",)) -> Decoder:
     for number, layer in enumerate(model.layers):
         scheme = Scheme.parse(schemes[min(number, len(schemes) - 1)])
         for parent in layer.modules():
@@ -61,11 +65,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     original = chain.wna16_chain
 
-    def counting(x: Tensor, links: list[chain.Link]) -> list[Tensor]:
-        lengths.append(len(links))
-        return original(x, links)
+    def counting(x: Tensor, elements: list[chain.Element]) -> list[Tensor]:
+        lengths.append(len(elements))
+        return original(x, elements)
 
-    monkeypatch.setattr(chain, "fits", lambda x, weights: len({weight.scheme for weight in weights}) == 1)
+    def fits(x: Tensor, elements: list[chain.Element]) -> bool:
+        return len({element.weight.scheme for element in elements if isinstance(element, chain.Link)}) == 1
+
+    monkeypatch.setattr(chain, "fits", fits)
+    monkeypatch.setattr(decoder, "may_chain", lambda x: len(x) <= chain.MOST_ROWS)
     monkeypatch.setattr(chain, "wna16_chain", counting)
     return lengths
 
@@ -92,7 +100,7 @@ def test_chains_change_nothing(counted: list[int], schemes: tuple[str, ...], len
 @torch.no_grad()
 def test_many_tokens_have_no_chains(counted: list[int]) -> None:
     model = quantized()
-    x = torch.randn(1, chain.MOST_ROWS + 1, 64, generator=torch.Generator().manual_seed(2)).half()
+    x = torch.randn(chain.MOST_ROWS + 1, 1, 64, generator=torch.Generator().manual_seed(2)).half()
     assert torch.equal(model.transform(x, None, OnlyQueries()), one_by_one(model, x))
     assert not counted
 
@@ -126,3 +134,21 @@ def test_layers_between_without_a_chain_are_computed_alone(counted: list[int]) -
     counted.clear()
     assert torch.equal(model.transform(x, None, OnlyQueries()), one_by_one(model, x))
     assert counted == [4, 4, 3]  # no row has an adapter
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_are_an_element(counted: list[int], shared: bool) -> None:
+    model = packed(model_of(config_of(5, shared=shared)))
+    x = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(2)).half()
+    found = model.transform(x, None, OnlyQueries())
+    assert counted == [4, 3, 2]  # o, gate and up, down, qkv; o, experts, qkv; o, experts
+    torch.testing.assert_close(found, one_by_one(model, x), rtol=2e-3, atol=2e-3)
+
+
+@torch.no_grad()
+def test_offloaded_experts_are_none(counted: list[int]) -> None:
+    model = packed(model_of(config_of(5), offloaded=2))
+    x = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(2)).half()
+    assert torch.equal(model.transform(x, None, OnlyQueries()), one_by_one(model, x))
+    assert counted == [3]  # the dense layer

@@ -14,7 +14,8 @@ EPS = 1e-6
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 257])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(32, 4, 128), (96, 8, 128), (4, 4, 64), (5, 1, 256), (2, 1, 512), (3, 2, 72), (3, 1, 20)]
+    ("heads", "kv_heads", "head_dim"),
+    [(32, 4, 128), (96, 8, 128), (4, 4, 64), (5, 1, 256), (2, 1, 512), (3, 2, 72), (3, 1, 20)],
 )
 def test_bits_of_rms_norm(heads, kv_heads, head_dim, rows, dtype):
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`wna16_chain` as one launch: the bits of single launches, at every run, on shares of a GPU and in graphs."""
+"""`wna16_chain` as one launch: the bits of single launches, at every run, on shares of a GPU and in graphs; experts."""
 
 from dataclasses import replace
 
@@ -9,10 +9,11 @@ from tile_errors import assert_close_everywhere
 from warpbus.cuda.green import GreenContext
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
+from warpbus.kernels.ops import wna16_chain as wna16_chain_module
 from warpbus.kernels.ops import workspace
 from warpbus.kernels.ops.packed import pack
-from warpbus.kernels.ops.wna16 import wna16_linear
-from warpbus.kernels.ops.wna16_chain import Link, fits, wna16_chain
+from warpbus.kernels.ops.packed_experts import PackedExperts
+from warpbus.kernels.ops.wna16_chain import Link, RoutedExperts, fits, wna16_chain
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [
@@ -35,6 +36,8 @@ SHAPES = {  # hidden, inner, rows of qkv
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    with torch.no_grad():
+        yield
 
 
 def quantized(scheme, n, k, dtype):
@@ -67,20 +70,16 @@ def layer(shape, rows, scheme="w4a16-g128", dtype=torch.bfloat16, biased=True):
     return normal(rows, hidden, dtype=dtype), links
 
 
-def one_by_one(x, links):
-    results = []
-    for link in links:
-        residual = results[link.residual] if isinstance(link.residual, int) else link.residual
-        x = wna16_linear(
-            x, link.weight, link.bias, norm=link.norm, eps=link.eps, residual=residual, activation=link.activation
-        )
-        results.append(x)
-    return results
+def one_by_one(x, elements):
+    """As without a chain."""
+    with torch.enable_grad():  # where a chain is never one launch
+        assert not fits(x, elements)
+    return wna16_chain_module._one_by_one(x, elements)
 
 
-def check(x, links):
-    assert fits(x, [link.weight for link in links])
-    for found, expected in zip(wna16_chain(x, links), one_by_one(x, links), strict=True):
+def check(x, elements):
+    assert fits(x, elements)
+    for found, expected in zip(wna16_chain(x, elements), one_by_one(x, elements), strict=True):
         assert torch.isfinite(found).all()
         assert torch.equal(found, expected)
 
@@ -92,7 +91,9 @@ def test_whole_layers(shape, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["w2a16-g64", "w3a16-g64", "w4a16-g32", "w4a16-g128-asym", "w4a16", "w6a16-g32", "w8a16"])
+@pytest.mark.parametrize(
+    "scheme", ["w2a16-g64", "w3a16-g64", "w4a16-g32", "w4a16-g128-asym", "w4a16", "w6a16-g32", "w8a16"]
+)
 @pytest.mark.parametrize("shape", ["small", "fewer tiles than blocks", "narrow"])
 def test_schemes_and_small_shapes(shape, scheme, dtype):
     hidden, inner, _ = SHAPES[shape]
@@ -136,7 +137,10 @@ def test_chains_one_after_another_wait_for_each_other():
     for links in chains * 4:
         found = wna16_chain(found, [replace(links[0], residual=found), *links[1:3]])[-1]
         expected = one_by_one(expected, [replace(links[0], residual=expected), *links[1:3]])[-1]
-        found, expected = found / found.float().norm().to(found.dtype), expected / expected.float().norm().to(found.dtype)
+        found, expected = (
+            found / found.float().norm().to(found.dtype),
+            expected / expected.float().norm().to(found.dtype),
+        )
     assert torch.equal(found, expected)
 
 
@@ -179,6 +183,98 @@ def test_beside_other_kernels():
 
 def test_what_does_not_fit_is_computed_one_by_one():
     x, links = layer("small", 40)
-    assert not fits(x, [link.weight for link in links])
+    assert not fits(x, links)
     for found, expected in zip(wna16_chain(x, links), one_by_one(x, links), strict=True):
+        assert torch.equal(found, expected)
+
+
+MIXTURES = {  # hidden, width of attention, inner features of an expert, experts, top k, shared
+    "glm-4.7-flash": (2048, 5120, 1536, 64, 4, True),
+    "glm-4.5-air": (4096, 12288, 1408, 128, 8, True),
+    "qwen3-30b-a3b": (2048, 4096, 768, 128, 8, False),
+    "small": (128, 192, 64, 7, 3, True),
+    "more experts than warps": (64, 64, 32, 256, 2, False),
+}
+
+
+def mixture(shape, tokens, dtype=torch.bfloat16, scheme="w4a16-g32", **choice):
+    """The input of o; o, the experts, and projections of which the second reads a part of the first one's."""
+    hidden, width, ffn, experts, top_k, shared = MIXTURES[shape]
+
+    def weight(n, k):
+        return pack(quantized(scheme, n, k, dtype), dtype)
+
+    def stacked(n, k):
+        return PackedExperts.stack([weight(n, k) for _ in range(experts + shared)])
+
+    routed = RoutedExperts(
+        normal(experts, hidden, dtype=dtype) / hidden**0.5,
+        torch.rand(experts, device="cuda"),
+        normal(hidden, dtype=dtype),
+        EPS,
+        stacked(2 * ffn, hidden),
+        stacked(hidden, ffn),
+        top_k=top_k,
+        shared=shared,
+        **{"scale": 1.8, **choice},
+    )
+    norms = normal(hidden, dtype=dtype), normal(64, dtype=dtype)
+    links = [Link(weight(320, hidden), norm=norms[0], eps=EPS), Link(weight(256, 64), norm=norms[1], eps=EPS)]
+    o = Link(weight(hidden, width), residual=normal(tokens, hidden, dtype=dtype))
+    return normal(tokens, width, dtype=dtype), [o, routed, *links]
+
+
+def check_experts(x, elements):
+    assert fits(x, elements)
+    found, expected = wna16_chain(x, elements), one_by_one(x, elements)
+    assert torch.equal(found[0], expected[0])
+    error = (found[1].double() - expected[1].double()).norm() / expected[1].double().norm()
+    assert error.item() <= torch.finfo(x.dtype).eps / 2
+    after = one_by_one(found[1], elements[2:])
+    assert all(torch.equal(a, b) for a, b in zip(found[2:], after, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("shape", MIXTURES)
+def test_experts(shape, tokens, dtype):
+    check_experts(*mixture(shape, tokens, dtype))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"scoring": "softmax"}, {"normalized": False}, {"groups": 8, "top_groups": 3}],
+    ids=lambda choice: next(iter(choice)),
+)
+def test_how_experts_are_chosen(choice):
+    check_experts(*mixture("more experts than warps", 2, **choice))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "w3a16-g32", "w8a16-g32"])
+def test_experts_of_other_schemes(scheme):
+    check_experts(*mixture("small", 2, scheme=scheme))
+
+
+def test_experts_have_the_same_bits_at_every_run_and_leave_zeros():
+    x, elements = mixture("qwen3-30b-a3b", 1)
+    counters = torch.zeros(64, dtype=torch.int32, device="cuda")
+    with workspace.use_counters(counters):
+        first = wna16_chain(x, elements)
+        for _ in range(200):
+            again = wna16_chain(x, elements)
+        torch.cuda.synchronize()
+    assert not counters.any()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_experts_in_a_graph():
+    x, elements = mixture("glm-4.7-flash", 1)
+    wna16_chain(x, elements)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = wna16_chain(x, elements)
+    for _ in range(50):
+        x.copy_(normal(*x.shape, dtype=x.dtype))
+        graph.replay()
+    for found, expected in zip(results, wna16_chain(x, elements), strict=True):
         assert torch.equal(found, expected)

@@ -15,17 +15,17 @@ from warpbus.kernels.ops.norm import rms_norm
 from warpbus.kernels.reference import moe as reference
 from warpbus.kernels.units import unit
 
-_CHOICE = (
+CHOICE = (
     "int experts_of_layer, int top_k, int groups, int top_groups, int softmax, int normalized, int shared_expert, "
     "float scale, const int* slots, int* counts"
 )
 _ROUTE = Parameters(
     "const ELEMENT* x, const ELEMENT* norm, const ELEMENT* weight, const float* bias, ELEMENT* normed, int* experts, "
     "float* weights, int hidden, float eps, Choice c",
-    Choice=_CHOICE,
+    Choice=CHOICE,
 )
 _CHOOSE = Parameters(
-    "const float* logits, const float* bias, int* experts, float* weights, int tokens, Choice c", Choice=_CHOICE
+    "const float* logits, const float* bias, int* experts, float* weights, int tokens, Choice c", Choice=CHOICE
 )
 _UNITS = {dtype: unit("moe/router.cu", ELEMENT=ELEMENTS[dtype]) for dtype in HALVES}
 _ROUTES = {dtype: declared.kernel("moe_route", _ROUTE) for dtype, declared in _UNITS.items()}

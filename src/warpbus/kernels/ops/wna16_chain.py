@@ -1,48 +1,56 @@
-"""`wna16_chain`: several `wna16` products one after another, in one launch where the GPU can do so (`wna16/chain.cu`)."""
+"""Launching `wna16/chain.cu`: consecutive products of a decoder layer, for a few tokens, in one launch."""
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from warpbus.cuda import driver
 from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
-from warpbus.errors import TensorError
-from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import (
-    HALVES,
-    aligned,
-    blocks,
-    check_alike,
-    check_projection,
-    contiguous_aligned,
-)
-from warpbus.kernels.ops.packed import STORED_BITS, TILE_ROWS, PackedWeight, check_weight_only, scheme_of
+from warpbus.kernels.ops.arguments import HALVES, aligned, blocks, contiguous_aligned
+from warpbus.kernels.ops.moe_mlp import moe_mlp
+from warpbus.kernels.ops.moe_router import CHOICE, moe_route
+from warpbus.kernels.ops.packed import STORED_BITS, TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.kernels.ops.wna16_decode import FEWEST_STAGES, MOST_STAGES, PROBLEM, DecodeVariant, describe
 from warpbus.kernels.ops.workspace import counters
+from warpbus.kernels.reference.moe import Scoring
 
-MOST_LINKS = 4  # kMostLinks in chain.cu
+MOST_LINKS = 6  # kMostLinks in chain.cuh
 MOST_ROWS = 4
-_NO_LINK = -1
+MOST_TOKENS_OF_EXPERTS = 2
+_MOST_SLOTS = 48  # kMostSlots
+_DENSE, _ROUTER, _SLOTS, _TOKENS = range(4)  # Kind
 _LINK = (
     "const uint4* codes, const uint32* scales, const uint32* zeros, const ELEMENT* x, const ELEMENT* norm, "
-    "const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, " + PROBLEM + ", int first"
+    f"const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, {PROBLEM}, int x_stride, int kind, int first"
 )
 _FIELDS = _LINK.split(", ")
+_ROUTING = f"{CHOICE}, const ELEMENT* router, const float* router_bias, float* logits"
 _PARAMETERS = Parameters(
     "Chain chain, int* counters",
-    Chain=", ".join(f"{field}{number}" for number in range(MOST_LINKS) for field in _FIELDS) + ", int count, int x_bytes",
+    Chain=", ".join(
+        [
+            *(f"{field}{number}" for number in range(MOST_LINKS) for field in _FIELDS),
+            _ROUTING,
+            "int tokens, int count, int x_bytes",
+        ]
+    ),
 )
-_ABSENT: dict[str, int | None] = {field.split()[-1]: None if "*" in field else 0 for field in _FIELDS}
+
+
+def _absent(fields: Sequence[str]) -> dict[str, Any]:
+    """Null pointers and zeros for C fields."""
+    return {field.split()[-1]: None if "*" in field else 0 for field in fields}
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Link:
     """One product of a chain: `residual + activation(norm(x) @ weight.T + bias)`, as `wna16_linear` computes it.
 
     Attributes:
-        weight: `[n, k]`.
+        weight: `[n, k]`; x is the first k columns of what the link before gives.
         bias: `[n]`.
         norm: weight `[k]` of an RMSNorm of x, with `eps`.
         activation: "none" or "swiglu".
@@ -64,189 +72,291 @@ class Link:
     activation: str = "none"
     residual: Tensor | int | None = None
 
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
 
-def wna16_chain(x: Tensor, links: Sequence[Link]) -> list[Tensor]:
-    """The results of products of which each takes the result of the one before, the first one x.
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
-    Where the chain `fits`, all of them are one launch; elsewhere they are computed one by one. The bits are the same.
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """A router and its experts as one element of a chain: `x + sum of weights * expert(norm(x))`; see `moe_route`, `moe_mlp`.
+
+    Attributes:
+        router: `[experts, hidden]` in the dtype of x; `router_bias` float32 `[experts]`.
+        norm: weight `[hidden]` of an RMSNorm of x, with `eps`.
+        top_k, scoring, normalized, scale, groups, top_groups, shared: as of `moe_route`.
+        gate_up, down: as of `moe_mlp`.
+    """
+
+    router: Tensor
+    router_bias: Tensor | None
+    norm: Tensor
+    eps: float
+    gate_up: PackedExperts
+    down: PackedExperts
+    top_k: int
+    scoring: Scoring = "sigmoid"
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    shared: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Experts of a token."""
+        return self.top_k + self.shared
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.router.shape[1]
+
+
+Element = Link | RoutedExperts
+
+
+def wna16_chain(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
+    """The results of elements of which each takes the result of the one before, the first one x.
+
+    Where the chain `fits`, all of them are one launch; elsewhere they are computed one by one. Results of links are the
+    same to the bit; those of experts differ in the order of sums.
 
     Args:
-        x: `[..., k]` of the first weight, float16 or bfloat16, on the device of all weights.
-        links: up to `MOST_LINKS`, of one scheme.
+        x: `[rows, k]`, float16 or bfloat16, on the device of all weights.
+        elements: products, and routed experts at most once.
 
     Returns:
-        the result of each link, `[..., n]` or, with swiglu, `[..., n / 2]`.
+        the result of each, `[rows, columns]`.
 
     Raises:
-        TensorError: other shapes, dtypes or devices; schemes that differ; a residual of a later link.
-        UsageError: no such activation.
+        TensorError: other shapes, dtypes or devices; see `wna16_linear`, `moe_route` and `moe_mlp`.
+        UsageError: no such activation or scoring.
     """
-    check_links(x, links)
-    rows, scheme = prod(x.shape[:-1]), links[0].weight.scheme
-    residuals = [None if isinstance(link.residual, int) else link.residual for link in links]
-    results = _chain(
-        x.reshape(rows, x.shape[-1]),
-        [link.weight.codes for link in links],
-        [link.weight.scales for link in links],
-        [link.weight.zeros for link in links],
-        [link.weight.shape[0] for link in links],
-        *(scheme.bits, scheme.group_size or 0),
-        [link.bias for link in links],
-        [link.norm for link in links],
-        [link.eps for link in links],
-        [None if residual is None else residual.reshape(rows, -1) for residual in residuals],
-        [link.residual if isinstance(link.residual, int) else _NO_LINK for link in links],
-        [link.activation == "swiglu" for link in links],
-    )
-    return [result.view(*x.shape[:-1], result.shape[1]) for result in results]
+    return _launch(x, elements) if fits(x, elements) else _one_by_one(x, elements)
 
 
-def check_links(x: Tensor, links: Sequence[Link]) -> None:
-    """Raises the errors of `wna16_chain`."""
-    if not 0 < len(links) <= MOST_LINKS or len({link.weight.scheme for link in links}) > 1:
-        schemes = ", ".join(str(link.weight.scheme) for link in links)
-        raise TensorError(f"wna16_chain: expected 1 to {MOST_LINKS} weights of one scheme, got {schemes or 'none'}")
-    given = x
-    results: list[Tensor] = []  # their shapes, without memory
-    for number, link in enumerate(links):
-        check_weight_only("wna16_chain", link.weight.scheme)
-        residual = link.residual
-        if isinstance(residual, int):
-            if not 0 <= residual < number:
-                raise TensorError(f"wna16_chain: the residual of link {number} is link {residual}: give an earlier one")
-            residual = results[residual]
-        around = {"bias": link.bias, "norm": link.norm, "residual": residual}
-        n, k = link.weight.shape
-        check_projection("wna16_chain", n, k, given, link.activation, **around)
-        tensors = {name: each for name, each in around.items() if each is not None and not each.is_meta}
-        check_alike("wna16_chain", HALVES, x=x, scales=link.weight.scales, **tensors)
-        columns = n // 2 if link.activation == "swiglu" else n
-        given = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device="meta")
-        results.append(given)
-
-
-def fits(x: Tensor, weights: Sequence[PackedWeight]) -> bool:
-    """Whether products of x `[..., k]` with these weights, one after another, are one launch."""
-    if not x.is_cuda or not 0 < len(weights) <= MOST_LINKS or len({weight.scheme for weight in weights}) > 1:
+def fits(x: Tensor, elements: Sequence[Element]) -> bool:
+    """Whether a chain with x `[rows, k]` is one launch."""
+    rows = len(x)
+    if not x.is_cuda or x.dtype not in HALVES or not 0 < rows <= MOST_ROWS or torch.is_grad_enabled():
         return False
-    rows, widest = prod(x.shape[:-1]), max(weight.shape[1] for weight in weights)
-    if not 0 < rows <= MOST_ROWS or not capabilities(architecture(x.device)).tma:
+    if not capabilities(architecture(x.device)).tma:
         return False
-    if any(k % 8 for _, k in (weight.shape for weight in weights)):
+    weights = [weight for element in elements for weight in _weights(element)]
+    experts = [element for element in elements if isinstance(element, RoutedExperts)]
+    same = len({weight.scheme for weight in weights}) == 1 and all(weight.dtype == x.dtype for weight in weights)
+    whole = all(weight.shape[1] % 8 == 0 for weight in weights)
+    links = len(elements) + 2 * len(experts)
+    if not same or not whole or links > MOST_LINKS or len(experts) > 1:
         return False
-    variant = _variant(weights[0], x.get_device())
-    return variant.stages(rows, widest, x.get_device(), streamed=False) >= FEWEST_STAGES
+    if any(
+        isinstance(each, Link) and each.gated and (experts or each.weight.shape[0] % (2 * TILE_ROWS))
+        for each in elements
+    ):
+        return False
+    if experts and not _takes(experts[0], rows):
+        return False
+    return _Memory.of(x, elements).stages >= FEWEST_STAGES
 
 
-def _variant(weight: PackedWeight, device: int) -> DecodeVariant:
-    """How the products of a chain are computed: in the order of `wna16_decode`, so that they have its bits."""
-    return replace(DecodeVariant.of(1, weight, device), rounds=1)
+def _weights(element: Element) -> list[PackedWeight]:
+    return [element.weight] if isinstance(element, Link) else [element.gate_up.weights, element.down.weights]
+
+
+def _takes(experts: RoutedExperts, tokens: int) -> bool:
+    """Whether the kernel computes these experts for so many tokens."""
+    if experts.gate_up.offloaded is not None or experts.gate_up.count != len(experts.router) + experts.shared:
+        return False
+    ffn, hidden = experts.down.weights.shape[1], experts.router.shape[1]
+    few = tokens <= MOST_TOKENS_OF_EXPERTS and tokens * experts.slots <= _MOST_SLOTS
+    return few and ffn % TILE_ROWS == 0 and hidden % 8 == 0 and aligned(experts.router)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """How a launch divides the shared memory of a block.
+
+    Attributes:
+        stages: of weights.
+        x: bytes of x in the largest link; `routing`: bytes for choosing experts.
+        whole: bytes of all.
+    """
+
+    variant: DecodeVariant
+    stages: int
+    x: int
+    routing: int
+    whole: int
+
+    @classmethod
+    def of(cls, x: Tensor, elements: Sequence[Element]) -> "_Memory":
+        rows, device = len(x), x.get_device()
+        # The order of sums is that of `wna16_decode`, whatever the number of rounds is.
+        variant = replace(DecodeVariant.of(1, _weights(elements[0])[0], device), rounds=1)
+        step_columns = variant.chunks * TILE_COLUMNS
+
+        def of_x(vectors: int, k: int) -> int:
+            return vectors * blocks((k, step_columns)) * step_columns * 2
+
+        sizes, routing = [], 0
+        for element in elements:
+            if isinstance(element, Link):
+                sizes.append(of_x(rows, element.weight.shape[1]))
+                continue
+            sizes += [of_x(rows, element.columns), of_x(rows * element.slots, element.down.weights.shape[1])]
+            routing = 8 * _MOST_SLOTS + 4 * (3 * len(element.router) + element.groups + element.top_k)
+        others = max(sizes) + variant.other_bytes + routing
+        stages = min((driver.shared_memory_of_block(device) - others) // variant.stage_bytes, MOST_STAGES)
+        return cls(variant, stages, max(sizes), routing, others + stages * variant.stage_bytes)
 
 
 @functools.cache
-def _kernel(variant: DecodeVariant, dtype: torch.dtype) -> Kernel:
-    return variant.unit("wna16/chain.cu", dtype).kernel("wna16_chain", _PARAMETERS)
+def _kernel(variant: DecodeVariant, dtype: torch.dtype, *, experts: bool) -> Kernel:
+    return variant.unit("wna16/chain.cu", dtype, experts=experts).kernel("wna16_chain", _PARAMETERS)
 
 
-def _launch(x: Tensor, links: list[Link]) -> list[Tensor]:
-    weights = [link.weight for link in links]
-    if not fits(x, weights) or any(link.activation == "swiglu" and link.weight.shape[0] % 32 for link in links):
-        return _one_by_one(x, links)
-    m, device = x.shape[0], x.get_device()
-    variant, grid = _variant(weights[0], device), multiprocessors(x.device)
-    widest = max(weight.shape[1] for weight in weights)
-    stages = min(variant.stages(m, widest, device, streamed=False), MOST_STAGES)
-    stage_bytes, others = variant.shared(m, widest, streamed=False)
+class _Launch:
+    """The arguments of a launch, link by link."""
+
+    def __init__(self, x: Tensor, memory: _Memory) -> None:
+        self.arguments: dict[str, Any] = _absent([*_ROUTING.split(", "), "int tokens"])
+        self.count = 0
+        self.copied = False  # something that the kernel reads before the kernels ahead have ended
+        self._rows, self._stages = len(x), memory.stages
+        self._blocks = multiprocessors(x.device)
+        self._first = 0
+
+    def constant(self, weight: Tensor | None) -> Tensor | None:
+        """A weight of a norm, as the kernel reads it."""
+        if weight is None or (weight.is_contiguous() and aligned(weight)):
+            return weight
+        self.copied = True
+        return weight.clone(memory_format=torch.contiguous_format)
+
+    def add(self, weight: PackedWeight | None, x: Tensor, *, kind: int = _DENSE, items: int = 1, **others: Any) -> None:
+        """A link. `items` of experts; `others`: fields by their names, those of `_absent` by default."""
+        gated = others.pop("gated", False)
+        fields = _absent(_FIELDS) | {"m": self._rows if kind == _DENSE else 1, "stages": self._stages}
+        if weight is not None:
+            fields |= describe(weight, fields["m"], gated, self._stages)
+        fields |= {"x": x, "x_stride": x.stride(0), "kind": kind, "first": self._first % self._blocks, **others}
+        self.arguments |= {f"{name}{self.count}": value for name, value in fields.items()}
+        self.count += 1
+        if weight is not None:
+            self._first += items * blocks((weight.shape[0], 2 * TILE_ROWS))
+
+    def finish(self) -> dict[str, Any]:
+        """All arguments."""
+        for number in range(self.count, MOST_LINKS):
+            self.arguments |= {f"{name}{number}": value for name, value in _absent(_FIELDS).items()}
+        return self.arguments | {"count": self.count}
+
+
+def _launch(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
+    memory, rows = _Memory.of(x, elements), len(x)
     x = contiguous_aligned(x)
-    copied, results, first = False, list[Tensor](), 0
-    arguments: dict[str, Any] = {}
-    for number, link in enumerate(links):
-        weight, gated, residual, norm = link.weight, link.activation == "swiglu", link.residual, link.norm
-        n, k = weight.shape
-        if norm is not None and not (norm.is_contiguous() and aligned(norm)):
-            norm, copied = norm.clone(memory_format=torch.contiguous_format), True
-        out = x.new_empty(m, n // 2 if gated else n)
-        fields = {
-            **describe(weight, m, gated, stages),
-            "x": results[-1] if results else x,
-            "norm": norm,
-            "bias": None if link.bias is None else link.bias.contiguous(),
-            "residual": results[residual] if isinstance(residual, int) else residual,
-            "out": out,
-            "eps": link.eps,
-            "first": first % grid,
-        }
+    launch, results = _Launch(x, memory), list[Tensor]()
+    for element in elements:
+        out = x.new_empty(rows, element.columns)
+        given = results[-1] if results else x
+        if isinstance(element, Link):
+            residual = element.residual
+            launch.add(
+                element.weight,
+                given,
+                norm=launch.constant(element.norm),
+                bias=None if element.bias is None else element.bias.contiguous(),
+                residual=results[residual] if isinstance(residual, int) else residual,
+                out=out,
+                eps=element.eps,
+                gated=element.gated,
+            )
+        else:
+            _add_experts(launch, element, given, out)
         results.append(out)
-        first += blocks((n, 2 * TILE_ROWS))
-        arguments.update({f"{name}{number}": value for name, value in fields.items()})
-    for number in range(len(links), MOST_LINKS):
-        arguments.update({f"{name}{number}": absent for name, absent in _ABSENT.items()})
-    _kernel(variant, x.dtype)(
-        grid,
-        variant.threads,
-        **arguments,
+    experts = any(isinstance(element, RoutedExperts) for element in elements)
+    _kernel(memory.variant, x.dtype, experts=experts)(
+        multiprocessors(x.device),
+        memory.variant.threads,
+        **launch.finish(),
+        x_bytes=memory.x,
         counters=counters(x.device, MOST_LINKS),
-        count=len(links),
-        x_bytes=others - variant.other_bytes,
-        shared=stages * stage_bytes + others,
-        dependent=not copied,
+        shared=memory.whole,
+        dependent=not launch.copied,
     )
     return results
 
 
-def _one_by_one(x: Tensor, links: list[Link]) -> list[Tensor]:
+def _add_experts(launch: _Launch, experts: RoutedExperts, x: Tensor, out: Tensor) -> None:
+    tokens, (count, hidden), ffn = len(x), experts.router.shape, experts.down.weights.shape[1]
+    inner = x.new_empty(tokens * experts.slots, ffn)
+    logits = torch.empty(tokens, count, dtype=torch.float32, device=x.device)
+    norm = launch.constant(experts.norm)
+    of_router = {"n": count, "k": hidden, "chunks": blocks((hidden, TILE_COLUMNS)), "eps": experts.eps}
+    launch.add(None, x, kind=_ROUTER, norm=norm, **of_router)
+    launch.add(experts.gate_up.weights, x, kind=_SLOTS, items=tokens * experts.slots, gated=True, out=inner)
+    launch.add(experts.down.weights, inner, kind=_TOKENS, items=tokens, residual=x, out=out)
+    launch.arguments |= {
+        "experts_of_layer": count,
+        "top_k": experts.top_k,
+        "groups": experts.groups,
+        "top_groups": experts.top_groups,
+        "softmax": experts.scoring == "softmax",
+        "normalized": experts.normalized,
+        "shared_expert": experts.shared,
+        "scale": experts.scale,
+        "router": experts.router,
+        "router_bias": launch.constant(experts.router_bias),
+        "logits": logits,
+        "tokens": tokens,
+    }
+
+
+def _one_by_one(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
     results: list[Tensor] = []
-    for link in links:
-        residual = results[link.residual] if isinstance(link.residual, int) else link.residual
-        x = wna16_linear(
-            x, link.weight, link.bias, norm=link.norm, eps=link.eps, residual=residual, activation=link.activation
+    for element in elements:
+        given = results[-1] if results else x
+        if isinstance(element, Link):
+            residual = element.residual
+            results.append(
+                wna16_linear(
+                    given[:, : element.weight.shape[1]],
+                    element.weight,
+                    element.bias,
+                    norm=element.norm,
+                    eps=element.eps,
+                    residual=results[residual] if isinstance(residual, int) else residual,
+                    activation=element.activation,
+                )
+            )
+            continue
+        normed, chosen, weights = moe_route(
+            given,
+            element.router,
+            element.router_bias,
+            norm=element.norm,
+            eps=element.eps,
+            top_k=element.top_k,
+            scoring=element.scoring,
+            normalized=element.normalized,
+            scale=element.scale,
+            groups=element.groups,
+            top_groups=element.top_groups,
+            shared=element.shared,
         )
-        results.append(x)
+        results.append(
+            moe_mlp(normed, chosen, weights, element.gate_up, element.down, residual=given, shared=element.shared)
+        )
     return results
 
 
-def _fake(x: Tensor, codes: list[Tensor], scales: list[Tensor], zeros: list[Tensor | None], n: list[int], *others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape[0], rows // 2 if gated else rows) for rows, gated in zip(n, others[-1], strict=True)]
-
-
-def _linked(implementation: Callable[[Tensor, list[Link]], list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """An implementation of the operator, whose parameters are tensors and numbers, from one that takes links."""
-
-    def run(
-        x: Tensor,
-        codes: list[Tensor],
-        scales: list[Tensor],
-        zeros: list[Tensor | None],
-        n: list[int],
-        bits: int,
-        group: int,
-        bias: list[Tensor | None],
-        norm: list[Tensor | None],
-        eps: list[float],
-        residual: list[Tensor | None],
-        residual_of: list[int],
-        gated: list[bool],
-    ) -> list[Tensor]:
-        scheme, k = scheme_of(bits, group, zeros[0] is None), x.shape[1]
-        links = []
-        for i, rows in enumerate(n):
-            weight = PackedWeight(codes[i], scales[i], zeros[i], scheme, (rows, k))
-            added = residual[i] if residual_of[i] == _NO_LINK else residual_of[i]
-            links.append(Link(weight, bias[i], norm[i], eps[i], "swiglu" if gated[i] else "none", added))
-            k = rows // 2 if gated[i] else rows
-        return implementation(x, links)
-
-    return run
-
-
-_chain = operator(
-    "wna16_chain(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, int[] n, int bits, int group, "
-    "Tensor?[] bias, Tensor?[] norm, float[] eps, Tensor?[] residual, int[] residual_of, bool[] gated) -> Tensor[]",
-    cuda=_linked(_launch),
-    reference=_linked(_one_by_one),
-    fake=_fake,
-)
-
 for _dtype, _two, _bits, _span in itertools.product(HALVES, (False, True), STORED_BITS, (1, 2)):
     if _span == 1 or _bits <= 4:
-        _kernel(DecodeVariant(_bits, _two, 8, _span, 1, experts=False), _dtype)
+        for _experts in (False, True):
+            _kernel(DecodeVariant(_bits, _two, 8, _span, 1, experts=False), _dtype, experts=_experts)

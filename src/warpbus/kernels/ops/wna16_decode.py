@@ -136,8 +136,12 @@ class DecodeVariant:
             return declared.kernel("wna16_decode_experts", _EXPERTS)
         return declared.kernel("wna16_decode", _PARAMETERS)
 
-    def unit(self, source: str, dtype: torch.dtype) -> Unit:
-        """A source compiled with the macros of this variant, for activations of a dtype."""
+    def unit(self, source: str, dtype: torch.dtype, *, experts: bool | None = None) -> Unit:
+        """A source compiled with the macros of this variant, for activations of a dtype.
+
+        Args:
+            experts: the macro EXPERTS; by default that of the variant.
+        """
         return unit(
             source,
             needs="sm_90",
@@ -151,7 +155,7 @@ class DecodeVariant:
             FINISHERS=self.finishers,
             STAGE_BYTES=self.stage_bytes,
             OTHER_BYTES=self.other_bytes,
-            EXPERTS=int(self.experts),
+            EXPERTS=int(self.experts if experts is None else experts),
             RESIDENT=self.resident,
         )
 

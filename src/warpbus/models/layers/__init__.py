@@ -9,7 +9,7 @@ from warpbus.models.layers.attention import (
     FusedAttention,
     WholeAttention,
 )
-from warpbus.models.layers.chain import LayerChain, may_chain
+from warpbus.models.layers.chain import LayerChain, link_of, may_chain, mlp_links
 from warpbus.models.layers.embedding import QuantizedEmbedding
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.latent_attention import LatentAttention
@@ -40,8 +40,10 @@ __all__ = [
     "Selection",
     "WholeAttention",
     "coordinates",
+    "link_of",
     "make_norm",
     "may_chain",
+    "mlp_links",
     "project",
     "prompt_lengths",
     "rotate",

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from warpbus.kernels.ops.arguments import HALVES, has_kernels
 from warpbus.kernels.ops.head_norm import head_norm
+from warpbus.kernels.ops.wna16_chain import Link
 from warpbus.models.config import RopeConfig
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec
+from warpbus.models.layers.chain import link_of
 from warpbus.models.layers.indexer import IndexFeatures, select_tokens
 from warpbus.models.layers.linear import Norm, RMSNorm, project
 from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
@@ -262,15 +264,14 @@ class Attention(nn.Module):
         context: AttentionContext | FusedAttention,
         *,
         norm: Norm | None = None,
-        qkv: Tensor | None = None,
+        projected: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The input of `o`: attention over `norm(x)`, `[batch, tokens, heads head_dim]`.
 
-        With a `FusedAttention`, positions and angles are ignored: the context has its own. Projections `qkv` that are
-        computed already, `[batch, tokens, rows of the matrix]`, may be given.
+        With a `FusedAttention`, positions and angles are ignored: the context has its own. The results of `as_links`
+        may be given as `projected`, if they are computed already.
         """
-        if qkv is None:
-            qkv = project(self.qkv, x_btd, norm=norm)
+        qkv = project(self.qkv, x_btd, norm=norm) if projected is None else projected[0]
         if isinstance(context, FusedAttention):
             return context.attend_fused(layer, self._normed(qkv))
         assert positions_bt is not None
@@ -278,6 +279,10 @@ class Attention(nn.Module):
         q, k, v = self._heads(qkv)
         q, k = (rotate(x, angles, self.rope.interleaved, self.rope.planes) for x in (q, k))
         return context.attend(layer, q, k, v, positions_bt).flatten(-2)
+
+    def as_links(self, norm: Norm) -> list[Link | None]:
+        """The projections of `norm(x)` as links of a chain; None where one is of another kind."""
+        return [link_of(self.qkv, norm=norm)]
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; queries and keys are normed if the model has QK norms."""

@@ -6,6 +6,7 @@ absorbs the projection `kv_b` into queries and outputs instead: attention then h
 latent and the rotary key, and whose values are the latent, which is all that the KV cache stores.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from warpbus.kernels.ops.arguments import has_kernels
 from warpbus.kernels.ops.mla_keys import mla_keys
+from warpbus.kernels.ops.wna16_chain import Link
 from warpbus.models.config import RopeConfig
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers.attention import AttentionContext, FusedAttention, WholeAttention
+from warpbus.models.layers.chain import link_of
 from warpbus.models.layers.indexer import Indexer, IndexFeatures
 from warpbus.models.layers.linear import Norm, RMSNorm, project
 from warpbus.models.layers.rope import rotate
@@ -60,12 +63,18 @@ class LatentAttention(nn.Module):
         context: AttentionContext | FusedAttention,
         *,
         norm: Norm | None = None,
+        projected: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The input of `o`: attention over `norm(x)`, `[batch, tokens, heads value_dim]`.
 
-        With a `FusedAttention`, positions and angles are ignored: the context has its own.
+        With a `FusedAttention`, positions and angles are ignored: the context has its own. The results of `as_links`
+        may be given as `projected`, if they are computed already.
         """
-        q, latent, index = self._projected(x_btd, norm)
+        if projected is None:
+            q, latent, index = self._projected(x_btd, norm)
+        else:
+            latent, index = projected[0][..., -self.spec.head_dim :], None
+            q = projected[1].unflatten(-1, (self.spec.num_heads, -1))
         if isinstance(context, FusedAttention):
             return context.attend_latent(layer, self, q, latent, index)
         assert positions_bt is not None
@@ -81,6 +90,12 @@ class LatentAttention(nn.Module):
             index = replace(index, q=self._rotated(index.q, angles), k=keys)
         assert isinstance(context, WholeAttention)
         return context.attend_selected(q, k, v, positions_bt, self.spec.indexer.top_k, index).flatten(-2)
+
+    def as_links(self, norm: Norm) -> list[Link | None]:
+        """The projections of `norm(x)` as links of a chain; None where one is of another kind."""
+        if self.indexer is not None or self.q_a_norm is None:
+            return [None]
+        return [link_of(self.qkv_a, norm=norm), link_of(self.q_b, norm=self.q_a_norm)]
 
     def latent(self, stage: str, x_btd: Tensor, norm: Norm) -> Tensor:
         """The input of the matrix that reads "attention.query_latent" or "attention.kv_latent".

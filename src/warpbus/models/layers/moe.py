@@ -15,11 +15,12 @@ from warpbus.kernels.ops.arguments import has_kernels
 from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.packed_experts import PackedExperts
+from warpbus.kernels.ops.wna16_chain import RoutedExperts
 from warpbus.kernels.reference.moe import choose_experts, router_logits, router_scores
 from warpbus.models.layer_spec import LayerSpec, MoESpec, RouterSpec
 from warpbus.models.layers.cpu_experts import CpuStackedExperts
 from warpbus.models.layers.grouped_experts import GroupedExperts, is_groupable
-from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear
+from warpbus.models.layers.linear import MLP, LayerNorm, Norm, QuantizedLinear, RMSNorm
 from warpbus.models.layers.parallel import Parallel
 from warpbus.models.layers.stacked_experts import StackedExperts
 
@@ -166,6 +167,31 @@ class MoE(nn.Module):
         if self.shared is not None:
             total = total + self.shared(rows)
         return self._written(total.view_as(x), residual)
+
+    def as_element(self, norm: Norm) -> RoutedExperts | None:
+        """Router, experts and shared expert as an element of a chain; None if it does not compute all of them."""
+        experts, spec = self.experts, self.router.spec
+        if not isinstance(experts, StackedExperts) or not isinstance(norm, RMSNorm):
+            return None
+        if self.shared is not None and not (experts.has_shared and _is_bare(self.shared)):
+            return None
+        if experts.slots is not None or not isinstance(self.output, nn.Identity):
+            return None
+        return RoutedExperts(
+            self.router.weight,
+            self.router.bias,
+            norm.weight,
+            norm.eps,
+            experts.matrices("gate_up"),
+            experts.matrices("down"),
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            normalized=spec.normalized,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+            shared=self.shared is not None,
+        )
 
     def stack(self, offloaded: int = 0) -> None:
         """Arrange the experts for the kernels, if they are packed for them and all alike.

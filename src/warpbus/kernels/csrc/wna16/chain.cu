@@ -1,129 +1,260 @@
-// Several products of `wna16/decode.cu` in one launch, one after another: the linear layers of a decoder layer around its
-// MLP. A product (link) reads what the links before it have written.
+// Consecutive products of a decoder layer in one launch. A product (link) reads what the links before it have written: o, gate
+// and up, down, and the next layer's projections; or, with a mixture of experts, o, the router, the chosen experts, and so on.
 //
 // Each link: out [m, n] = epilogue(norm(x) [m, k] weight [n, k]^T) for up to TOKENS rows of x, as decode.cu computes it, with
-// the same bits. Unlike there, all of x lies in shared memory, and k is a multiple of 8.
+// the same bits where WARPS are the same. Unlike there, all of x lies in shared memory, and k is a multiple of 8.
 //
-// Macros: those of decode.cu, with EXPERTS 0 and RESIDENT 1.
+// Macros: those of decode.cu, with RESIDENT 1. EXPERTS 1: there may be a router and experts. Then a link of experts reads each
+// row of x by itself, and dense links have no gate.
 //
 // Why one launch. A kernel that follows another waits until the last block of that one has ended, and cannot ask for weights
 // before its own blocks have room: one to two microseconds per kernel in which nothing is read. Here blocks stay. One producer
 // warp reads the weights of all links, stage by stage, through one ring buffer. It never waits for a link to end, so that the
-// next link's first stages arrive while the blocks wait for each other.
+// next link's first stages arrive while the blocks wait for each other. Only for the router it waits, as it cannot know the
+// experts before.
 //
 // The barrier between links. The grid has at most as many blocks as can run at the same time, which the host guarantees. When a
-// block has stored its part of a link, each of its finisher warps that had a token adds one to the link's counter; one thread
-// of each block reads the counter until all have. Counters are zero before and after the kernel: who has seen link i complete
-// knows that all blocks have seen link i - 1 complete, so that block 0 clears that counter; the last one is cleared by the last
-// block that has seen it.
+// block has stored its part of a link, it adds to the link's counter, once for each of its warps that stored something; one
+// thread of each block reads the counter until all have. Counters are zero before and after the kernel (chain.cuh).
 //
 // Pairs of tiles are dealt to the blocks round robin across links (`Link::first`), so that no block has more in every link.
-#include "wna16/decode_products.cuh"
+//
+// The router. Each logit is computed by one warp of the grid. The logits are exchanged through global memory, and the producer
+// warp of each block chooses the experts by itself, which takes less time than another barrier.
+#include "wna16/chain.cuh"
 
-constexpr int kMostLinks = 4;
-constexpr int kPrevious = 3;  // named barrier: the consumers have seen the previous link complete
+// Named barrier: the consumers have seen the previous link complete.
+constexpr int kPrevious = 3;
+constexpr int kFollowers = 32 + 32 * FINISHERS;  // threads there: one consumer warp and the finishers
 
-struct Link {
-    Weight weight;
-    const ELEMENT* x;
-    const ELEMENT* norm;      // or null
-    const ELEMENT* bias;      // or null
-    const ELEMENT* residual;  // or null
-    ELEMENT* out;
-    Problem p;
-    int first;  // the block that computes the first pair of tiles
+struct Shared {
+    ELEMENT* staged;   // x
+    Stage* stages;
+    float4* sums;      // [WARPS][2][kTokenTiles][32]
+    float* squares;    // [WARPS][TOKENS]
+    Chosen* chosen;
+    Addresses at;      // `x` is the barrier of the chosen experts
 };
 
-struct Chain {
-    Link links[kMostLinks];
-    int count;    // of links
-    int x_bytes;  // of shared memory for the largest x, a multiple of 1,024
-};
+// ---- The producer warp ----
 
-// The pairs of tiles of this block in a link.
-__device__ __forceinline__ Work work_of(const Link& link) {
-    const int index = static_cast<int>(blockIdx.x) - link.first;
-    return {index < 0 ? index + static_cast<int>(gridDim.x) : index};
-}
-
-// Until all blocks have stored link number `link`. One thread of a block calls it, for one link after another.
-__device__ __forceinline__ void wait_for(int link, int* counters, const Chain& chain) {
-    const int arrivals = gridDim.x * min(FINISHERS, chain.links[link].p.m);
-    while (ptx::load_acquire(counters + link) < arrivals) {
+// Chooses the experts of all tokens, once the logits are there. The whole warp calls it.
+__device__ __forceinline__ void choose_experts(const Shared& shared, int link, const Chain& chain, const int* counters) {
+    const Router& router = chain.router;
+    const int lane = threadIdx.x % 32, count = router.choice.experts_of_layer;
+    float* const logits = shared.chosen->logits();
+    float* const biases = logits + count;
+    unsigned* const keys = reinterpret_cast<unsigned*>(biases + count);
+    Choice choice = router.choice;
+    if (blockIdx.x != 0) choice.counts = nullptr;  // each choice is counted once
+    if (lane == 0) wait_for(link, counters, chain);
+    __syncwarp();
+    for (int token = 0; token < chain.tokens; ++token) {
+        for (int e = lane; e < count; e += 32) logits[e] = __ldcg(router.logits + token * count + e);
+        __syncwarp();
+        const int slot = token * slots_of(chain);
+        choose(logits, keys, router.bias == nullptr ? nullptr : biases, shared.chosen->experts + slot,
+               shared.chosen->weights + slot, choice);
+        __syncwarp();
     }
-    if (link > 0 && blockIdx.x == 0) counters[link - 1] = 0;
+    if (lane == 0) ptx::mbarrier_arrive(shared.at.x);
 }
 
-// Clears the last counter that blocks wait for, once all have. One thread of a block calls it, after its own wait: the last
-// link's counter counts them, and wraps around to zero.
-__device__ __forceinline__ void clear_last(int* counters, const Chain& chain) {
-    auto* passed = reinterpret_cast<unsigned int*>(counters + chain.count - 1);
-    if (atomicInc(passed, gridDim.x - 1) == gridDim.x - 1) counters[chain.count - 2] = 0;
-}
-
-__device__ __forceinline__ void load_links(Stage* stages, const Addresses& at, const Chain& chain) {
-    const Items items = one_item();
+__device__ __forceinline__ void load_links(const Shared& shared, const Chain& chain, const int* counters) {
+    const int lane = threadIdx.x % 32;
+    if (EXPERTS && chain.router.bias != nullptr) {
+        float* const biases = shared.chosen->logits() + chain.router.choice.experts_of_layer;
+        for (int e = lane; e < chain.router.choice.experts_of_layer; e += 32) biases[e] = chain.router.bias[e];
+        __syncwarp();
+    }
     Ring ring;
     for (int i = 0; i < chain.count; ++i) {
         const Link& link = chain.links[i];
+        if (EXPERTS && link.kind == kRouter) continue;
         const Problem& p = link.p;
+        const Items items = items_of(link, shared.chosen, chain);
+        bool known = !EXPERTS || link.kind != kSlots;
         for (Step step(p, work_of(link)); step.there(items, p); step.advance(items, p)) {
-            ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
-            load_weights(stages[ring.slot], at.full + 8 * ring.slot, link.weight, {}, 0, step, p);
+            if (EXPERTS && !known && !is_known(items, step.work.item(p))) {
+                choose_experts(shared, i - 1, chain, counters);
+                known = true;
+            }
+            step.find(items, p);
+            if (lane == 0) {
+                const ptx::uint32 full = shared.at.full + 8 * ring.slot;
+                ptx::mbarrier_wait(shared.at.empty + 8 * ring.slot, ring.parity ^ 1);
+                load_weights(shared.stages[ring.slot], full, link.weight, {}, items.resident, step, p);
+            }
             ring.advance(p);
         }
+        if (EXPERTS && !known) choose_experts(shared, i - 1, chain, counters);
     }
 }
 
-__device__ __forceinline__ void finish_links(const float* sums, const Addresses& at, const Chain& chain, int* counters) {
-    const int own = threadIdx.x / 32 - WARPS - 1;  // the first token of this warp
+// ---- The finisher warps ----
+
+__device__ __forceinline__ void finish_links(const Shared& shared, const Chain& chain, int* counters) {
+    const float* const sums = reinterpret_cast<const float*>(shared.sums);
+    const int own = threadIdx.x / 32 - WARPS - 1, lane = threadIdx.x % 32;
     for (int i = 0; i < chain.count; ++i) {
         const Link& link = chain.links[i];
         if (i > 0) {
-            ptx::named_barrier(kPrevious, 32 + 32 * FINISHERS);
-            if (i + 1 == chain.count && threadIdx.x == kThreads + 32) clear_last(counters, chain);
+            ptx::named_barrier(kPrevious, kFollowers);
+            if (i + 1 == chain.count && own == 0 && lane == 0) clear_last(counters, chain);
         }
-        finish(sums, at, link.bias, link.residual, link.out, work_of(link), one_item(), link.p);
-        if (i + 1 < chain.count && own < link.p.m && threadIdx.x % 32 == 0) ptx::add_release(counters + i, 1);
+        if (EXPERTS && link.kind == kRouter) continue;
+        const Items items = items_of(link, shared.chosen, chain);
+        finish(sums, shared.at, link.bias, link.residual, link.out, work_of(link), items, link.p);
+        if (i + 1 == chain.count || own >= storing_warps(link) || lane != 0) continue;
+        // Nobody reads the router's counter any more when the experts' link is complete.
+        if (EXPERTS && link.kind == kSlots) ptx::mbarrier_wait(shared.at.x, 0);
+        ptx::add_release(counters + i, 1);
+    }
+}
+
+// ---- The consumer warps ----
+
+// This block's logits of the router: warp w of block b computes those of number (w + i WARPS) gridDim.x + b, which is that of
+// the expert plus that of the token times the experts. Lanes take every 32nd vector of 8 columns; sums have the order of
+// moe/router.cu.
+struct Logits {
+    static constexpr int kAhead = 8;  // vectors of the weight that a lane has in flight
+
+    const Router& router;
+    int number, count, vectors;
+
+    __device__ __forceinline__ Logits(const Chain& chain, int k)
+        : router(chain.router), number(static_cast<int>(threadIdx.x) / 32 * gridDim.x + blockIdx.x),
+          count(chain.tokens * chain.router.choice.experts_of_layer), vectors(k / 8) {}
+
+    __device__ __forceinline__ bool there() const { return number < count; }
+    __device__ __forceinline__ const Vector* row() const {
+        const long long expert = number % router.choice.experts_of_layer;
+        return reinterpret_cast<const Vector*>(router.weight) + expert * vectors;
+    }
+
+    // Brings the weight into L2, before x is known.
+    __device__ __forceinline__ void prefetch() const {
+        if (!there()) return;
+        for (int i = 8 * (threadIdx.x % 32); i < vectors; i += 8 * 32) step::prefetch_l2(row() + i);
+    }
+
+    // Stores the logits, x being in shared memory.
+    __device__ __forceinline__ void compute(ELEMENT* staged, const Problem& p) {
+        const int lane = threadIdx.x % 32;
+        for (; there(); number += WARPS * gridDim.x) {
+            const Vector* const weight = row();
+            const int token = number / router.choice.experts_of_layer;
+            ELEMENT* const x = staged + token * (steps_of(p) * step_bytes(p) / 2);
+            float sum = 0.0f;
+            for (int first = lane; first < vectors; first += 32 * kAhead) {
+                uint4 part[kAhead];
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) {
+                    part[j] = ptx::load_streaming(weight + (first + 32 * j < vectors ? first + 32 * j : 0));
+                }
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) {
+                    if (first + 32 * j >= vectors) break;
+                    const Vector a = *vector_at(x, 0, 8 * (first + 32 * j), p);
+                    const Vector b = *reinterpret_cast<const Vector*>(&part[j]);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) sum = fmaf(to_float(a.element[e]), to_float(b.element[e]), sum);
+                }
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) router.logits[number] = sum;
+        }
+    }
+};
+
+// Copies `rows` rows of x, contiguous, to shared memory, each by itself as a product of one row reads it.
+__device__ __forceinline__ void stage_each(ELEMENT* staged, const ELEMENT* x, int rows, const Problem& p) {
+    constexpr int kAhead = 4;
+    const int of_row = p.chunks * (kChunk / 8), total = rows * of_row;
+    const int place = steps_of(p) * step_bytes(p) / 2;
+    for (int begin = threadIdx.x; begin < total; begin += kAhead * kThreads) {
+        Vector values[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = begin + j * kThreads, row = i / of_row, at = 8 * (i % of_row);
+            values[j] = load_x(x + static_cast<long long>(row) * p.k + at, i < total && at < p.k);
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int i = begin + j * kThreads;
+            if (i < total) *vector_at(staged + i / of_row * place, 0, 8 * (i % of_row), p) = values[j];
+        }
+    }
+    sync_consumers();
+}
+
+// Writes x of a link to shared memory, unless it is there.
+__device__ __forceinline__ void stage_link(const Shared& shared, const Link& link, const Vector& norm_weight,
+                                           const Chain& chain) {
+    const Problem& p = link.p;
+    if (EXPERTS && link.kind == kSlots) return;
+    if (EXPERTS && link.kind == kTokens) {
+        stage_each(shared.staged, link.x, chain.tokens * slots_of(chain), p);
+        return;
+    }
+    const int rows = EXPERTS && link.kind == kRouter ? chain.tokens : 1;
+    for (int row = 0; row < rows; ++row) {  // of the router; other links have their rows together
+        ELEMENT* const staged = shared.staged + row * (steps_of(p) * step_bytes(p) / 2);
+        const ELEMENT* const x = link.x + static_cast<long long>(row) * link.x_stride;
+        if (link.norm == nullptr) stage_x(staged, shared.squares, x, link.x_stride, p);
+        else stage_normed(staged, shared.squares, x, link.x_stride, link.norm, norm_weight, p);
     }
 }
 
 template <bool Joint, bool Symmetric>
-__device__ __forceinline__ void multiply_links(ELEMENT* staged, const Stage* stages, float4* sums, float* squares,
-                                               const Addresses& at, const Chain& chain, int* counters) {
-    const Items items = one_item();
+__device__ __forceinline__ void multiply_links(const Shared& shared, const Chain& chain, int* counters) {
     Progress progress;
     for (int i = 0; i < chain.count; ++i) {
         const Link& link = chain.links[i];
         const Problem& p = link.p;
+        const bool routes = EXPERTS && link.kind == kRouter;
         const Vector norm_weight = load_vector(link.norm + 8 * threadIdx.x, link.norm != nullptr && 8 * threadIdx.x < p.k);
+        Logits logits(chain, p.k);
+        if (routes) logits.prefetch();
         if (i == 0) {
             ptx::griddepcontrol_wait();
         } else {
-            if (threadIdx.x == 0) wait_for(i - 1, counters, chain);
+            if (threadIdx.x == 0) {
+                wait_for(i - 1, counters, chain);
+                if (blockIdx.x == 0) clear_before(i - 1, counters);
+            }
             sync_consumers();  // no warp of this block reads the previous x any more, and all see what the links wrote
-            if (threadIdx.x < 32) ptx::named_barrier_arrive(kPrevious, 32 + 32 * FINISHERS);
+            if (threadIdx.x < 32) ptx::named_barrier_arrive(kPrevious, kFollowers);
         }
+        const Items items = items_of(link, shared.chosen, chain);
         const Work work = work_of(link);
-        if (!work.there(items, p)) continue;
-        if (link.norm != nullptr) stage_normed(staged, squares, link.x, link.norm, norm_weight, p);
-        else stage_x(staged, squares, link.x, p);
-        multiply_pairs<Joint, Symmetric>(progress, make_reader(stages, staged, p), sums, at, false, work, items, p);
+        // The experts' link reads what the router's has written to shared memory.
+        if (!routes && !work.there(items, p)) continue;
+        stage_link(shared, link, norm_weight, chain);
+        if (routes) {
+            logits.compute(shared.staged, p);
+            sync_consumers();
+            if (threadIdx.x == 0) ptx::add_release(counters + i, 1);
+            continue;
+        }
+        const Reader reader = make_reader(shared.stages, shared.staged, p);
+        multiply_pairs<Joint, Symmetric>(progress, reader, shared.sums, shared.at, false, work, items, p);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
     wna16_chain(const __grid_constant__ Chain chain, int* counters) {
-    // x; the stages; sums [WARPS][2][kTokenTiles][32]; then what is declared below.
     extern __shared__ __align__(1024) unsigned char memory[];
     const Problem& p = chain.links[0].p;
-    ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
     Stage* const stages = reinterpret_cast<Stage*>(memory + chain.x_bytes);
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
-    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [WARPS][TOKENS]
+    float* const squares = reinterpret_cast<float*>(barriers + 1);
     const Addresses at = {ptx::shared_address(barriers->full), ptx::shared_address(barriers->empty),
                           ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};
+    const Shared shared = {reinterpret_cast<ELEMENT*>(memory), stages, sums, squares,
+                           reinterpret_cast<Chosen*>(squares + WARPS * TOKENS), at};
     const int warp = threadIdx.x / 32;
 
     ptx::griddepcontrol_launch_dependents();
@@ -132,24 +263,25 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
             ptx::mbarrier_init(at.full + 8 * i, 1);
             ptx::mbarrier_init(at.empty + 8 * i, WARPS);
         }
+        ptx::mbarrier_init(at.x, 1);
         ptx::mbarrier_init(at.finished, FINISHERS);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
 
     if (warp == WARPS) {
-        if (threadIdx.x % 32 == 0) load_links(stages, at, chain);
+        load_links(shared, chain, counters);
         return;
     }
     if (warp > WARPS) {
         ptx::griddepcontrol_wait();
-        finish_links(reinterpret_cast<const float*>(sums), at, chain, counters);
+        finish_links(shared, chain, counters);
         return;
     }
     const bool joint = SPAN == 2 && GROUPS == 1 && p.shift > 0;
     const bool symmetric = chain.links[0].weight.zeros == nullptr;
-    if (joint && symmetric) multiply_links<true, true>(staged, stages, sums, squares, at, chain, counters);
-    else if (joint) multiply_links<true, false>(staged, stages, sums, squares, at, chain, counters);
-    else if (symmetric) multiply_links<false, true>(staged, stages, sums, squares, at, chain, counters);
-    else multiply_links<false, false>(staged, stages, sums, squares, at, chain, counters);
+    if (joint && symmetric) multiply_links<true, true>(shared, chain, counters);
+    else if (joint) multiply_links<true, false>(shared, chain, counters);
+    else if (symmetric) multiply_links<false, true>(shared, chain, counters);
+    else multiply_links<false, false>(shared, chain, counters);
 }

@@ -42,8 +42,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     // x of all steps, or of the stages in flight; the stages; sums [WARPS][2][kTokenTiles][32]; then what is declared below.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
-    const int steps = (p.chunks + kStep - 1) / kStep;
-    Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
+    Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps_of(p)) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
     float* const squares = reinterpret_cast<float*>(barriers + 1);  // [WARPS][TOKENS]
@@ -85,7 +84,7 @@ __device__ __forceinline__ void compute(const ptx::TensorMap& map, const uint4* 
     }
     Work work;
     if (!work.there(items, p)) return;
-    if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
+    if (norm != nullptr) stage_normed(staged, squares, x, p.k, norm, norm_weight, p);
 
     const Reader reader = make_reader(stages, staged, p);
     const bool symmetric = zeros == nullptr;

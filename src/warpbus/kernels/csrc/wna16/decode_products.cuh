@@ -162,7 +162,8 @@ __device__ __forceinline__ Vector* vector_at(ELEMENT* staged, int token, int at,
 // Copies up to Count rows of x to shared memory, and writes the sums of squares over this warp's columns to `squares`. Four
 // vectors are loaded together, of as many rows or columns, so that their latencies overlap.
 template <int Count>
-__device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, const ELEMENT* x, int first, const Problem& p) {
+__device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, const ELEMENT* x, int stride, int first,
+                                           const Problem& p) {
     constexpr int kAhead = 4 / Count;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int end = p.chunks * kChunk;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, cons
             const int at = begin + j * 8 * kThreads;
 #pragma unroll
             for (int i = 0; i < Count; ++i) {
-                values[j][i] = load_x(x + static_cast<long long>(first + i) * p.k + at, at < p.k && first + i < p.m);
+                values[j][i] = load_x(x + static_cast<long long>(first + i) * stride + at, at < p.k && first + i < p.m);
             }
         }
 #pragma unroll
@@ -202,18 +203,18 @@ __device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, cons
     }
 }
 
-// Copies x to shared memory, for this block's consumers; k is a multiple of 8.
-__device__ __forceinline__ void stage_x(ELEMENT* staged, float* squares, const ELEMENT* x, const Problem& p) {
-    if (p.m == 1) stage_rows<1>(staged, squares, x, 0, p);
-    else for (int first = 0; first < p.m; first += 4) stage_rows<4>(staged, squares, x, first, p);
+// Copies x, whose rows are `stride` elements apart, to shared memory for this block's consumers; k is a multiple of 8.
+__device__ __forceinline__ void stage_x(ELEMENT* staged, float* squares, const ELEMENT* x, int stride, const Problem& p) {
+    if (p.m == 1) stage_rows<1>(staged, squares, x, stride, 0, p);
+    else for (int first = 0; first < p.m; first += 4) stage_rows<4>(staged, squares, x, stride, first, p);
     sync_consumers();
 }
 
 // Writes RMSNorm(x) to shared memory; k is a multiple of 8. Each thread norms the elements that it has loaded. `weight` is
 // this thread's part of the norm's weight for the first 8 kThreads columns, loaded before x was available.
-__device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, const ELEMENT* x, const ELEMENT* norm,
-                                             const Vector& weight, const Problem& p) {
-    stage_x(staged, squares, x, p);
+__device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, const ELEMENT* x, int stride,
+                                             const ELEMENT* norm, const Vector& weight, const Problem& p) {
+    stage_x(staged, squares, x, stride, p);
     float square = 0.0f;  // of the token with this lane's number
     const int own = min(static_cast<int>(threadIdx.x % 32), p.m - 1);
 #pragma unroll
@@ -289,7 +290,7 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
     for (; work.there(items, p); work.advance()) {
         const int row = row_of(work.pair(p), which, within, p);
-        const Rows rows = EXPERTS ? rows_of_item(items, work.item(p)) : Rows{0, p.m};
+        const Rows rows = EXPERTS && !items.dense() ? rows_of_item(items, work.item(p)) : Rows{0, p.m};
         Epilogue next;
         if (first < rows.count) next = fetch_epilogue(bias, residual, row, rows.first + first, p);
         ptx::named_barrier(kSummed, kThreads + FINISHERS * 32);
@@ -332,12 +333,15 @@ __device__ __forceinline__ void multiply_pairs(Progress& progress, const Reader&
         float sum[2][kTokenTiles][4] = {};
         for (int slot = 0; slot < (EXPERTS ? items.slots : 1); ++slot) {
             if (EXPERTS && is_elsewhere(items, work.item(p), slot)) continue;
+            // Steps of the rows of x before this one, each of which lies in shared memory alone.
+            const int row = EXPERTS && !p.streamed ? row_of_slot(items, work.item(p), slot) : 0;
+            const int before = row * steps_of(p);
             for (int first = 0; first < p.chunks; first += kStep) {
                 if (in_parts && work.index == blockIdx.x) {
                     ptx::mbarrier_wait(at.x + 8 * min(first / kStep, kParts - 1), 0);
                 }
                 ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
-                const int step = (p.streamed ? ring.slot : first / kStep) * x_bytes;
+                const int step = (p.streamed ? ring.slot : before + first / kStep) * x_bytes;
                 const int left = p.chunks - first - warp * SPAN;  // chunks from this warp's first one on
 #pragma unroll
                 for (int round = 0; round < ROUNDS; ++round) {

@@ -103,6 +103,8 @@ struct Step {
     }
 };
 
+__device__ __forceinline__ int steps_of(const Problem& p) { return (p.chunks + kStep - 1) / kStep; }
+
 // Bytes of x per step: kStep chunks of all rows, chunk after chunk, swizzled, with zeros beyond the last chunk.
 __device__ __forceinline__ int step_bytes(const Problem& p) { return kStep * p.m * kLine; }
 
@@ -135,7 +137,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
 // Loads all of x, in parts.
 __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barriers, const ptx::TensorMap& x,
                                            const Problem& p) {
-    const int steps = (p.chunks + kStep - 1) / kStep;
+    const int steps = steps_of(p);
     for (int i = 0; i < steps; ++i) {
         const ptx::uint32 barrier = barriers + 8 * min(i, kParts - 1);
         if (i < kParts) ptx::mbarrier_expect(barrier, (i == kParts - 1 ? steps - i : 1) * step_bytes(p));

@@ -33,6 +33,9 @@ struct Items {
     int early;   // `experts` was written before the previous kernel began
     int resident;  // number of experts whose weights are in GPU memory
     int partial;   // whether some `experts` are negative
+
+    // One product of all rows, without experts.
+    __device__ __forceinline__ bool dense() const { return experts == nullptr && tiles == nullptr; }
 };
 
 // One product of all rows, without experts.
@@ -49,11 +52,17 @@ __device__ __forceinline__ void count_items(Items& items) {
     if (items.tiles != nullptr) items.count = items.tiles[-1].x;
 }
 
+// The row of x of a slot of an item, without tiles.
+__device__ __forceinline__ int row_of_slot(const Items& items, int item, int slot) {
+    return items.slots > 1 ? item * items.slots + slot : item / items.per_token;
+}
+
 __device__ __forceinline__ Source source_of(const Items& items, int item, int slot) {
+    if (items.dense()) return {};
     if (items.tiles != nullptr) return {items.tiles[item].x, items.tiles[item].y};
     const int s = item * items.slots + slot;
     const bool first = items.shared_expert >= 0 && s % items.per_token == 0;
-    return {first ? items.shared_expert : items.experts[s], items.slots > 1 ? s : s / items.per_token};
+    return {first ? items.shared_expert : items.experts[s], row_of_slot(items, item, slot)};
 }
 
 // Whether a slot of an item belongs to an expert of another process.
