@@ -59,6 +59,7 @@ __device__ __forceinline__ int slots_of(const Chain& chain) {
 // What a link multiplies: the items of experts.cuh.
 __device__ __forceinline__ Items items_of(const Link& link, const Chosen* chosen, const Chain& chain) {
     Items items = one_item();
+    items.resident = 0x7fffffff;  // nothing is offloaded
     if (!EXPERTS || link.kind == kDense || link.kind == kRouter) return items;
     const bool by_token = link.kind == kTokens;
     items.experts = chosen->experts;
@@ -68,7 +69,6 @@ __device__ __forceinline__ Items items_of(const Link& link, const Chosen* chosen
     items.slots = by_token ? items.per_token : 1;
     items.shared_expert = chain.router.choice.shared_expert ? chain.router.choice.experts_of_layer : -1;
     items.early = 0;
-    items.resident = 0x7fffffff;
     return items;
 }
 

@@ -75,6 +75,8 @@ __device__ __forceinline__ Rows rows_of_item(const Items& items, int item) {
     return {item, 1};
 }
 
+// The factor of a row of out; that of a shared expert is 1, and its place in `factors` may not be written yet.
 __device__ __forceinline__ float factor_of(const Items& items, int row) {
-    return items.factors == nullptr ? 1.0f : items.factors[row];
+    const bool shared = items.shared_expert >= 0 && row % items.per_token == 0;
+    return items.factors == nullptr || shared ? 1.0f : items.factors[row];
 }
