@@ -1,5 +1,7 @@
 """The decoder that every family shares. It does not depend on files, tokenizers, sampling or the KV cache."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -300,7 +302,7 @@ class Decoder(nn.Module):
 
     def _transform_chained(self, x_btd: Tensor, context: FusedAttention) -> Tensor:
         """As `transform`, with the products of a layer in one launch where that can be done."""
-        layers = [layer for _, layer in zip(range(self.config.num_layers), self.layers, strict=False)]
+        layers: list[Any] = list(self.layers)[: self.config.num_layers]
         chains = [layer.chain(x_btd) for layer in layers]
         projected: list[Tensor] | None = None  # for the next layer, where a chain has computed it
         for index, (layer, chain, following) in enumerate(zip(layers, chains, [*chains[1:], None], strict=True)):

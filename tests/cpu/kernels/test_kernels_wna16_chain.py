@@ -11,7 +11,7 @@ from warpbus.kernels.ops.moe_router import moe_route
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.packed_experts import PackedExperts
 from warpbus.kernels.ops.wna16 import wna16_linear
-from warpbus.kernels.ops.wna16_chain import Link, RoutedExperts, fits, wna16_chain
+from warpbus.kernels.ops.wna16_chain import ChainLink, RoutedExperts, fits, wna16_chain
 from warpbus.qtensor import QTensor, Scheme
 
 EPS = 1e-5
@@ -36,10 +36,10 @@ def layer(x, dtype=torch.float16, scheme="w4a16-g32"):
     """o, gate and up, down, and the next layer's qkv."""
     norm = (torch.rand(HIDDEN) + 0.5).to(dtype)
     return [
-        Link(packed(HIDDEN, HIDDEN, scheme, dtype), residual=x),
-        Link(packed(2 * INNER, HIDDEN, scheme, dtype), norm=norm, eps=EPS, activation="swiglu"),
-        Link(packed(HIDDEN, INNER, scheme, dtype), residual=0),
-        Link(packed(80, HIDDEN, scheme, dtype), torch.randn(80).to(dtype), norm=norm, eps=EPS),
+        ChainLink(packed(HIDDEN, HIDDEN, scheme, dtype), residual=x),
+        ChainLink(packed(2 * INNER, HIDDEN, scheme, dtype), norm=norm, eps=EPS, activation="swiglu"),
+        ChainLink(packed(HIDDEN, INNER, scheme, dtype), residual=0),
+        ChainLink(packed(80, HIDDEN, scheme, dtype), torch.randn(80).to(dtype), norm=norm, eps=EPS),
     ]
 
 
@@ -61,7 +61,7 @@ def test_links_are_linear_layers_one_after_another(dtype, scheme):
 
 def test_one_link_is_a_linear_layer():
     x, weight = torch.randn(3, HIDDEN).half(), packed(48, HIDDEN)
-    (result,) = wna16_chain(x, [Link(weight)])
+    (result,) = wna16_chain(x, [ChainLink(weight)])
     assert torch.equal(result, wna16_linear(x, weight))
 
 
@@ -73,7 +73,7 @@ def test_the_cpu_has_no_single_launch():
 def test_a_link_reads_the_first_columns_of_the_one_before():
     x, first, second = torch.randn(2, HIDDEN).half(), packed(96, HIDDEN), packed(40, 32)
     norm = (torch.rand(32) + 0.5).half()
-    before, after = wna16_chain(x, [Link(first), Link(second, norm=norm, eps=EPS)])
+    before, after = wna16_chain(x, [ChainLink(first), ChainLink(second, norm=norm, eps=EPS)])
     assert torch.equal(after, wna16_linear(before[:, :32], second, norm=norm, eps=EPS))
 
 
@@ -93,7 +93,7 @@ def test_experts_are_routed_and_summed(shared):
         shared=shared,
     )
     o, after = packed(hidden, hidden), packed(24, hidden)
-    entered, result, last = wna16_chain(x, [Link(o, residual=x), routed, Link(after)])
+    entered, result, last = wna16_chain(x, [ChainLink(o, residual=x), routed, ChainLink(after)])
     assert torch.equal(entered, wna16_linear(x, o, residual=x))
     normed, chosen, factors = moe_route(
         entered, routed.router, routed.router_bias, norm=routed.norm, eps=EPS, top_k=2, scale=1.5, shared=shared
@@ -107,7 +107,7 @@ def test_experts_are_routed_and_summed(shared):
 def test_refusals():
     x = torch.randn(1, HIDDEN).half()
     links = layer(x)
-    with pytest.raises(TensorError, match="x has shape .*32.*, the weight expects 64 features"):
+    with pytest.raises(TensorError, match=r"x has shape .*32.*, the weight expects 64 features"):
         wna16_chain(x[:, :32], links)
     with pytest.raises(TensorError, match="residual has shape"):
         wna16_chain(x, [replace(links[0], residual=torch.randn(2, HIDDEN).half())])

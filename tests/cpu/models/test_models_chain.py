@@ -70,7 +70,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(x, elements)
 
     def fits(x: Tensor, elements: list[chain.Element]) -> bool:
-        return len({element.weight.scheme for element in elements if isinstance(element, chain.Link)}) == 1
+        return len({element.weight.scheme for element in elements if isinstance(element, chain.ChainLink)}) == 1
 
     monkeypatch.setattr(chain, "fits", fits)
     monkeypatch.setattr(decoder, "may_chain", lambda x: len(x) <= chain.MOST_ROWS)

@@ -13,7 +13,7 @@ from warpbus.kernels.ops import wna16_chain as wna16_chain_module
 from warpbus.kernels.ops import workspace
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.packed_experts import PackedExperts
-from warpbus.kernels.ops.wna16_chain import Link, RoutedExperts, fits, wna16_chain
+from warpbus.kernels.ops.wna16_chain import ChainLink, RoutedExperts, fits, wna16_chain
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [
@@ -62,10 +62,10 @@ def layer(shape, rows, scheme="w4a16-g128", dtype=torch.bfloat16, biased=True):
         return pack(quantized(scheme, n, k, dtype), dtype)
 
     links = [
-        Link(weight(hidden, hidden), residual=normal(rows, hidden, dtype=dtype)),
-        Link(weight(2 * inner, hidden), norm=norms[0], eps=EPS, activation="swiglu"),
-        Link(weight(hidden, inner), residual=0),
-        Link(weight(qkv, hidden), normal(qkv, dtype=dtype) if biased else None, norm=norms[1], eps=EPS),
+        ChainLink(weight(hidden, hidden), residual=normal(rows, hidden, dtype=dtype)),
+        ChainLink(weight(2 * inner, hidden), norm=norms[0], eps=EPS, activation="swiglu"),
+        ChainLink(weight(hidden, inner), residual=0),
+        ChainLink(weight(qkv, hidden), normal(qkv, dtype=dtype) if biased else None, norm=norms[1], eps=EPS),
     ]
     return normal(rows, hidden, dtype=dtype), links
 
@@ -219,8 +219,8 @@ def mixture(shape, tokens, dtype=torch.bfloat16, scheme="w4a16-g32", **choice):
         **{"scale": 1.8, **choice},
     )
     norms = normal(hidden, dtype=dtype), normal(64, dtype=dtype)
-    links = [Link(weight(320, hidden), norm=norms[0], eps=EPS), Link(weight(256, 64), norm=norms[1], eps=EPS)]
-    o = Link(weight(hidden, width), residual=normal(tokens, hidden, dtype=dtype))
+    links = [ChainLink(weight(320, hidden), norm=norms[0], eps=EPS), ChainLink(weight(256, 64), norm=norms[1], eps=EPS)]
+    o = ChainLink(weight(hidden, width), residual=normal(tokens, hidden, dtype=dtype))
     return normal(tokens, width, dtype=dtype), [o, routed, *links]
 
 

@@ -54,7 +54,7 @@ def _absent(fields: Sequence[str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One product of a chain: `residual + activation(norm(x) @ weight.T + bias)`, as `wna16_linear` computes it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Link:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """A router and its experts as one element of a chain: `x + sum of weights * expert(norm(x))`; see `moe_route`, `moe_mlp`.
+    """A router and its experts: `x + sum of weights * expert(norm(x))`; see `moe_route` and `moe_mlp`.
 
     Attributes:
         router: `[experts, hidden]` in the dtype of x; `router_bias` float32 `[experts]`.
@@ -118,7 +118,7 @@ class RoutedExperts:
         return self.router.shape[1]
 
 
-Element = Link | RoutedExperts
+Element = ChainLink | RoutedExperts
 
 
 def wna16_chain(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
@@ -156,17 +156,17 @@ def fits(x: Tensor, elements: Sequence[Element]) -> bool:
     if not same or not whole or links > MOST_LINKS or len(experts) > 1:
         return False
     if any(
-        isinstance(each, Link) and each.gated and (experts or each.weight.shape[0] % (2 * TILE_ROWS))
+        isinstance(each, ChainLink) and each.gated and (experts or each.weight.shape[0] % (2 * TILE_ROWS))
         for each in elements
     ):
         return False
     if experts and not _takes(experts[0], rows):
         return False
-    return _Memory.of(x, elements).stages >= FEWEST_STAGES
+    return _ChainMemory.of(x, elements).stages >= FEWEST_STAGES
 
 
 def _weights(element: Element) -> list[PackedWeight]:
-    return [element.weight] if isinstance(element, Link) else [element.gate_up.weights, element.down.weights]
+    return [element.weight] if isinstance(element, ChainLink) else [element.gate_up.weights, element.down.weights]
 
 
 def _takes(experts: RoutedExperts, tokens: int) -> bool:
@@ -179,7 +179,7 @@ def _takes(experts: RoutedExperts, tokens: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _ChainMemory:
     """How a launch divides the shared memory of a block.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Memory:
     whole: int
 
     @classmethod
-    def of(cls, x: Tensor, elements: Sequence[Element]) -> "_Memory":
+    def of(cls, x: Tensor, elements: Sequence[Element]) -> "_ChainMemory":
         rows, device = len(x), x.get_device()
         # The order of sums is that of `wna16_decode`, whatever the number of rounds is.
         variant = replace(DecodeVariant.of(1, _weights(elements[0])[0], device), rounds=1)
@@ -206,7 +206,7 @@ class _Memory:
 
         sizes, routing = [], 0
         for element in elements:
-            if isinstance(element, Link):
+            if isinstance(element, ChainLink):
                 sizes.append(of_x(rows, element.weight.shape[1]))
                 continue
             sizes += [of_x(rows, element.columns), of_x(rows * element.slots, element.down.weights.shape[1])]
@@ -221,10 +221,10 @@ def _kernel(variant: DecodeVariant, dtype: torch.dtype, *, experts: bool) -> Ker
     return variant.unit("wna16/chain.cu", dtype, experts=experts).kernel("wna16_chain", _PARAMETERS)
 
 
-class _Launch:
+class _ChainLaunch:
     """The arguments of a launch, link by link."""
 
-    def __init__(self, x: Tensor, memory: _Memory) -> None:
+    def __init__(self, x: Tensor, memory: _ChainMemory) -> None:
         self.arguments: dict[str, Any] = _absent([*_ROUTING.split(", "), "int tokens"])
         self.count = 0
         self.copied = False  # something that the kernel reads before the kernels ahead have ended
@@ -259,13 +259,13 @@ class _Launch:
 
 
 def _launch(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
-    memory, rows = _Memory.of(x, elements), len(x)
+    memory, rows = _ChainMemory.of(x, elements), len(x)
     x = contiguous_aligned(x)
-    launch, results = _Launch(x, memory), list[Tensor]()
+    launch, results = _ChainLaunch(x, memory), list[Tensor]()
     for element in elements:
         out = x.new_empty(rows, element.columns)
         given = results[-1] if results else x
-        if isinstance(element, Link):
+        if isinstance(element, ChainLink):
             residual = element.residual
             launch.add(
                 element.weight,
@@ -293,13 +293,13 @@ def _launch(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
     return results
 
 
-def _add_experts(launch: _Launch, experts: RoutedExperts, x: Tensor, out: Tensor) -> None:
+def _add_experts(launch: _ChainLaunch, experts: RoutedExperts, x: Tensor, out: Tensor) -> None:
     tokens, (count, hidden), ffn = len(x), experts.router.shape, experts.down.weights.shape[1]
     inner = x.new_empty(tokens * experts.slots, ffn)
     logits = torch.empty(tokens, count, dtype=torch.float32, device=x.device)
     norm = launch.constant(experts.norm)
-    of_router = {"n": count, "k": hidden, "chunks": blocks((hidden, TILE_COLUMNS)), "eps": experts.eps}
-    launch.add(None, x, kind=_ROUTER, norm=norm, **of_router)
+    chunks = blocks((hidden, TILE_COLUMNS))
+    launch.add(None, x, kind=_ROUTER, norm=norm, eps=experts.eps, n=count, k=hidden, chunks=chunks)
     launch.add(experts.gate_up.weights, x, kind=_SLOTS, items=tokens * experts.slots, gated=True, out=inner)
     launch.add(experts.down.weights, inner, kind=_TOKENS, items=tokens, residual=x, out=out)
     launch.arguments |= {
@@ -322,7 +322,7 @@ def _one_by_one(x: Tensor, elements: Sequence[Element]) -> list[Tensor]:
     results: list[Tensor] = []
     for element in elements:
         given = results[-1] if results else x
-        if isinstance(element, Link):
+        if isinstance(element, ChainLink):
             residual = element.residual
             results.append(
                 wna16_linear(

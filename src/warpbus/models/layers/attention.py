@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from warpbus.kernels.ops.arguments import HALVES, has_kernels
 from warpbus.kernels.ops.head_norm import head_norm
-from warpbus.kernels.ops.wna16_chain import Link
+from warpbus.kernels.ops.wna16_chain import ChainLink
 from warpbus.models.config import RopeConfig
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec
 from warpbus.models.layers.chain import link_of
@@ -280,7 +280,7 @@ class Attention(nn.Module):
         q, k = (rotate(x, angles, self.rope.interleaved, self.rope.planes) for x in (q, k))
         return context.attend(layer, q, k, v, positions_bt).flatten(-2)
 
-    def as_links(self, norm: Norm) -> list[Link | None]:
+    def as_links(self, norm: Norm) -> list[ChainLink | None]:
         """The projections of `norm(x)` as links of a chain; None where one is of another kind."""
         return [link_of(self.qkv, norm=norm)]
 

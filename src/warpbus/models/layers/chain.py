@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.kernels.ops.packed import PackedWeight
-from warpbus.kernels.ops.wna16_chain import MOST_ROWS, Element, Link, fits, wna16_chain
+from warpbus.kernels.ops.wna16_chain import MOST_ROWS, ChainLink, Element, fits, wna16_chain
 from warpbus.models.layers.adapted import Adapted
 from warpbus.models.layers.linear import MLP, Norm, QuantizedLinear, RMSNorm
 
@@ -23,13 +23,15 @@ class LayerChain:
         rest: the MLP or the experts, from the result of `o` to the layer's output.
     """
 
-    entry: tuple[Link, ...]
-    o: Link
+    entry: tuple[ChainLink, ...]
+    o: ChainLink
     rest: tuple[Element, ...]
 
     @classmethod
-    def of(cls, x: Tensor, entry: Sequence[Link | None], o: Link | None, rest: Sequence[Element | None]) -> Self | None:
-        """The chain of a layer with input x `[rows, hidden]`; None without one of its elements, or if it does not fit."""
+    def of(
+        cls, x: Tensor, entry: Sequence[ChainLink | None], o: ChainLink | None, rest: Sequence[Element | None]
+    ) -> Self | None:
+        """The chain of a layer with input x `[rows, hidden]`; None if an element is missing, or if it does not fit."""
         elements = [element for element in (o, *rest, *entry) if element is not None]
         if o is None or len(elements) <= len(rest) + len(entry) or not fits(x, elements):
             return None
@@ -62,7 +64,7 @@ def may_chain(x: Tensor) -> bool:
 
 def link_of(
     linear: nn.Module | None, *, norm: Norm | None = None, activation: str = "none", residual: int | None = None
-) -> Link | None:
+) -> ChainLink | None:
     """What `project` computes, as an element of a chain; None if `wna16` does not compute all of it.
 
     Args:
@@ -73,13 +75,13 @@ def link_of(
     if not isinstance(linear, QuantizedLinear) or not isinstance(linear.form, PackedWeight):
         return None
     if norm is None:
-        return Link(linear.form, linear.bias, activation=activation, residual=residual)
+        return ChainLink(linear.form, linear.bias, activation=activation, residual=residual)
     if not isinstance(norm, RMSNorm):
         return None
-    return Link(linear.form, linear.bias, norm.weight, norm.eps, activation, residual)
+    return ChainLink(linear.form, linear.bias, norm.weight, norm.eps, activation, residual)
 
 
-def mlp_links(mlp: MLP, norm: Norm) -> list[Link | None]:
+def mlp_links(mlp: MLP, norm: Norm) -> list[ChainLink | None]:
     """An MLP as links of a chain, behind the result that is its residual; None where a matrix is of another kind."""
     gate_up = getattr(mlp, "gate_up", None)  # without a gate it has another name
     return [link_of(gate_up, norm=norm, activation="swiglu"), link_of(mlp.down, residual=0)]

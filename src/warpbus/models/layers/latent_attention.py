@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from warpbus.kernels.ops.arguments import has_kernels
 from warpbus.kernels.ops.mla_keys import mla_keys
-from warpbus.kernels.ops.wna16_chain import Link
+from warpbus.kernels.ops.wna16_chain import ChainLink
 from warpbus.models.config import RopeConfig
 from warpbus.models.latent_spec import LatentAttentionSpec
 from warpbus.models.layer_spec import LayerSpec
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
         assert isinstance(context, WholeAttention)
         return context.attend_selected(q, k, v, positions_bt, self.spec.indexer.top_k, index).flatten(-2)
 
-    def as_links(self, norm: Norm) -> list[Link | None]:
+    def as_links(self, norm: Norm) -> list[ChainLink | None]:
         """The projections of `norm(x)` as links of a chain; None where one is of another kind."""
         if self.indexer is not None or self.q_a_norm is None:
             return [None]
