@@ -20,7 +20,7 @@ def launches(monkeypatch):
 
     for module in (gemv, attention):
         monkeypatch.setattr(module, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(wna16_decode._DecodeVariant, "kernel", lambda *_: kernel)
+    monkeypatch.setattr(wna16_decode.DecodeVariant, "kernel", lambda *_: kernel)
     monkeypatch.setattr(trellis_decode.TrellisVariant, "kernel", lambda *_: kernel)
     for module in (wna16_decode, trellis_decode):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)

@@ -59,7 +59,7 @@ def test_stages_fill_the_shared_memory(shared_memory, scheme, size, streamed):
     shared_memory(size)
     for m, k in itertools.product((1, 7, 8, 9, 16), WIDTHS):
         weight = weight_of(scheme, 64, k)
-        stage, others = wna16_decode._DecodeVariant.of(m, weight, 0).shared(m, k, streamed=streamed)
+        stage, others = wna16_decode.DecodeVariant.of(m, weight, 0).shared(m, k, streamed=streamed)
         stages = wna16_decode._stages(torch.empty(m, k), weight, streamed=streamed)
         assert stages * stage + others <= size < (stages + 1) * stage + others
 
@@ -80,10 +80,10 @@ def test_when_a_stage_has_two_rounds(monkeypatch, scheme, n, k, m, rounds):
     limits = {driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: HOPPER, driver.MULTIPROCESSOR_COUNT: 132}
     monkeypatch.setattr(driver, "attribute", lambda which, device: limits[which])
     weight = weight_of(scheme, n, k)
-    assert wna16_decode._DecodeVariant.of(m, weight, 0).rounds == rounds
-    assert wna16_decode._DecodeVariant.of(m, weight, 0, experts=True).rounds == 1
+    assert wna16_decode.DecodeVariant.of(m, weight, 0).rounds == rounds
+    assert wna16_decode.DecodeVariant.of(m, weight, 0, experts=True).rounds == 1
     limits[driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN] = GEFORCE
-    assert wna16_decode._DecodeVariant.of(m, weight, 0).rounds == 1
+    assert wna16_decode.DecodeVariant.of(m, weight, 0).rounds == 1
 
 
 @pytest.mark.parametrize("size", [HOPPER, GEFORCE])
@@ -93,7 +93,7 @@ def test_products_of_experts_overlap(shared_memory, scheme, size):
     shared_memory(size)
     for rows, k in itertools.product((1, 8), WIDTHS):
         weight = weight_of(scheme, 64, k)
-        variant = wna16_decode._DecodeVariant.of(rows, weight, 0, experts=True)
+        variant = wna16_decode.DecodeVariant.of(rows, weight, 0, experts=True)
         stages = variant.stages(rows, k, 0, streamed=True)
         stage, others = variant.shared(rows, k, streamed=True)
         assert stages >= 2

@@ -151,7 +151,7 @@ struct Logits {
                 uint4 part[kAhead];
 #pragma unroll
                 for (int j = 0; j < kAhead; ++j) {
-                    part[j] = ptx::load_streaming(weight + (first + 32 * j < vectors ? first + 32 * j : 0));
+                    part[j] = __ldcg(reinterpret_cast<const uint4*>(weight + (first + 32 * j < vectors ? first + 32 * j : 0)));
                 }
 #pragma unroll
                 for (int j = 0; j < kAhead; ++j) {
