@@ -182,6 +182,94 @@ _WORDS: dict[str, tuple[str, str]] = {
     "returned": ("has returned", "已经返回"),
     "waits": ("waits at {its_what}{its_line}", "停在 {its_what}{its_line}"),
     "not in its own mask": ("is not in its own mask", "不在自己的掩码中"),
+    "mbarrier_stuck": (
+        "{block}: thread {waiting} waits at {what}{line} for the mbarrier {array}[{index}], phase of parity {parity}, "
+        "which can never end: {pending} of {expected} arrivals and {bytes} bytes of copies are missing, and no thread "
+        "can go on. Compare the count of mbarrier.init with the threads that arrive, the bytes of expect_tx with those "
+        "of the copies, and the parity with the round of the loop",
+        "{block}：线程 {waiting} 在 {what} 处等待 mbarrier {array}[{index}]{line}，但奇偶位为 {parity} 的阶段永远不会结束："
+        "还缺 {expected} 次到达中的 {pending} 次，以及 {bytes} 字节的复制，而没有线程能继续执行。"
+        "请核对 mbarrier.init 的计数与到达的线程数、expect_tx 的字节数与复制的字节数，以及奇偶位与循环的轮次",
+    ),
+    "mbarrier_misused": (
+        "{at}: {what}{line} on {array}[{index}]: {problem}",
+        "{at}：{what}{line}，{array}[{index}]：{problem}",
+    ),
+    "address": (
+        "an mbarrier is an object of 8 bytes in shared memory, aligned to 8",
+        "mbarrier 是共享内存中按 8 字节对齐的 8 字节对象",
+    ),
+    "unknown": ("there is no mbarrier: call mbarrier.init first", "这里没有 mbarrier：请先执行 mbarrier.init"),
+    "overwritten": (
+        "the program has overwritten the mbarrier: look for an index beyond the end of an array next to it",
+        "程序覆盖了 mbarrier 的内容：请检查相邻数组的下标是否越界",
+    ),
+    "count": (
+        "its count is {number}, but has to be between 1 and 1048575",
+        "计数为 {number}，但必须在 1 到 1048575 之间",
+    ),
+    "arrivals": (
+        "more than the {number} arrivals of mbarrier.init in one phase",
+        "同一阶段的到达次数超过了 mbarrier.init 的 {number} 次",
+    ),
+    "bytes": (
+        "{number} bytes are outstanding, but at most 1048575 can be: does each thread execute expect_tx, not only one?",
+        "未到达的字节数为 {number}，但最多为 1048575：是否每个线程都执行了 expect_tx，而不是只有一个？",
+    ),
+    "completes": (
+        "an arrival with .noComplete must not be the last one of the phase",
+        "带 .noComplete 的到达不能是该阶段的最后一次",
+    ),
+    "named_stuck": (
+        "{block}: thread {waiting} waits at {what} {number}{line}: {arrived} of {expected} threads have arrived, and no "
+        "thread can go on: all threads that the barrier counts have to reach a bar.sync or bar.arrive with its number",
+        "{block}：线程 {waiting} 在 {what} {number} 处等待{line}：{expected} 个线程中只有 {arrived} 个到达，"
+        "而没有线程能继续执行：同步点所计的每个线程都必须执行该编号的 bar.sync 或 bar.arrive",
+    ),
+    "named_misused": ("{at}: {what} {number}{line}: {problem}", "{at}：{what} {number}{line}：{problem}"),
+    "number": ("barriers have the numbers 0 to 15", "同步点的编号为 0 到 15"),
+    "multiple": (
+        "{found} threads are no multiple of 32, but a barrier counts whole warps",
+        "{found} 个线程不是 32 的倍数，但同步点按整个 warp 计数",
+    ),
+    "many": (
+        "{found} threads are more than the {threads} of the block",
+        "{found} 个线程多于线程块的 {threads} 个",
+    ),
+    "differs": (
+        "it counts {found} threads, but others have arrived with another number of threads",
+        "它计 {found} 个线程，但其他线程到达时给出的线程数不同",
+    ),
+    "warpgroup": (
+        "{block}: thread {waiting} waits at {what}{line} for its warpgroup, but thread {missing} {state}: all 128 "
+        "threads of four warps, the first of which has a number that is a multiple of 4, have to execute it",
+        "{block}：线程 {waiting} 在 {what} 处等待它的 warpgroup{line}，但线程 {missing} {state}："
+        "四个 warp（首个 warp 的编号是 4 的倍数）的全部 128 个线程都必须执行它",
+    ),
+    "not there": ("is beyond the end of the block", "超出了线程块的范围"),
+    "registers": (
+        "{at}: setmaxnreg {count}{line}: the number has to be a multiple of 8 between 24 and 256",
+        "{at}：setmaxnreg {count}{line}：数值必须是 24 到 256 之间的 8 的倍数",
+    ),
+    "in_flight": (
+        "{block}: it ends while an asynchronous copy into its shared memory is under way, which thread {waiting} has "
+        "begun{line}: wait for its mbarrier before the end",
+        "{block}：线程块结束时，线程 {waiting} 发起的写入其共享内存的异步复制{line}还没有完成：结束之前请等待它的 mbarrier",
+    ),
+    "spin": (
+        "{at}: waits in {what}{line} for a value that no other thread writes any more: all threads wait",
+        "{at}：在{what}中等待{line}，但不会再有线程写入它等待的值：所有线程都在等待",
+    ),
+    "spin_launch": (
+        "{at}: waits in {what}{line} for a value that no other thread of its block writes: blocks of this launch run "
+        "one after the other, in any order. Start kernels whose blocks wait for each other with "
+        "cudaLaunchCooperativeKernel",
+        "{at}：在{what}中等待{line}，但线程块内没有其他线程写入它等待的值：这次启动的线程块以任意次序先后执行。"
+        "线程块之间需要互相等待的核函数，请用 cudaLaunchCooperativeKernel 启动",
+    ),
+    "a loop": ("a loop", "循环"),
+    "an atomic operation": ("an atomic operation", "原子操作"),
+    "a volatile access": ("a volatile access", "volatile 访问"),
     "default_stream": (
         "kernel {kernel} is launched into the default stream while another stream captures a graph, which ends the "
         "capture: name the capturing stream in <<<...>>>",
@@ -302,6 +390,9 @@ _WORDS: dict[str, tuple[str, str]] = {
 }
 
 
+_OF_A_BLOCK = ("barrier", "divergent", "warp", "warpgroup", "mbarrier_stuck", "named_stuck", "in_flight")
+
+
 def _word(name: str, language: str) -> str:
     return _WORDS[name][LANGUAGES.index(language)]
 
@@ -334,12 +425,17 @@ def explain(finding: Finding, language: str = "en") -> str:
         count = finding["count"]
         fields |= {"last": count - 1, "elements": f"{_count(count, 'element')} of {_count(finding['element'], 'byte')}"}
         fields["hint"] = _word("one_past" if finding["index"] == count else "far", language).format(**fields)
-    if kind in ("barrier", "divergent", "warp"):
+    if kind in _OF_A_BLOCK:
         fields["block"] = _word("block", language).format(**fields)
     if kind == "barrier":
         fields["threads"] = f"{_count(finding['count'], 'thread')} wait{'s' if finding['count'] == 1 else ''}"
     if kind == "warp":
         fields["mask"] = f"0x{finding['mask']:08x}"
+    if "problem" in finding:
+        fields["problem"] = _word(finding["problem"], language).format(**fields)
+    if kind in ("spin", "spin_launch"):
+        fields["what"] = _word(finding["what"], language) if finding["what"] in _WORDS else finding["what"]
+    if kind in ("warp", "warpgroup"):
         fields["state"] = _word(finding["state"], language).format(**fields)
     if kind == "race":
         fields["no_barrier"] = _word("no_syncwarp" if finding["same_warp"] else "no_syncthreads", language)

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from warpbus.cuda import driver
 from warpbus.cuda.compile_findings import misqualified, rejected
 from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import Finding
-from warpbus.cuda.host_compiler import kept_object
+from warpbus.cuda.host_compiler import compiler_version, kept_object
 from warpbus.cuda.ptx.assembly import HEADER, translate_ptx
 from warpbus.errors import DataError, DeviceError
 
@@ -35,10 +35,11 @@ _WRAPPED = tuple(f"-Wl,--wrap={name}" for name in ("printf", "puts", "putchar"))
 _SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 _ALIGNED = r"(?:__align__|alignas)\s*\((?:[^()]|\([^()]*\))*\)\s*"
 _SHARED = re.compile(
-    rf"(?P<before>(?:\b(?:extern|static|const|volatile)\s+|{_ALIGNED})*)\b__shared__\s+(?:{_ALIGNED})*"
+    rf"(?P<before>(?:\b(?:extern|static|const|volatile)\s+|{_ALIGNED})*)\b__shared__\s+(?P<after>(?:{_ALIGNED})*)"
     rf"(?P<type>(?:(?:const|volatile|unsigned|signed|long|short|struct)\s+|{_ALIGNED})*[\w:]+(?:<[^<>;{{}}]*>)?)"
     r"\s+(?P<arrays>\w[^;={}()]*);"
 )
+_ALIGNMENT = re.compile(r"(?:__align__|alignas)\s*\(((?:[^()]|\([^()]*\))*)\)")
 _NOT_OF_A_TYPE = re.compile(rf"\b(?:extern|static|const)\b|{_ALIGNED}")
 _DYNAMIC = re.compile(r"(\w+)\s*\[\s*\]\s*((?:\[[^\[\]]+\]\s*)*)")
 _DECLARED = re.compile(r"\s*(\w+)\s*((?:\[[^\[\]]+\]\s*)*)")
@@ -47,6 +48,8 @@ _OF_A_KERNEL = re.compile(
     r"(?:\(\s*(?:const\s+)?void\s*(?:const\s*)?\*\s*\)|(?:reinterpret|static)_cast\s*<[^<>]*>)?\s*"
     r"(?P<kernel>\(?\s*&?\s*(?P<name>[\w:]+)\s*(?:<[^<>;{}()]*>)?\s*\)?)\s*,"
 )
+_WHILE = re.compile(r"\bwhile\s*\(")
+_NO_BODY = re.compile(r"\s*(?:;|\{\s*\})")
 _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
 
@@ -166,6 +169,8 @@ def _build(
     """
     own = text.with_suffix(".o")
     instrumented = _CHECKED if checks else ()
+    if checks and "clang" not in compiler_version(compiler):
+        instrumented += ("--param=tsan-distinguish-volatile=1",)  # a loop that waits for a volatile value
     mistake = _compile([*compiler, *flags, *instrumented, "-fno-pie", "-c", str(text), "-o", str(own)], source)
     if mistake:
         return mistake
@@ -227,12 +232,14 @@ def translate(text: str) -> str:
             continue
         arrays = [_DECLARED.fullmatch(each) for each in found["arrays"].split(",")]
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks
-            shared = " ".join(_shared(element, *each.groups()) for each in arrays if each)
+            alignment = _ALIGNMENT.search(f"{found['before']} {found['after']} {found['type']}")
+            shared = " ".join(_shared(element, *each.groups(), alignment) for each in arrays if each)
             edits.append((*found.span(), shared + "\n" * found[0].count("\n")))
     for found in _OF_A_KERNEL.finditer(plain):
         call = f'warpbus::{found["function"]}("{found["name"]}", {found["kernel"]},'
         edits.append((*found.span(), call + "\n" * found[0].count("\n")))
     edits += translate_ptx(text, plain)
+    edits += _waiting_loops(plain)
     start = plain.find("<<<")
     while start >= 0:
         line = plain.count("\n", 0, start) + 1
@@ -258,12 +265,34 @@ def _spaced(text: str) -> str:
     return " ".join(text.split())
 
 
-def _shared(element: str, name: str, extents: str) -> str:
+def _shared(element: str, name: str, extents: str, alignment: re.Match[str] | None) -> str:
     """An array of shared memory, on one line."""
-    array = _spaced(element + extents)
-    return (
-        f'static warpbus::Shared<warpbus::Type<{array}>> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
-    )
+    kind = f"warpbus::Type<{_spaced(element + extents)}>"
+    kind += f", static_cast<size_t>({_spaced(alignment[1])})" if alignment else ""
+    return f'static warpbus::Shared<{kind}> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
+
+
+def _waiting_loops(plain: str) -> Iterator[tuple[int, int, str]]:
+    """What makes of the conditions of loops without a body calls that let other threads run."""
+    for found in _WHILE.finditer(plain):
+        depth, end = 1, found.end()
+        while end < len(plain) and depth:
+            depth += {"(": 1, ")": -1}.get(plain[end], 0)
+            end += 1
+        before = plain[: found.start()].rstrip()
+        if _NO_BODY.match(plain, end) and not (before.endswith("}") and _ends_do(before)):
+            yield found.end(), found.end(), "warpbus::spun(static_cast<bool>("
+            yield end - 1, end - 1, "), __LINE__)"
+
+
+def _ends_do(before: str) -> bool:
+    """Whether the block that a text ends with is the body of a `do`."""
+    depth = 0
+    for position in range(len(before) - 1, -1, -1):
+        depth += {"}": 1, "{": -1}.get(before[position], 0)
+        if depth == 0:
+            return bool(re.search(r"\bdo\s*$", before[:position]))
+    return False
 
 
 def _commas(text: str) -> int:

@@ -390,7 +390,6 @@ def program(statement: str) -> str:
     [
         ('asm volatile("wgmma.fence.sync.aligned;");', "wgmma.fence.sync.aligned"),
         ('asm volatile("add.rz.f32 %0, %0, %0;" : "+f"(*(float *)x));', "add.rz.f32"),
-        ('asm volatile("bar.sync 1, 128;");', "bar.sync"),
         *(
             (f'asm volatile("mma.sync.aligned.{each} {{}}, {{}}, {{}}, {{}};");', f"mma.sync.aligned.{each}")
             for each in (
@@ -400,7 +399,7 @@ def program(statement: str) -> str:
                 "m16n8k16.col.col.f32.f16.f16.f32",
             )
         ),
-        ('asm volatile("{ .reg .pred p; setp.eq.s32 p, 1, 1; @p bra DONE; DONE: }");', "bra"),
+        ('asm volatile("{ .reg .pred p; setp.eq.s32 p, 1, 1; @p brx.idx p, DONE; }");', "brx.idx"),
         ('asm volatile("mov.u32 %0, %%nothing;" : "=r"(*x));', "mov.u32"),
         ('asm volatile("mov.u32 %7, 3;" : "=r"(*x));', "mov.u32"),
         ('#define T "u32"\n    asm volatile("mov." T " %0, 3;" : "=r"(*x));', "asm, whose text a macro puts together"),

@@ -166,13 +166,15 @@ struct cudaDeviceProp {
 namespace warpbus {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
-constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 512;
-constexpr size_t kMostOptIn = 163 << 10;  // shared memory of a kernel that asks for it, as compute capability 8.0
+constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 1024;
+constexpr size_t kMostOptIn = 227 << 10;  // shared memory of a kernel that asks for it, as compute capability 9.0
 constexpr unsigned kMostBlocks = 32;          // of a multiprocessor
 constexpr unsigned kMostCooperative = 16384;  // threads of a cooperative launch: each has a stack
+constexpr unsigned kMostSpins = 1000;         // rounds of a waiting loop after which other threads run
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
-enum class Waits : unsigned char { nothing, block, warp, grid };
+// `named`: at bar.sync with a number; `phase`: of an mbarrier; `spin`: for nothing, the others run first.
+enum class Waits : unsigned char { nothing, block, named, warp, warpgroup, grid, phase, spin };
 
 // A thread of a block: a fiber.
 struct Thread {
@@ -186,6 +188,10 @@ struct Thread {
     unsigned source;        // the lane whose value it asks for
     uint64_t given, got;    // the bits that it hands over, and those that it gets
     unsigned warp_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
+    uint64_t barrier;       // that it waits for: the address of an mbarrier, or the number of a named barrier
+    uint64_t phase;         // of the mbarrier
+    unsigned spins;         // rounds of waiting loops since it last let the others run
+    const void *pc;         // where it spins
 };
 
 // An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.
@@ -199,8 +205,10 @@ struct DeferredCopy {
 
 extern Thread *current;     // nullptr while host code runs
 extern uint3 block_at, block_size, grid_size;
+extern uint64_t progress;   // counts what may end a waiting loop of another thread
 
 void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u);
+void let_others_run(const char *what, int line, const void *pc);
 void defer_copy(const DeferredCopy &copy);
 void commit_copies();
 void wait_for_copies(unsigned last);
@@ -286,15 +294,27 @@ template <class T, class Change> __attribute__((noinline, no_sanitize("thread"))
     memcpy(&old, at, sizeof(T));
     const T now = new_value(old);
     memcpy(at, &now, sizeof(T));
+    if (memcmp(&old, &now, sizeof(T))) {
+        ++progress;
+        if (current) current->spins = 0;
+    } else if (current && ++current->spins >= kMostSpins) {
+        let_others_run("an atomic operation", 0, __builtin_return_address(0));
+    }
     return old;
+}
+
+// The condition of a loop without a body: it waits for what another thread writes.
+inline bool spun(bool again, int line) {
+    if (again && current && ++current->spins >= kMostSpins) let_others_run("a loop", line, nullptr);
+    return again;
 }
 
 template <class T> using Type = T;
 
 // An array of __shared__ memory, with a gap before and behind it in which an access is a mistake.
-template <class T> struct Shared {
+template <class T, size_t Alignment = 16> struct Shared {
     alignas(128) char before[kGap];
-    alignas(128) T value;
+    alignas(Alignment < 128 ? 128 : Alignment) T value;
     char behind[kGap];
     explicit Shared(const char *name) {
         static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
@@ -462,7 +482,7 @@ inline void *__cvta_shared_to_generic(size_t at) { return reinterpret_cast<void 
 inline size_t __cvta_generic_to_global(const void *at) { return reinterpret_cast<size_t>(at); }
 inline void *__cvta_global_to_generic(size_t at) { return reinterpret_cast<void *>(at); }
 long long clock64();
-inline void __nanosleep(unsigned) {}
+__forceinline__ void __nanosleep(unsigned, WARPBUS_LINE) { warpbus::let_others_run("__nanosleep()", line, nullptr); }
 
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t size) {
     return warpbus::allocate_named("device memory", pointer, size, false);

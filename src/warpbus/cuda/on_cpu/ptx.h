@@ -6,6 +6,7 @@
 // after the other.
 #pragma once
 
+#include "async_ptx.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_pipeline.h"
@@ -67,8 +68,8 @@ template <class Part, class From> Part unpack(From from, unsigned index) {
 template <class T, int N> struct alignas(N * sizeof(T)) Vector { T x[N]; };
 
 // A value that other blocks may wait for.
-template <class T> T load_atomic(T *at) { return change(at, [](T old) { return old; }); }
-template <class T> void store_atomic(T *at, T value) { change(at, [&](T) { return value; }); }
+template <class T> __forceinline__ T load_atomic(T *at) { return change(at, [](T old) { return old; }); }
+template <class T> __forceinline__ void store_atomic(T *at, T value) { change(at, [&](T) { return value; }); }
 
 __forceinline__ void copy_async(uint64_t to, uint64_t from, int size, int taken) {
     __pipeline_memcpy_async(address<void>(to), address<void>(from), static_cast<size_t>(size),

@@ -5,8 +5,8 @@
 #include <cstdarg>
 #include <memory>
 
+#include "scheduler.h"
 #include "streams.h"
-#include "threads.h"
 #ifdef WARPBUS_CHECKS
 #include "checks.h"
 #endif
@@ -15,6 +15,7 @@ namespace warpbus {
 
 Thread *current;
 uint3 block_at, block_size, grid_size;
+uint64_t progress;
 // The last error of a call. A launch that is refused is such an error: calls that wait return only the errors of kernels
 // that ran, which end the program here.
 cudaError_t last;
@@ -47,6 +48,12 @@ void wait_for(Waits waits, const char *what, int line, unsigned mask) {
     current->line = line;
     current->mask = mask;
     swapcontext(&running().context, &scheduler);
+}
+
+void let_others_run(const char *what, int line, const void *pc) {
+    current->spins = 0;
+    current->pc = pc;
+    wait_for(Waits::spin, what, line);
 }
 
 void defer_copy(const DeferredCopy &copy) {
@@ -424,7 +431,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->maxThreadsDim[2] = 64;
     found->maxGridSize[0] = 2147483647;
     found->maxGridSize[1] = found->maxGridSize[2] = 65535;
-    found->major = 8;
+    found->major = 9;
     found->cooperativeLaunch = 1;
     found->multiProcessorCount = 1;
     return cudaSuccess;

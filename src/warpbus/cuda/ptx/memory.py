@@ -42,9 +42,14 @@ def _store(of: PtxInstruction) -> str:
         raise UnknownInstructionError
     values = ", ".join(of.registers.read(each, cpp_type) for each in parts)
     if ATOMIC & set(of.modifiers) and count == 1:
-        return f"warpbus::ptx::store_atomic(warpbus::ptx::address<{cpp_type}>({at}), {values});"
+        fence = _fence(of) if "release" in of.modifiers else ""
+        return f"{fence}warpbus::ptx::store_atomic(warpbus::ptx::address<{cpp_type}>({at}), {values});"
     stored = f"warpbus::ptx::Vector<{cpp_type}, {count}>"
     return f"*warpbus::ptx::address<{stored}>({at}) = {stored}{{{{{values}}}}};"
+
+
+def _fence(of: PtxInstruction) -> str:
+    return "__threadfence_block(); " if "cta" in of.modifiers else "__threadfence(); "
 
 
 def _atomic(of: PtxInstruction) -> str:
@@ -55,8 +60,9 @@ def _atomic(of: PtxInstruction) -> str:
         raise UnknownInstructionError
     values = ", ".join(of.registers.read(each, cpp_type) for each in of.operands[first + 1 :])
     at = of.registers.address(of.operands[first])
+    fence = _fence(of) if {"release", "acq_rel"} & set(of.modifiers) else ""
     call = f"{_ATOMICS[operation]}(warpbus::ptx::address<{cpp_type}>({at}), {values})"
-    return of.write(0, call) if first else f"{call};"
+    return fence + (of.write(0, call) if first else f"{call};")
 
 
 def _copy_async(of: PtxInstruction) -> str:
@@ -69,6 +75,9 @@ def _copy_async(of: PtxInstruction) -> str:
             return f"__pipeline_wait_prior({of.registers.value(of.operands[0])});"
         case ["wait_all"]:
             return "warpbus::ptx::wait_for_all_copies();"
+        case ["mbarrier", "arrive", *others] if set(others) <= {"noinc", "shared", "shared::cta", "b64"}:
+            at, counted = of.registers.address(of.operands[0]), str("noinc" in others).lower()
+            return f"warpbus::ptx::mbarrier_arrive_after_copies({at}, {counted}, __LINE__);"
         case ["ca" | "cg", "shared" | "shared::cta", "global", *hints] if all(
             re.match(r"L2::\d+B", each) for each in hints
         ):

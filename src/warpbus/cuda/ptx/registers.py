@@ -27,6 +27,8 @@ _SPECIAL = {
     "clock_hi": "static_cast<uint32_t>(clock64() >> 32)",
     "clock64": "static_cast<uint64_t>(clock64())",
     "globaltimer": "static_cast<uint64_t>(clock64())",
+    "cluster_ctarank": "0u",
+    "cluster_nctarank": "1u",
     "lanemask_eq": "(1u << warpbus::lane())",
     "lanemask_lt": "((1u << warpbus::lane()) - 1)",
     "lanemask_le": "(~0u >> (31 - warpbus::lane()))",
@@ -54,6 +56,7 @@ class PtxRegisters:
     def __init__(self, operands: int) -> None:
         self._operands = operands
         self._declared: set[str] = set()
+        self.labels: set[str] = set()
 
     def declare(self, directive: str) -> str:
         """A `.reg` directive as a declaration of C++."""
@@ -65,13 +68,21 @@ class PtxRegisters:
             many = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
             names += [f"{many[1]}{index}" for index in range(min(int(many[2]), 1000))] if many else [name]
         self._declared.update(names)
-        return f"{_DECLARED[found[1]]} {', '.join(f'{self.name(name)} = 0' for name in names)};"
+        variables = [self.name(name) for name in names]
+        # Not initialized where they are declared: a branch may jump over a declaration.
+        return f"{_DECLARED[found[1]]} {', '.join(variables)}; {' = '.join(variables)} = 0;"
 
     def name(self, register: str) -> str:
         """The variable of a declared register."""
         if register not in self._declared:
             raise UnknownInstructionError
         return "warpbus_" + re.sub(r"[%$]", "_", register) + "_"
+
+    def label(self, name: str) -> str:
+        """The label of C++ for a label of PTX."""
+        found = "warpbus_label_" + re.sub(r"\W", "_", name)
+        self.labels.add(found)
+        return found
 
     def value(self, operand: str) -> str:
         """An operand as an expression: a register, a constant, or a special register."""

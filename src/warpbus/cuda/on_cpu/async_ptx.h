@@ -1,0 +1,29 @@
+// Barriers and asynchronous instructions of inline PTX on a CPU: what `warpbus.cuda.ptx` makes calls of.
+//
+// The functions are in the runtime, see `barriers.h`.
+#pragma once
+
+#include "cuda_runtime.h"
+
+namespace warpbus::ptx {
+
+void named_barrier(unsigned number, unsigned count, bool waits, const char *what, int line);
+unsigned elect(unsigned mask, int line);                     // the lane that is the leader
+void set_max_registers(unsigned count, int line);
+void fence_proxy_async();
+
+void mbarrier_init(uint64_t at, uint32_t count, int line);
+void mbarrier_invalidate(uint64_t at, int line);
+void mbarrier_expect(uint64_t at, uint32_t bytes, int line);
+void mbarrier_complete(uint64_t at, uint32_t bytes, int line);
+// They return the state before. `drop`: later phases expect fewer arrivals. `completes`: whether it may end the phase.
+uint64_t mbarrier_arrive(uint64_t at, uint32_t count, bool drop, bool completes, const char *what, int line);
+uint64_t mbarrier_arrive_expect(uint64_t at, uint32_t bytes, bool drop, const char *what, int line);
+// An arrival when the copies of cp.async that this thread has begun are complete; `counted`: it is among those expected.
+void mbarrier_arrive_after_copies(uint64_t at, bool counted, int line);
+// Whether a phase has ended: that of a parity, or of a state. `blocks`: not before it has (try_wait).
+bool mbarrier_wait_parity(uint64_t at, uint32_t parity, bool blocks, const char *what, int line);
+bool mbarrier_wait_state(uint64_t at, uint64_t state, bool blocks, const char *what, int line);
+inline uint32_t mbarrier_pending(uint64_t state) { return static_cast<uint32_t>(state & 0xFFFFF); }
+
+}  // namespace warpbus::ptx
