@@ -191,6 +191,12 @@ _WORDS: dict[str, tuple[str, str]] = {
         "还缺 {expected} 次到达中的 {pending} 次，以及 {bytes} 字节的复制，而没有线程能继续执行。"
         "请核对 mbarrier.init 的计数与到达的线程数、expect_tx 的字节数与复制的字节数，以及奇偶位与循环的轮次",
     ),
+    "mbarrier_surplus": (
+        "{block}: thread {waiting} waits at {what}{line} for the mbarrier {array}[{index}], phase of parity {parity}, "
+        "which can never end: the copies have brought {bytes} bytes more than expect_tx has announced",
+        "{block}：线程 {waiting} 在 {what} 处等待 mbarrier {array}[{index}]{line}，但奇偶位为 {parity} 的阶段永远不会结束："
+        "复制的字节数比 expect_tx 声明的多 {bytes}",
+    ),
     "mbarrier_misused": (
         "{at}: {what}{line} on {array}[{index}]: {problem}",
         "{at}：{what}{line}，{array}[{index}]：{problem}",
@@ -255,6 +261,50 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{block}: it ends while an asynchronous copy into its shared memory is under way, which thread {waiting} has "
         "begun{line}: wait for its mbarrier before the end",
         "{block}：线程块结束时，线程 {waiting} 发起的写入其共享内存的异步复制{line}还没有完成：结束之前请等待它的 mbarrier",
+    ),
+    "store_not_waited": (
+        "{at}: it ends before its copy from shared to device memory{line} was waited for: the block's shared memory may "
+        "be gone before the copy has read it. Execute cp.async.bulk.commit_group and cp.async.bulk.wait_group 0",
+        "{at}：线程结束时，它从共享内存到设备内存的复制{line}还没有等待：复制读完之前，线程块的共享内存可能已经释放。"
+        "请执行 cp.async.bulk.commit_group 和 cp.async.bulk.wait_group 0",
+    ),
+    "copy_misused": ("{at}: {what}{line}: {problem}", "{at}：{what}{line}：{problem}"),
+    "shared_address": (
+        "the address in shared memory is {number} bytes behind a multiple of 16: declare the array with __align__(16) "
+        "or more",
+        "共享内存地址比 16 的倍数多 {number} 字节：请用 __align__(16) 或更大的对齐声明数组",
+    ),
+    "device_address": (
+        "the address in device memory is {number} bytes behind a multiple of 16",
+        "设备内存地址比 16 的倍数多 {number} 字节",
+    ),
+    "size": ("{number} bytes are copied, but it has to be a multiple of 16", "复制 {number} 字节，但字节数必须是 16 的倍数"),
+    "not_shared": (
+        "the address is not in shared memory: give that of __cvta_generic_to_shared",
+        "地址不在共享内存中：请使用 __cvta_generic_to_shared 得到的地址",
+    ),
+    "not_waited": (
+        "{at}: {verb} {array}[{index}]{line}, but nothing orders that behind the {its_what} of thread "
+        "{its_thread}{its_line}, which writes it: {its_wait} first",
+        "{at}：{verb}了 {array}[{index}]{line}，但线程 {its_thread} 的{its_what}{its_line}也写它，而两者之间没有等待：请先{its_wait}",
+    ),
+    "still_read": (
+        "{at}: writes {array}[{index}]{line}, which the {its_what} of thread {its_thread}{its_line} may still read: "
+        "{its_wait} first",
+        "{at}：写了 {array}[{index}]{line}，但线程 {its_thread} 的{its_what}{its_line}可能还在读它：请先{its_wait}",
+    ),
+    "copy": ("copy", "异步复制"),
+    "product": ("product", "矩阵乘"),
+    "store": ("store", "异步写回"),
+    "wait_copy": ("wait for the phase of its mbarrier", "等待它的 mbarrier 的阶段结束"),
+    "wait_product": ("let that thread execute wgmma.wait_group", "让该线程执行 wgmma.wait_group"),
+    "wait_store": ("let that thread execute cp.async.bulk.wait_group", "让该线程执行 cp.async.bulk.wait_group"),
+    "proxy_fence": (
+        "{at}: its {what} reads {array}[{index}]{line}, which thread {its_thread} has written{its_line} without a "
+        "fence.proxy.async since: it may read the old bytes. Execute fence.proxy.async behind the write, before the "
+        "barrier",
+        "{at}：它的{what}读 {array}[{index}]{line}，线程 {its_thread} 写了它{its_line}，但此后没有执行 fence.proxy.async："
+        "可能读到旧的内容。请在写入之后、同步之前执行 fence.proxy.async",
     ),
     "spin": (
         "{at}: waits in {what}{line} for a value that no other thread writes any more: all threads wait",
@@ -390,7 +440,7 @@ _WORDS: dict[str, tuple[str, str]] = {
 }
 
 
-_OF_A_BLOCK = ("barrier", "divergent", "warp", "warpgroup", "mbarrier_stuck", "named_stuck", "in_flight")
+_OF_A_BLOCK = ("barrier", "divergent", "warp", "warpgroup", "mbarrier_stuck", "mbarrier_surplus", "named_stuck", "in_flight")
 
 
 def _word(name: str, language: str) -> str:
@@ -433,7 +483,12 @@ def explain(finding: Finding, language: str = "en") -> str:
         fields["mask"] = f"0x{finding['mask']:08x}"
     if "problem" in finding:
         fields["problem"] = _word(finding["problem"], language).format(**fields)
-    if kind in ("spin", "spin_launch"):
+    if "its_what" in finding and kind in ("not_waited", "still_read"):
+        fields["its_what"] = _word(finding["its_what"], language)
+        fields["its_wait"] = _word("wait_" + finding["its_what"], language)
+    if kind == "mbarrier_surplus":
+        fields["bytes"] = -finding["bytes"]
+    if kind in ("spin", "spin_launch", "proxy_fence"):
         fields["what"] = _word(finding["what"], language) if finding["what"] in _WORDS else finding["what"]
     if kind in ("warp", "warpgroup"):
         fields["state"] = _word(finding["state"], language).format(**fields)
@@ -463,6 +518,8 @@ def _kind(finding: Finding) -> str:
         kind = "null"
     if kind in ("wild", "null", "endless", "freed", "division", "ptx") and "thread" not in finding:
         return f"{kind}_host"
+    if kind == "mbarrier_stuck" and finding["bytes"] < 0:
+        return "mbarrier_surplus"
     if kind == "status" and finding["status"] == "invalid configuration argument":
         return "configuration"
     return "missing" if kind == "wrong" and finding["unwritten"] else kind

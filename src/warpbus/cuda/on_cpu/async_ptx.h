@@ -1,6 +1,6 @@
 // Barriers and asynchronous instructions of inline PTX on a CPU: what `warpbus.cuda.ptx` makes calls of.
 //
-// The functions are in the runtime, see `barriers.h`.
+// The functions are in the runtime, see `barriers.h`, `mbarriers.h` and `bulk_copies.h`.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -25,5 +25,31 @@ void mbarrier_arrive_after_copies(uint64_t at, bool counted, int line);
 bool mbarrier_wait_parity(uint64_t at, uint32_t parity, bool blocks, const char *what, int line);
 bool mbarrier_wait_state(uint64_t at, uint64_t state, bool blocks, const char *what, int line);
 inline uint32_t mbarrier_pending(uint64_t state) { return static_cast<uint32_t>(state & 0xFFFFF); }
+
+// Bulk copies: addresses and bytes are multiples of 16. A load reports to an mbarrier, a store belongs to a group of its
+// thread. `join` is what a reduction does with the bytes in device memory and those in shared memory.
+using Join = void (*)(void *to, const void *from, size_t bytes);
+void bulk_load(uint64_t to, uint64_t from, uint32_t bytes, uint64_t mbarrier, int line);
+void bulk_store(uint64_t to, uint64_t from, uint32_t bytes, Join join, int line);
+void bulk_prefetch(uint64_t from, uint32_t bytes, int line);
+void bulk_commit();
+void bulk_wait(uint32_t last, bool read);
+
+inline void replace(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+template <class T, class Operation> void reduce_elements(void *to, const void *from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += sizeof(T)) {
+        T a, b;
+        memcpy(&a, static_cast<const char *>(to) + at, sizeof a);
+        memcpy(&b, static_cast<const char *>(from) + at, sizeof b);
+        a = Operation{}(a, b);
+        memcpy(static_cast<char *>(to) + at, &a, sizeof a);
+    }
+}
+struct Sum { template <class T> T operator()(T a, T b) const { return a + b; } };
+struct Least { template <class T> T operator()(T a, T b) const { return b < a ? b : a; } };
+struct Most { template <class T> T operator()(T a, T b) const { return a < b ? b : a; } };
+struct BitAnd { template <class T> T operator()(T a, T b) const { return a & b; } };
+struct BitOr { template <class T> T operator()(T a, T b) const { return a | b; } };
+struct BitXor { template <class T> T operator()(T a, T b) const { return a ^ b; } };
 
 }  // namespace warpbus::ptx

@@ -76,7 +76,7 @@ uint32_t serial, first_serial = 1;         // of the block, and of the first one
 uint32_t blocks;                           // of the launch
 uint32_t interval;                         // of barriers
 uint32_t syncs[32];                        // barriers of each warp
-uint32_t stamp;                            // of fences and atomic operations
+uint32_t stamp = 1;                        // of fences and atomic operations
 Fences fences[warpbus::kMostThreads];
 bool unordered = true, device_unordered = true;
 Unwritten unwritten;
@@ -360,6 +360,50 @@ void check_warp_barrier(unsigned warp) {
     clocks.join_warp(warp);
 }
 
+AsyncAccess check_async_begin(AsyncKind kind, uint64_t key) {
+    const unsigned engine = engine_of(kind, key);
+    return {engine, clocks.begin_access(engine)};
+}
+
+// The bytes are in an array: see `bulk_copies.h`.
+void check_async_access(const AsyncAccess &of, const void *address, size_t size, bool writes, const void *counter) {
+    const char *at = static_cast<const char *>(address);
+    Region *region = region_of(at);
+    if (!region) return;
+    const uint32_t pc = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(counter) - 1);
+    const unsigned thread = current->number;
+    const Visit now{serial, interval, syncs[thread / 32], pc, stamp, of.epoch, static_cast<uint16_t>(thread), false,
+                    static_cast<uint8_t>(of.engine)};
+    const size_t offset = static_cast<size_t>(at - region->begin);
+    for (size_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) {
+        Cell &cell = region->cells[i];
+        const Visit wrote = cell.wrote;
+        if (!ordered(wrote, region->shared)) stop_conflict(*region, i, wrote, true, writes, pc);
+        if (writes) {
+            for (const Visit &read : cell.read)
+                if (!ordered(read, region->shared)) stop_conflict(*region, i, read, false, true, pc);
+            cell.wrote = now;
+            if (!region->shared) region->written[i] = 1;
+            continue;
+        }
+        const bool known = region->shared ? wrote.block == serial : region->written[i] != 0;
+        if (!known && !unwritten.found) unwritten = {true, *region, i, pc, current->thread, warpbus::block_at};
+        const bool fenced = fences[wrote.thread].proxied > wrote.stamp || fences[thread].proxied > wrote.stamp;
+        if (region->shared && known && !wrote.engine && wrote.stamp && !fenced)
+            warpbus::stop("proxy_fence", warpbus::place(*current) + element(*region, i) + field("pc", pc) +
+                          field("what", engine_name(of.engine)) + field("its_thread", warpbus::thread_of(wrote.thread)) +
+                          field("its_pc", wrote.pc));
+        Visit &place = ordered(cell.read[0], region->shared) ? cell.read[0] : cell.read[1];
+        place = now;
+    }
+}
+
+void check_async_end(const void *mbarrier, const AsyncAccess &of) { clocks.end_access(mbarrier, of.engine, of.epoch); }
+void check_async_end(unsigned thread, const AsyncAccess &of) { clocks.end_access(thread, of.engine, of.epoch); }
+void check_stores_end(unsigned thread) {
+    const unsigned engine = engine_of(AsyncKind::store, thread);
+    clocks.end_access(thread, engine, clocks.last_access(engine));
+}
 void check_mbarriers() { clocks.use(); }
 void check_release(const void *barrier) { clocks.release(current->number, barrier); }
 void check_acquire(const void *barrier, unsigned thread) { clocks.acquire(thread, barrier); }

@@ -18,6 +18,13 @@ using warpbus::field;
 constexpr unsigned kCopyEngines = 8, kProductEngines = 8, kStoreEngines = 8;
 constexpr unsigned kEngines = 1 + kCopyEngines + kProductEngines + kStoreEngines;  // 0 is none
 
+inline unsigned engine_of(warpbus::AsyncKind kind, uint64_t key) {
+    switch (kind) {
+        case warpbus::AsyncKind::copy: return 1 + key / 8 % kCopyEngines;
+        case warpbus::AsyncKind::product: return 1 + kCopyEngines + key % kProductEngines;
+        default: return 1 + kCopyEngines + kProductEngines + key % kStoreEngines;
+    }
+}
 inline const char *engine_name(unsigned engine) {
     return engine <= kCopyEngines ? "copy" : engine <= kCopyEngines + kProductEngines ? "product" : "store";
 }

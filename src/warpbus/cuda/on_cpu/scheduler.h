@@ -7,7 +7,7 @@
 
 #include <chrono>
 
-#include "mbarriers.h"
+#include "bulk_copies.h"
 
 namespace warpbus {
 
@@ -25,6 +25,7 @@ struct Resident {
 
 inline void enter() {
     (*body)();
+    end_stores();
     current->ended = true;
     ++progress;
     swapcontext(&running().context, &scheduler);
@@ -257,6 +258,7 @@ inline void begin_block(unsigned threads) {
         fiber.spins = 0;
         fiber.copies.clear();
         fiber.batches = 0;
+        fiber.store_groups = 0;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack;
         fiber.context.uc_stack.ss_size = kStack;

@@ -38,12 +38,26 @@ struct SharedArray {
     const char *name;
 };
 
+// An asynchronous access: the engine that makes it and the number of the access, see `clocks.h`.
+struct AsyncAccess { unsigned engine; uint32_t epoch; };
+enum class AsyncKind { copy, product, store };
+
+// A copy from shared to device memory that its thread has not waited for.
+struct BulkStore {
+    std::function<void()> run;
+    unsigned group;
+    AsyncAccess access;
+    int line;
+};
+
 // `stack`: kStack bytes, 512 KB of local memory as on a GPU and what the runtime needs; kStackGuard before them cannot be accessed.
 struct Fiber : Thread {
     ucontext_t context;
     char *stack = nullptr;
     std::vector<DeferredCopy> copies;  // that it has not waited for
     unsigned batches = 0;              // of copies that it has committed
+    std::vector<BulkStore> stores;
+    unsigned store_groups = 0;         // that it has committed
 };
 
 // A call of printf by a thread of the block, after so many barriers.
@@ -86,6 +100,12 @@ void check_release(const void *barrier);   // what the thread did is ordered bef
 void check_acquire(const void *barrier, unsigned thread);
 void check_suspend();                      // the block stops in the middle: other blocks run
 void check_mbarriers();                    // the block has barriers of single threads: warps have to be followed, too
+// An access by an engine, the copies of `key`: an mbarrier, a warpgroup or a thread.
+AsyncAccess check_async_begin(AsyncKind kind, uint64_t key);
+void check_async_access(const AsyncAccess &access, const void *at, size_t size, bool writes, const void *pc);
+void check_async_end(const void *mbarrier, const AsyncAccess &access);  // for those that wait for the mbarrier
+void check_async_end(unsigned thread, const AsyncAccess &access);
+void check_stores_end(unsigned thread);    // what the thread's stores have written is visible to it
 void check_proxy_fence();                  // what the thread wrote is visible to asynchronous copies and wgmma
 void check_new_array(const SharedArray &);
 void check_dynamic_array(const SharedArray &);
@@ -105,6 +125,11 @@ inline void check_release(const void *) {}
 inline void check_acquire(const void *, unsigned) {}
 inline void check_suspend() {}
 inline void check_mbarriers() {}
+inline AsyncAccess check_async_begin(AsyncKind, uint64_t) { return {}; }
+inline void check_async_access(const AsyncAccess &, const void *, size_t, bool, const void *) {}
+inline void check_async_end(const void *, const AsyncAccess &) {}
+inline void check_async_end(unsigned, const AsyncAccess &) {}
+inline void check_stores_end(unsigned) {}
 inline void check_proxy_fence() {}
 inline void check_new_array(const SharedArray &) {}
 inline void check_dynamic_array(const SharedArray &) {}

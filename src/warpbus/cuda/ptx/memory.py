@@ -2,6 +2,7 @@
 
 import re
 
+from warpbus.cuda.ptx.bulk import copy_bulk, reduce_bulk
 from warpbus.cuda.ptx.instruction import ATOMIC, CACHING, SPACES, Handlers, PtxInstruction, vector
 from warpbus.cuda.ptx.registers import TYPES, UnknownInstructionError
 
@@ -66,6 +67,10 @@ def _atomic(of: PtxInstruction) -> str:
 
 
 def _copy_async(of: PtxInstruction) -> str:
+    if of.modifiers[:2] == ["async", "bulk"]:
+        return copy_bulk(of)
+    if of.modifiers[:3] == ["reduce", "async", "bulk"]:
+        return reduce_bulk(of)
     if of.modifiers[:1] != ["async"]:
         raise UnknownInstructionError
     match of.modifiers[1:]:
@@ -95,4 +100,5 @@ HANDLERS: Handlers = {
     "ld": _load,
     "st": _store,
     "cp": _copy_async,
+    "createpolicy": lambda of: of.write(0, "uint64_t{0}"),  # caches are not simulated
 }
