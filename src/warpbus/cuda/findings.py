@@ -362,9 +362,9 @@ _WORDS: dict[str, tuple[str, str]] = {
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_library": (
-        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, mma.h, cooperative_groups.h, "
+        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, cuda_fp8.h, mma.h, cooperative_groups.h, "
         "cuda_pipeline.h and what they include: a machine with a GPU and nvcc runs programs with others",
-        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、cuda_bf16.h、mma.h、cooperative_groups.h、cuda_pipeline.h "
+        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、cuda_bf16.h、cuda_fp8.h、mma.h、cooperative_groups.h、cuda_pipeline.h "
         "及其包含的头文件："
         "用到 CUDA 其他头文件的程序，请在有 GPU 和 nvcc 的机器上运行",
     ),
