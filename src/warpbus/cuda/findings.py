@@ -262,6 +262,47 @@ _WORDS: dict[str, tuple[str, str]] = {
         "begun{line}: wait for its mbarrier before the end",
         "{block}：线程块结束时，线程 {waiting} 发起的写入其共享内存的异步复制{line}还没有完成：结束之前请等待它的 mbarrier",
     ),
+    "accumulator": (
+        "{at}: {verb} an accumulator of wgmma{line} before the product{its_line} is complete: its value is undefined until "
+        "wgmma.wait_group",
+        "{at}：在乘积完成之前{verb}了 wgmma 的累加寄存器{line}（乘积在第 {its_line_number} 行）：执行 wgmma.wait_group 之前它的值是未定义的",
+    ),
+    "wgmma_differs": (
+        "{at}: wgmma{line}: thread {other} of the warpgroup has begun another product, or none: all 128 threads have to "
+        "execute the same instructions with the same descriptors",
+        "{at}：wgmma{line}：同一 warpgroup 的线程 {other} 发起的是另一个乘积，或者没有发起：全部 128 个线程必须执行相同的指令，描述符也相同",
+    ),
+    "wgmma_misused": ("{at}: wgmma.mma_async{line}: {problem}", "{at}：wgmma.mma_async{line}：{problem}"),
+    "not_awaited": (
+        "the thread ends before the product is complete: execute wgmma.commit_group and wgmma.wait_group 0",
+        "乘积完成之前线程就结束了：请执行 wgmma.commit_group 和 wgmma.wait_group 0",
+    ),
+    "no_warpgroup": (
+        "it needs four whole warps, the first of which has a number that is a multiple of 4",
+        "它需要四个完整的 warp，首个 warp 的编号是 4 的倍数",
+    ),
+    "no_fence": (
+        "execute wgmma.fence before the first product, and again after registers of a product were changed",
+        "请在第一个乘积之前执行 wgmma.fence；乘积所用的寄存器改动之后要再次执行",
+    ),
+    "base_offset": (
+        "the base offset (bits 49 to 51) of the descriptor of {operand} is not 0, which the CPU does not have: align the "
+        "tile to 1024 bytes",
+        "{operand} 的描述符的基址偏移（第 49 到 51 位）不是 0，CPU 上不支持：请把数据块按 1024 字节对齐",
+    ),
+    "no_array": (
+        "the address in the descriptor of {operand} is in no array in shared memory of this kernel",
+        "{operand} 的描述符中的地址不在该核函数的任何共享内存数组里",
+    ),
+    "beyond": (
+        "{operand} reaches beyond the end of its array in shared memory: compare the offsets of the descriptor (leading, "
+        "stride), its swizzle and the tile",
+        "{operand} 超出了它的共享内存数组：请核对描述符的偏移量（leading、stride）、交错方式与数据块的大小",
+    ),
+    "shape": (
+        "a product with another number of columns adds to the same accumulators: execute wgmma.wait_group first",
+        "列数不同的乘积累加到相同的寄存器：请先执行 wgmma.wait_group",
+    ),
     "store_not_waited": (
         "{at}: it ends before its copy from shared to device memory{line} was waited for: the block's shared memory may "
         "be gone before the copy has read it. Execute cp.async.bulk.commit_group and cp.async.bulk.wait_group 0",

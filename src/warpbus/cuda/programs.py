@@ -269,7 +269,7 @@ def _shared(element: str, name: str, extents: str, alignment: re.Match[str] | No
     """An array of shared memory, on one line."""
     kind = f"warpbus::Type<{_spaced(element + extents)}>"
     kind += f", static_cast<size_t>({_spaced(alignment[1])})" if alignment else ""
-    return f'static warpbus::Shared<{kind}> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
+    return f'static warpbus::Shared<{kind}> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.declared();'
 
 
 def _waiting_loops(plain: str) -> Iterator[tuple[int, int, str]]:

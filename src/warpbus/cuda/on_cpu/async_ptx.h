@@ -1,9 +1,27 @@
 // Barriers and asynchronous instructions of inline PTX on a CPU: what `warpbus.cuda.ptx` makes calls of.
 //
-// The functions are in the runtime, see `barriers.h`, `mbarriers.h` and `bulk_copies.h`.
+// The functions are in the runtime, see `barriers.h`, `mbarriers.h`, `bulk_copies.h` and `wgmma.h`.
 #pragma once
 
 #include "cuda_runtime.h"
+
+namespace warpbus {
+
+enum class WgmmaType : unsigned char { f16, bf16, tf32, e4m3, e5m2, s8, u8 };
+enum class WgmmaSums : unsigned char { f32, f16, s32 };
+
+// A product of a warpgroup: D (64 x columns) = A B, or D += A B if it accumulates.
+struct Wgmma {
+    unsigned columns;
+    WgmmaType type_a, type_b;
+    WgmmaSums sums;
+    bool a_in_registers, accumulates, mn_major_a, mn_major_b, limited;
+    int sign_a, sign_b;
+    uint64_t descriptor_a, descriptor_b;
+    uint32_t a[4];
+};
+
+}  // namespace warpbus
 
 namespace warpbus::ptx {
 
@@ -51,5 +69,11 @@ struct Most { template <class T> T operator()(T a, T b) const { return a < b ? b
 struct BitAnd { template <class T> T operator()(T a, T b) const { return a & b; } };
 struct BitOr { template <class T> T operator()(T a, T b) const { return a | b; } };
 struct BitXor { template <class T> T operator()(T a, T b) const { return a ^ b; } };
+
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(uint32_t last, int line);
+// The accumulators are the variables of the program: they change when the product is waited for.
+void wgmma(const Wgmma &of, void *const *accumulators, unsigned count, int line);
 
 }  // namespace warpbus::ptx

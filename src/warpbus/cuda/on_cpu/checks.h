@@ -151,12 +151,24 @@ std::string element(const Region &region, size_t index) {
     stop_race(region, index, earlier, wrote, writes, pc);
 }
 
+// A local variable: if it is an accumulator of wgmma, its warpgroup has to have waited for the product.
+void check_accumulators(const char *at, bool write, uint32_t pc) {
+    for (const auto &[first, each] : static_cast<warpbus::Fiber *>(current)->accumulators)
+        for (const void *its : each.at)
+            if (at == its)
+                warpbus::stop("accumulator", warpbus::place(*current) + field("writes", write ? 1 : 0) + field("pc", pc) +
+                              field("its_line", each.line));
+}
+
 void access(const void *address, size_t size, bool write, bool atomic, const void *counter) {
     if (!current) return;
     const char *at = static_cast<const char *>(address);
     Region *region = region_of(at);
-    if (!region) return;
     const uint32_t pc = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(counter) - 1);
+    if (!region) {
+        check_accumulators(at, write, pc);
+        return;
+    }
     if (at < region->begin || at + size > region->begin + region->size) {
         if (unwritten.found) stop_unwritten();
         const std::ptrdiff_t bytes = at - region->begin, step = static_cast<std::ptrdiff_t>(region->element);

@@ -215,7 +215,8 @@ void wait_for_copies(unsigned last);
 cudaError_t remember(cudaError_t status);
 char *allocate(size_t size, size_t element, bool managed, const char *name);
 void *allocate_pinned(size_t size);
-void add_shared_array(char *begin, size_t size, size_t element, const char *name);
+size_t add_shared_array(char *begin, size_t size, size_t element, const char *name);
+void use_shared_array(size_t number);  // the kernel that runs declares it
 char *dynamic_memory(size_t element, const char *name);
 void check_atomic(const void *at, size_t size, const void *pc);
 cudaError_t copy_symbol(char *symbol, size_t has, size_t offset, void *other, size_t size, cudaMemcpyKind kind);
@@ -318,8 +319,13 @@ template <class T, size_t Alignment = 16> struct Shared {
     char behind[kGap];
     explicit Shared(const char *name) {
         static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
-        add_shared_array((char *)&value, sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
+        number = add_shared_array((char *)&value, sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
     }
+    T &declared() {
+        use_shared_array(number);
+        return value;
+    }
+    size_t number;
 };
 
 template <class T> T *dynamic_array(const char *name) { return reinterpret_cast<T *>(dynamic_memory(sizeof(T), name)); }

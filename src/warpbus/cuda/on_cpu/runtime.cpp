@@ -98,11 +98,15 @@ void *allocate_pinned(size_t size) {
     return found;
 }
 
-void add_shared_array(char *begin, size_t size, size_t element, const char *name) {
-    shared_arrays.push_back({begin, size, element, name});
+size_t add_shared_array(char *begin, size_t size, size_t element, const char *name) {
+    if (shared_arrays.empty()) shared_arrays.push_back({});  // the first one is dynamic memory
+    shared_arrays.push_back({begin, size, element, name, 0});
     memset(begin, kUnwritten, size);
     check_new_array(shared_arrays.back());
+    return shared_arrays.size() - 1;
 }
+
+void use_shared_array(size_t number) { shared_arrays[number].launch = launches; }
 
 char *dynamic_memory(size_t element, const char *name) {
     if (shared_arrays.empty()) shared_arrays.push_back({});  // declared outside of functions: before the first launch

@@ -7,7 +7,7 @@
 
 #include <chrono>
 
-#include "bulk_copies.h"
+#include "wgmma.h"
 
 namespace warpbus {
 
@@ -26,6 +26,7 @@ struct Resident {
 inline void enter() {
     (*body)();
     end_stores();
+    end_products();
     current->ended = true;
     ++progress;
     swapcontext(&running().context, &scheduler);
@@ -258,7 +259,8 @@ inline void begin_block(unsigned threads) {
         fiber.spins = 0;
         fiber.copies.clear();
         fiber.batches = 0;
-        fiber.store_groups = 0;
+        fiber.store_groups = fiber.product_groups = 0;
+        fiber.wgmma_fenced = false;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack;
         fiber.context.uc_stack.ss_size = kStack;
@@ -339,7 +341,7 @@ inline void run_kernel(const Launch &launch, const std::function<void()> &call) 
     block_size = block;
     dynamic_size = launch.shared;
     if (shared_arrays.empty()) shared_arrays.push_back({});
-    shared_arrays.front() = {dynamic + kGap, launch.shared, 4, "shared memory"};
+    shared_arrays.front() = {dynamic + kGap, launch.shared, 4, "shared memory", ++launches};
     expose(true);
     check_launch();
     if (launch.cooperative) run_cooperative(grid, threads, reverse);

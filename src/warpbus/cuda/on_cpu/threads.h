@@ -7,11 +7,13 @@
 // With WARPBUS_CHECKS, `checks.h` is told of what happens here, and of each access to memory.
 #pragma once
 
+#include "async_ptx.h"
 #include "cuda_runtime.h"
 
 #include <csignal>
 
 #include <algorithm>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -36,6 +38,7 @@ struct SharedArray {
     char *begin;
     size_t size, element;
     const char *name;
+    uint64_t launch;  // the last one whose kernel declares it
 };
 
 // An asynchronous access: the engine that makes it and the number of the access, see `clocks.h`.
@@ -50,6 +53,22 @@ struct BulkStore {
     int line;
 };
 
+// Products of wgmma that their warpgroup has not waited for, and the registers that they add to: `at` are variables of the
+// program, which are undefined meanwhile, and `bits` what they are going to hold.
+struct Product {
+    Wgmma of;
+    const void *accumulators;  // the first one
+    unsigned group;
+    AsyncAccess access;
+    int line;
+};
+struct Accumulators {
+    std::vector<void *> at;
+    std::vector<uint32_t> bits;
+    unsigned products;
+    int line;
+};
+
 // `stack`: kStack bytes, 512 KB of local memory as on a GPU and what the runtime needs; kStackGuard before them cannot be accessed.
 struct Fiber : Thread {
     ucontext_t context;
@@ -58,6 +77,10 @@ struct Fiber : Thread {
     unsigned batches = 0;              // of copies that it has committed
     std::vector<BulkStore> stores;
     unsigned store_groups = 0;         // that it has committed
+    std::deque<Product> products;
+    std::map<const void *, Accumulators> accumulators;
+    unsigned product_groups = 0;       // that it has committed
+    bool wgmma_fenced = false;         // whether it has executed wgmma.fence
 };
 
 // A call of printf by a thread of the block, after so many barriers.
@@ -83,6 +106,7 @@ inline const std::function<void()> *body;
 inline const char *kernel = "";
 alignas(1024) inline char dynamic[kGap + kMostOptIn + kGap];
 inline size_t dynamic_size;
+inline uint64_t launches;
 
 #ifdef WARPBUS_CHECKS
 void check_launch();                       // a kernel begins
@@ -198,6 +222,9 @@ inline bool in_shared_memory(uint64_t address, size_t size) {
         return at >= each.begin && at + size <= each.begin + each.size;
     });
 }
+
+// An address with the bits exchanged that a swizzle over so many bytes exchanges; 16: none. Source: PTX ISA.
+inline uint64_t swizzled(uint64_t address, unsigned bytes) { return address ^ (address >> 3 & (bytes - 16)); }
 
 inline Fiber &running() { return *static_cast<Fiber *>(current); }
 

@@ -1,6 +1,7 @@
 """Registers and operands of PTX as expressions of C++."""
 
 import re
+from collections.abc import Collection
 
 TYPES = {
     "f16": "__half",
@@ -51,10 +52,12 @@ class PtxRegisters:
 
     Args:
         operands: their number; operand N is the variable warpbus_N of C++.
+        referenced: those that are read and written in place: operand N is the reference warpbus_to_N.
     """
 
-    def __init__(self, operands: int) -> None:
+    def __init__(self, operands: int, referenced: Collection[int] = ()) -> None:
         self._operands = operands
+        self._referenced = referenced
         self._declared: set[str] = set()
         self.labels: set[str] = set()
 
@@ -87,7 +90,7 @@ class PtxRegisters:
     def value(self, operand: str) -> str:
         """An operand as an expression: a register, a constant, or a special register."""
         if number := re.fullmatch(r"%(\d+)", operand):
-            if int(number[1]) >= self._operands:
+            if int(number[1]) >= self._operands or int(number[1]) in self._referenced:
                 raise UnknownInstructionError
             return f"warpbus_{number[1]}"
         if operand in self._declared:
@@ -103,6 +106,13 @@ class PtxRegisters:
         if re.fullmatch(r"-?\d+\.\d*", operand):
             return operand
         raise UnknownInstructionError
+
+    def in_place(self, operand: str) -> str:
+        """The variable of the program that an operand belongs to."""
+        number = int(operand.removeprefix("%"))
+        if number not in self._referenced:
+            raise UnknownInstructionError
+        return f"warpbus_to_{number}"
 
     def read(self, operand: str, cpp_type: str) -> str:
         """The value of an operand in a C++ type of the same bits."""

@@ -5,9 +5,9 @@ not use, and paths for other GPUs. Source: PTX ISA, version 9.0.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from warpbus.cuda.ptx import arithmetic, barriers, matrices, memory, warps
+from warpbus.cuda.ptx import arithmetic, barriers, matrices, memory, warps, wgmma
 from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction
 from warpbus.cuda.ptx.registers import PtxRegisters, UnknownInstructionError
 
@@ -17,18 +17,20 @@ _HANDLERS: Handlers = {
     **matrices.HANDLERS,
     **warps.HANDLERS,
     **barriers.HANDLERS,
+    **wgmma.HANDLERS,
 }
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)\s*")
 
 
-def ptx_statements(ptx: str, operands: int) -> list[str]:
+def ptx_statements(ptx: str, operands: int, referenced: Collection[int] = ()) -> list[str]:
     """Statements of C++, in which operand N of the `asm` statement is the variable warpbus_N.
 
     Args:
         ptx: without escapes of C++, in which %% stands for a %.
         operands: their number.
+        referenced: see `PtxRegisters`.
     """
-    registers = PtxRegisters(operands)
+    registers = PtxRegisters(operands, referenced)
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", ptx, flags=re.DOTALL).replace("%%", "%")
     text = text.replace("%=", "0")  # a number that makes labels different: here, each statement has its own
     made = [
