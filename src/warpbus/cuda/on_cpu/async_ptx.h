@@ -1,11 +1,15 @@
 // Barriers and asynchronous instructions of inline PTX on a CPU: what `warpbus.cuda.ptx` makes calls of.
 //
-// The functions are in the runtime, see `barriers.h`, `mbarriers.h`, `bulk_copies.h` and `wgmma.h`.
+// The functions are in the runtime, see `barriers.h`, `mbarriers.h`, `bulk_copies.h`, `tensor_maps.h` and
+// `wgmma.h`.
 #pragma once
 
 #include "cuda_runtime.h"
 
 namespace warpbus {
+
+// Where a box begins: its coordinates, the innermost axis first.
+struct TilePlace { int32_t at[5]; };
 
 enum class WgmmaType : unsigned char { f16, bf16, tf32, e4m3, e5m2, s8, u8 };
 enum class WgmmaSums : unsigned char { f32, f16, s32 };
@@ -69,6 +73,12 @@ struct Most { template <class T> T operator()(T a, T b) const { return a < b ? b
 struct BitAnd { template <class T> T operator()(T a, T b) const { return a & b; } };
 struct BitOr { template <class T> T operator()(T a, T b) const { return a | b; } };
 struct BitXor { template <class T> T operator()(T a, T b) const { return a ^ b; } };
+
+// Copies of boxes: `map` is the address of a CUtensorMap.
+enum class Reduction : unsigned char { none, add, min, max };
+void tensor_load(uint64_t to, uint64_t map, const TilePlace &place, unsigned rank, uint64_t mbarrier, int line);
+void tensor_store(uint64_t map, const TilePlace &place, unsigned rank, uint64_t from, Reduction operation, int line);
+void tensor_prefetch(uint64_t map, unsigned rank, int line);
 
 void wgmma_fence();
 void wgmma_commit();

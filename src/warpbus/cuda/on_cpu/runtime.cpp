@@ -7,6 +7,7 @@
 
 #include "scheduler.h"
 #include "streams.h"
+#include "tensor_maps.h"
 #ifdef WARPBUS_CHECKS
 #include "checks.h"
 #endif
@@ -208,6 +209,7 @@ const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorInvalidPitchValue: return "cudaErrorInvalidPitchValue";
         case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+        case cudaErrorSymbolNotFound: return "cudaErrorSymbolNotFound";
         case cudaErrorNotReady: return "cudaErrorNotReady";
         case cudaErrorCooperativeLaunchTooLarge: return "cudaErrorCooperativeLaunchTooLarge";
         case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
@@ -226,6 +228,7 @@ const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorInvalidPitchValue: return "invalid pitch argument";
         case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
+        case cudaErrorSymbolNotFound: return "named symbol not found";
         case cudaErrorNotReady: return "device not ready";
         case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
