@@ -163,14 +163,16 @@ WORDS: dict[str, tuple[str, str]] = {
         "which can never end: {pending} of {expected} arrivals and {bytes} bytes of copies are missing, and no thread "
         "can go on. Compare the count of mbarrier.init with the threads that arrive, the bytes of expect_tx with those "
         "of the copies, and the parity with the round of the loop",
-        "{block}：线程 {waiting} 在 {what} 处等待 mbarrier {array}[{index}]{line}，但奇偶位为 {parity} 的阶段永远不会结束："
+        "{block}：线程 {waiting} 在 {what} 处等待 mbarrier {array}[{index}]{line}，但奇偶位为 {parity} "
+        "的阶段永远不会结束："
         "还缺 {expected} 次到达中的 {pending} 次，以及 {bytes} 字节的复制，而没有线程能继续执行。"
         "请核对 mbarrier.init 的计数与到达的线程数、expect_tx 的字节数与复制的字节数，以及奇偶位与循环的轮次",
     ),
     "mbarrier_surplus": (
         "{block}: thread {waiting} waits at {what}{line} for the mbarrier {array}[{index}], phase of parity {parity}, "
         "which can never end: the copies have brought {bytes} bytes more than expect_tx has announced",
-        "{block}：线程 {waiting} 在 {what} 处等待 mbarrier {array}[{index}]{line}，但奇偶位为 {parity} 的阶段永远不会结束："
+        "{block}：线程 {waiting} 在 {what} 处等待 mbarrier {array}[{index}]{line}，但奇偶位为 {parity} "
+        "的阶段永远不会结束："
         "复制的字节数比 expect_tx 声明的多 {bytes}",
     ),
     "mbarrier_misused": (
@@ -203,7 +205,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "带 .noComplete 的到达不能是该阶段的最后一次",
     ),
     "named_stuck": (
-        "{block}: thread {waiting} waits at {what} {number}{line}: {arrived} of {expected} threads have arrived, and no "
+        "{block}: thread {waiting} waits at {what} {number}{line}: {arrived} of {expected} threads have "
+        "arrived, and no "
         "thread can go on: all threads that the barrier counts have to reach a bar.sync or bar.arrive with its number",
         "{block}：线程 {waiting} 在 {what} {number} 处等待{line}：{expected} 个线程中只有 {arrived} 个到达，"
         "而没有线程能继续执行：同步点所计的每个线程都必须执行该编号的 bar.sync 或 bar.arrive",
@@ -236,17 +239,22 @@ WORDS: dict[str, tuple[str, str]] = {
     "in_flight": (
         "{block}: it ends while an asynchronous copy into its shared memory is under way, which thread {waiting} has "
         "begun{line}: wait for its mbarrier before the end",
-        "{block}：线程块结束时，线程 {waiting} 发起的写入其共享内存的异步复制{line}还没有完成：结束之前请等待它的 mbarrier",
+        "{block}：线程块结束时，线程 {waiting} 发起的写入其共享内存的异步复制{line}还没有完成："
+        "结束之前请等待它的 mbarrier",
     ),
     "accumulator": (
-        "{at}: {verb} an accumulator of wgmma{line} before the product{its_line} is complete: its value is undefined until "
+        "{at}: {verb} an accumulator of wgmma{line} before the product{its_line} is complete: its value is "
+        "undefined until "
         "wgmma.wait_group",
-        "{at}：在乘积完成之前{verb}了 wgmma 的累加寄存器{line}（乘积在第 {its_line_number} 行）：执行 wgmma.wait_group 之前它的值是未定义的",
+        "{at}：在乘积完成之前{verb}了 wgmma 的累加寄存器{line}（乘积在第 {its_line_number} 行）：执行 "
+        "wgmma.wait_group 之前它的值是未定义的",
     ),
     "wgmma_differs": (
-        "{at}: wgmma{line}: thread {other} of the warpgroup has begun another product, or none: all 128 threads have to "
+        "{at}: wgmma{line}: thread {other} of the warpgroup has begun another product, or none: all 128 "
+        "threads have to "
         "execute the same instructions with the same descriptors",
-        "{at}：wgmma{line}：同一 warpgroup 的线程 {other} 发起的是另一个乘积，或者没有发起：全部 128 个线程必须执行相同的指令，描述符也相同",
+        "{at}：wgmma{line}：同一 warpgroup 的线程 {other} 发起的是另一个乘积，或者没有发起：全部 128 "
+        "个线程必须执行相同的指令，描述符也相同",
     ),
     "wgmma_misused": ("{at}: wgmma.mma_async{line}: {problem}", "{at}：wgmma.mma_async{line}：{problem}"),
     "not_awaited": (
@@ -262,7 +270,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "请在第一个乘积之前执行 wgmma.fence；乘积所用的寄存器改动之后要再次执行",
     ),
     "base_offset": (
-        "the base offset (bits 49 to 51) of the descriptor of {operand} is not 0, which the CPU does not have: align the "
+        "the base offset (bits 49 to 51) of the descriptor of {operand} is not 0, which the CPU does not have: "
+        "align the "
         "tile to 1024 bytes",
         "{operand} 的描述符的基址偏移（第 49 到 51 位）不是 0，CPU 上不支持：请把数据块按 1024 字节对齐",
     ),
@@ -271,7 +280,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "{operand} 的描述符中的地址不在该核函数的任何共享内存数组里",
     ),
     "beyond": (
-        "{operand} reaches beyond the end of its array in shared memory: compare the offsets of the descriptor (leading, "
+        "{operand} reaches beyond the end of its array in shared memory: compare the offsets of the descriptor "
+        "(leading, "
         "stride), its swizzle and the tile",
         "{operand} 超出了它的共享内存数组：请核对描述符的偏移量（leading、stride）、交错方式与数据块的大小",
     ),
@@ -280,7 +290,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "列数不同的乘积累加到相同的寄存器：请先执行 wgmma.wait_group",
     ),
     "store_not_waited": (
-        "{at}: it ends before its copy from shared to device memory{line} was waited for: the block's shared memory may "
+        "{at}: it ends before its copy from shared to device memory{line} was waited for: the block's shared "
+        "memory may "
         "be gone before the copy has read it. Execute cp.async.bulk.commit_group and cp.async.bulk.wait_group 0",
         "{at}：线程结束时，它从共享内存到设备内存的复制{line}还没有等待：复制读完之前，线程块的共享内存可能已经释放。"
         "请执行 cp.async.bulk.commit_group 和 cp.async.bulk.wait_group 0",
@@ -295,7 +306,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "the address in device memory is {number} bytes behind a multiple of 16",
         "设备内存地址比 16 的倍数多 {number} 字节",
     ),
-    "size": ("{number} bytes are copied, but it has to be a multiple of 16", "复制 {number} 字节，但字节数必须是 16 的倍数"),
+    "size": (
+        "{number} bytes are copied, but it has to be a multiple of 16",
+        "复制 {number} 字节，但字节数必须是 16 的倍数",
+    ),
     "not_shared": (
         "the address is not in shared memory: give that of __cvta_generic_to_shared",
         "地址不在共享内存中：请使用 __cvta_generic_to_shared 得到的地址",
@@ -305,9 +319,11 @@ WORDS: dict[str, tuple[str, str]] = {
         "张量映射的地址比 64 的倍数多 {number} 字节：请以 `const __grid_constant__ CUtensorMap` 的形式传入",
     ),
     "no_map": (
-        "there is no tensor map at the address: encode it with cuTensorMapEncodeTiled, check its status, and pass it as "
+        "there is no tensor map at the address: encode it with cuTensorMapEncodeTiled, check its status, and "
+        "pass it as "
         "`const __grid_constant__ CUtensorMap`",
-        "该地址没有张量映射：请用 cuTensorMapEncodeTiled 编码并检查返回值，再以 `const __grid_constant__ CUtensorMap` 的形式传入",
+        "该地址没有张量映射：请用 cuTensorMapEncodeTiled 编码并检查返回值，再以 `const __grid_constant__ "
+        "CUtensorMap` 的形式传入",
     ),
     "rank": (
         "the tensor map has {number} axes, the instruction another number",
@@ -325,7 +341,8 @@ WORDS: dict[str, tuple[str, str]] = {
     "not_waited": (
         "{at}: {verb} {array}[{index}]{line}, but nothing orders that behind the {its_what} of thread "
         "{its_thread}{its_line}, which writes it: {its_wait} first",
-        "{at}：{verb}了 {array}[{index}]{line}，但线程 {its_thread} 的{its_what}{its_line}也写它，而两者之间没有等待：请先{its_wait}",
+        "{at}：{verb}了 {array}[{index}]{line}，但线程 {its_thread} 的{its_what}{its_line}也写它，"
+        "而两者之间没有等待：请先{its_wait}",
     ),
     "still_read": (
         "{at}: writes {array}[{index}]{line}, which the {its_what} of thread {its_thread}{its_line} may still read: "
@@ -342,7 +359,8 @@ WORDS: dict[str, tuple[str, str]] = {
         "{at}: its {what} reads {array}[{index}]{line}, which thread {its_thread} has written{its_line} without a "
         "fence.proxy.async since: it may read the old bytes. Execute fence.proxy.async behind the write, before the "
         "barrier",
-        "{at}：它的{what}读 {array}[{index}]{line}，线程 {its_thread} 写了它{its_line}，但此后没有执行 fence.proxy.async："
+        "{at}：它的{what}读 {array}[{index}]{line}，线程 {its_thread} 写了它{its_line}，但此后没有执行 "
+        "fence.proxy.async："
         "可能读到旧的内容。请在写入之后、同步之前执行 fence.proxy.async",
     ),
     "spin": (
@@ -401,9 +419,11 @@ WORDS: dict[str, tuple[str, str]] = {
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
     "hint_library": (
-        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, cuda_fp8.h, mma.h, cooperative_groups.h, "
+        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, cuda_fp8.h, mma.h, "
+        "cooperative_groups.h, "
         "cuda_pipeline.h and what they include: a machine with a GPU and nvcc runs programs with others",
-        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、cuda_bf16.h、cuda_fp8.h、mma.h、cooperative_groups.h、cuda_pipeline.h "
+        "。CPU 上只有 "
+        "cuda_runtime.h、cuda_fp16.h、cuda_bf16.h、cuda_fp8.h、mma.h、cooperative_groups.h、cuda_pipeline.h "
         "及其包含的头文件："
         "用到 CUDA 其他头文件的程序，请在有 GPU 和 nvcc 的机器上运行",
     ),

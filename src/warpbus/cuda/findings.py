@@ -26,7 +26,16 @@ def language_of_locale() -> str:
     return "en"
 
 
-_OF_A_BLOCK = ("barrier", "divergent", "warp", "warpgroup", "mbarrier_stuck", "mbarrier_surplus", "named_stuck", "in_flight")
+_OF_A_BLOCK = (
+    "barrier",
+    "divergent",
+    "warp",
+    "warpgroup",
+    "mbarrier_stuck",
+    "mbarrier_surplus",
+    "named_stuck",
+    "in_flight",
+)
 
 
 def _word(name: str, language: str) -> str:

@@ -88,6 +88,17 @@ def has_gpu() -> bool:
     )
 
 
+def _architecture() -> str:
+    """The option of nvcc for the first GPU: on a Hopper with the instructions that are its own, such as wgmma.
+
+    Raises:
+        DeviceError: there is no driver, or no GPU.
+    """
+    driver.check(driver.library().cuInit(0), "the CUDA driver")
+    capability = [driver.attribute(which, 0) for which in (driver.CAPABILITY_MAJOR, driver.CAPABILITY_MINOR)]
+    return "-arch=sm_90a" if capability == [9, 0] else "-arch=native"
+
+
 def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
@@ -168,7 +179,7 @@ def _build(
         checks: whether the program calls `on_cpu/checks.h` before each access: the functions of a sanitizer, but ours.
     """
     own = text.with_suffix(".o")
-    instrumented = _CHECKED if checks else ()
+    instrumented: tuple[str, ...] = _CHECKED if checks else ()
     if checks and "clang" not in compiler_version(compiler):
         instrumented += ("--param=tsan-distinguish-volatile=1",)  # a loop that waits for a volatile value
     mistake = _compile([*compiler, *flags, *instrumented, "-fno-pie", "-c", str(text), "-o", str(own)], source)
@@ -190,7 +201,7 @@ def run_on_gpu(
 
     Raises:
         DataError: see `run_in_orders`.
-        DeviceError: there is no nvcc.
+        DeviceError: there is no nvcc, no driver, or no GPU.
     """
     compiler = _nvcc()
     if compiler is None:
@@ -204,7 +215,7 @@ def run_on_gpu(
         if appended:
             whole = Path(place, "exercise.cu")
             whole.write_text(f'#line 1 "{source.name}"\n{_text(source)}\n#line 1 "test"\n{appended}', encoding="utf-8")
-        flags = ["-std=c++17", "-O2", "-arch=native", f"-I{source.parent}", *([f"-I{include}"] if include else [])]
+        flags = ["-std=c++17", "-O2", _architecture(), f"-I{source.parent}", *([f"-I{include}"] if include else [])]
         mistake = _compile([compiler, *flags, str(whole), "-o", str(program)], source)
         return ProgramRun("", "", 1, (mistake,)) if mistake else _run(program, arguments, {}, source)
 
@@ -233,7 +244,7 @@ def translate(text: str) -> str:
         arrays = [_DECLARED.fullmatch(each) for each in found["arrays"].split(",")]
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks
             alignment = _ALIGNMENT.search(f"{found['before']} {found['after']} {found['type']}")
-            shared = " ".join(_shared(element, *each.groups(), alignment) for each in arrays if each)
+            shared = " ".join(_shared(element, each[1], each[2], alignment) for each in arrays if each)
             edits.append((*found.span(), shared + "\n" * found[0].count("\n")))
     for found in _OF_A_KERNEL.finditer(plain):
         call = f'warpbus::{found["function"]}("{found["name"]}", {found["kernel"]},'

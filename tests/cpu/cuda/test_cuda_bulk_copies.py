@@ -66,7 +66,9 @@ STORE = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
 def test_reductions_prefetches_and_cache_hints(run) -> None:
-    added = RING.replace(STORE, "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32").replace("cudaMemset(out, 0", "cudaMemset(out, 1")
+    added = RING.replace(STORE, "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32").replace(
+        "cudaMemset(out, 0", "cudaMemset(out, 1"
+    )
     assert run(added) == f"{126 + 0x1010101} {0x1010101} {384 + 0x1010101}"
     hints = RING.replace("bytes [%0], [%1], 256, [%2];", "bytes.L2::cache_hint [%0], [%1], 256, [%2], policy; }")
     policy = '"{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; '
@@ -99,7 +101,6 @@ def test_reductions_prefetches_and_cache_hints(run) -> None:
 def test_mistakes_with_bulk_copies(written: str, instead: str, said: str, run) -> None:
     assert written in RING
     assert said in run(RING.replace(written, instead))
-
 
 
 def test_without_checks_a_read_before_the_wait_gets_the_old_bytes(tmp_path) -> None:

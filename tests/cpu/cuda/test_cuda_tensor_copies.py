@@ -98,7 +98,9 @@ def expected(sides: list[int], box: list[int], at: list[int], *, swizzle: int = 
     return found
 
 
-@pytest.mark.parametrize(("mode", "swizzle", "width"), [("NONE", 16, 72), ("32B", 32, 16), ("64B", 64, 32), ("128B", 128, 64)])
+@pytest.mark.parametrize(
+    ("mode", "swizzle", "width"), [("NONE", 16, 72), ("32B", 32, 16), ("64B", 64, 32), ("128B", 128, 64)]
+)
 def test_swizzles(mode: str, swizzle: int, width: int, run) -> None:
     box = [80, 40], [width, 8], [8, 3]
     assert list(map(int, run(program(*box, swizzle=mode)).split())) == expected(*box, swizzle=swizzle)
@@ -198,7 +200,11 @@ int main() {
 
 @pytest.mark.parametrize("operation", ["", "add", "min", "max"])
 def test_stores_and_reductions(operation: str, run) -> None:
-    opcode = "cp.reduce.async.bulk.tensor.2d.global.shared::cta" if operation else "cp.async.bulk.tensor.2d.global.shared::cta"
+    opcode = (
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta"
+        if operation
+        else "cp.async.bulk.tensor.2d.global.shared::cta"
+    )
     found = run(STORES.replace("OPCODE", opcode + (f".{operation}.tile" if operation else "") + ".bulk_group"))
     rows = [[100.0] * 16 for _ in range(2)]
     join = {"": lambda _, new: new, "add": lambda old, new: old + new, "min": min, "max": max}[operation]

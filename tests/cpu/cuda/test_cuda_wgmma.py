@@ -60,9 +60,7 @@ def place(swizzle: int, mn_major: bool) -> tuple[Callable[[int, int], int], int,
     if mn_major:
         width = swizzle // 2
         block = 16 * swizzle
-        return (
-            lambda mn, k: permuted(mn // width * block + k * swizzle + mn % width * 2)
-        ), block, 8 * swizzle, 0
+        return (lambda mn, k: permuted(mn // width * block + k * swizzle + mn % width * 2)), block, 8 * swizzle, 0
     if swizzle == 16:
         return (lambda mn, k: mn // 8 * 256 + k // 16 * 128 + mn % 8 * 16 + k % 16), 128, 256, 0
     start = 32 if swizzle > 32 else 0
@@ -80,7 +78,9 @@ def image(matrix: torch.Tensor, swizzle: int, mn_major: bool) -> tuple[str, str]
             byte = at(mn, k // size) + k % size if mn_major else at(mn, k)
             found[byte] = int(raw[mn, k])
     descriptor = MODES[swizzle] << 62 | stride >> 4 << 32 | leading >> 4 << 16
-    return ", ".join(map(str, found[: max(i for i, each in enumerate(found) if each) // 16 * 16 + 16])), f"{descriptor:#x}ull, {start}"
+    return ", ".join(
+        map(str, found[: max(i for i, each in enumerate(found) if each) // 16 * 16 + 16])
+    ), f"{descriptor:#x}ull, {start}"
 
 
 PROGRAM = """
@@ -211,10 +211,17 @@ PRODUCT = 'asm volatile("{ .reg .pred p; setp'
     [
         (WAIT, "", "reads an accumulator of wgmma (line 27) before the product (line 22) is complete"),
         (WAIT, f"if (threadIdx.x < 96) {WAIT} else return;", "wgmma.mma_async (line 22): the thread ends before"),
-        (WAIT, f"if (threadIdx.x < 96) {WAIT} else __syncthreads();",
-         "waits at wgmma.wait_group (line 26) for its warpgroup, but thread (96, 0, 0) waits at __syncthreads()"),
+        (
+            WAIT,
+            f"if (threadIdx.x < 96) {WAIT} else __syncthreads();",
+            "waits at wgmma.wait_group (line 26) for its warpgroup, but thread (96, 0, 0) waits at __syncthreads()",
+        ),
         (COMMIT, "", "reads an accumulator of wgmma"),
-        (PRODUCT, f"if (threadIdx.x / 32 != 2) {PRODUCT}", "thread (64, 0, 0) of the warpgroup has begun another product, or none"),
+        (
+            PRODUCT,
+            f"if (threadIdx.x / 32 != 2) {PRODUCT}",
+            "thread (64, 0, 0) of the warpgroup has begun another product, or none",
+        ),
         ('asm volatile("wgmma.fence.sync.aligned;" ::: "memory");', "", "execute wgmma.fence before the first product"),
         ('asm volatile("fence.proxy.async;" ::: "memory");', "", "without a fence.proxy.async since"),
         ("__syncthreads();", "", "(line 12), which the product of thread (0, 0, 0) (line 22) may still read"),

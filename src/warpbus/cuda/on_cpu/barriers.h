@@ -49,8 +49,10 @@ inline unsigned block_threads() { return block_size.x * block_size.y * block_siz
 inline std::string shared_place(uint64_t address) {
     const char *at = reinterpret_cast<const char *>(address);
     for (const SharedArray &each : shared_arrays)
-        if (at >= each.begin && at < each.begin + each.size)
-            return field("array", each.name) + field("index", static_cast<size_t>(at - each.begin) / each.element);
+        if (at >= each.begin - kGap && at < each.begin + each.size + kGap) {
+            const std::ptrdiff_t bytes = at - each.begin, element = static_cast<std::ptrdiff_t>(std::max<size_t>(1, each.element));
+            return field("array", each.name) + field("index", (bytes - (bytes < 0 ? element - 1 : 0)) / element);
+        }
     return field("array", "") + field("index", 0);
 }
 

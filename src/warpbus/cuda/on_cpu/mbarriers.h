@@ -46,27 +46,21 @@ inline void take_arrivals(uint64_t at, Mbarrier &of, int64_t count, const char *
     of.pending -= count;
 }
 
-// Make what reports to an mbarrier happen.
-inline void complete_copies(uint64_t at) {
-    std::vector<InFlight> own;
+// Whether a phase has ended: the copies that it waits for happen now, one after the other, and no others.
+inline bool phase_ended(uint64_t at, uint64_t phase, const char *what, int line) {
+    Mbarrier &of = mbarrier_at(at, what, line);
     auto &all = barriers.in_flight;
-    const auto rest = std::stable_partition(all.begin(), all.end(), [&](const InFlight &each) { return each.mbarrier != at; });
-    std::move(rest, all.end(), std::back_inserter(own));
-    all.erase(rest, all.end());
-    for (InFlight &each : own) {
-        Mbarrier &of = mbarrier_at(at, "a copy", each.line);
-        each.run();
-        change_bytes(at, of, -each.bytes, "a copy", each.line);
-        if (each.arrivals) take_arrivals(at, of, each.arrivals, "cp.async.mbarrier.arrive", each.line);
+    while (of.phase <= phase) {
+        const auto next = std::find_if(all.begin(), all.end(), [&](const InFlight &each) { return each.mbarrier == at; });
+        if (next == all.end()) return false;
+        const InFlight copy = std::move(*next);
+        all.erase(next);
+        copy.run();
+        change_bytes(at, of, -copy.bytes, "a copy", copy.line);
+        if (copy.arrivals) take_arrivals(at, of, copy.arrivals, "cp.async.mbarrier.arrive", copy.line);
         update(at, of);
     }
-}
-
-// Whether a phase has ended, after the copies that it waits for.
-inline bool phase_ended(uint64_t at, uint64_t phase, const char *what, int line) {
-    if (mbarrier_at(at, what, line).phase > phase) return true;
-    complete_copies(at);
-    return mbarrier_at(at, what, line).phase > phase;
+    return true;
 }
 
 inline bool release_phases(unsigned threads) {

@@ -52,7 +52,14 @@ inline void explain_stuck(unsigned threads) {
                   : field("state", "waits") + field("its_what", its->what) + field("its_line", its->line)));
         }
     }
-    if (const auto fiber = waits(Waits::phase); fiber != end) {
+    if (auto fiber = waits(Waits::phase); fiber != end) {
+        // An mbarrier at which some have arrived says more than one at which nobody has.
+        const auto begun = std::find_if(fibers.begin(), end, [](const Fiber &each) {
+            if (each.ended || each.waits != Waits::phase) return false;
+            const Mbarrier &of = barriers.mbarriers[each.barrier];
+            return of.pending != of.expected || of.bytes != 0;
+        });
+        if (begun != end) fiber = begun;
         const Mbarrier &of = barriers.mbarriers[fiber->barrier];
         stop("mbarrier_stuck", place() + waiting(*fiber) + shared_place(fiber->barrier) + field("parity", of.phase & 1) +
              field("pending", of.pending) + field("expected", of.expected) + field("bytes", of.bytes));

@@ -19,7 +19,8 @@ def copy_bulk(of: PtxInstruction) -> str:
         case ["wait_group", *rest] if rest in ([], ["read"]):
             return f"warpbus::ptx::bulk_wait({of.read(0, 'uint32_t')}, {str(rest == ['read']).lower()});"
         case ["prefetch", "L2", "global"]:
-            return f"warpbus::ptx::bulk_prefetch({of.registers.address(of.operands[0])}, {of.read(1, 'uint32_t')}, __LINE__);"
+            start, size = of.registers.address(of.operands[0]), of.read(1, "uint32_t")
+            return f"warpbus::ptx::bulk_prefetch({start}, {size}, __LINE__);"
         case ["shared::cluster" | "shared::cta", "global", "mbarrier::complete_tx::bytes"]:
             to, start, bar = (of.registers.address(of.operands[index]) for index in (0, 1, 3))
             return f"warpbus::ptx::bulk_load({to}, {start}, {of.read(2, 'uint32_t')}, {bar}, __LINE__);"
@@ -45,7 +46,7 @@ def _store_tensor(of: PtxInstruction, axes: str, operation: str) -> str:
 
 
 def _box(of: PtxInstruction, axes: str, index: int) -> tuple[str, str]:
-    """The operand `[map, {x, y}]`: the declaration of its coordinates, and arguments: map, coordinates, their number."""
+    """The operand `[map, {x, y}]`: the declaration of its coordinates, and the arguments map, coordinates and number."""
     found = _BOX.fullmatch(of.operands[index])
     if found is None or not re.fullmatch(r"[1-5]d", axes):
         raise UnknownInstructionError

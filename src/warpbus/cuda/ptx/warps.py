@@ -1,4 +1,4 @@
-"""What the lanes of a warp do together: shuffles, votes and the choice of a leader; branches, and the end of a program."""
+"""What the lanes of a warp do together: shuffles, votes and the election of a leader; branches, and the end."""
 
 from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction
 from warpbus.cuda.ptx.registers import TYPES, UnknownInstructionError
