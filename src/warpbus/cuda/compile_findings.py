@@ -21,6 +21,7 @@ _HINTS = (
         "hint_incomplete",
         r"expected '?(?:;|,|\)|\]|primary-expression|initializer|expression|unqualified-id)|expected a",
     ),
+    ("hint_cluster", r"'?(?:__cluster_dims__|cudaLaunch(?:KernelEx|Config|Attribute)\w*|this_cluster|cluster_group)\b"),
     (
         "hint_cuda",
         r"(?:'|^)(?:cu[A-Z]|cuda|curand|cublas|cufft|__|atomic|surf|tex|wmma|nvcuda|thrust|half)\w*'?"

@@ -418,6 +418,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "and nvcc runs the program",
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
     ),
+    "hint_cluster": (
+        ". The CPU has no clusters of blocks, nor launches with attributes: a Hopper with nvcc runs the program",
+        "。CPU 上不支持线程块簇，也不支持带属性的启动：请在有 Hopper GPU 和 nvcc 的机器上运行",
+    ),
     "hint_library": (
         ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, cuda_fp8.h, mma.h, "
         "cooperative_groups.h, "

@@ -29,6 +29,7 @@ HEADERS = Path(__file__).parent / "on_cpu"
 _RUNTIME = HEADERS / "runtime.cpp"
 _RUNTIME_FLAGS = ("-std=c++20", "-O2", "-w", "-fno-pie")
 _CHECKED = ("-fsanitize=thread", "-fno-threadsafe-statics", "-fno-tree-sra")
+_GXX_WITH_VOLATILE = 11
 
 _WRAPPED = tuple(f"-Wl,--wrap={name}" for name in ("printf", "puts", "putchar"))
 
@@ -161,6 +162,12 @@ def run_in_orders(
         return runs
 
 
+def _tells_volatile(compiler: tuple[str, ...]) -> bool:
+    """Whether the compiler is g++ 11 or later, which calls other functions before accesses to volatile variables."""
+    found = re.match(r"(?!.*clang)\S+ .*\s(\d+)\.\d+\.\d+", compiler_version(compiler).partition("\n")[0])
+    return found is not None and int(found[1]) >= _GXX_WITH_VOLATILE
+
+
 def _text(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
@@ -180,7 +187,7 @@ def _build(
     """
     own = text.with_suffix(".o")
     instrumented: tuple[str, ...] = _CHECKED if checks else ()
-    if checks and "clang" not in compiler_version(compiler):
+    if checks and _tells_volatile(compiler):
         instrumented += ("--param=tsan-distinguish-volatile=1",)  # a loop that waits for a volatile value
     mistake = _compile([*compiler, *flags, *instrumented, "-fno-pie", "-c", str(text), "-o", str(own)], source)
     if mistake:

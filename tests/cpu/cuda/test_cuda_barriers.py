@@ -67,9 +67,10 @@ def test_a_ring_of_mbarriers(run) -> None:
     ("written", "instead", "said"),
     [
         ("if (lane == 0) arrive(&full[s]);", "",
-         "thread (0, 0, 0) waits at mbarrier.try_wait (line 13) for the mbarrier empty[0], phase of parity 0, which can "
-         "never end: 2 of 2 arrivals and 0 bytes of copies are missing"),
-        ("init(&empty[i], 2)", "init(&empty[i], 64)", "for the mbarrier empty[0], phase of parity 0, which can never end: 62 of 64"),
+         "thread (0, 0, 0) waits at mbarrier.try_wait (line 13) for the mbarrier empty[0], phase of parity 0, which "
+         "can never end: 2 of 2 arrivals and 0 bytes of copies are missing"),
+        ("init(&empty[i], 2)", "init(&empty[i], 64)",
+         "for the mbarrier empty[0], phase of parity 0, which can never end: 62 of 64"),
         ("__syncwarp();\n            if (lane == 0) arrive(&full[s]);", "if (lane == 0) arrive(&full[s]);",
          "a race on shared memory"),
         ("wait(&full[s], round & 1);", "", "shared memory"),
@@ -98,7 +99,8 @@ __global__ void states(int *out) {
         unsigned long long state;
         unsigned done = 0, pending;
         seen[threadIdx.x] = round + threadIdx.x;
-        if (threadIdx.x % 2) asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(at) : "memory");
+        if (threadIdx.x % 2)
+            asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(at) : "memory");
         else asm volatile("mbarrier.arrive.shared.b64 %0, [%1], 1;" : "=l"(state) : "r"(at) : "memory");
         asm("mbarrier.pending_count.b64 %0, %1;" : "=r"(pending) : "l"(state));
         if (pending < 1 || pending > 64) out[0] = -1;
@@ -119,8 +121,9 @@ __global__ void dropped(int *out) {
     arrive(&bar); wait(&bar, 0); arrive(&bar); wait(&bar, 1);
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.arrive.noComplete.shared.b64 _, [%0], 2;" ::"r"(at) : "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 48; mbarrier.complete_tx.shared::cta.b64 [%0], 16;" ::"r"(at));
-        asm volatile("mbarrier.arrive.shared.b64 _, [%0], 29; mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], BYTES;"
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 48;" ::"r"(at));
+        asm volatile("mbarrier.complete_tx.shared::cta.b64 [%0], 16; mbarrier.arrive.shared.b64 _, [%0], 29;"
+                     " mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], BYTES;"
                      " mbarrier.complete_tx.shared::cta.b64 [%0], 33;" ::"r"(at));
         wait(&bar, 0);
         *out = 7;
@@ -135,11 +138,18 @@ int main() {
 )
 
 
+def test_a_test_that_never_succeeds(run) -> None:
+    found = run(STATES.replace("init(&bar, 64)", "init(&bar, 65)"))
+    assert (
+        "waits at mbarrier.test_wait (line 34) for the mbarrier bar[0], phase of parity 0, which can never end" in found
+    )
+
+
 def test_states_counts_and_bytes_of_mbarriers(run) -> None:
     assert run(STATES.replace("BYTES", "1")) == "65 2 7"
     stuck = run(STATES.replace("BYTES", "11"))
     many = run(STATES.replace("_, [%0], 29", "_, [%0], 31"))
-    assert "mbarrier.arrive (line 50) on bar[0]: more than the 32 arrivals of mbarrier.init in one phase" in many
+    assert "mbarrier.arrive (line 51) on bar[0]: more than the 32 arrivals of mbarrier.init in one phase" in many
     assert "mbarrier bar[0], phase of parity 0, which can never end: 0 of 32 arrivals and 10 bytes" in stuck
 
 
@@ -208,7 +218,8 @@ def test_named_barriers_and_warpgroups(run) -> None:
         ("bar.sync 2, 64", "bar.sync 2, 60", "60 threads are no multiple of 32"),
         ("bar.sync 2, 64", "bar.sync 2, 256", "256 threads are more than the 128 of the block"),
         ('asm volatile("bar.sync 1, 128;" ::: "memory");', "", "shared memory"),
-        ("setmaxnreg.dec.sync.aligned.u32 24", "setmaxnreg.inc.sync.aligned.u32 260", "setmaxnreg 260 (line 9): the number"),
+        ("setmaxnreg.dec.sync.aligned.u32 24", "setmaxnreg.inc.sync.aligned.u32 260",
+         "setmaxnreg 260 (line 9): the number"),
         ('asm volatile("setmaxnreg', 'if (warp != 3) asm volatile("setmaxnreg',
          "waits at setmaxnreg (line 9) for its warpgroup, but thread (96, 0, 0)"),
         ("elect.sync %0|p, 0xffffffff", "elect.sync %0|p, 0xffff", "is not in its own mask"),
@@ -242,13 +253,26 @@ WAITS = {
     "atomic": "while (atomicAdd(flag, 0) != (blockIdx.x + LATER) % n) {}",
     "sleep": "for (;;) { if (atomicAdd(flag, 0) == (blockIdx.x + LATER) % n) break; __nanosleep(20); }",
     "volatile": "{ while (*(volatile int *)flag != (blockIdx.x + LATER) % n); __threadfence(); }",
-    "volatile body": "{ for (;;) { int seen = *(volatile int *)flag; if (seen == (blockIdx.x + LATER) % n) break; } __threadfence(); }",
+    "volatile body": "{ for (;;) { int seen = *(volatile int *)flag; if (seen == (blockIdx.x + LATER) % n) break; } "
+                     "__threadfence(); }",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_blocks_that_wait_for_each_other(wait: str, run) -> None:
     assert run(FLAGS.replace("WAIT", WAITS[wait]).replace("LATER", "0")) == "10"
+
+
+CLUSTERS = [
+    "__global__ void __cluster_dims__(2, 1, 1) k(int *x) {}",
+    "__global__ void k(int *x) { cudaLaunchConfig_t config = {}; }",
+    "#include <cooperative_groups.h>\n__global__ void k(int *x) { cooperative_groups::this_cluster(); }",
+]
+
+
+@pytest.mark.parametrize("text", CLUSTERS)
+def test_clusters_are_named(text: str, run) -> None:
+    assert "The CPU has no clusters of blocks, nor launches with attributes" in run(f"{text}\nint main() {{}}\n")
 
 
 @pytest.mark.parametrize("wait", WAITS)

@@ -80,7 +80,7 @@ def test_reductions_prefetches_and_cache_hints(run) -> None:
     ("written", "instead", "said"),
     [
         ('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "",
-         "its store reads result[0] (line 35), which thread (0, 0, 0) has written (line 31) without a fence.proxy.async"),
+         "its store reads result[0] (line 35), which thread (0, 0, 0) has written (line 31) without a fence"),
         ("wait(&full[i % 2], i / 2 & 1);", "",
          "(line 31), but nothing orders that behind the copy of thread (0, 0, 0) (line 22), which writes it: wait for"),
         ("cp.async.bulk.wait_group.read 0", "cp.async.bulk.commit_group",
@@ -91,10 +91,12 @@ def test_reductions_prefetches_and_cache_hints(run) -> None:
         ("_, [%0], 256", "_, [%0], 128", "the copies have brought 128 bytes more than expect_tx has announced"),
         ("(in, out, 4)", "(in, out, 5)", "reads in[319] (line 22), but in has 256 elements"),
         ('"r"(shared(tile[i % 2]))', '"r"(shared(tile[i % 2]) + 512)', "writes tile[191] (line 22)"),
-        ("[%1], 256, [%2]", "[%1], 264, [%2]", "cp.async.bulk (line 22): 264 bytes are copied, but it has to be a multiple"),
+        ("[%1], 256, [%2]", "[%1], 264, [%2]",
+         "cp.async.bulk (line 22): 264 bytes are copied, but it has to be a multiple"),
         ('"l"(in + 64 * i)', '"l"(in + 64 * i + 1)', "the address in device memory is 4 bytes behind a multiple of 16"),
         ('"r"(shared(tile[i % 2]))', '"r"(shared(tile[i % 2]) + 8)', "the address in shared memory is 8 bytes behind"),
-        ("wait(&full[i % 2], i / 2 & 1);", "if (i + 1 < n) wait(&full[i % 2], i / 2 & 1); else { asm volatile(\"cp.async.bulk.wait_group 0;\"); return; }",
+        ("wait(&full[i % 2], i / 2 & 1);",
+         'if (i + 1 == n) { asm volatile("cp.async.bulk.wait_group 0;"); return; } wait(&full[i % 2], i / 2 & 1);',
          "it ends while an asynchronous copy into its shared memory is under way"),
     ],
 )  # fmt: skip

@@ -54,18 +54,22 @@ def test_every_code_and_the_rounding(kind: str, dtype: torch.dtype, run) -> None
 
 VECTORS = """
 #include <cuda_fp8.h>
+#include <initializer_list>
 __global__ void k() {
     const __nv_fp8x2_e4m3 two(make_float2(1.5f, -500.0f));
     const float2 back(two);
     const __nv_fp8x4_e5m2 four(make_float4(1, 2, 3, -4));
     const float4 all(four);
     const __half2 halves(__nv_fp8x2_e4m3(__halves2half2(__float2half(0.5f), __float2half(0.75f))));
-    printf("%g %g %g %g %g %g %d\\n", back.x, back.y, all.x, all.w, __low2float(halves), __high2float(halves), int(__nv_fp8_e4m3(7)));
+    printf("%g %g %g %g ", back.x, back.y, all.x, all.w);
+    printf("%g %g %d\\n", __low2float(halves), __high2float(halves), int(__nv_fp8_e4m3(7)));
     const float large[] = {1e6f, -1e6f, nanf(""), INFINITY};
     for (float each : large)
-        printf("%x %x %x %x, ", __nv_cvt_float_to_fp8(each, __NV_NOSAT, __NV_E4M3), __nv_cvt_float_to_fp8(each, __NV_NOSAT, __NV_E5M2),
-               __nv_cvt_float_to_fp8(each, __NV_SATFINITE, __NV_E4M3), __nv_cvt_float_to_fp8(each, __NV_SATFINITE, __NV_E5M2));
-    const __half_raw raw = __nv_cvt_fp8_to_halfraw(__nv_cvt_halfraw_to_fp8(__float2half(-0.11f), __NV_SATFINITE, __NV_E4M3), __NV_E4M3);
+        for (auto limit : {__NV_NOSAT, __NV_SATFINITE})
+            printf("%x %x%s", __nv_cvt_float_to_fp8(each, limit, __NV_E4M3),
+                   __nv_cvt_float_to_fp8(each, limit, __NV_E5M2), limit == __NV_NOSAT ? " " : ", ");
+    const __nv_fp8_storage_t code = __nv_cvt_halfraw_to_fp8(__float2half(-0.11f), __NV_SATFINITE, __NV_E4M3);
+    const __half_raw raw = __nv_cvt_fp8_to_halfraw(code, __NV_E4M3);
     printf("%g %g", __half2float(raw), float(__nv_bfloat16(__nv_fp8_e5m2(__float2bfloat16(0.3f)))));
 }
 int main() { k<<<1, 1>>>(); cudaDeviceSynchronize(); }

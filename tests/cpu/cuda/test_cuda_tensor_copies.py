@@ -26,7 +26,8 @@ __global__ void k(const __grid_constant__ CUtensorMap map, unsigned short *out) 
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&bar)));
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], @BYTES@;" ::"r"(shared(&bar)) : "memory");
         asm volatile("cp.async.bulk.tensor.@RANK@d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {@COORDINATES@}], [%2];" ::"r"(shared(tile)), "l"(&map), "r"(shared(&bar)) : "memory");
+                     " [%0], [%1, {@COORDINATES@}], [%2];"
+                     ::"r"(shared(tile)), "l"(&map), "r"(shared(&bar)) : "memory");
     }
     __syncthreads();
     asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra again; }"
@@ -39,10 +40,14 @@ int main() {
     unsigned short *in, *out; cudaMalloc(&in, n * 2); cudaMalloc(&out, @BYTES@);
     cudaMemcpy(in, host, n * 2, cudaMemcpyHostToDevice);
     PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr; cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", reinterpret_cast<void **>(&encode), 12000, cudaEnableDefault, &found);
-    CUtensorMap map; cuuint64_t sides[] = {@SIDES@}, strides[] = {@STRIDES@}; cuuint32_t box[] = {@BOX@}, steps[] = {@STEPS@};
-    const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, @RANK@, in + @OFFSET@, sides, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   CU_TENSOR_MAP_SWIZZLE_@MODE@, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_@FILL@);
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", reinterpret_cast<void **>(&encode), 12000,
+                                     cudaEnableDefault, &found);
+    CUtensorMap map;
+    cuuint64_t sides[] = {@SIDES@}, strides[] = {@STRIDES@}; cuuint32_t box[] = {@BOX@}, steps[] = {@STEPS@};
+    const CUresult status =
+        encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, @RANK@, in + @OFFSET@, sides, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_@MODE@, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_@FILL@);
     if (status != CUDA_SUCCESS) { printf("refused %d", status); return 0; }
     k<<<1, 32, @BYTES@>>>(map, out);
     cudaMemcpy(back, out, @BYTES@, cudaMemcpyDeviceToHost);
@@ -51,7 +56,7 @@ int main() {
 """
 
 
-def program(  # noqa: PLR0913
+def program(
     sides: list[int],
     box: list[int],
     at: list[int],
@@ -153,11 +158,14 @@ GOOD = program([40, 10], [16, 4], [8, 3], swizzle="32B")
 @pytest.mark.parametrize(
     ("written", "instead", "said"),
     [
-        ("tensor.2d.shared::cluster", "tensor.3d.shared::cluster", "does not have the PTX instruction cp.async.bulk.tensor.3d"),
+        ("tensor.2d.shared::cluster", "tensor.3d.shared::cluster",
+         "does not have the PTX instruction cp.async.bulk.tensor.3d"),
         ('"r"(shared(tile)), "l"(&map)', '"r"(shared(tile) + 64), "l"(&map)',
          "cp.async.bulk.tensor (line 16): the address in shared memory is 64 bytes behind a multiple of 128"),
-        ("k<<<1, 32, 128>>>(map, out)", "map = {}; k<<<1, 32, 128>>>(map, out)", "there is no tensor map at the address"),
-        ('"l"(&map), "r"(shared(&bar))', '"l"((const char *)&map + 16), "r"(shared(&bar))', "the tensor map is 16 bytes behind"),
+        ("k<<<1, 32, 128>>>(map, out)", "map = {}; k<<<1, 32, 128>>>(map, out)",
+         "there is no tensor map at the address"),
+        ('"l"(&map), "r"(shared(&bar))', '"l"((const char *)&map + 16), "r"(shared(&bar))',
+         "the tensor map is 16 bytes behind"),
         ("<<<1, 32, 128>>>", "<<<1, 32, 96>>>", "but tile has 48 elements"),
         ("sides[] = {40, 10}, strides[] = {80}", "sides[] = {40, 10}, strides[] = {160}", "but in has 400 elements"),
         ("_, [%0], 128;", "_, [%0], 64;", "the copies have brought 64 bytes more than expect_tx has announced"),
@@ -185,11 +193,13 @@ __global__ void k(const __grid_constant__ CUtensorMap map, int x, int y) {
 int main() {
     float host[160], *out; cudaMalloc(&out, 640); for (float &each : host) each = 100;
     cudaMemcpy(out, host, 640, cudaMemcpyHostToDevice);
-    void *entry = nullptr; cudaDriverEntryPointQueryResult found; cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+    void *entry = nullptr; cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
     CUtensorMap map; cuuint64_t sides[] = {15, 10}, strides[] = {64}; cuuint32_t box[] = {8, 4}, steps[] = {1, 1};
     if (found != cudaDriverEntryPointSuccess || reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
             &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, out, sides, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)) return 1;
+            CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+        return 1;
     k<<<1, 32>>>(map, 10, 8);
     cudaMemcpy(host, out, 640, cudaMemcpyDeviceToHost);
     for (int i = 128; i < 160; ++i) printf("%g ", host[i]);

@@ -1,4 +1,4 @@
-"""wgmma on the CPU against whole matrix products: types, swizzles, majors, registers; and mistakes that are explained."""
+"""wgmma on the CPU against whole matrix products: types, swizzles, majors, registers; and mistakes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def drawn(kind: str, *shape: int) -> torch.Tensor:
 
 
 def place(swizzle: int, mn_major: bool) -> tuple[Callable[[int, int], int], int, int, int]:
-    """The byte of row mn and byte k (MN-major: of k and element mn) in a tile, leading and stride offsets, and the start.
+    """The byte of row mn and byte k (MN-major: of k and element mn) in a tile; leading and stride offsets; the start.
 
     Of K-major tiles with long rows the second 32 bytes are used, of which the start is 32 bytes on.
     """
@@ -166,7 +166,10 @@ def result(case: Case, output: str) -> torch.Tensor:
 
 CASES = [
     *(Case(swizzle_a=a, swizzle_b=b) for a, b in ((128, 128), (64, 32), (32, 64), (16, 16), (None, 128))),
-    *(Case(columns=128, swizzle_a=a, swizzle_b=b, mn_a=True, mn_b=True) for a, b in ((128, 64), (64, 128), (32, 16), (16, 32))),
+    *(
+        Case(columns=128, swizzle_a=a, swizzle_b=b, mn_a=True, mn_b=True)
+        for a, b in ((128, 64), (64, 128), (32, 16), (16, 32))
+    ),
     Case(columns=24, mn_b=True, swizzle_b=16, swizzle_a=None),
     Case("bf16", "bf16", columns=256, mn_b=True),
     Case(sums="f16", columns=32, accumulates=False),

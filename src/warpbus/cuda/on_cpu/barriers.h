@@ -91,6 +91,7 @@ inline void arrive_named(unsigned number, unsigned count, bool waits, const char
     } else if (waits) {
         current->barrier = number;
         wait_for(Waits::named, what, line);
+        current->barrier = 0;
     }
 }
 

@@ -80,7 +80,7 @@ struct Thread {
     unsigned source;        // the lane whose value it asks for
     uint64_t given, got;    // the bits that it hands over, and those that it gets
     unsigned warp_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
-    uint64_t barrier;       // that it waits for: the address of an mbarrier, or the number of a named barrier
+    uint64_t barrier;       // that it waits for or tests: the address of an mbarrier, or the number of a named barrier
     uint64_t phase;         // of the mbarrier
     unsigned spins;         // rounds of waiting loops since it last let the others run
     const void *pc;         // where it spins

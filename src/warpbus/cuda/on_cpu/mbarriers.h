@@ -147,14 +147,12 @@ bool mbarrier_wait_parity(uint64_t at, uint32_t parity, bool blocks, const char 
     const uint64_t phase = mbarrier_at(at, what, line).phase;
     // The phase of the other parity is the one before, which has ended.
     if ((phase & 1) == (parity & 1) && !phase_ended(at, phase, what, line)) {
-        if (blocks) {
-            current->barrier = at;
-            current->phase = phase;
-            wait_for(Waits::phase, what, line);
-        } else {
-            let_others_run(what, line, nullptr);
-            if (!phase_ended(at, phase, what, line)) return false;
-        }
+        current->barrier = at;
+        current->phase = phase;
+        if (blocks) wait_for(Waits::phase, what, line);
+        else let_others_run(what, line, nullptr);
+        current->barrier = 0;
+        if (!phase_ended(at, phase, what, line)) return false;
     }
     check_acquire(reinterpret_cast<const void *>(at), current->number);
     return true;

@@ -36,6 +36,12 @@ inline std::string waiting(const Fiber &fiber) {
     return field("waiting", fiber.thread) + field("what", fiber.what) + field("line", fiber.line);
 }
 
+[[noreturn]] inline void stop_at_mbarrier(const Fiber &fiber) {
+    const Mbarrier &of = barriers.mbarriers[fiber.barrier];
+    stop("mbarrier_stuck", place() + waiting(fiber) + shared_place(fiber.barrier) + field("parity", of.phase & 1) +
+         field("pending", of.pending) + field("expected", of.expected) + field("bytes", of.bytes));
+}
+
 // Explain a wait of a part of the block, if there is one: no thread can go on.
 inline void explain_stuck(unsigned threads) {
     const auto waits = [&](Waits kind) {
@@ -59,10 +65,7 @@ inline void explain_stuck(unsigned threads) {
             const Mbarrier &of = barriers.mbarriers[each.barrier];
             return of.pending != of.expected || of.bytes != 0;
         });
-        if (begun != end) fiber = begun;
-        const Mbarrier &of = barriers.mbarriers[fiber->barrier];
-        stop("mbarrier_stuck", place() + waiting(*fiber) + shared_place(fiber->barrier) + field("parity", of.phase & 1) +
-             field("pending", of.pending) + field("expected", of.expected) + field("bytes", of.bytes));
+        stop_at_mbarrier(begun != end ? *begun : *fiber);
     }
     if (const auto fiber = waits(Waits::named); fiber != end) {
         const NamedBarrier &of = barriers.named[fiber->barrier];
@@ -196,10 +199,15 @@ inline Ran run_block(unsigned threads, bool reverse, bool cooperative, bool shar
         const auto spins = [](const Fiber &each) { return !each.ended && each.waits == Waits::spin; };
         if (const auto first = std::find_if(begin, end, spins); first != end) {
             const bool lasts = idle.lasts();
-            if (!shared && idle.too_long()) stop(cooperative ? "spin" : "spin_launch", spinning(*first));
+            // Those that do not test an mbarrier may wait for another block.
+            const auto others = std::find_if(first, end, [&](const Fiber &each) { return spins(each) && !each.barrier; });
+            if (idle.too_long()) {
+                if (others == end) stop_at_mbarrier(*first);
+                if (!shared) stop(cooperative ? "spin" : "spin_launch", spinning(*others));
+            }
             for (auto each = first; each != end; ++each)
                 if (spins(*each)) each->waits = Waits::nothing;
-            if (lasts && shared) return Ran::spinning;
+            if (lasts && shared && others != end) return Ran::spinning;
             continue;
         }
         explain_stuck(threads);
@@ -264,6 +272,7 @@ inline void begin_block(unsigned threads) {
         fiber.given = 0;
         fiber.warp_instructions = 0;
         fiber.spins = 0;
+        fiber.barrier = 0;
         fiber.copies.clear();
         fiber.batches = 0;
         fiber.store_groups = fiber.product_groups = 0;

@@ -46,7 +46,7 @@ def _store_tensor(of: PtxInstruction, axes: str, operation: str) -> str:
 
 
 def _box(of: PtxInstruction, axes: str, index: int) -> tuple[str, str]:
-    """The operand `[map, {x, y}]`: the declaration of its coordinates, and the arguments map, coordinates and number."""
+    """The operand `[map, {x, y}]`: the declaration of its coordinates, and the arguments: map, coordinates, number."""
     found = _BOX.fullmatch(of.operands[index])
     if found is None or not re.fullmatch(r"[1-5]d", axes):
         raise UnknownInstructionError
