@@ -25,6 +25,7 @@ from torch import Tensor
 from warpbus.cuda import driver, programs, tensor_map
 from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.kernel import Kernel, Unit
+from warpbus.kernels import operators
 
 _INCLUDE = re.compile(r'^\s*#include "(.+)"')
 _SYSTEM = re.compile(r"^\s*#include <(.+)>", re.MULTILINE)
@@ -227,7 +228,7 @@ class Simulation:
 
 @contextmanager
 def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = False) -> Iterator[Simulation]:
-    """Within the block, `_launch` functions of `warpbus.kernels.ops` run on tensors of the CPU."""
+    """Within the block, the operators of `warpbus.kernels.ops` launch kernels on tensors of the CPU."""
     simulation = Simulation(arch, multiprocessors, checks)
     of_block, of_multiprocessor = (227, 228) if arch == "sm_90a" else (163, 164)  # KB of shared memory
     replaced = {
@@ -250,6 +251,8 @@ def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = 
         stack.enter_context(mock.patch.object(driver, "attribute", lambda which, device: attributes[which]))
         stack.enter_context(mock.patch.object(driver, "shared_memory_of_block", lambda device: of_block << 10))
         stack.enter_context(mock.patch.object(Kernel, "resident_clusters", lambda *_: 0))
+        stack.enter_context(mock.patch.object(operators, "_device_of", lambda arguments: "cuda"))
+        stack.enter_context(torch.no_grad())
         stack.enter_context(mock.patch.object(tensor_map, "_encode", simulation.encode))
         stack.enter_context(mock.patch.object(Kernel, "__call__", lambda kernel, *a, **b: simulation.launch(kernel, *a, **b)))
         yield simulation
