@@ -233,6 +233,7 @@ def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = 
     of_block, of_multiprocessor = (227, 228) if arch == "sm_90a" else (163, 164)  # KB of shared memory
     replaced = {
         "shared_memory": lambda device: of_multiprocessor << 10,
+        "is_gpu": lambda device: True,
         "multiprocessors": lambda device: multiprocessors,
         "architecture": lambda device: arch,
         "tensor_map": simulation.encoding(tensor_map.tensor_map),
@@ -254,7 +255,9 @@ def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = 
         stack.enter_context(mock.patch.object(operators, "_device_of", lambda arguments: "cuda"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(mock.patch.object(tensor_map, "_encode", simulation.encode))
-        stack.enter_context(mock.patch.object(Kernel, "__call__", lambda kernel, *a, **b: simulation.launch(kernel, *a, **b)))
+        stack.enter_context(
+            mock.patch.object(Kernel, "__call__", lambda kernel, *a, **b: simulation.launch(kernel, *a, **b))
+        )
         yield simulation
     _forget_maps()
 

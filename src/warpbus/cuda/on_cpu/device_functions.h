@@ -31,6 +31,16 @@ struct dim3 {
 
 namespace warpbus {
 
+// A whole number as an integer type has it: the nearest one that it can hold, and 0 for NaN.
+template <class To> To saturated(float whole) {
+    constexpr float kBits = 8 * sizeof(To) - std::is_signed<To>::value;
+    const float end = exp2f(kBits);  // one more than the largest
+    if (whole != whole) return 0;
+    if (whole >= end) return std::numeric_limits<To>::max();
+    if (whole < (std::is_signed<To>::value ? -end : 0)) return std::numeric_limits<To>::min();
+    return static_cast<To>(whole);
+}
+
 template <class To, class From> To same_bits(From value) {
     static_assert(sizeof(To) == sizeof(From));
     To found;
@@ -66,10 +76,14 @@ inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frsqrt_rn(float x) { return warpbus::reciprocal_root(x); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
-inline int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
-inline int __float2int_rz(float x) { return static_cast<int>(x); }
-inline int __float2int_rd(float x) { return static_cast<int>(floorf(x)); }
-inline int __float2int_ru(float x) { return static_cast<int>(ceilf(x)); }
+inline int __float2int_rn(float x) { return warpbus::saturated<int>(nearbyintf(x)); }
+inline int __float2int_rz(float x) { return warpbus::saturated<int>(truncf(x)); }
+inline int __float2int_rd(float x) { return warpbus::saturated<int>(floorf(x)); }
+inline int __float2int_ru(float x) { return warpbus::saturated<int>(ceilf(x)); }
+inline unsigned __float2uint_rn(float x) { return warpbus::saturated<unsigned>(nearbyintf(x)); }
+inline unsigned __float2uint_rz(float x) { return warpbus::saturated<unsigned>(truncf(x)); }
+inline unsigned __float2uint_rd(float x) { return warpbus::saturated<unsigned>(floorf(x)); }
+inline unsigned __float2uint_ru(float x) { return warpbus::saturated<unsigned>(ceilf(x)); }
 inline int __float_as_int(float x) { return warpbus::same_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return warpbus::same_bits<unsigned>(x); }
 inline float __int_as_float(int x) { return warpbus::same_bits<float>(x); }
