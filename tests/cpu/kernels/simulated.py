@@ -32,93 +32,7 @@ _SYSTEM = re.compile(r"^\s*#include <(.+)>", re.MULTILINE)
 _RESIDENT = 16  # blocks that the CPU can run together
 _MARK = b"warpbus tensor map"
 
-# Reads a job: the launch, memory of storages, and where in the parameters addresses and tensor maps go.
-_MAIN = r"""
-#include <cudaTypedefs.h>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <string>
-#include <vector>
-static void expect(bool right, const char* what) {
-    if (right) return;
-    fprintf(stderr, "%s\n", what);
-    exit(3);
-}
-static std::vector<unsigned char> contents(const std::string& name) {
-    FILE* file = fopen(name.c_str(), "rb");
-    expect(file != nullptr, name.c_str());
-    std::vector<unsigned char> bytes;
-    unsigned char piece[1 << 16];
-    for (size_t count; (count = fread(piece, 1, sizeof piece, file)) > 0;) bytes.insert(bytes.end(), piece, piece + count);
-    fclose(file);
-    return bytes;
-}
-int main(int, char** arguments) {
-    const std::string place = arguments[1];
-    FILE* job = fopen((place + "/job").c_str(), "r");
-    expect(job != nullptr, "job");
-    const auto number = [&] {
-        long long value;
-        expect(fscanf(job, "%lld", &value) == 1, "a number of the job");
-        return value;
-    };
-    unsigned sides[6];
-    for (unsigned& side : sides) side = number();
-    const size_t shared = number();
-    std::vector<unsigned char> parameters = contents(place + "/parameters");
-    std::vector<size_t> offsets(number());
-    for (size_t& offset : offsets) offset = number();
-    std::vector<unsigned char*> storages(number());
-    std::vector<size_t> sizes;
-    for (size_t i = 0; i < storages.size(); ++i) {
-        const auto bytes = contents(place + "/" + std::to_string(i));
-        sizes.push_back(bytes.size());
-        cudaMalloc(&storages[i], bytes.size() + 1);
-        cudaMemcpy(storages[i], bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
-    }
-    for (long long left = number(); left > 0; --left) {
-        const long long at = number(), storage = number(), offset = number();
-        const unsigned char* address = storages[storage] + offset;
-        memcpy(parameters.data() + at, &address, sizeof address);
-    }
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-    for (long long left = number(); left > 0; --left) {
-        const long long at = number(), element = number(), rank = number(), storage = number(), offset = number();
-        cuuint64_t extents[5] = {}, strides[5] = {};
-        cuuint32_t box[5] = {}, steps[5] = {1, 1, 1, 1, 1};
-        for (int i = 0; i < rank; ++i) extents[i] = number();
-        for (int i = 0; i + 1 < rank; ++i) strides[i] = number();
-        for (int i = 0; i < rank; ++i) box[i] = number();
-        alignas(64) CUtensorMap map;
-        const CUresult status = reinterpret_cast<PFN_cuTensorMapEncodeTiled>(entry)(
-            &map, static_cast<CUtensorMapDataType>(element), rank, storages[storage] + offset, extents, strides, box, steps,
-            CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(number()), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-        expect(status == CUDA_SUCCESS, "a tensor map");
-        memcpy(parameters.data() + at, &map, sizeof map);
-    }
-    std::vector<void*> values;
-    alignas(64) static unsigned char copy[1 << 14];
-    expect(parameters.size() <= sizeof copy, "parameters");
-    memcpy(copy, parameters.data(), parameters.size());
-    for (const size_t offset : offsets) values.push_back(copy + offset);
-    cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    const cudaError_t status = LAUNCH((void*)KERNEL, dim3(sides[0], sides[1], sides[2]), dim3(sides[3], sides[4], sides[5]),
-                                      values.data(), shared, 0);
-    expect(status == cudaSuccess, cudaGetErrorString(status));
-    expect(cudaDeviceSynchronize() == cudaSuccess, "the kernel");
-    for (size_t i = 0; i < storages.size(); ++i) {
-        std::vector<unsigned char> bytes(sizes[i]);
-        cudaMemcpy(bytes.data(), storages[i], bytes.size(), cudaMemcpyDeviceToHost);
-        FILE* file = fopen((place + "/" + std::to_string(i)).c_str(), "wb");
-        fwrite(bytes.data(), 1, bytes.size(), file);
-        fclose(file);
-    }
-}
-"""
+_MAIN = Path(__file__).with_name("simulated_main.cu")
 
 
 @dataclass
@@ -199,7 +113,8 @@ class Simulation:
             together = prod(_three(grid)) <= _RESIDENT
             source.write_text(self._program(kernel.unit, kernel.name, cooperative=together))
             (run,) = programs.run_in_orders(source, [place], orders=("forward",), checks=self.checks)
-            assert run.code == 0 and not run.mistake, (kernel.label, run.mistake, run.errors[-2000:])
+            assert run.mistake is None, (kernel.label, run.mistake)
+            assert run.code == 0, (kernel.label, run.errors[-2000:])
             for number, storage in enumerate(storages.values()):
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 whole.copy_(torch.frombuffer(bytearray(folder.joinpath(str(number)).read_bytes()), dtype=torch.uint8))
@@ -207,7 +122,8 @@ class Simulation:
     def _program(self, unit: Unit, kernel: str, *, cooperative: bool) -> str:
         macros = {**dict(unit.macros), "__CUDA_ARCH__": f"{re.sub(r'[^0-9]', '', self.arch)}0"}
         launch = "cudaLaunchCooperativeKernel" if cooperative else "cudaLaunchKernel"
-        main = _MAIN.replace("KERNEL", kernel).replace("LAUNCH", launch)
+        main = re.sub(r"\bKERNEL\b", kernel, _MAIN.read_text(encoding="utf-8"))
+        main = re.sub(r"\bLAUNCH\b", launch, main)
         return f"{_preprocessed(_flat(unit.source, unit.root, set()), tuple(macros.items()))}\n{main}"
 
     def encoding(self, function: Callable[..., bytes]) -> Callable[..., bytes]:
@@ -250,9 +166,9 @@ def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = 
                     stack.enter_context(mock.patch.object(module, function, instead))
         attributes = {driver.MULTIPROCESSOR_COUNT: multiprocessors}
         stack.enter_context(mock.patch.object(driver, "attribute", lambda which, device: attributes[which]))
-        stack.enter_context(mock.patch.object(driver, "shared_memory_of_block", lambda device: of_block << 10))
-        stack.enter_context(mock.patch.object(Kernel, "resident_clusters", lambda *_: 0))
-        stack.enter_context(mock.patch.object(operators, "_device_of", lambda arguments: "cuda"))
+        stack.enter_context(mock.patch.object(driver, "shared_memory_of_block", return_value=of_block << 10))
+        stack.enter_context(mock.patch.object(Kernel, "resident_clusters", return_value=0))
+        stack.enter_context(mock.patch.object(operators, "_device_of", return_value="cuda"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(mock.patch.object(tensor_map, "_encode", simulation.encode))
         stack.enter_context(
