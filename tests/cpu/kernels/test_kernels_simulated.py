@@ -11,20 +11,28 @@ from typing import Any
 import pytest
 import simulated as simulated_kernels
 import torch
+from latent_cases import latent_problem, queries_problem
 from simulated import simulated
 from test_kernels_attention import problem
+from test_kernels_gptq import Block, round_again, round_columns
 from test_kernels_moe import matrices, stacked
+from test_kernels_trellis_linear import trellis
 from torch import Tensor
 
-from warpbus.kernels.ops import elementwise, gemm, gemv, network, norm, sampling, w8a8
+from warpbus.kernels.ops import elementwise, gemm, gemv, network, norm, sampling, w8a8, wna8
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.attention_merge import merge_attention
 from warpbus.kernels.ops.cross_entropy import cross_entropy
+from warpbus.kernels.ops.mla import mla_attention, mla_queries
 from warpbus.kernels.ops.moe_mlp import moe_mlp
 from warpbus.kernels.ops.moe_router import moe_route
-from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.packed import pack, unpack
+from warpbus.kernels.ops.trellis_linear import trellis_linear
+from warpbus.kernels.ops.trellis_packed import pack_trellis
 from warpbus.kernels.ops.wna16 import wna16_linear
+from warpbus.kernels.ops.wna16_embedding import wna16_embedding
+from warpbus.kernels.reference.wna8 import wna8_linear as reference_wna8
 from warpbus.qtensor import QTensor, Scheme
 
 Call = Callable[[], Any]
@@ -172,6 +180,48 @@ def test_experts(tokens, arch, products):
 def test_decode_attention(arch, cache, dtype, error):
     given = problem([5, 70, 0], size=64, rotary=32, dtype=dtype, cache=cache)
     check(["decode_attention"], decode_attention, arch=arch, error=error, **given)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_latent_attention(arch, coded):
+    given = latent_problem([0, 15, 70], dtype=torch.bfloat16, coded=coded)
+    check(["mla_attention", "mla_outputs"], mla_attention, arch=arch, error=8e-3, **given)
+
+
+def test_latent_queries():
+    check(["mla_queries"], mla_queries, error=8e-3, **queries_problem(3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("bits", "rows", "arch"), [(2, 16, "sm_90a"), (3, 1, "sm_90a"), (3, 5, "sm_80")])
+def test_trellises(bits, rows, arch):
+    weight = pack_trellis(trellis(bits, 48, 160), torch.float16)
+    check(["trellis_decode"], trellis_linear, halves(rows, 160), weight, halves(48), arch=arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "codes"),
+    [("sm_80", "sm80_wna8", torch.int8), ("sm_90a", "sm90_wna8", torch.float8_e4m3fn)],
+)
+def test_activations_of_8_bits(arch, kernel, codes):
+    x, weight, bias = halves(40, 256), packed("w4a16-g128", 160, 256, torch.float16), halves(160)
+    out = torch.full((40, 160), torch.nan, dtype=torch.float16)
+    with simulated(arch) as simulation:
+        wna8.multiply(x, weight, bias, out, codes)
+    assert simulation.launched == ["quantize_wna8", kernel]
+    expected = reference_wna8(x, unpack(weight), bias, codes)
+    assert ((out.double() - expected.double()).norm() / expected.double().norm()).item() < 1e-3
+
+
+def test_quantized_embedding():
+    weight, tokens = packed("w4a16-g32", 48, 96, torch.float16), torch.tensor([3, 0, 47])
+    check(["wna16_embedding"], wna16_embedding, tokens, weight, torch.float16)
+
+
+def test_rounding_of_gptq():
+    block = Block(2, 64, 40)
+    check(["round_columns"], round_columns, *block.columns())
+    check(["round_again"], round_again, block.gradient(), block.corner, block.centred.float(), *block.grid())
 
 
 def test_merged_attention():
