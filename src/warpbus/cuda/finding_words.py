@@ -338,6 +338,38 @@ WORDS: dict[str, tuple[str, str]] = {
         "the CPU does not have this reduction for the type of the tensor map (CUtensorMapDataType {number})",
         "CPU 上不支持张量映射的数据类型（CUtensorMapDataType {number}）的这种归约",
     ),
+    "other_block": (
+        "the destination and the mbarrier are in different blocks of the cluster: map both to the same rank",
+        "目标地址与 mbarrier 位于线程块簇的不同线程块：请把两者映射到同一个线程块",
+    ),
+    "multicast": (
+        "the mask {number} of the multicast names blocks that the cluster does not have",
+        "多播掩码 {number} 包含线程块簇中不存在的线程块",
+    ),
+    "cluster_stuck": (
+        "{block}: thread {waiting} waits at {what}{line}: {arrived} of {expected} threads of the cluster have "
+        "arrived, and "
+        "no thread can go on: all threads of all its blocks have to execute barrier.cluster.arrive",
+        "{block}：线程 {waiting} 在 {what} 处等待{line}：线程块簇的 {expected} 个线程中只有 {arrived} 个到达，"
+        "而没有线程能继续执行：簇中每个线程块的每个线程都必须执行 barrier.cluster.arrive",
+    ),
+    "cluster_misused": ("{at}: {problem}{line}", "{at}：{problem}{line}"),
+    "arrived_twice": (
+        "arrives at the barrier of the cluster again before it has waited",
+        "还没有等待就再次到达线程块簇的同步点",
+    ),
+    "not_arrived": (
+        "waits at the barrier of the cluster without having arrived",
+        "没有到达线程块簇的同步点就等待",
+    ),
+    "no_rank": (
+        "maps an address to block {rank} of a cluster of {count}",
+        "把地址映射到线程块簇的第 {rank} 个线程块，但簇中只有 {count} 个",
+    ),
+    "not_own": (
+        "maps an address that is not in the shared memory of its block",
+        "映射的地址不在本线程块的共享内存中",
+    ),
     "not_waited": (
         "{at}: {verb} {array}[{index}]{line}, but nothing orders that behind the {its_what} of thread "
         "{its_thread}{its_line}, which writes it: {its_wait} first",
@@ -417,10 +449,6 @@ WORDS: dict[str, tuple[str, str]] = {
         ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU "
         "and nvcc runs the program",
         "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
-    ),
-    "hint_cluster": (
-        ". The CPU has no clusters of blocks, nor launches with attributes: a Hopper with nvcc runs the program",
-        "。CPU 上不支持线程块簇，也不支持带属性的启动：请在有 Hopper GPU 和 nvcc 的机器上运行",
     ),
     "hint_library": (
         ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, cuda_fp8.h, mma.h, "

@@ -34,6 +34,7 @@ _OF_A_BLOCK = (
     "mbarrier_stuck",
     "mbarrier_surplus",
     "named_stuck",
+    "cluster_stuck",
     "in_flight",
 )
 

@@ -51,6 +51,13 @@ _OF_A_KERNEL = re.compile(
 )
 _WHILE = re.compile(r"\bwhile\s*\(")
 _NO_BODY = re.compile(r"\s*(?:;|\{\s*\})")
+_LAUNCH_EX = re.compile(
+    r"\bcudaLaunchKernelEx\s*\(\s*(?P<config>[^,()]+)\s*,\s*(?P<kernel>&?\s*(?P<name>[\w:]+)\s*(?:<[^<>;{}()]*>)?)\s*(?=[,)])"
+)
+_CLUSTER = re.compile(
+    r"\b__cluster_dims__\s*\((?P<size>(?:[^()]|\([^()]*\))*)\)"
+    r"(?=(?:[^(){};]|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\))*?\b(?P<kernel>(?!__launch_bounds__)\w+)\s*\()"
+)
 _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
 
@@ -256,6 +263,11 @@ def translate(text: str) -> str:
     for found in _OF_A_KERNEL.finditer(plain):
         call = f'warpbus::{found["function"]}("{found["name"]}", {found["kernel"]},'
         edits.append((*found.span(), call + "\n" * found[0].count("\n")))
+    for found in _LAUNCH_EX.finditer(plain):
+        call = f'warpbus::cudaLaunchKernelEx("{found["name"]}", {_spaced(found["config"])}, {_spaced(found["kernel"])}'
+        edits.append((*found.span(), call + "\n" * found[0].count("\n")))
+    clusters = list(_CLUSTER.finditer(plain))
+    edits += [(*found.span(), "\n" * found[0].count("\n")) for found in clusters]
     edits += translate_ptx(text, plain)
     edits += _waiting_loops(plain)
     start = plain.find("<<<")
@@ -275,7 +287,12 @@ def translate(text: str) -> str:
         start = plain.find("<<<", closed)
     for begin, end, new in sorted(edits, reverse=True):
         text = text[:begin] + new + text[end:]
-    return text
+    # Behind the program, where its constants are known.
+    return text + "".join(
+        f"\nstatic const bool warpbus_cluster_{found['kernel']} = "
+        f'warpbus::set_cluster("{found["kernel"]}", dim3({_spaced(found["size"])}));'
+        for found in clusters
+    )
 
 
 def _spaced(text: str) -> str:

@@ -263,18 +263,6 @@ def test_blocks_that_wait_for_each_other(wait: str, run) -> None:
     assert run(FLAGS.replace("WAIT", WAITS[wait]).replace("LATER", "0")) == "10"
 
 
-CLUSTERS = [
-    "__global__ void __cluster_dims__(2, 1, 1) k(int *x) {}",
-    "__global__ void k(int *x) { cudaLaunchConfig_t config = {}; }",
-    "#include <cooperative_groups.h>\n__global__ void k(int *x) { cooperative_groups::this_cluster(); }",
-]
-
-
-@pytest.mark.parametrize("text", CLUSTERS)
-def test_clusters_are_named(text: str, run) -> None:
-    assert "The CPU has no clusters of blocks, nor launches with attributes" in run(f"{text}\nint main() {{}}\n")
-
-
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_for_a_value_that_nobody_writes(wait: str, run) -> None:
     text = FLAGS.replace("WAIT", WAITS[wait]).replace("LATER", "7")

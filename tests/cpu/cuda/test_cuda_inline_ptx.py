@@ -407,7 +407,7 @@ def program(statement: str) -> str:
 @pytest.mark.parametrize(
     ("statement", "instruction"),
     [
-        ('asm volatile("wgmma.fence.sync.aligned;");', "wgmma.fence.sync.aligned"),
+        ('asm volatile("st.async.shared::cluster.b32 [%0], 1;" ::"l"(x));', "st.async.shared::cluster.b32"),
         ('asm volatile("add.rz.f32 %0, %0, %0;" : "+f"(*(float *)x));', "add.rz.f32"),
         *(
             (f'asm volatile("mma.sync.aligned.{each} {{}}, {{}}, {{}}, {{}};");', f"mma.sync.aligned.{each}")

@@ -74,9 +74,10 @@ struct BitAnd { template <class T> T operator()(T a, T b) const { return a & b; 
 struct BitOr { template <class T> T operator()(T a, T b) const { return a | b; } };
 struct BitXor { template <class T> T operator()(T a, T b) const { return a ^ b; } };
 
-// Copies of boxes: `map` is the address of a CUtensorMap.
+// Copies of boxes: `map` is the address of a CUtensorMap, `blocks` has a bit for each block of the cluster that gets the
+// box, 0: the one that `to` belongs to.
 enum class Reduction : unsigned char { none, add, min, max };
-void tensor_load(uint64_t to, uint64_t map, const TilePlace &place, unsigned rank, uint64_t mbarrier, int line);
+void tensor_load(uint64_t to, uint64_t map, const TilePlace &place, unsigned rank, uint64_t mbarrier, unsigned blocks, int line);
 void tensor_store(uint64_t map, const TilePlace &place, unsigned rank, uint64_t from, Reduction operation, int line);
 void tensor_prefetch(uint64_t map, unsigned rank, int line);
 

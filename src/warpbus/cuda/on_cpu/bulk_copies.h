@@ -52,14 +52,26 @@ inline void require_multiples(uint64_t shared, uint64_t device, uint64_t bytes, 
     if (bytes % kBulk || bytes == 0) stop_copy("size", what, bytes, line);
 }
 
-// A load has begun: `run` copies `bytes` when a thread waits for the mbarrier.
-inline void begin_load(uint64_t mbarrier, int64_t bytes, const AsyncAccess &access, std::function<void()> run, const char *what,
+// A load into the shared memory of a block of the cluster has begun: `run` copies `bytes` when a thread of that block
+// waits for its mbarrier.
+inline void begin_load(unsigned rank, uint64_t mbarrier, int64_t bytes, const AsyncAccess &access, std::function<void()> run,
                        int line) {
-    mbarrier_at(mbarrier, what, line);
-    barriers.in_flight.push_back({mbarrier, bytes, 0, [=] {
+    barriers_of(rank).in_flight.push_back({mbarrier, bytes, 0, [=] {
         run();
         check_async_end(reinterpret_cast<const void *>(mbarrier), access);
     }, current->thread, line});
+}
+
+// Where a load writes, and the mbarrier that it reports to: in the same block.
+struct LoadTarget {
+    unsigned rank;
+    uint64_t to, mbarrier;
+};
+inline LoadTarget load_target(uint64_t to, uint64_t mbarrier, const char *what, int line) {
+    mbarrier_at(mbarrier, what, line);
+    const OwnedAddress place = owned_address(to), barrier = owned_address(mbarrier);
+    if (place.rank != barrier.rank) stop_copy("other_block", what, barrier.rank, line);
+    return {place.rank, place.address, barrier.address};
 }
 
 inline void begin_store(std::function<void()> run, const AsyncAccess &access, int line) {
@@ -77,14 +89,15 @@ namespace ptx {
 void bulk_load(uint64_t to, uint64_t from, uint32_t bytes, uint64_t mbarrier, int line) {
     const void *pc = __builtin_return_address(0);
     require_multiples(to, from, bytes, "cp.async.bulk", line);
-    require_shared(to, bytes, true, "cp.async.bulk", line);
+    const LoadTarget target = load_target(to, mbarrier, "cp.async.bulk", line);
+    require_shared(target.to, bytes, true, "cp.async.bulk", line);
     require_device(from, bytes, false, line);
-    const AsyncAccess access = check_async_begin(AsyncKind::copy, mbarrier);
+    const AsyncAccess access = check_async_begin(AsyncKind::copy, target.mbarrier);
     check_async_access(access, reinterpret_cast<const void *>(from), bytes, false, pc);
-    check_async_access(access, reinterpret_cast<const void *>(to), bytes, true, pc);
-    begin_load(mbarrier, bytes, access, [=] {
-        memcpy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes);
-    }, "cp.async.bulk", line);
+    if (target.rank == own_rank()) check_async_access(access, reinterpret_cast<const void *>(to), bytes, true, pc);
+    begin_load(target.rank, target.mbarrier, bytes, access, [=] {
+        memcpy(reinterpret_cast<void *>(target.to), reinterpret_cast<const void *>(from), bytes);
+    }, line);
 }
 
 void bulk_store(uint64_t to, uint64_t from, uint32_t bytes, Join join, int line) {

@@ -17,7 +17,7 @@
 //
 // Cooperative groups, asynchronous copies, half precision and tensor cores have headers of their own, as in CUDA.
 //
-// Not here: textures, more than one device, clusters.
+// Not here: textures, more than one device.
 #pragma once
 
 #include <cmath>
@@ -64,11 +64,12 @@ constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 <<
 constexpr size_t kMostOptIn = 227 << 10;  // shared memory of a kernel that asks for it, as compute capability 9.0
 constexpr unsigned kMostBlocks = 32;          // of a multiprocessor
 constexpr unsigned kMostCooperative = 16384;  // threads of a cooperative launch: each has a stack
+constexpr unsigned kMostCluster = 8;          // blocks of a cluster
 constexpr unsigned kMostSpins = 1000;         // rounds of a waiting loop after which other threads run
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
 // `named`: at bar.sync with a number; `phase`: of an mbarrier; `spin`: for nothing, the others run first.
-enum class Waits : unsigned char { nothing, block, named, warp, warpgroup, grid, phase, spin };
+enum class Waits : unsigned char { nothing, block, named, warp, warpgroup, cluster, grid, phase, spin };
 
 // A thread of a block: a fiber.
 struct Thread {
@@ -86,6 +87,14 @@ struct Thread {
     uint64_t phase;         // of the mbarrier
     unsigned spins;         // rounds of waiting loops since it last let the others run
     const void *pc;         // where it spins
+    bool cluster_arrived;   // at the barrier of the cluster, in the phase `cluster_phase`, and has not waited yet
+    uint64_t cluster_phase;
+};
+
+// Where the block is in its cluster, and the cluster in the grid; without clusters, each block is one.
+struct ClusterPlace {
+    uint3 block, size, cluster, clusters;
+    unsigned rank, count;
 };
 
 // An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.
@@ -102,6 +111,12 @@ extern uint3 block_at, block_size, grid_size;
 extern uint64_t progress;   // counts what may end a waiting loop of another thread
 
 void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u);
+ClusterPlace cluster_place();
+void arrive_cluster(int line);
+void wait_cluster(int line);
+uint64_t map_shared(uint64_t address, unsigned rank, int line);  // the same place in the shared memory of another block
+unsigned rank_of_address(uint64_t address);
+bool set_cluster(const char *kernel, dim3 size);                 // __cluster_dims__
 void let_others_run(const char *what, int line, const void *pc);
 void defer_copy(const DeferredCopy &copy);
 void commit_copies();
@@ -132,6 +147,7 @@ struct Launch {
     size_t shared;
     cudaStream_t stream;
     bool cooperative = false;
+    dim3 cluster{0, 0, 0};  // 0: that of __cluster_dims__, or a single block
     Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
         : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
@@ -161,6 +177,20 @@ cudaError_t cudaLaunchCooperativeKernel(const char *name, void (*kernel)(T...), 
     Launch launch(name, grid, block, shared, stream);
     launch.cooperative = true;
     return launch_with(launch, kernel, arguments, std::index_sequence_for<T...>{});
+}
+
+// `translate` adds the kernel's name.
+template <class... T, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const char *name, const cudaLaunchConfig_t *config, void (*kernel)(T...), Arguments &&...arguments) {
+    Launch launch(name, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream);
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const cudaLaunchAttribute &each = config->attrs[i];
+        if (each.id == cudaLaunchAttributeClusterDimension)
+            launch.cluster = dim3(each.val.clusterDim.x, each.val.clusterDim.y, each.val.clusterDim.z);
+        if (each.id == cudaLaunchAttributeCooperative) launch.cooperative = each.val.cooperative != 0;
+    }
+    const auto start = [&](std::decay_t<T>... values) { return launch([=] { kernel(values...); }); };
+    return start(static_cast<std::decay_t<T>>(arguments)...);
 }
 
 cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value);
@@ -260,9 +290,7 @@ inline unsigned within(long to, int width) {
 }  // namespace warpbus
 
 #define threadIdx (warpbus::current->thread)
-#define blockIdx (warpbus::block_at)
-#define blockDim (warpbus::block_size)
-#define gridDim (warpbus::grid_size)
+inline const uint3 &blockIdx = warpbus::block_at, &blockDim = warpbus::block_size, &gridDim = warpbus::grid_size;
 constexpr int warpSize = 32;
 
 #define WARPBUS_LINE int line = __builtin_LINE()

@@ -5,7 +5,7 @@
 // reads their destination without waiting gets the old bytes.
 #pragma once
 
-#include "barriers.h"
+#include "cluster.h"
 
 namespace warpbus {
 
@@ -17,8 +17,10 @@ namespace warpbus {
 inline void store_state(uint64_t at, uint64_t state) { memcpy(reinterpret_cast<void *>(at), &state, sizeof state); }
 
 inline Mbarrier &mbarrier_at(uint64_t at, const char *what, int line) {
-    const auto found = barriers.mbarriers.find(at);
-    if (found == barriers.mbarriers.end()) stop_mbarrier(at, at % 8 ? "address" : "unknown", what, line);
+    const OwnedAddress place = owned_address(at);
+    auto &all = barriers_of(place.rank).mbarriers;
+    const auto found = all.find(place.address);
+    if (found == all.end()) stop_mbarrier(at, at % 8 ? "address" : "unknown", what, line);
     uint64_t state;
     memcpy(&state, reinterpret_cast<const void *>(at), sizeof state);
     if (state != found->second.state()) stop_mbarrier(at, "overwritten", what, line);
@@ -119,6 +121,7 @@ uint64_t mbarrier_arrive(uint64_t at, uint32_t count, bool drop, bool completes,
     take_arrivals(at, of, count, what, line);
     if (!completes && of.pending == 0 && of.bytes == 0) stop_mbarrier(at, "completes", what, line);
     if (drop) of.expected -= count;
+    ++progress;
     update(at, of);
     return before;
 }

@@ -151,6 +151,13 @@ static int resident_blocks(int block, size_t dynamic) {
          : static_cast<int>(std::min({size_t{kMostThreads} / padded, by_memory, size_t{kMostBlocks}}));
 }
 
+static std::map<std::string, dim3> kernel_clusters;
+
+bool set_cluster(const char *kernel, dim3 size) {
+    kernel_clusters[kernel] = size;
+    return true;
+}
+
 cudaError_t Launch::start(const Call &call) const {
     if (current) stop("nested", place(*current) + field("launched", name));
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
@@ -160,15 +167,22 @@ cudaError_t Launch::start(const Call &call) const {
         return remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
     if (cooperative && threads * grid.x * grid.y * grid.z > kMostCooperative)
         return remember(cudaErrorCooperativeLaunchTooLarge);
+    Launch own = *this;
+    if (const auto of = kernel_clusters.find(base_name(name)); own.cluster.x == 0)
+        own.cluster = of == kernel_clusters.end() ? dim3(1) : of->second;
+    const uint3 size = own.cluster;
+    if (!size.x || !size.y || !size.z || uint64_t{size.x} * size.y * size.z > kMostCluster || grid.x % size.x || grid.y % size.y ||
+        grid.z % size.z)
+        return remember(cudaErrorInvalidClusterSize);
     if (!stream && capturing) stop("default_stream", field("kernel", name));
     if (!stream) {
         run_streams(false);
-        run_kernel(*this, [&call] { call.run(call.lambda); });
+        run_kernel(own, [&call] { call.run(call.lambda); });
         return cudaSuccess;
     }
     // A launch with a stream captures its arguments by value, see `translate`.
     const std::shared_ptr<const void> kept(call.copy(call.lambda), call.drop);
-    enqueue(stream, [launch = *this, run = call.run, kept] {
+    enqueue(stream, [launch = own, run = call.run, kept] {
         run_kernel(launch, [&] { run(kept.get()); });
     });
     return cudaSuccess;
@@ -216,6 +230,7 @@ const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
         case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
         case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
+        case cudaErrorInvalidClusterSize: return "cudaErrorInvalidClusterSize";
     }
     return "cudaErrorUnknown";
 }
@@ -235,6 +250,7 @@ const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
         case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
         case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
+        case cudaErrorInvalidClusterSize: return "cluster misconfiguration";
     }
     return "unknown error";
 }

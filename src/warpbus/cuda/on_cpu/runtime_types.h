@@ -18,6 +18,7 @@ enum cudaError_t {
     cudaErrorStreamCaptureInvalidated = 901,
     cudaErrorStreamCaptureUnjoined = 904,
     cudaErrorStreamCaptureImplicit = 906,
+    cudaErrorInvalidClusterSize = 912,
 };
 using cudaError = cudaError_t;
 enum cudaMemcpyKind {
@@ -108,6 +109,31 @@ using cudaGraphExec_t = struct warpbus_graph_exec *;
 using cudaGraphNode_t = struct warpbus_graph_node *;
 using cudaHostFn_t = void (*)(void *);
 using cudaStreamCallback_t = void (*)(cudaStream_t, cudaError_t, void *);
+
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeIgnore = 0,
+    cudaLaunchAttributeCooperative = 2,
+    cudaLaunchAttributeClusterDimension = 4,
+    cudaLaunchAttributeClusterSchedulingPolicyPreference = 5,
+    cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+    cudaLaunchAttributePriority = 8,
+};
+union cudaLaunchAttributeValue {
+    char pad[64];
+    int cooperative, programmaticStreamSerializationAllowed, priority, clusterSchedulingPolicyPreference;
+    struct { unsigned x, y, z; } clusterDim;
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    unsigned numAttrs;
+};
 
 struct cudaDeviceProp {
     char name[256];

@@ -13,20 +13,11 @@ namespace warpbus {
 
 constexpr unsigned kMostIdle = 1000;  // rounds
 
-enum class Ran { ended, at_grid, spinning };
-
-// A block of a cooperative launch that waits for the grid or for other blocks: what belongs to a block alone.
-struct Resident {
-    std::vector<Fiber> fibers;
-    std::vector<std::vector<char>> shared;
-    BlockBarriers barriers;
-    Ran ran;
-};
-
 inline void enter() {
     (*body)();
     end_stores();
     end_products();
+    end_in_cluster();
     current->ended = true;
     ++progress;
     swapcontext(&running().context, &scheduler);
@@ -67,6 +58,9 @@ inline void explain_stuck(unsigned threads) {
         });
         stop_at_mbarrier(begun != end ? *begun : *fiber);
     }
+    if (const auto fiber = waits(Waits::cluster); fiber != end)
+        stop("cluster_stuck", place() + waiting(*fiber) + field("arrived", own_cluster_barrier().arrived) +
+             field("expected", threads * cluster_blocks() - own_cluster_barrier().ended));
     if (const auto fiber = waits(Waits::named); fiber != end) {
         const NamedBarrier &of = barriers.named[fiber->barrier];
         stop("named_stuck", place() + waiting(*fiber) + field("number", fiber->barrier) + field("arrived", of.arrived) +
@@ -97,7 +91,7 @@ inline bool release_converged(unsigned first, unsigned count) {
 // Whether what a thread waits for may happen while its warp waits for it.
 inline bool may_go_on(const Fiber &fiber) {
     return !fiber.ended && (fiber.waits == Waits::named || fiber.waits == Waits::warpgroup || fiber.waits == Waits::phase ||
-                            fiber.waits == Waits::spin);
+                            fiber.waits == Waits::cluster || fiber.waits == Waits::spin);
 }
 
 // Let the lanes of a warp run until all of them have ended or wait for threads of other warps. `last`: none of those
@@ -192,6 +186,7 @@ inline Ran run_block(unsigned threads, bool reverse, bool cooperative, bool shar
         run_warps(false);
         release_phases(threads);
         release_warpgroups(threads);
+        release_cluster(threads);
         if (std::any_of(begin, end, [](const Fiber &each) { return !each.ended && each.waits == Waits::nothing; })) {
             ++progress;
             continue;
@@ -210,6 +205,9 @@ inline Ran run_block(unsigned threads, bool reverse, bool cooperative, bool shar
             if (lasts && shared && others != end) return Ran::spinning;
             continue;
         }
+        if (shared && std::any_of(begin, end, [](const Fiber &each) {
+                return !each.ended && (each.waits == Waits::phase || each.waits == Waits::cluster);
+            })) return Ran::waiting;
         explain_stuck(threads);
         run_warps(true);
         const Fiber *waits = nullptr, *ended = nullptr;
@@ -273,6 +271,7 @@ inline void begin_block(unsigned threads) {
         fiber.warp_instructions = 0;
         fiber.spins = 0;
         fiber.barrier = 0;
+        fiber.cluster_arrived = false;
         fiber.copies.clear();
         fiber.batches = 0;
         fiber.store_groups = fiber.product_groups = 0;
@@ -286,62 +285,94 @@ inline void begin_block(unsigned threads) {
     check_block();
 }
 
-// Shared memory is static: blocks that are resident together exchange it.
 inline void suspend_block(Resident &block) {
-    block.shared.clear();
-    for (const SharedArray &each : shared_arrays) block.shared.emplace_back(each.begin, each.begin + each.size);
+    for (size_t i = 0; i < shared_arrays.size(); ++i) memcpy(kept_array(block, i), shared_arrays[i].begin, shared_arrays[i].size);
     check_suspend();
 }
 
 inline void resume_block(const Resident &block, unsigned threads) {
     for (size_t i = 0; i < block.shared.size(); ++i)
-        memcpy(shared_arrays[i].begin, block.shared[i].data(), block.shared[i].size());
+        if (block.shared[i]) memcpy(shared_arrays[i].begin, block.shared[i], shared_arrays[i].size);
     if (block.ran == Ran::at_grid)
         for (unsigned i = 0; i < threads; ++i) fibers[i].waits = Waits::nothing;
     check_resume();
 }
 
-// Run all blocks up to a barrier of the grid, and so on to their ends. A block that only waits for others lets them run.
-inline void run_cooperative(dim3 grid, unsigned threads, bool reverse) {
-    static std::vector<Resident> blocks;  // with the stacks of their threads
-    const unsigned count = grid.x * grid.y * grid.z;
-    const auto place_of = [&](unsigned i) { return uint3{i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}; };
-    if (blocks.size() < count) blocks.resize(count);
+inline void exchange_block(Resident &block) {
+    fibers.swap(block.fibers);
+    std::swap(barriers, block.barriers);
+}
+
+// Run blocks that are resident together to their ends, or, in a cooperative launch, up to a barrier of the grid, and so
+// on. A block that only waits for others lets them run.
+inline void run_together(unsigned count, const std::function<uint3(unsigned)> &place_of, unsigned threads, bool reverse, bool cooperative) {
+    if (residents.size() < count) residents.resize(count);
     Idle idle;
     for (bool first = true, together = true;; first = false) {
+        const uint64_t before = progress;
         unsigned ended = 0, at_grid = 0, returned = 0, waiting = 0;
-        const Resident *spins = nullptr;
+        const Resident *spins = nullptr, *stuck = nullptr;
         for (unsigned i = 0; i < count; ++i) {
-            Resident &block = blocks[i];
-            if (first || block.ran == Ran::spinning || (together && block.ran == Ran::at_grid)) {
+            Resident &block = residents[i];
+            if (first || block.ran == Ran::spinning || block.ran == Ran::waiting || (together && block.ran == Ran::at_grid)) {
                 block_at = place_of(i);
-                fibers.swap(block.fibers);
-                std::swap(barriers, block.barriers);
+                exchange_block(block);
                 if (first) begin_block(threads);
                 else resume_block(block, threads);
-                block.ran = run_block(threads, reverse, true, count > 1);
+                block.ran = run_block(threads, reverse, cooperative, count > 1);
                 if (block.ran != Ran::ended) suspend_block(block);
-                fibers.swap(block.fibers);
-                std::swap(barriers, block.barriers);
+                exchange_block(block);
             }
             ended += block.ran == Ran::ended;
             at_grid += block.ran == Ran::at_grid;
             if (block.ran == Ran::spinning) spins = &block;
+            else if (block.ran == Ran::waiting) stuck = &block;
             else (block.ran == Ran::ended ? returned : waiting) = i;
         }
         if (ended == count) return;
         together = at_grid == count;
-        if (ended && ended + at_grid == count)
+        if (stuck && !spins && progress == before) {
+            const auto number = static_cast<unsigned>(stuck - residents.data());
+            block_at = place_of(number);
+            exchange_block(residents[number]);
+            explain_stuck(threads);
+        }
+        if (at_grid && ended && ended + at_grid == count)
             stop("grid", field("kernel", kernel) + field("block", place_of(waiting)) + field("returned", place_of(returned)) +
-                 field("line", blocks[waiting].fibers[0].line));
+                 field("line", residents[waiting].fibers[0].line));
         if (together) check_grid_barrier();
         idle.lasts();
         if (spins && idle.too_long()) {
-            block_at = place_of(static_cast<unsigned>(spins - blocks.data()));
+            block_at = place_of(static_cast<unsigned>(spins - residents.data()));
             stop("spin", spinning(*std::find_if(spins->fibers.begin(), spins->fibers.end(), [](const Fiber &each) {
                 return !each.ended && each.waits == Waits::nothing;
             })));
         }
+    }
+}
+
+// Run the blocks of a grid: all together, cluster by cluster, or one after the other.
+inline void run_blocks(const Launch &launch, unsigned threads, bool reverse) {
+    const uint3 grid = launch.grid, size = launch.cluster;
+    cluster_size = size;
+    cluster_barriers.clear();
+    whole_grid = launch.cooperative;
+    const auto place_of = [](unsigned i, uint3 of) { return uint3{i % of.x, i / of.x % of.y, i / of.x / of.y}; };
+    const unsigned blocks = grid.x * grid.y * grid.z;
+    if (launch.cooperative) {
+        run_together(blocks, [&](unsigned i) { return place_of(i, grid); }, threads, reverse, true);
+        return;
+    }
+    for (unsigned i = 0; i < blocks / cluster_blocks(); ++i) {
+        const uint3 at = place_of(i, clusters()), origin{at.x * size.x, at.y * size.y, at.z * size.z};
+        if (cluster_blocks() > 1) {
+            run_together(cluster_blocks(), [&](unsigned rank) { return block_of_rank(rank, origin); }, threads, reverse, false);
+        } else {
+            block_at = origin;
+            begin_block(threads);
+            run_block(threads, reverse, false, false);
+        }
+        cluster_barriers.clear();
     }
 }
 
@@ -360,15 +391,7 @@ inline void run_kernel(const Launch &launch, const std::function<void()> &call) 
     shared_arrays.front() = {dynamic + kGap, launch.shared, 4, "shared memory", ++launches};
     expose(true);
     check_launch();
-    if (launch.cooperative) run_cooperative(grid, threads, reverse);
-    else
-        for (unsigned z = 0; z < grid.z; ++z)
-            for (unsigned y = 0; y < grid.y; ++y)
-                for (unsigned x = 0; x < grid.x; ++x) {
-                    block_at = {x, y, z};
-                    begin_block(threads);
-                    run_block(threads, reverse, false, false);
-                }
+    run_blocks(launch, threads, reverse);
     check_launch_end();
     current = nullptr;
     check_ends();

@@ -93,21 +93,27 @@ inline ptx::Join reduction_of(unsigned type, ptx::Reduction operation) {
 
 namespace ptx {
 
-void tensor_load(uint64_t to, uint64_t map_at, const TilePlace &place, unsigned rank, uint64_t mbarrier, int line) {
+void tensor_load(uint64_t to, uint64_t map_at, const TilePlace &place, unsigned rank, uint64_t mbarrier, unsigned blocks, int line) {
     const char *what = "cp.async.bulk.tensor";
     const void *pc = __builtin_return_address(0);
     const TensorMap &map = require_map(map_at, rank, what, line);
-    require_tile(map, to, true, what, line);
-    const AsyncAccess access = check_async_begin(AsyncKind::copy, mbarrier);
+    const LoadTarget target = load_target(to, mbarrier, what, line);
+    require_tile(map, target.to, true, what, line);
+    if (blocks >> cluster_blocks()) stop_copy("multicast", what, blocks, line);
+    const AsyncAccess access = check_async_begin(AsyncKind::copy, target.mbarrier);
     check_box(map, place, access, false, pc, line);
-    check_async_access(access, reinterpret_cast<const void *>(to), map.bytes(), true, pc);
-    begin_load(mbarrier, static_cast<int64_t>(map.bytes()), access, [=] {
+    const auto copy = [map = map, to = target.to, place] {
         const uint64_t fill = !map.fills_nan ? 0 : map.element() == 2 ? 0x7FFF : map.element() == 4 ? 0x7FFFFFFF : ~0ull >> 1;
         visit_box(map, place, [&](size_t offset, uint64_t address) {
             memcpy(reinterpret_cast<void *>(swizzled(to + offset, map.swizzle)),
                    address ? reinterpret_cast<const void *>(address) : &fill, map.element());
         });
-    }, what, line);
+    };
+    for (unsigned block = 0; block < cluster_blocks(); ++block) {
+        if (blocks ? !(blocks >> block & 1) : block != target.rank) continue;
+        if (block == own_rank()) check_async_access(access, reinterpret_cast<const void *>(target.to), map.bytes(), true, pc);
+        begin_load(block, target.mbarrier, static_cast<int64_t>(map.bytes()), access, copy, line);
+    }
 }
 
 void tensor_store(uint64_t map_at, const TilePlace &place, unsigned rank, uint64_t from, Reduction operation, int line) {

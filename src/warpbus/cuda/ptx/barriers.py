@@ -4,7 +4,7 @@ from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction
 from warpbus.cuda.ptx.registers import UnknownInstructionError
 
 _SCOPES = {"cta", "cluster", "gpu", "sys"}
-_OF_THIS_BLOCK = {"shared", "shared::cta"}
+_SHARED = {"shared", "shared::cta", "shared::cluster"}
 
 
 def _fence(of: PtxInstruction) -> str:
@@ -21,6 +21,8 @@ def _fence(of: PtxInstruction) -> str:
 def _barrier(of: PtxInstruction) -> str:
     if of.modifiers[:1] == ["warp"]:
         return f"__syncwarp({of.read(0, 'uint32_t')}, __LINE__);"
+    if of.modifiers[:1] == ["cluster"]:
+        return _cluster_barrier(of)
     operation = next((each for each in of.modifiers if each not in ("cta", "aligned")), "")
     if operation == "sync" and of.operands == ["0"]:
         return "__syncthreads(__LINE__);"
@@ -31,13 +33,21 @@ def _barrier(of: PtxInstruction) -> str:
     return f'warpbus::ptx::named_barrier({number}, {count}, {waits}, "{of.name}.{operation}", __LINE__);'
 
 
+def _cluster_barrier(of: PtxInstruction) -> str:
+    match [each for each in of.modifiers[1:] if each != "aligned"]:
+        case ["arrive", *semantics] if set(semantics) <= {"release", "relaxed"}:
+            return "warpbus::arrive_cluster(__LINE__);"
+        case ["wait", *semantics] if set(semantics) <= {"acquire"}:
+            return "warpbus::wait_cluster(__LINE__);"
+    raise UnknownInstructionError
+
+
 def _mbarrier(of: PtxInstruction) -> str:
-    """Those of this block: an object in another block of a cluster is unknown."""
     operation, *modifiers = of.modifiers
     if operation == "pending_count":
         return of.write(0, f"warpbus::ptx::mbarrier_pending({of.read(1, 'uint64_t')})")
     semantics = {"release", "acquire", "relaxed"} | _SCOPES
-    others = [each for each in modifiers if each not in semantics | _OF_THIS_BLOCK | {"b64", "expect_tx", "parity"}]
+    others = [each for each in modifiers if each not in semantics | _SHARED | {"b64", "expect_tx", "parity"}]
     if others and others != ["noComplete"]:
         raise UnknownInstructionError
     if operation in ("arrive", "arrive_drop"):

@@ -26,10 +26,13 @@ def copy_bulk(of: PtxInstruction) -> str:
             return f"warpbus::ptx::bulk_load({to}, {start}, {of.read(2, 'uint32_t')}, {bar}, __LINE__);"
         case ["global", "shared::cta", "bulk_group"]:
             return _store(of, "warpbus::ptx::replace")
-        case ["tensor", axes, "shared::cluster" | "shared::cta", "global", "mbarrier::complete_tx::bytes"]:
+        case ["tensor", axes, "shared::cluster" | "shared::cta", "global", "mbarrier::complete_tx::bytes", *multicast]:
+            if multicast not in ([], ["multicast::cluster"]):
+                raise UnknownInstructionError
             to, bar = (of.registers.address(of.operands[index]) for index in (0, 2))
+            blocks = of.read(3, "uint16_t") if multicast else "0"
             declared, box = _box(of, axes, 1)
-            return f"{{ {declared} warpbus::ptx::tensor_load({to}, {box}, {bar}, __LINE__); }}"
+            return f"{{ {declared} warpbus::ptx::tensor_load({to}, {box}, {bar}, {blocks}, __LINE__); }}"
         case ["tensor", axes, "global", "shared::cta", "bulk_group"]:
             return _store_tensor(of, axes, "none")
         case ["prefetch", "tensor", axes, "L2", "global"]:

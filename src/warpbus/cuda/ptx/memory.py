@@ -66,6 +66,17 @@ def _atomic(of: PtxInstruction) -> str:
     return fence + (of.write(0, call) if first else f"{call};")
 
 
+def _map_address(of: PtxInstruction) -> str:
+    *spaces, ptx_type = of.modifiers
+    if set(spaces) - {"shared::cluster"} or ptx_type not in ("u32", "u64"):
+        raise UnknownInstructionError
+    address = of.read(1, "uint64_t")
+    if of.name == "getctarank":
+        return of.write(0, f"warpbus::rank_of_address({address})")
+    mapped = f"warpbus::map_shared({address}, {of.read(2, 'uint32_t')}, __LINE__)"
+    return of.write(0, f"static_cast<{TYPES[ptx_type]}>({mapped})")
+
+
 def _copy_async(of: PtxInstruction) -> str:
     if of.modifiers[:2] == ["async", "bulk"]:
         return copy_bulk(of)
@@ -97,6 +108,7 @@ HANDLERS: Handlers = {
     **dict.fromkeys(("prefetch", "prefetchu", "discard", "applypriority"), lambda _: ";"),
     **dict.fromkeys(("atom", "red"), _atomic),
     "cvta": lambda of: of.write(0, of.read(1, "uint64_t")),
+    **dict.fromkeys(("mapa", "getctarank"), _map_address),
     "ld": _load,
     "st": _store,
     "cp": _copy_async,

@@ -28,8 +28,8 @@ _SPECIAL = {
     "clock_hi": "static_cast<uint32_t>(clock64() >> 32)",
     "clock64": "static_cast<uint64_t>(clock64())",
     "globaltimer": "static_cast<uint64_t>(clock64())",
-    "cluster_ctarank": "0u",
-    "cluster_nctarank": "1u",
+    "cluster_ctarank": "warpbus::cluster_place().rank",
+    "cluster_nctarank": "warpbus::cluster_place().count",
     "lanemask_eq": "(1u << warpbus::lane())",
     "lanemask_lt": "((1u << warpbus::lane()) - 1)",
     "lanemask_le": "(~0u >> (31 - warpbus::lane()))",
@@ -37,7 +37,16 @@ _SPECIAL = {
     "lanemask_ge": "(~0u << warpbus::lane())",
     **{
         f"{name}.{axis}": f"{variable}.{axis}"
-        for name, variable in (("tid", "threadIdx"), ("ntid", "blockDim"), ("ctaid", "blockIdx"), ("nctaid", "gridDim"))
+        for name, variable in (
+            ("tid", "threadIdx"),
+            ("ntid", "blockDim"),
+            ("ctaid", "blockIdx"),
+            ("nctaid", "gridDim"),
+            ("cluster_ctaid", "warpbus::cluster_place().block"),
+            ("cluster_nctaid", "warpbus::cluster_place().size"),
+            ("clusterid", "warpbus::cluster_place().cluster"),
+            ("nclusterid", "warpbus::cluster_place().clusters"),
+        )
         for axis in "xyz"
     },
 }
