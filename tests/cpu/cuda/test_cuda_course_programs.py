@@ -140,7 +140,7 @@ int main() {
     reversed<<<1, 32, 80000>>>(o); SAY(cudaGetLastError());
     SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 80000));
     reversed<<<1, 32, 80000>>>(o); SAY(cudaGetLastError());
-    SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 200000));
+    SAY(cudaFuncSetAttribute(reversed, cudaFuncAttributeMaxDynamicSharedMemorySize, 240000));
     cudaMemcpy(h, o, 128, cudaMemcpyDeviceToHost);
     int blocks, grid, block;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, reversed, 256, 80000);
@@ -189,7 +189,7 @@ int main() {
 
 
 def test_memory_of_the_host_and_functions_of_courses(run) -> None:
-    assert run(MEMORY) == f"0 done {7 + 15 + 0x11111122} 3 5 1 2 3 1 {163 << 10} 0"
+    assert run(MEMORY) == f"0 done {7 + 15 + 0x11111122} 3 5 1 2 3 1 {227 << 10} 0"
 
 
 def test_assembly_of_another_machine(run) -> None:

@@ -142,6 +142,7 @@ def changed(text: str, old: str, new: str) -> str:
                 "mma, ldmatrix, cp.async  n = 128, wrong: 0",
             ],
         ),
+        ("hopper", ["TMA, wgmma, n = 384, wrong: 0"]),
     ],
 )
 def test_examples(name: str, expected: list[str]) -> None:
