@@ -27,6 +27,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <limits>
 #include <type_traits>
 #include <utility>
 #if __has_include(<bits/stl_algobase.h>)
@@ -36,6 +37,7 @@
 #endif
 
 #include "device_functions.h"
+#include "simd_functions.h"
 #include "runtime_types.h"
 
 #define __global__

@@ -61,6 +61,8 @@ def _translate_statement(text: str) -> str | None:
         return refusal("asm, whose text a macro puts together")
     ptx = "".join(_STRING.findall(template))
     ptx = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), ptx)
+    if not ptx.strip():  # it only keeps the compiler from moving accesses, which is not done here
+        return "do { } while (0)"
     if ";" not in ptx:  # every instruction of PTX ends with one
         return None
     # Accumulators of an asynchronous product stay the variables of the program, which change when it is complete.
