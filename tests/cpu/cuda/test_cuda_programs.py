@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -387,6 +388,16 @@ def test_functions_of_the_device_are_no_mistake(run) -> None:
     )
     found = run(START + text)
     assert (found.mistake, found.output) == (None, "2")
+
+
+@pytest.mark.parametrize(
+    ("capability", "option"), [((9, 0), "-arch=sm_90a"), ((8, 0), "-arch=native"), ((10, 0), "-arch=native")]
+)
+def test_a_hopper_gets_its_own_instructions(capability: tuple[int, int], option: str, monkeypatch) -> None:
+    monkeypatch.setattr(programs.driver, "library", lambda: SimpleNamespace(cuInit=lambda flags: 0))
+    numbers = dict(zip((programs.driver.CAPABILITY_MAJOR, programs.driver.CAPABILITY_MINOR), capability, strict=True))
+    monkeypatch.setattr(programs.driver, "attribute", lambda which, device: numbers[which])
+    assert programs._architecture() == option
 
 
 def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:
