@@ -326,7 +326,7 @@ def test_dynamic_parallelism_is_refused(run) -> None:
     [
         "#include <cooperative_groups.h>\nint main() { auto g = cooperative_groups::this_multi_grid(); }\n",
         "int main() { cudaGraphUpload(nullptr, nullptr); }\n",
-        "__global__ void k() { __vadd2(1, 2); }\nint main() {}\n",
+        "__global__ void k() { __vaddss2(1, 2); }\nint main() {}\n",
     ],
 )
 def test_parts_of_cuda_that_the_cpu_does_not_have(run, text: str) -> None:
