@@ -9,10 +9,10 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 
 from warpbus.errors import CheckpointError, UploadError, UsageError, WarpbusError
+from warpbus.formats.companions import ADDITIONAL_TEMPLATES
 from warpbus.formats.hub.huggingface import TRANSPORT_ERROR, check_endpoint, hub_host, one_line
 from warpbus.formats.hub.modelscope import upload
 from warpbus.formats.hub.names import ModelName, parse_name
-from warpbus.formats.companions import ADDITIONAL_TEMPLATES
 from warpbus.formats.hub.needed import CONFIG, is_complete, is_index, shards, small_files, weights_file
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import CheckpointError, UsageError
+from warpbus.errors import UsageError
 from warpbus.formats.checkpoint import read_object
 from warpbus.models.templates.base import Message, Template, Variables
 from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
