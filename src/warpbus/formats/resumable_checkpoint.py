@@ -180,7 +180,8 @@ class ResumableCheckpoint(FinishedParts):
             The model directory.
 
         Raises:
-            UsageError: `order` and `left_out` do not name every part once, or the path of a file is not in the model or not unique.
+            UsageError: `order` and `left_out` do not name every part once, or the path of a file is not in the model or
+                not unique.
             TensorError: two parts have a tensor of the same name.
             CheckpointError: a part is damaged, or a file to copy does not exist.
             StorageError: something cannot be written; the parts and a model to be overwritten are kept.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,9 +82,11 @@ def _listed(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
         return {}
     named = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
     if isinstance(named, list):
-        pairs = [(each.get("name"), each.get("template")) for each in named if isinstance(each, dict)]
-        if len(pairs) == len(named) and all(isinstance(part, str) for pair in pairs for part in pair):
-            return dict(pairs)
+        texts = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+        if all(isinstance(each, dict) for each in named) and all(
+            isinstance(text, str) for text in chain(*texts.items())
+        ):
+            return texts
     raise CheckpointError(
         f"{path}: chat_template is neither a text nor a list of objects with the texts name and template; restore the "
         "file from the model's source"
