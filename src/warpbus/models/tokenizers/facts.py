@@ -82,7 +82,7 @@ def _listed(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
         return {}
     named = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
     if isinstance(named, list):
-        texts = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+        texts: dict[Any, Any] = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
         if all(isinstance(each, dict) for each in named) and all(
             isinstance(text, str) for text in chain(*texts.items())
         ):
