@@ -109,7 +109,7 @@ class Broker:
         entry = self._host(host)
         if entry.lost:
             return []
-        lost = self._lose(entry.gpus, f"{host} left", now)
+        lost = self._lose(entry.gpus, f"{host} left the pool", now)
         self._ledger.hosts[host] = replace(entry, lost=True)
         self._ledger.record(now, "left", source=host, text=f"{host} left, {len(lost)} leases are lost")
         return lost
