@@ -316,7 +316,12 @@ class _TrainingRun:
         return mean
 
     def _save(self) -> None:
-        self.state.save(self.course, self.identity, self.parameters, self.optimizer, writes=self.group.is_first)
+        try:
+            self.state.save(self.course, self.identity, self.parameters, self.optimizer, writes=self.group.is_first)
+        except StorageError as error:
+            if not self.state.exists():
+                raise
+            raise StorageError(f"{error}; the last checkpoint is kept: run the same command to resume") from error
 
     def _resume(self) -> None:
         if self.group.is_first:
