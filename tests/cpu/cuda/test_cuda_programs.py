@@ -406,7 +406,11 @@ def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(programs.shutil, "which", lambda name: None)
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler was found .*: install g\+\+"):
         programs.run_in_orders(EXAMPLES / "vector_add.cu")
+    monkeypatch.setattr(programs, "_driver_finds_gpu", lambda: True)
     with pytest.raises(DeviceError, match="needs nvcc, which was not found"):
+        programs.run_on_gpu(EXAMPLES / "vector_add.cu")
+    monkeypatch.setattr(programs, "_driver_finds_gpu", lambda: False)
+    with pytest.raises(DeviceError, match="no GPU was found on this machine: give --device cpu"):
         programs.run_on_gpu(EXAMPLES / "vector_add.cu")
     monkeypatch.undo()
     find_compiler.cache_clear()
