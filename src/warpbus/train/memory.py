@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from warpbus.cuda.devices import free_memory
+from warpbus.cuda.memory_size import short_size
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
-from warpbus.models.cost import MemoryNeed, packed_bytes, short_size
+from warpbus.models.cost import MemoryNeed, packed_bytes
 from warpbus.models.layer_spec import FLOAT32_PARAMETERS, AttentionSpec, LayerSpec, MatrixSpec, MoESpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
