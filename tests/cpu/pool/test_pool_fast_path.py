@@ -222,7 +222,7 @@ def test_two_devices_are_left_to_python(both):
 
 def test_numbers_of_definitions_that_are_used_again(both, monkeypatch):
     session, _ = both
-    monkeypatch.setattr("warpbus.pool.client.session._MAX_DEFINITIONS", 64)
+    monkeypatch.setattr("warpbus.pool.client.session.MAX_DEFINITIONS", 64)
     for turn in range(3):
         for n in range(1, 40):
             x = torch.full((n,), 2.0, device=session.device)
