@@ -123,8 +123,8 @@ def ray_cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    # Beside other processes a node may answer late, and they may take the memory: that is no reason to give it up, or to
-    # kill what runs on it. A node that has ended refuses connections, which Ray notices as soon as without this.
+    # Beside other processes a node may answer late, and they may take the memory: no reason to give it up, or to kill
+    # what runs on it. A node that has ended refuses connections, which Ray notices as soon as without this.
     settings = {"health_check_timeout_ms": 120_000, "memory_monitor_refresh_ms": 0}
     nodes = Cluster()
     with pytest.MonkeyPatch.context() as patch:
