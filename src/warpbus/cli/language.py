@@ -17,9 +17,12 @@ class Console(PlainConsole):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print as rich's console does."""
-        if language_in_use() != "en":
-            objects = tuple(map(_translated_object, objects))
-        super().print(*objects, **options)
+        super().print(*map(translated_object, objects), **options)
+
+
+def translated_object(value: Any) -> Any:
+    """What a console prints, in the language in use: text, a table or a group of those; other values as they are."""
+    return value if language_in_use() == "en" else _translated_object(value)
 
 
 def _translated_object(value: Any) -> Any:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from warpbus.cli.language import Console
+from warpbus.cli.language import Console, translated_object
 
 if TYPE_CHECKING:
     from warpbus.pool.protocol.address import Address as Where
@@ -49,15 +49,15 @@ def status(
         console = Console()
         if not control.welcome["tokens"]:
             warning = "this pool asks for no tokens: every user and program of its machine is an admin"
-            Console(stderr=True, soft_wrap=True).print(f"[bold yellow]{warning}[/]")
+            Console(stderr=True, soft_wrap=True).print(warning, style="bold yellow")
         if once or not console.is_terminal:
             console.print(pool_table(now))
             return
-        with Live(pool_table(now), console=console, screen=True) as live:
+        with Live(translated_object(pool_table(now)), console=console, screen=True) as live:
             try:
                 while True:
                     time.sleep(1.0)
-                    live.update(pool_table(control.ask("status")))
+                    live.update(translated_object(pool_table(control.ask("status"))))
             except KeyboardInterrupt:
                 return
 

@@ -17,6 +17,7 @@ from warpbus.cli.language import Console
 
 if TYPE_CHECKING:
     from warpbus.pool.processes.processes import Carried, ProcessHost
+    from warpbus.pool.quota import Quota
 
 _To = typer.Option("--to", help="number of the GPU that it goes to, as nvidia-smi counts")
 _From = typer.Option("--from", help="number of the GPU that it is on, where this cannot be seen from outside")
@@ -82,7 +83,15 @@ def _run_remotely(
 
     token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
     to = pool_address(remote)
-    return run_remotely(command, to, DIRECTORY, memory=memory, share=share, on=on, token=token, tenant=tenant)
+
+    def tell(quota: Quota) -> None:
+        Console(stderr=True, soft_wrap=True).print(f"cuda is a lease of {quota}", highlight=False)
+
+    # What was given needs no words.
+    chosen = tell if memory is None or share is None else None
+    return run_remotely(
+        command, to, DIRECTORY, memory=memory, share=share, on=on, token=token, tenant=tenant, chosen=chosen
+    )
 
 
 def _user() -> str:

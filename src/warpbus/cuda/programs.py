@@ -84,16 +84,15 @@ class ProgramRun:
 
 def has_gpu() -> bool:
     """Whether this machine has a GPU that its driver finds, and nvcc."""
+    return _driver_finds_gpu() and _nvcc() is not None
+
+
+def _driver_finds_gpu() -> bool:
     try:
         loaded, count = driver.library(), ctypes.c_int()
     except DeviceError:
         return False
-    return (
-        loaded.cuInit(0) == 0
-        and loaded.cuDeviceGetCount(ctypes.byref(count)) == 0
-        and count.value > 0
-        and bool(_nvcc())
-    )
+    return loaded.cuInit(0) == 0 and loaded.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def _architecture() -> str:
@@ -210,13 +209,15 @@ def run_on_gpu(
 ) -> ProgramRun:
     """Compile a program with nvcc for the GPU of this machine and run it.
 
-    Args:
-        source, arguments, appended, include: see `run_in_orders`.
+        Args:
+            source, arguments, appended, include: see `run_in_orders`.
 
-    Raises:
-        DataError: see `run_in_orders`.
-        DeviceError: there is no nvcc, no driver, or no GPU.
+        Raises:
+            DataError: see `run_in_orders`.
+    DeviceError: there is no GPU, or no nvcc.
     """
+    if not _driver_finds_gpu():
+        raise DeviceError("no GPU was found on this machine: give --device cpu, or see warpbus doctor")
     compiler = _nvcc()
     if compiler is None:
         raise DeviceError(

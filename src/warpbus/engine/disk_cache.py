@@ -64,6 +64,13 @@ class DiskTransfer:
     good: bool
 
 
+def check_limit(space: DiskSpace, block_bytes: int) -> None:
+    """Raises UsageError if the limit is less than a block of `block_bytes` bytes needs."""
+    needed = _HEADER.size + block_bytes
+    if space.nbytes < needed:
+        raise UsageError(f"kv_disk_size is {space.nbytes:,} bytes, a block of the cache needs {needed:,}: give more")
+
+
 class DiskCache:
     """The files of one process, least recently used first. All methods are called by the engine's thread.
 
@@ -90,12 +97,9 @@ class DiskCache:
         memory: Callable[[int], memoryview],
         copies_waiter: Callable[[], Callable[[], None]],
     ) -> None:
+        check_limit(space, block_bytes)
         self._file_bytes = _HEADER.size + block_bytes
         self._most = space.nbytes // self._file_bytes
-        if self._most < 1:
-            raise UsageError(
-                f"kv_disk_size is {space.nbytes:,} bytes, a block of the cache needs {self._file_bytes:,}: give more"
-            )
         self._block_bytes, self._memory, self._copies_waiter = block_bytes, memory, copies_waiter
         self._lock: FileLock | None
         self.directory, self._lock = _own_directory(space.directory / space.fingerprint)

@@ -37,6 +37,12 @@ def staging_bytes(block_bytes: int, prompt_blocks: int) -> int:
     return max(wanted, block_bytes)
 
 
+def check_memory(nbytes: int, block_bytes: int) -> None:
+    """Raises UsageError if the memory is less than a block of `block_bytes` bytes."""
+    if nbytes < block_bytes:
+        raise UsageError(f"kv_host_memory is {nbytes:,} bytes, a block of the cache has {block_bytes:,}: give more")
+
+
 class HostCache:
     """Main memory for blocks of an engine's cache.
 
@@ -58,11 +64,8 @@ class HostCache:
 
     def __init__(self, cache: KVCache, nbytes: int, disk: DiskSpace | None = None) -> None:
         self.block_bytes = cache.block_bytes
+        check_memory(nbytes, self.block_bytes)
         slots = nbytes // self.block_bytes
-        if slots < 1:
-            raise UsageError(
-                f"kv_host_memory is {nbytes:,} bytes, a block of the cache has {self.block_bytes:,}: give more"
-            )
         self._widths = [rows.shape[1] for rows in cache.rows()]
         self._chunk_slots = max(1, min(slots, _CHUNK // self.block_bytes))
         self.use_cache(cache)

@@ -13,10 +13,12 @@ from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.disk_cache import DiskSpace, check_writable
+from warpbus.engine.disk_cache import DiskSpace, check_limit, check_writable
 from warpbus.engine.engine import Engine
 from warpbus.engine.fingerprint import kv_fingerprint
 from warpbus.engine.forecast import forecast_plan
+from warpbus.engine.host_cache import check_memory
+from warpbus.engine.kv_cache import chosen_dtype, token_bytes
 from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.options import ServiceOptions, parse_latency
 from warpbus.engine.plan import (
@@ -37,6 +39,7 @@ from warpbus.formats.hub import find_model
 from warpbus.kernels.ops.cpu_library import activations_in_8_bits
 from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config
 from warpbus.models.adapters import load_adapter
+from warpbus.models.kv_scales import kv_cache_scheme
 from warpbus.models.layers.activation_dtype import round_activations
 from warpbus.models.loading import quantized_parameters
 from warpbus.models.parallel import Part
@@ -147,6 +150,8 @@ def build_engine(
         CheckpointError: the checkpoint is damaged or not understood.
     """
     plan = opened.plan
+    host_bytes, disk = _host_bytes(opened, options, group), _disk_space(opened, options)
+    _check_limits(opened, options, group, host_bytes, disk)
     # Graphs use memory: with limited memory few are kept.
     limited = plan is not None or remote_backend(opened.device) is not None
     if plan is not None:
@@ -183,8 +188,8 @@ def build_engine(
         mixed_rows=PLANNED_ROWS if limited else MIXED_ROWS,
         most_graphs=PLANNED_GRAPHS if limited else None,
         prefix_caching=options.prefix_caching,
-        host_bytes=_host_bytes(opened, options, group),
-        disk=_disk_space(opened, options),
+        host_bytes=host_bytes,
+        disk=disk,
         speculation=options.speculation,
         offloadable=OffloadableModel(decoder) if can_sleep and not limited else None,
         adapters=adapters,
@@ -230,6 +235,27 @@ def _disk_space(opened: OpenedModel, options: ServiceOptions) -> DiskSpace | Non
         return None
     nbytes = parse_memory(options.kv_disk_size, what="kv_disk_size")
     return DiskSpace(Path(options.kv_disk).expanduser(), nbytes, kv_fingerprint(opened, options))
+
+
+def _check_limits(
+    opened: OpenedModel, options: ServiceOptions, group: Group | None, host_bytes: int | None, disk: DiskSpace | None
+) -> None:
+    """Check that a block fits the limits of what is evicted, before the weights are read.
+
+    Raises:
+        UsageError: it does not.
+    """
+    config = opened.config
+    if group is not None and group.world > 1:
+        config = Part(config, group.rank, group.world, options.expert_parallel).config
+    kv_dtype = chosen_dtype(options.kv_dtype, kv_cache_scheme(opened.checkpoint, opened.config))
+    if opened.plan is not None:
+        kv_dtype = opened.plan.kv_dtype
+    block_bytes = BLOCK * token_bytes(config, opened.dtype, kv_dtype)
+    if host_bytes is not None:
+        check_memory(host_bytes, block_bytes)
+    if disk is not None:
+        check_limit(disk, block_bytes)
 
 
 def _check_kept_blocks(config: ModelConfig, options: ServiceOptions) -> None:

@@ -172,7 +172,7 @@ class ResumableCheckpoint(FinishedParts):
 
         Args:
             config: content of `config.json`.
-            files: further files of the model: names, and their sources or contents.
+            files: further files of the model: paths in it, and their sources or contents.
             order: the parts of the model, in the order in which they become shards.
             left_out: the other parts, which are removed with the directory.
 
@@ -180,7 +180,8 @@ class ResumableCheckpoint(FinishedParts):
             The model directory.
 
         Raises:
-            UsageError: `order` and `left_out` do not name every part once, or a file name is not plain or not unique.
+            UsageError: `order` and `left_out` do not name every part once, or the path of a file is not in the model or
+                not unique.
             TensorError: two parts have a tensor of the same name.
             CheckpointError: a part is damaged, or a file to copy does not exist.
             StorageError: something cannot be written; the parts and a model to be overwritten are kept.
@@ -192,8 +193,8 @@ class ResumableCheckpoint(FinishedParts):
             raise UsageError(f"{self.directory}: order names {named}, committed were {self.parts()}")
         shards = {part: shard_name(number, len(order)) for number, part in enumerate(order)}
         names = [*shards.values(), "config.json", INDEX, *(name for name, _ in files)]
-        if len(set(names)) != len(names) or any(Path(name).name != name for name in names):
-            raise UsageError(f"{self.output}: files {names}: expected plain names, each once")
+        if len(set(names)) != len(names) or not all(map(_is_inside, names)):
+            raise UsageError(f"{self.output}: files {names}: expected names, or names in one folder, each once")
         weight_map: dict[str, str] = {}
         total_bytes = 0
         for part in order:
@@ -294,12 +295,14 @@ class ResumableCheckpoint(FinishedParts):
         """Assemble the model in a separate directory; `_undo` reverts this."""
         model = self.directory / _MODEL
         names = ["config.json", INDEX, *shards.values(), *(name for name, _ in files)]
-        write_json(self.directory / _ORDER, {"parts": list(shards), "files": sorted(names)})
+        outermost = {Path(name).parts[0] for name in names}
+        write_json(self.directory / _ORDER, {"parts": list(shards), "files": sorted(outermost)})
         sync(self.directory)
         model.mkdir()
         write_json(model / "config.json", config)
         write_json(model / INDEX, index)
         for name, content in files:
+            (model / name).parent.mkdir(exist_ok=True)
             write_new(model / name, content)
         for part, shard in shards.items():
             self.tensors_file(part).rename(model / shard)
@@ -410,3 +413,9 @@ def _from_gpu(tensors: Mapping[str, Tensor], device: torch.device, ready: torch.
         name: part.view(tensors[name].dtype).view(tensors[name].shape)
         for name, part in zip(ordered, parts, strict=True)
     }
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a path is that of a file in a directory, or in a folder of it."""
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts and 1 <= len(path.parts) <= 2

@@ -104,8 +104,12 @@ class CheckpointWriter:
         self._pending[name] = held
         self._pending_bytes += held.nbytes
 
-    def copy_file(self, source: Path) -> None:
-        """Copy a file (a tokenizer and the like) under its own name.
+    def copy_file(self, source: Path, name: str | None = None) -> None:
+        """Copy a file (a tokenizer and the like).
+
+        Args:
+            source: the file.
+            name: its path in the model; its own name if None.
 
         Raises:
             CheckpointError: if there is no such file.
@@ -114,9 +118,13 @@ class CheckpointWriter:
         self._require_open()
         if not source.is_file():
             raise CheckpointError(f"{source}: there is no such file to copy")
-        with self._writing(source.name, source.stat().st_size):
-            shutil.copyfile(source, self._partial / source.name)
-            sync(self._partial / source.name)
+        name = name or source.name
+        with self._writing(name, source.stat().st_size):
+            target = self._partial / name
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target)
+            sync(target)
+            sync(target.parent)
 
     def write_json(self, filename: str, content: object) -> None:
         """Write a JSON file.

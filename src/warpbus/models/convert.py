@@ -129,8 +129,8 @@ def convert(
         output, shard_bytes=plan.shard_bytes, overwrite=overwrite, expected_bytes=plan.expected_bytes
     ) as writer:
         writer.write_json("config.json", plan.written_config())
-        for file in find_companions(plan.checkpoint.directory):
-            writer.copy_file(file)
+        for name, file in find_companions(plan.checkpoint.directory).items():
+            writer.copy_file(file, name)
         written = job.write(writer, digests)
         writer.finish(lambda directory: job.compare(directory, digests))
     return Conversion(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError, DataError, UsageError
-from warpbus.models.conversations import template_inputs
-from warpbus.models.templates import Template
+from warpbus.models.conversations import find_messages, template_inputs
+from warpbus.models.templates import Message, Template
+from warpbus.models.templates.base import Variables, check_messages
 from warpbus.models.tokenizers import Tokenizer
 
 
@@ -36,8 +37,8 @@ def read_documents(
 ) -> list[Document]:
     """The documents of a file, each of at most `length` tokens.
 
-    A `.txt` is cut into documents of `length` tokens; each line of a `.jsonl` is one document: `{"text": ...}` or
-    `{"messages": [{"role": ..., "content": ...}, ...]}`; longer ones are cut.
+    A `.txt` is cut into documents of `length` tokens; each line of a `.jsonl` is one document (`read_line`);
+    longer ones are cut.
 
     Raises:
         DataError: if the file is missing, holds no document, or a line is malformed (the message names the line).
@@ -115,25 +116,55 @@ def _empty_prompt(tokenizer: Tokenizer) -> tuple[int, ...]:
 def encode_line(
     where: str, line: str, tokenizer: Tokenizer, template: Template | None, *, end: int | None = None
 ) -> Document:
-    """One line of a `.jsonl`; `where` names it in messages. A conversation may have tools (`template_inputs`).
+    """One line of a `.jsonl` (`read_line`); `where` names it in messages.
 
     A conversation has the answers that the template can mark in one sequence: of ChatGLM-6B it is the last alone, with
     all before it as its prompt (`Template.spans`). A text gets the token `end`.
     """
-    record = parse_line(where, line)
-    text, messages = record.get("text"), record.get("messages")
+    content = read_line(where, line, template)
     try:
-        if isinstance(text, str):
-            return text_document(tokenizer.encode(text), tokenizer, end)
-        if isinstance(messages, list):
-            if template is None:
-                raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
-            conversation, variables = template_inputs(messages, record.get("tools"), template)
-            return Document(*template.spans(conversation, variables=variables))
+        if isinstance(content, str):
+            return text_document(tokenizer.encode(content), tokenizer, end)
+        messages, variables = content
+        assert template is not None
+        return Document(*template.spans(messages, variables=variables))
     except (UsageError, CheckpointError) as error:
-        # General errors of a text or a conversation get the number of its line.
         raise DataError(f"{where}: {error}") from None
-    raise DataError(f"{where}: expected an object with 'messages' (a conversation) or 'text'")
+
+
+def read_line(
+    where: str, line: str, template: Template | None, *, learned: bool = True
+) -> str | tuple[list[Message], Variables]:
+    """The text of a line of a `.jsonl`, or its conversation as messages and variables for `Template.spans`.
+
+    Args:
+        where: the name of the line in messages.
+        line: `{"text": ...}`, or a conversation under `messages` or `conversations` (`find_messages`), which may have
+            `tools` (`template_inputs`).
+        template: of the model, or None, and conversations are refused.
+        learned: whether all answers of a conversation are learned.
+
+    Raises:
+        DataError: the line is malformed, or the conversation is none that the model can have.
+    """
+    record = parse_line(where, line)
+    text = record.get("text")
+    if isinstance(text, str):
+        return text
+    try:
+        messages = find_messages(record)
+        if messages is None:
+            raise DataError(
+                f"{where}: expected an object with 'messages' or 'conversations' (a conversation) or 'text'"
+            )
+        if template is None:
+            raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
+        conversation, variables = template_inputs(messages, record.get("tools"), template, learned=learned)
+        check_messages(conversation)
+    except (UsageError, CheckpointError) as error:
+        # General errors of a conversation get the number of its line.
+        raise DataError(f"{where}: {error}") from None
+    return conversation, variables
 
 
 def parse_line(where: str, line: str) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def write_fp8_blocks(model: str | Path, output: str | Path, *, overwrite: bool) 
     names = {name for index, matrix in config.matrices for name in tensors[f"layers.{index}.{matrix.name}.weight"]}
     with CheckpointWriter(output, overwrite=overwrite) as writer:
         writer.write_json("config.json", _config(checkpoint, names))
-        for file in find_companions(directory):
-            writer.copy_file(file)
+        for name, file in find_companions(directory).items():
+            writer.copy_file(file, name)
         after = 0
         for name in checkpoint.names():
             tensor = checkpoint.tensor(name)

@@ -275,7 +275,7 @@ class _QuantizationRun:
             self.watch.lap("tuning")
         order = [*(part for part, _ in kept_end_parts(self.plan)), *layers]
         report = self._report(peaks, joules, order)
-        files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
+        files: list[tuple[str, Path | bytes]] = [*self.plan.companions.items()]
         files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
         self.writer.finish(written_config(self.plan), files, order, left_out)
         self.send(report)

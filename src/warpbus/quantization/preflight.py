@@ -94,7 +94,7 @@ class Plan:
         kv_cache: what scales of the KV cache are calibrated for; None for none.
         ends: the names of the tensors outside of the layers, which stay as they are.
         kept: of each layer, the names of its tensors that are not quantized.
-        companions: the files that come along.
+        companions: the files that come along, by their path in the model.
         unquantized: the linear layers that stay as they are, by the names that the checkpoint has for them.
         scale_dtype: of the quantized matrices' scales: that of the weights, or what the format asks for.
         bytes_quantized: of the quantized matrices of the layers.
@@ -113,7 +113,7 @@ class Plan:
     kv_cache: KVCacheScheme | None
     ends: tuple[str, ...]
     kept: tuple[tuple[str, ...], ...]
-    companions: tuple[Path, ...]
+    companions: Mapping[str, Path]
     unquantized: tuple[str, ...]
     scale_dtype: torch.dtype
     bytes_quantized: int
@@ -213,7 +213,7 @@ def prepare(
         ),
         scale_dtype=scale_dtype,
         bytes_quantized=quantized,
-        bytes_after=quantized + copied + sum(file.stat().st_size for file in companions),
+        bytes_after=quantized + copied + sum(file.stat().st_size for file in companions.values()),
         largest_unit=max(_unit_bytes(checkpoint, matrices, rounded, kept, ends)),
     )
 

@@ -5,20 +5,20 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from warpbus.errors import DataError, UsageError
-from warpbus.models.documents import cut_text, parse_line, read_lines, read_text, text_document
-from warpbus.models.templates import Template
+from warpbus.errors import CheckpointError, DataError, UsageError
+from warpbus.models.documents import cut_text, parse_line, read_line, read_lines, read_text, text_document
+from warpbus.models.templates import Message, Template
+from warpbus.models.templates.base import Variables
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.options import QuantizationOptions
 
 GENERAL_TEXTS = Path(__file__).parent / "data" / "general.jsonl"
 
-# The names that conversations exported by other programs have for the roles.
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_Content = str | tuple[list[Message], Variables]
 
 
 def read_calibration(
@@ -35,7 +35,7 @@ def read_calibration(
 
     Args:
         path: a `.txt`, cut into sequences of `seqlen` tokens; or a `.jsonl`, each line of which is one sequence:
-            `{"text": ...}`, or a conversation under `messages` or `conversations`.
+            `{"text": ...}`, or a conversation, with its tools if it has any (`documents.read_line`).
         tokenizer, template: those of the model; a model without a template cannot use conversations, except those of
             `GENERAL_TEXTS`, which are used as texts.
         seqlen: maximum tokens per sequence; longer lines are cut, and conversations of ChatGLM-6B with a longer prompt
@@ -60,9 +60,10 @@ def read_calibration(
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: calibration data has to be a .txt or a .jsonl: rename or convert it")
     # Every line is checked, also those that are not drawn; only those that are drawn are tokenized.
-    records = [(where, _content(where, parse_line(where, line))) for where, line in read_lines(path)]
-    random.Random(seed).shuffle(records)
-    drawn = _drawn(_sequences(records, path, tokenizer, template, seqlen), samples, tokens)
+    read = _text if template is None and path == GENERAL_TEXTS else partial(read_line, template=template, learned=False)
+    lines: list[tuple[str, _Content]] = [(where, read(where, line)) for where, line in read_lines(path)]
+    random.Random(seed).shuffle(lines)
+    drawn = _drawn(_sequences(lines, tokenizer, template, seqlen), samples, tokens)
     if not drawn.sequences:
         raise DataError(f'{path}: no usable line: expected lines such as {{"text": ...}} or {{"messages": [...]}}')
     return drawn
@@ -83,52 +84,29 @@ def _drawn(sequences: Iterable[tuple[int, ...]], samples: int | None, tokens: in
 
 
 def _sequences(
-    records: Iterable[tuple[str, str | list[dict[str, str]]]],
-    path: Path,
-    tokenizer: Tokenizer,
-    template: Template | None,
-    seqlen: int,
+    lines: Iterable[tuple[str, _Content]], tokenizer: Tokenizer, template: Template | None, seqlen: int
 ) -> Iterator[tuple[int, ...]]:
     """The lines of a file as tokens, without those that cannot be used."""
-    for where, content in records:
-        if template is None and path == GENERAL_TEXTS and not isinstance(content, str):
-            content = "\n\n".join(message["content"] for message in content)
+    for where, content in lines:
         ids = _encode(where, content, tokenizer, template)[:seqlen]
         # Of a model whose prompts end in special tokens, a prompt that was cut before them is no sequence it knows.
         if ids and set(tokenizer.prompt_suffix) <= set(ids):
             yield tuple(ids)
 
 
-def _content(where: str, record: dict[str, Any]) -> str | list[dict[str, str]]:
-    """The text or the conversation of a line; DataError if it has neither."""
-    text = record.get("text")
-    if isinstance(text, str):
-        return text
-    messages = record.get("messages", record.get("conversations"))
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: expected a text under 'text', or a list under 'messages' or 'conversations'")
-    return [_message(where, message) for message in messages]
+def _text(where: str, line: str) -> str:
+    """The text of a line of `GENERAL_TEXTS`, or the contents of its conversation as one."""
+    record = parse_line(where, line)
+    text: str | None = record.get("text")
+    return text if text is not None else "\n\n".join(message["content"] for message in record["messages"])
 
 
-def _message(where: str, message: object) -> dict[str, str]:
-    if isinstance(message, dict):
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if isinstance(role, str) and isinstance(content, str):
-            return {"role": _ROLES.get(role, role), "content": content}
-    raise DataError(
-        f"{where}: expected messages such as {{'role': 'user', 'content': ...}}, found {str(message)[:60]!r}"
-    )
-
-
-def _encode(
-    where: str, content: str | list[dict[str, str]], tokenizer: Tokenizer, template: Template | None
-) -> list[int]:
-    if template is None and not isinstance(content, str):
-        raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
+def _encode(where: str, content: _Content, tokenizer: Tokenizer, template: Template | None) -> list[int]:
     try:
         if isinstance(content, str):
             return text_document(tokenizer.encode(content), tokenizer).ids
         assert template is not None
-        return template.spans(content)[0]
-    except UsageError as error:
+        messages, variables = content
+        return template.spans(messages, variables=variables)[0]
+    except (UsageError, CheckpointError) as error:
         raise DataError(f"{where}: {error}") from None

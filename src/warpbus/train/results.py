@@ -85,8 +85,8 @@ def _write_model(
     with CheckpointWriter(output, overwrite=overwrite, expected_bytes=bytes_) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
-        for file in find_companions(source):
-            writer.copy_file(file)
+        for name, file in find_companions(source).items():
+            writer.copy_file(file, name)
         for name, content in written.items():
             writer.write_json(name, content)
         writer.finish()

@@ -48,8 +48,8 @@ def model(make_model, tmp_path_factory):
                 writer.add(part, stored)
         described = format.quantization_config(SCHEME, ["lm_head"])
         writer.write_json("config.json", plain.config | {"quantization_config": described})
-        for file in find_companions(plain.directory):
-            writer.copy_file(file)
+        for name, file in find_companions(plain.directory).items():
+            writer.copy_file(file, name)
         return writer.finish()
 
 

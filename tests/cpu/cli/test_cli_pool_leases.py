@@ -6,14 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from warpbus.cli import app
+from warpbus.cli.language import translated_object
 from warpbus.cli.pool_leases import pool_table
 from warpbus.errors import ConnectionLostError, UsageError
+from warpbus.language import in_language, translated
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.broker.status import HostResidency, LeaseResidency
@@ -131,3 +134,50 @@ def test_the_table_shows_which_leases_of_an_oversubscribed_gpu_are_in_host_memor
     assert re.search(
         rf"{second.id[:8]}\s+bob\s+mill/0\s+90.0 GB\s+0.50\s+swapped out, waits 7 s for room on mill/0", shown
     )
+
+
+def every_event() -> Broker:
+    """A pool in which everything has happened that the broker records."""
+    broker = Broker(grace=60)
+    cards = [PoolGpu("mill/0", "mill", 0, "H200", 80 * GB, ("mill/1",)), PoolGpu("mill/1", "mill", 1, "H200", 80 * GB)]
+    broker.join("mill", cards, 0.0)
+    broker.join("dam", [PoolGpu("dam/0", "dam", 0, "H200", 80 * GB)], 0.0)
+    first = broker.request("ann", Quota(60 * GB, 0.5), now=1.0, on="mill/0")
+    near = broker.request("ann", Quota(60 * GB, 0.5), now=1.0, near=first.id)
+    other = broker.request("ben", Quota(60 * GB, 0.5), now=1.0, on="dam")
+    broker.request("ben", Quota(10 * GB, 0.1), now=1.0)
+    waits = [broker.request("ben", Quota(70 * GB, 0.5), now=2.0, on=on) for on in (None, "mill", "dam")]
+    broker.request("ben", Quota(15 * GB, 0.1), now=2.5)
+    broker.release(near.id, 3.0)
+    moving = broker.request("ann", Quota(5 * GB, 0.1), now=4.0, near=first.id)
+    broker.begin_move(moving.id, "dam/0", 5.0)
+    broker.end_move(moving.id, True, 6.0)
+    broker.begin_move(moving.id, "mill/0", 7.0)
+    broker.end_move(moving.id, False, 8.0)
+    broker.suspend(moving.id, 9.0)
+    broker.lose(other.id, "it was not on dam any more", 10.0)
+    broker.drain("dam", 11.0)
+    broker.undrain("dam", 12.0)
+    broker.release(waits[0].id, 13.0)
+    broker.join("mill", [replace(cards[0], links=())], 14.0)
+    broker.leave("dam", 15.0)
+    broker.request("ben", Quota(70 * GB, 0.5), now=16.0, on="mill")
+    broker.expire(100.0)
+    return broker
+
+
+def test_events_are_chinese_where_the_language_is():
+    """Also those that a broker has stored, whose texts are English."""
+    broker = Broker(grace=60)
+    broker.load(json.loads(json.dumps(every_event().dump())), 100.0)
+    status = broker.status(100.0)
+    kinds = {"joined", "left", "draining", "undrained", "queued", "placed", "moving", "moved", "not moved", "suspended"}
+    assert {each["kind"] for each in status["events"]} == {*kinds, "released", "expired", "lost"}
+    with in_language("zh"):
+        for text in [each["text"] for each in status["events"]] + [each["reason"] for each in status["leases"]]:
+            assert not re.search("[a-z]{2,} [a-z]{2,}", translated(text)), (text, translated(text))
+        shown = io.StringIO()
+        table = translated_object(pool_table(status))
+        Console(file=shown, width=200).print(table)  # as the view that is drawn anew each second
+    assert "已离开，丢失" in shown.getvalue()
+    assert not re.search("[a-z]{2,} [a-z]{2,}", shown.getvalue()), shown.getvalue()

@@ -154,7 +154,16 @@ def test_run_on_a_gpu_of_a_pool(monkeypatch, tmp_path):
     ((command, to, startup), options) = calls[0]
     assert (command, str(to)) == (["python", "train.py", "-x"], "warpbuss://mill:7700")
     assert (startup / "sitecustomize.py").is_file()
-    assert options == {"memory": "8GB", "share": 0.5, "on": "mill/1", "token": "secret", "tenant": "alice"}
+    expected = {"memory": "8GB", "share": 0.5, "on": "mill/1", "token": "secret", "tenant": "alice", "chosen": None}
+    assert options == expected
+
+
+@pytest.mark.parametrize("flags", [[], ["--memory", "8GB"], ["--share", "0.5"]])
+def test_what_was_not_given_is_said(monkeypatch, flags):
+    monkeypatch.setattr(remote, "run", lambda *_, chosen, **options: chosen(Quota(4 * 10**9, 0.5)) or 0)
+    done = invoke("run", "--remote", "mill", *flags, "--", "python", "train.py")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "cuda is a lease of 4.00 GB and 50% of the GPU\n"
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,17 @@ def test_a_pushed_model_comes_back_and_works(writable: StandIn, quantized: Path)
     assert warpbus.LLM(found, device="cpu").generate("1", SamplingParams(max_tokens=4))[0].token_ids
 
 
+def test_templates_of_tools_go_along_all_the_way(writable: StandIn, make_model, tmp_path: Path):
+    model = make_model(tmp_path / "model")
+    template = model / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    warpbus.quantize(model, tmp_path / "out", scheme="w4a16-g32", algorithm="rtn", device="cpu")
+    push(tmp_path / "out", NAME)
+    found = find_model(NAME)
+    assert (found / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+
+
 def test_the_second_push_sends_no_weights_again(writable: StandIn, quantized: Path):
     push(quantized, NAME)
     first = len([asked for asked in writable.asked if asked.method == "PUT"])

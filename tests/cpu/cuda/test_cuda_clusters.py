@@ -93,7 +93,8 @@ __global__ void k(const __grid_constant__ CUtensorMap map, float *out, int round
                 wait(&empty, (round & 1) ^ 1);
                 asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                              ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-                             ::"r"(shared(tile)), "l"(&map), "r"(shared(&full)), "r"(0), "r"(4 * round), "h"(static_cast<unsigned short>((1 << count) - 1)) : "memory");
+                             ::"r"(shared(tile)), "l"(&map), "r"(shared(&full)), "r"(0), "r"(4 * round),
+                             "h"(static_cast<unsigned short>((1 << count) - 1)) : "memory");
             }
         }
         wait(&full, round & 1);

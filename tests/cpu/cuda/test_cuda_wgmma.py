@@ -204,6 +204,14 @@ def tiled(columns: int = 16) -> str:
     return written(case, a, b, torch.zeros(64, columns))
 
 
+def test_a_constant_that_says_whether_it_accumulates(run) -> None:
+    torch.manual_seed(0)
+    for accumulates in (0, 1):
+        a, b, c = drawn("f16", 64, 16), drawn("f16", 16, 16), torch.ones(64, 16)
+        text = written(Case(), a, b, c).replace(", p, 1, 1", ", %10, 1, 1").replace('"r"(1)', f'"n"({accumulates})')
+        assert torch.equal(result(Case(), run(text)), a.double() @ b.double().T + accumulates)
+
+
 WAIT = 'asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");'
 COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
 PRODUCT = 'asm volatile("{ .reg .pred p; setp'

@@ -16,7 +16,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.disk_cache import DiskCache, DiskSpace
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.fingerprint import kv_fingerprint
-from warpbus.engine.loading import open_model
+from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
@@ -420,6 +420,22 @@ def test_a_service_that_is_started_again(tiny_glm, tmp_path):
     first, second = asyncio.run(run()), asyncio.run(run())
     assert first[1:] == (0, 0)
     assert second == (first[0], 3 * BLOCK, 3 * BLOCK)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+def test_limits_less_than_a_block_are_refused_before_the_weights_are_read(tmp_path, tiny_glm, kv_dtype):
+    base = ServiceOptions(device="cpu", max_model_len=5 * BLOCK, kv_dtype=kv_dtype, kv_host_memory=2**20)
+    engine = build_engine(open_model(tiny_glm, CPU, base), base)
+    block = engine._instance.cache.block_bytes
+    engine.close()
+    read = []
+    for needed, options in (
+        (block + 64, replace(base, kv_disk=str(tmp_path), kv_disk_size=block + 63)),
+        (block, replace(base, kv_host_memory=block - 1)),
+    ):
+        with pytest.raises(UsageError, match=rf" is {needed - 1:,} bytes, a block of the cache .* {needed:,}: give m"):
+            build_engine(open_model(tiny_glm, CPU, options), options, progress=lambda *at: read.append(at))
+    assert read == []
 
 
 def test_a_directory_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path, tiny_glm):

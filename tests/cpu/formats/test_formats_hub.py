@@ -30,6 +30,9 @@ FILES = {
     "tokenizer.json": b"{}",
     "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "additional_chat_templates/more/tool_use.jinja": b"{{ tools }}",
+    "additional_chat_templates/tool_use.py": b"raise SystemExit",
     "MODEL_LICENSE": b"as you like",
     "model.safetensors": WEIGHTS,
     "pytorch_model.bin": b"the same again",
@@ -38,13 +41,14 @@ FILES = {
     "README.md": b"# a model",
     "onnx/model.safetensors": b"for others",
 }
-WANTED = ["MODEL_LICENSE", "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-WANTED += ["tokenizer_config.json"]
+WANTED = ["MODEL_LICENSE", "additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"]
+WANTED += ["model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 SMALL_CHUNKS = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 100_000"
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
 
 
 def blobs(home: Path) -> list[Path]:
@@ -98,7 +102,7 @@ def test_what_huggingfaces_own_programs_have_brought_is_found(hub: StandIn, home
     assert hub.asked == []
     pulled = pull(NAME)
     assert pulled.directory == Path(found)
-    assert sorted(file.name for file in pulled.directory.iterdir() if file.is_file()) == WANTED
+    assert sorted(content(pulled.directory)) == sorted([*WANTED, "onnx/model.safetensors"])
     assert pulled.downloaded < 1000  # the weights were there
 
 
@@ -345,7 +349,7 @@ def test_pull_asks_what_is_new(hub: StandIn) -> None:
     second = hub.add(NAME, {**FILES, "config.json": b'{"model_type": "glm4"}'})
     assert find_model(NAME) == first
     pulled = pull(NAME)
-    assert pulled == Pulled(ModelName("huggingface", NAME), second, pulled.directory, 6, pulled.nbytes, 22)
+    assert pulled == Pulled(ModelName("huggingface", NAME), second, pulled.directory, 7, pulled.nbytes, 22)
     assert find_model(NAME) == pulled.directory != first
     assert content(first)["config.json"] == FILES["config.json"]
 

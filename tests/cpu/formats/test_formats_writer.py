@@ -42,10 +42,13 @@ def test_one_shard(tmp_path: Path) -> None:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         writer.copy_file(tokenizer)
+        writer.copy_file(tokenizer, "folder/other.model")
         writer.write_json("config.json", {"模型": "glm"})
         directory = writer.finish()
     assert directory == tmp_path / "deep" / "model"
-    assert {file.name for file in directory.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
+    names = {"config.json", "model.safetensors", "tokenizer.model", "folder"}
+    assert {file.name for file in directory.iterdir()} == names
+    assert (directory / "folder" / "other.model").read_bytes() == b"\x00\x01"
     assert list(directory.parent.iterdir()) == [directory]
     assert (directory / "tokenizer.model").read_bytes() == b"\x00\x01"
     assert "模型" in (directory / "config.json").read_text(encoding="utf-8")

@@ -66,7 +66,6 @@ class Simulation:
     ) -> None:
         """In the place of `Kernel.__call__`. The blocks of a small grid run together: they may wait for each other."""
         del dependent  # kernels run one after another
-        assert cluster == 1, "the CPU has no clusters"
         self.launched.append(kernel.name)
         packed, _ = kernel.parameters.pack(arguments)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -110,8 +109,8 @@ class Simulation:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 folder.joinpath(str(number)).write_bytes(whole.numpy().tobytes())
             source = folder / kernel.unit.source.name
-            together = prod(_three(grid)) <= _RESIDENT
-            source.write_text(self._program(kernel.unit, kernel.name, cooperative=together))
+            together = cluster == 1 and prod(_three(grid)) <= _RESIDENT
+            source.write_text(self._program(kernel.unit, kernel.name, cluster, cooperative=together))
             (run,) = programs.run_in_orders(source, [place], orders=("forward",), checks=self.checks)
             assert run.mistake is None, (kernel.label, run.mistake)
             assert run.code == 0, (kernel.label, run.errors[-2000:])
@@ -119,12 +118,15 @@ class Simulation:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 whole.copy_(torch.frombuffer(bytearray(folder.joinpath(str(number)).read_bytes()), dtype=torch.uint8))
 
-    def _program(self, unit: Unit, kernel: str, *, cooperative: bool) -> str:
+    def _program(self, unit: Unit, kernel: str, cluster: int, *, cooperative: bool) -> str:
         macros = {**dict(unit.macros), "__CUDA_ARCH__": f"{re.sub(r'[^0-9]', '', self.arch)}0"}
         launch = "cudaLaunchCooperativeKernel" if cooperative else "cudaLaunchKernel"
         main = re.sub(r"\bKERNEL\b", kernel, _MAIN.read_text(encoding="utf-8"))
         main = re.sub(r"\bLAUNCH\b", launch, main)
-        return f"{_preprocessed(_flat(unit.source, unit.root, set()), tuple(macros.items()))}\n{main}"
+        text = _preprocessed(_flat(unit.source, unit.root, set()), tuple(macros.items()))
+        if cluster > 1:  # which a launch would ask for
+            text = re.sub(r"\b__global__\b", f"__global__ __cluster_dims__({cluster}, 1, 1)", text)
+        return f"{text}\n{main}"
 
     def encoding(self, function: Callable[..., bytes]) -> Callable[..., bytes]:
         """`tensor_map` or `tile_maps`, with the memory of the matrix for `encode`."""
@@ -167,7 +169,7 @@ def simulated(arch: str = "sm_90a", *, multiprocessors: int = 3, checks: bool = 
         attributes = {driver.MULTIPROCESSOR_COUNT: multiprocessors}
         stack.enter_context(mock.patch.object(driver, "attribute", lambda which, device: attributes[which]))
         stack.enter_context(mock.patch.object(driver, "shared_memory_of_block", return_value=of_block << 10))
-        stack.enter_context(mock.patch.object(Kernel, "resident_clusters", return_value=0))
+        stack.enter_context(mock.patch.object(Kernel, "resident_clusters", return_value=multiprocessors))
         stack.enter_context(mock.patch.object(operators, "_device_of", return_value="cuda"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(mock.patch.object(tensor_map, "_encode", simulation.encode))

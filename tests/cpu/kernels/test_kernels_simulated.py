@@ -86,15 +86,13 @@ def test_a_small_network():
     check(["cross_entropy"], cross_entropy, halves(3, 70), torch.tensor([1, 69, 5]), differentiated=False)
 
 
-@pytest.mark.parametrize("kernel", ["argmax", "sample"])
-def test_sampling(kernel):
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_sampling(arch):
     logits = torch.randn(3, 500)
-    if kernel == "argmax":
-        check(["argmax"], sampling.argmax, logits, arch="sm_80")
-        return
+    check(["argmax"], sampling.argmax, logits, arch=arch)
     top_k, uniform = torch.tensor([0, 5, 0], dtype=torch.int32), torch.tensor([0.3, 0.6, 0.2])
     controls = torch.tensor([1.0, 0.7, 0.0]), top_k, torch.tensor([0.9, 1.0, 1.0]), torch.zeros(3), uniform
-    check(["sample"], sampling.sample, logits, *controls, arch="sm_80")
+    check(["sample"], sampling.sample, logits, *controls, arch=arch)
 
 
 def test_a_vector_times_a_matrix():
@@ -149,10 +147,11 @@ def test_products_of_few_bits(arch, kernel, rows, scheme, dtype):
         check(kernels, wna16_linear, x, weight, error=error, **around)
 
 
-def test_the_choice_of_experts():
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_choice_of_experts(arch):
     router, bias, scale = halves(9, 64), torch.rand(9), halves(64)
     choice = {"norm": scale, "eps": 1e-5, "top_k": 3, "shared": True}
-    check(["moe_route"], moe_route, halves(3, 64), router, bias, arch="sm_80", **choice)
+    check(["moe_route"], moe_route, halves(3, 64), router, bias, arch=arch, **choice)
 
 
 @pytest.mark.parametrize(

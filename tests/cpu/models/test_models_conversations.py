@@ -125,7 +125,8 @@ TALK = [{"role": "user", "content": "mo"}, {"role": "assistant", "content": "moo
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tools": "get_time"}, "tools: expected a list, found str"),
+        ({"tools": 3}, "tools: expected a list, found int"),
+        ({"tools": "get_time"}, "tools: expected a list, or a text that is one in JSON, found 'get_time'"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\]: expected {'type': 'function'"),
         ({"tools": [{"name": "a", "parameters": 3}]}, r"tools\[0\]: expected a JSON schema as parameters of a"),
         ({"messages": [TALK[0], {**TALK[1], "tool_calls": {"name": "a"}}]}, r"messages\[1\]: expected a list as tool"),
@@ -141,6 +142,62 @@ def test_what_is_malformed_is_named(changes: dict[str, Any], said: str, tmp_path
     line = json.dumps({"messages": TALK, **changes})
     with pytest.raises(DataError, match=said) as raised:
         encode_line("a.jsonl:7", line, tokenizer, template)
+    assert str(raised.value).startswith("a.jsonl:7: ")
+
+
+SHARED = [
+    {"from": "human", "value": "How is 北京?"},
+    {"from": "function_call", "value": json.dumps({"name": "get_weather", "arguments": {"city": "北京"}})},
+    {"from": "observation", "value": "晴"},
+    {"from": "gpt", "value": "It is sunny."},
+]
+
+
+@pytest.mark.parametrize("source", [QWEN_SOURCE, GLM_SOURCE, LLAMA_SOURCE, GLM4_SOURCE, None])
+def test_conversations_of_sharegpt_are_those_of_openai(source: str | None, tmp_path: Path) -> None:
+    tokenizer, template = template_of(tmp_path, source)
+    system = {"role": "system", "content": "Be brief."}
+    expected = [MESSAGES[0], {**MESSAGES[1], "tool_calls": [call("get_weather", {"city": "北京"})]}, *MESSAGES[2:4]]
+    shared = [SHARED[0], {**SHARED[1], "value": f"[{SHARED[1]['value']}]"}, {**SHARED[2], "from": "tool"}, SHARED[3]]
+    lines = [
+        {"messages": [system, *expected], "tools": OFFERED},
+        {"conversations": SHARED, "system": "Be brief.", "tools": json.dumps(OFFERED)},
+        {"conversations": [{"from": "system", "value": "Be brief."}, *shared], "system": "", "tools": OFFERED},
+        {"messages": None, "conversations": [system, *expected], "tools": [WEATHER, TIME]},
+    ]
+    first, *others = (encode_line("a.jsonl:1", json.dumps(line), tokenizer, template) for line in lines)
+    assert all(other == first for other in others)
+    plain = [{"conversations": [SHARED[0], SHARED[3]], "tools": ""}, {"messages": [MESSAGES[0], MESSAGES[3]]}]
+    first, second = (encode_line("a.jsonl:1", json.dumps(line), tokenizer, template) for line in plain)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            {"conversations": [{"from": "narrator", "value": "x"}]},
+            r"conversations\[0\]: from is 'narrator': expected hum",
+        ),
+        ({"conversations": [{"from": ["x"], "value": "x"}]}, r"conversations\[0\]: from is "),
+        ({"conversations": [{"from": "human"}]}, r"conversations\[0\]: expected a text as value, found none"),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, r"conversations\[0\]: expected a text as value, found int"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "expected the JSON object .* found 'x'"),
+        ({"conversations": [{"from": "function_call", "value": "[]"}]}, "expected the JSON object"),
+        ({"conversations": [{"from": "function_call", "value": '{"x": 1}'}]}, r"messages\[0\]: tool_calls: expected"),
+        (
+            {"conversations": [{"from": "system", "value": "a"}], "system": "b"},
+            "system: conversations has a message of",
+        ),
+        ({"conversations": [SHARED[0]], "system": 3}, r"messages\[0\]: expected a text as content, found int"),
+        ({"conversations": []}, "the list is empty"),
+        ({"conversations": "x"}, "expected an object with 'messages' or 'conversations'"),
+    ],
+)
+def test_what_is_malformed_in_sharegpts_form_is_named(line: dict[str, Any], said: str, tmp_path: Path) -> None:
+    tokenizer, template = template_of(tmp_path, QWEN_SOURCE)
+    with pytest.raises(DataError, match=said) as raised:
+        encode_line("a.jsonl:7", json.dumps(line), tokenizer, template)
     assert str(raised.value).startswith("a.jsonl:7: ")
 
 

@@ -313,10 +313,16 @@ def test_texts_begin_as_in_llama_cpp(tmp_path, tokenizer, keys, prefix):
     assert encode_prompt(found, "moon") == [*prefix, *found.encode("moon")]
 
 
-def test_the_template_for_tools_comes_along(tmp_path):
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_template_for_tools_comes_along(tmp_path, in_files):
     source = write_plain(tmp_path / "model", CONFIGS["llama"])
     named = [{"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": "plain"}]
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    if in_files:
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+        (source / "chat_template.jinja").write_text("plain")
+    else:
+        (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     convert(source, tmp_path / "m.gguf", to="gguf")
     found = json.loads((find_model(tmp_path / "m.gguf") / "tokenizer_config.json").read_text())["chat_template"]
     assert sorted(map(str, found)) == sorted(map(str, named))

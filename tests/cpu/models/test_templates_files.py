@@ -79,6 +79,60 @@ def test_conversations_with_tools_have_their_own_template(tmp_path: Path, form: 
     assert (prompts[1][0] == 259) == ("tool_use" not in form)
 
 
+@pytest.mark.parametrize("names", [("tool_use",), ("tool_use", "rag"), ("rag",), ("default", "tool_use")])
+@pytest.mark.parametrize("listed", [False, True])
+def test_templates_of_several_files(tmp_path: Path, names: tuple[str, ...], listed: bool) -> None:
+    """What `save_pretrained` of transformers writes; files replace the templates of the configuration."""
+    write_byte_level(tmp_path)
+    tool = {"type": "function", "function": {"name": "moo", "description": "x", "parameters": {}}}
+    sources = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ tools[0].function.name }}", "rag": "r"}
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    for name in names:
+        (folder / f"{name}.jinja").write_text(sources[name])
+    if "default" not in names:
+        (tmp_path / "chat_template.jinja").write_text(sources["default"])
+    described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if listed:
+        described["chat_template"] = [{"name": name, "template": "replaced"} for name in ("default", "tool_use")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = load_template(tmp_path, {}, load_tokenizer(tmp_path))
+    for tools in (None, [tool]):
+        expected = oracle.apply_chat_template(MESSAGES, tools=tools, return_dict=False)
+        variables = {} if tools is None else {"tools": tools}
+        assert template.render(MESSAGES, add_generation_prompt=False, variables=variables) == expected
+
+
+def test_a_template_of_tools_stands_beside_that_of_the_configuration(tmp_path: Path) -> None:
+    """transformers refuses every conversation here, as no file has the default template."""
+    tokenizer = load_tokenizer(write_byte_level(tmp_path))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0] }}")
+    with pytest.raises(CheckpointError, match="has the chat templates tool_use, but none named default: expected chat"):
+        load_template(tmp_path, {}, tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "moon"}))
+    template = load_template(tmp_path, {}, tokenizer)
+    assert template.render(MESSAGES) == tokenizer.encode("moon")
+    assert template.render(MESSAGES, variables={"tools": ["mo"]}) == tokenizer.encode("mo")
+
+
+def test_a_damaged_template_of_tools_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_byte_level(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    file = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    file.parent.mkdir()
+    for content, message in ((b"{% for", "not valid Jinja"), (b"\xff", "cannot be read")):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"additional_chat_templates/tool_use\.jinja.*{message}"):
+            load_template(tmp_path, {}, tokenizer)
+    file.write_text("{{ none_such.field }}")
+    template = load_template(tmp_path, {}, tokenizer)
+    template.render(MESSAGES)
+    with pytest.raises(CheckpointError, match=r"tool_use\.jinja: the chat template failed"):
+        template.render(MESSAGES, variables={"tools": [1]})
+
+
 def test_the_syntax_of_calls_is_that_of_the_template_for_tools(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     calls = "{% for t in tools %}{{ t }}{% endfor %}<tool_call>name, arguments</tool_call>"

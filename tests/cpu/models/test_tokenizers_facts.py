@@ -42,6 +42,12 @@ def test_a_template_of_its_own_file_is_reported(tmp_path):
     }
 
 
+def test_the_template_of_a_file_replaces_that_of_the_configuration(tmp_path):
+    """The model is served with it: see test_templates_files.py."""
+    (tmp_path / "chat_template.jinja").write_text("of the file", encoding="utf-8")
+    assert facts(tmp_path, {"chat_template": "of the configuration"})["chat_template"] == "of the file"
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_damaged_file_is_named(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_text(content, encoding="utf-8")

@@ -138,7 +138,12 @@ NAMED = {"bos_token": {"content": "<s>", "__type": "AddedToken", "special": True
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"add_bos_token": False, "bos_token": "<s>"}, {"add_bos_token": True}, {"add_bos_token": True} | NAMED],
+    [
+        {"add_bos_token": None},
+        {"add_bos_token": False, "bos_token": "<s>"},
+        {"add_bos_token": True},
+        {"add_bos_token": True} | NAMED,
+    ],
 )
 def test_a_sentencepiece_model_of_llama_does_as_its_configuration_says(tmp_path: Path, fields: dict[str, Any]) -> None:
     train_llama_sentencepiece(tmp_path)
@@ -149,6 +154,35 @@ def test_a_sentencepiece_model_of_llama_does_as_its_configuration_says(tmp_path:
     for text in ("moon is bright", "明月光", TEXT):
         assert encode_prompt(tokenizer, text) == theirs(text).input_ids
         assert tokenizer.decode(encode_prompt(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "begins"),
+    [
+        ("llama", None, True),
+        ("llama", {"tokenizer_class": "LlamaTokenizer"}, True),
+        ("llama", {"tokenizer_class": "LLaMATokenizer", "bos_token": "", "eos_token": ""}, True),
+        ("mistral", {"bos_token": "<s>"}, True),
+        ("qwen2", {"tokenizer_class": "LlamaTokenizerFast"}, True),
+        ("llama", {"tokenizer_class": "InternLM2Tokenizer"}, False),
+        ("qwen2", {"bos_token": "<s>"}, False),
+    ],
+)
+def test_a_sentencepiece_model_of_llama_has_a_beginning_by_default(
+    tmp_path: Path, model_type: str, fields: dict[str, Any] | None, begins: bool
+) -> None:
+    """As LlamaTokenizer of transformers 4, and as that of transformers 5 is documented, but does not do."""
+    train_llama_sentencepiece(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if fields is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert encode_prompt(load_tokenizer(tmp_path), "moon") == [*([1] if begins else []), 311]
+
+
+def test_a_vocabulary_without_a_beginning_gets_none_by_default(tmp_path: Path) -> None:
+    write_poet(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_tokenizer(tmp_path).prompt_prefix == ()
 
 
 def test_a_token_before_texts_that_the_vocabulary_lacks_is_refused(tmp_path: Path) -> None:

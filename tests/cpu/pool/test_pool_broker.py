@@ -16,12 +16,17 @@ def test_a_host_that_leaves_loses_its_leases():
     broker.begin_move(coming.id, "a", 1)
     ended = broker.leave("a", 2)
     assert {(lease.id, lease.state, lease.gpu, lease.reason) for lease in ended} == {
-        (lost.id, "expired", None, "a left"),
-        (moving.id, "expired", None, "a left"),
+        (lost.id, "expired", None, "a left the pool"),
+        (moving.id, "expired", None, "a left the pool"),
     }
     stays = broker.lease(coming.id)
-    assert (stays.state, stays.gpu, stays.target, stays.reason) == ("placed", "b/0", None, "stayed on b/0: a left")
-    with pytest.raises(UsageError, match=f"lease {lost.id}: it has ended: a left"):
+    assert (stays.state, stays.gpu, stays.target, stays.reason) == (
+        "placed",
+        "b/0",
+        None,
+        "stayed on b/0: a left the pool",
+    )
+    with pytest.raises(UsageError, match=f"lease {lost.id}: it has ended: a left the pool"):
         broker.lease(lost.id)
     assert broker.leave("a", 3) == []
     assert [gpu["state"] for gpu in broker.status(3)["gpus"]] == ["lost", "open"]

@@ -358,6 +358,7 @@ def test_tokens_limits_and_tls(tmp_path):
             assert kind is Kind.WELCOME
             with pytest.raises(UsageError, match="ann asks for"):
                 lease(ann)
+            assert ann.ask("status")["left"] == {"memory": 15_000_000 - MEMORY, "share": None}
             assert entry(ann, granted)["tenant"] == "ann"
             seen = bob.ask("status")
             assert [(each["id"], each["tenant"], each["memory"]) for each in seen["leases"]] == [

@@ -11,6 +11,7 @@ import pytest
 from warpbus.errors import UnavailableError, UsageError
 from warpbus.pool.processes import remote
 from warpbus.pool.processes.remote import pool_address, run
+from warpbus.pool.quota import Quota
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ class FakeControl:
 
     gpus: ClassVar[list[dict]] = []
     released: ClassVar[list[str]] = []
+    left: ClassVar[dict] = {}
 
     def __init__(self, to, token):
         self.token = token
@@ -55,7 +57,7 @@ class FakeControl:
             self.released.append(arguments["lease"])
             return {}
         assert operation == "status"
-        return {"gpus": self.gpus}
+        return {"gpus": self.gpus} | ({"left": self.left} if self.left else {})
 
 
 def gpu(name: str, free: int, used: float = 0.0, state: str = "open") -> dict:
@@ -103,6 +105,39 @@ def test_what_is_given(pool, tmp_path: Path) -> None:
     found = started(tmp_path, memory="50%", share=0.5, on="a", token="secret")
     assert (found["WARPBUS_POOL_MEMORY"], found["WARPBUS_POOL_SHARE"]) == ("500", "0.5")
     assert (found["WARPBUS_POOL_ON"], found["WARPBUS_POOL_TOKEN"]) == ("a", "secret")
+
+
+@pytest.mark.parametrize(
+    ("left", "options", "expected"),
+    [
+        ({"memory": 300, "share": 0.5}, {}, (300, 0.5)),
+        ({"memory": 10**9, "share": 3.0}, {}, (800, 0.75)),
+        ({"memory": None, "share": None}, {}, (800, 0.75)),
+        ({"memory": 300, "share": 0.5}, {"memory": "50%"}, (500, 0.5)),  # refused by the pool, with its reason
+        ({"memory": 300, "share": None}, {"memory": "30%"}, (300, 1.0)),
+        ({"memory": 300, "share": 0.5}, {"share": 0.25}, (300, 0.25)),
+    ],
+)
+def test_limits_lower_what_is_not_given(pool, tmp_path: Path, monkeypatch, left, options, expected) -> None:
+    monkeypatch.setattr(FakeControl, "left", left)
+    said: list[Quota] = []
+    found = started(tmp_path, chosen=said.append, **options)
+    assert (int(found["WARPBUS_POOL_MEMORY"]), float(found["WARPBUS_POOL_SHARE"])) == expected
+    assert said == [Quota(*expected)]
+
+
+@pytest.mark.parametrize(
+    ("left", "options", "what"),
+    [
+        ({"memory": 0, "share": 1.0}, {}, "memory"),
+        ({"memory": 5, "share": 0.0}, {}, "share"),
+        ({"memory": 5, "share": 0.0}, {"memory": "1%"}, "share"),
+    ],
+)
+def test_limits_that_leave_nothing(pool, tmp_path: Path, monkeypatch, left, options, what) -> None:
+    monkeypatch.setattr(FakeControl, "left", left)
+    with pytest.raises(UnavailableError, match=f"the limits of your token leave no {what}: release a lease"):
+        started(tmp_path, **options)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,29 @@ from pool_brokers import GB, ask, pool
 
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Event
+from warpbus.pool.broker.leases import Event, Limits, PoolGpu
 from warpbus.pool.broker.status import seen_by
+from warpbus.pool.quota import Quota
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "examples/kubernetes/pool_status.schema.json").read_text())
+
+
+def test_status_has_what_the_limits_of_the_tenant_leave():
+    limits = {"ann": Limits(memory=50 * GB, share=0.5), "*": Limits(share=1.5)}
+    broker = Broker(limits=limits)
+    broker.join("a", [PoolGpu("a/0", "a", 0, "model", 80 * GB)], 0.0)
+    for memory, share in ((20, 0.1), (10, 0.2)):
+        broker.request("ann", Quota(memory * GB, share), now=1.0)
+    for tenant, left in (
+        ("ann", {"memory": 20 * GB, "share": 0.2}),
+        ("ben", {"memory": None, "share": 1.5}),
+    ):
+        status = broker.status(2.0, tenant=tenant)
+        assert status["left"] == left
+        jsonschema.validate(seen_by(status, tenant), SCHEMA)
+        # No lease more than that is accepted.
+        broker.request(tenant, Quota(left["memory"] or GB, min(1.0, left["share"])), now=3.0)
+    assert broker.status(4.0, tenant="ann")["left"] == {"memory": 0, "share": 0.0}
 
 
 def test_status_is_json_and_has_its_schema():
@@ -26,6 +45,8 @@ def test_status_is_json_and_has_its_schema():
     assert json.loads(json.dumps(status)) == status
     jsonschema.validate(status, SCHEMA)
     jsonschema.validate(seen_by(status, "ann"), SCHEMA)
+    for asker in ("ann", "ben"):
+        assert broker.status(10.0, tenant=asker) == status | {"left": {"memory": None, "share": None}}
     for part in ("gpus", "leases", "queue", "events"):
         assert set(SCHEMA["properties"][part]["items"]["properties"]) == set(status[part][0])
     assert set(status) == {"version", "now", "gpus", "leases", "queue", "events", "host_memory", "link_memory"}

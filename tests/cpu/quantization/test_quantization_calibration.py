@@ -4,8 +4,12 @@ import json
 
 import pytest
 import torch
+from tokenizer_files import write_byte_level
 
 from warpbus.errors import DataError, UsageError
+from warpbus.models.documents import encode_line
+from warpbus.models.templates import load_template
+from warpbus.models.tokenizers import load_tokenizer
 from warpbus.models.tokenizers.base import check_text
 from warpbus.quantization import Calibration, read_calibration
 
@@ -30,7 +34,7 @@ class Turns:
 
     stop_ids = ()
 
-    def spans(self, messages):
+    def spans(self, messages, *, variables=None):
         if messages[0]["role"] == "nobody":
             raise UsageError("messages[0]: unknown role 'nobody'")
         ids = [token for message in messages for token in [1, *Letters().encode(message["content"])]]
@@ -82,7 +86,7 @@ class OneAnswer:
 
     stop_ids = ()
 
-    def spans(self, messages):
+    def spans(self, messages, *, variables=None):
         prompt, answer = (Letters().encode(message["content"]) for message in messages)
         return [*prompt, 2, 3, *answer], [False] * (len(prompt) + 2) + [True] * len(answer)
 
@@ -107,6 +111,24 @@ def test_lines_of_texts_and_conversations(tmp_path):
     path = write(tmp_path / "a.jsonl", {"text": "plain"}, "", {"messages": messages}, {"conversations": shared})
     assert sorted(read(path)) == ["\x01hi\x01ho", "\x01x\x01y", "plain"]
     assert sorted(read(path, seqlen=3)) == ["\x01hi", "\x01x\x01", "pla"]
+
+
+def test_tools_of_a_conversation_are_in_its_prompt(tmp_path):
+    """The tokens are those that training and a server give the model."""
+    tokenizer = load_tokenizer(write_byte_level(tmp_path))
+    template = load_template(tmp_path, {"model_type": "chatglm"}, tokenizer)
+    tools = [{"type": "function", "function": {"name": "moo", "description": "mo", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "moo", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "mo"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    line = {"messages": messages, "tools": tools}
+    path = write(tmp_path / "a.jsonl", line)
+    (found,) = read_calibration(path, tokenizer, template, seqlen=10_000, seed=0).sequences
+    assert list(found) == encode_line("", json.dumps(line), tokenizer, template).ids
+    assert "moo" in tokenizer.decode(found[: found.index(tokenizer.special_ids["<|user|>"])])
+    weighted = [messages[0], {"role": "assistant", "content": "moo", "weight": 0}]
+    assert read_calibration(
+        write(tmp_path / "b.jsonl", {"messages": weighted}), tokenizer, template, seqlen=100, seed=0
+    ).sequences  # nothing is learned from them
 
 
 def test_the_seed_draws(tmp_path):
@@ -150,10 +172,11 @@ def test_empty_texts_are_passed_over(tmp_path):
     [
         ('{"text": ', "not JSON"),
         ("[1]", "object"),
-        ('{"words": "x"}', "expected a text under 'text', or a list"),
-        ('{"messages": []}', "expected a text under 'text', or a list"),
-        ('{"messages": ["x"]}', "expected messages such as"),
-        ('{"messages": [{"role": "user"}]}', "expected messages such as"),
+        ('{"words": "x"}', "expected an object with 'messages' or 'conversations' (a conversation) or 'text'"),
+        ('{"messages": []}', "the list is empty"),
+        ('{"messages": ["x"]}', "messages[0]: expected an object with role and content"),
+        ('{"messages": [{"role": "user"}]}', "messages[0]: expected a text as content"),
+        ('{"conversations": [{"from": "nobody", "value": "x"}]}', "conversations[0]: from is 'nobody': expected human"),
         ('{"messages": [{"role": "nobody", "content": "x"}]}', "unknown role 'nobody'"),
         (r'{"text": "a\ud800"}', "lone surrogate U+D800 at character 1"),
         (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "lone surrogate U+D800 at character 0"),

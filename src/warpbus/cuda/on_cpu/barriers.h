@@ -12,7 +12,6 @@ constexpr int64_t kMostArrivals = (1 << 20) - 1;  // and bytes of a phase
 
 struct NamedBarrier {
     unsigned expected, arrived;  // threads
-    int line;                    // where the last one arrived
 };
 
 struct Mbarrier {
@@ -83,7 +82,6 @@ inline void arrive_named(unsigned number, unsigned count, bool waits, const char
     const unsigned expected = count ? std::min(count, threads) : threads;
     if (barrier.arrived && barrier.expected != expected) misused("differs", expected);
     barrier.expected = expected;
-    barrier.line = line;
     check_release(&barrier);
     if (++barrier.arrived == expected) {
         if (waits) check_acquire(&barrier, current->number);

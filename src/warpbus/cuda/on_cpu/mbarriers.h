@@ -84,7 +84,6 @@ inline void end_barriers() {
         const InFlight &each = barriers.in_flight.front();
         stop("in_flight", place() + field("waiting", each.thread) + field("line", each.line));
     }
-    barriers = {};
 }
 
 namespace ptx {

@@ -259,6 +259,7 @@ inline void check_ends() {
 
 inline void begin_block(unsigned threads) {
     if (fibers.size() < threads) fibers.resize(threads);
+    barriers = {};
     for (const SharedArray &each : shared_arrays) memset(each.begin, kUnwritten, each.size);
     for (unsigned i = 0; i < threads; ++i) {
         Fiber &fiber = fibers[i];

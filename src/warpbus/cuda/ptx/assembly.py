@@ -61,7 +61,7 @@ def _translate_statement(text: str) -> str | None:
         return refusal("asm, whose text a macro puts together")
     ptx = "".join(_STRING.findall(template))
     ptx = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), ptx)
-    if not ptx.strip():  # it only keeps the compiler from moving accesses, which is not done here
+    if operands and not ptx.strip():  # it keeps the compiler from moving accesses to registers, which are none here
         return "do { } while (0)"
     if ";" not in ptx:  # every instruction of PTX ends with one
         return None

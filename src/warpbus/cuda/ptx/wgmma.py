@@ -38,7 +38,8 @@ def _product(of: PtxInstruction) -> str:
         "type_b": f"warpbus::WgmmaType::{b}",
         "sums": f"warpbus::WgmmaSums::{sums}",
         "a_in_registers": str(of_a is not None).lower(),
-        "accumulates": of.registers.predicate(scale),
+        # A predicate, or a constant.
+        "accumulates": f"{of.registers.value(scale)} != 0" if scale[0] in "%01" else of.registers.predicate(scale),
         "mn_major_a": majors[0],
         "mn_major_b": majors[1],
         "limited": str(bool(limited)).lower(),

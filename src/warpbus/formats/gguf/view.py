@@ -17,7 +17,7 @@ from warpbus.formats.gguf.file import is_gguf, read_header
 from warpbus.formats.gguf.reading import WEIGHTS, quantized_schemes
 from warpbus.formats.gguf.vocabulary import stop_ids, vocabulary_files
 
-_VERSION = 4  # of what is written; a directory of another version is not used
+_VERSION = 5  # of what is written; a directory of another version is not used
 
 
 def directory_of(path: Path) -> Path:

@@ -62,8 +62,9 @@ def vocabulary_files(keys: Keys) -> dict[str, bytes]:
         found = _token_id(keys, name, len(tokens))
         if found is not None:
             described[f"{name}_token"] = tokens[found]
+    described["add_bos_token"] = begin is not None
     if begin is not None:
-        described |= {"bos_token": tokens[begin], "add_bos_token": True}
+        described["bos_token"] = tokens[begin]
     template, tools = keys.get("tokenizer.chat_template"), keys.get("tokenizer.chat_template.tool_use")
     if isinstance(template, str):
         described["chat_template"] = template

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from warpbus.errors import CheckpointError
 from warpbus.formats.checkpoint import shards_by_tensor
+from warpbus.formats.companions import ADDITIONAL_TEMPLATES
 from warpbus.formats.files import read_json
 
 CONFIG = "config.json"
@@ -30,13 +31,14 @@ _SMALL = (
     "merges.txt",
     "chat_template*.jinja",
     "chat_template.json",
+    f"{ADDITIONAL_TEMPLATES}/*.jinja",
     "*.model",
     "*.tiktoken",
     "*LICENSE*",
 )
 # In the order in which `Checkpoint` looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,254}")
+_PLAIN = re.compile(rf"({ADDITIONAL_TEMPLATES}/(?=[^/]+\.jinja$))?[A-Za-z0-9_+-][A-Za-z0-9._+-]{{0,254}}")
 
 
 class Repository(Protocol):
@@ -44,7 +46,7 @@ class Repository(Protocol):
 
     Attributes:
         directory: where its files are on the disk once they are fetched.
-        sizes: the size in bytes of each file, by name; files in folders are left out.
+        sizes: the size in bytes of each file, by its path; only those of `is_plain`.
     """
 
     directory: Path
@@ -67,7 +69,8 @@ class Repository(Protocol):
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file that a hub lists is outside all folders, with a name that is safe on every file system."""
+    """Whether a file that a hub lists is outside all folders, or a chat template in the folder of those, with a name
+    that is safe on every file system."""
     return _PLAIN.fullmatch(name) is not None
 
 

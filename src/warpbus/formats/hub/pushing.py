@@ -9,6 +9,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 
 from warpbus.errors import CheckpointError, UploadError, UsageError, WarpbusError
+from warpbus.formats.companions import ADDITIONAL_TEMPLATES
 from warpbus.formats.hub.huggingface import TRANSPORT_ERROR, check_endpoint, hub_host, one_line
 from warpbus.formats.hub.modelscope import upload
 from warpbus.formats.hub.names import ModelName, parse_name
@@ -45,7 +46,7 @@ def push_name(text: str) -> ModelName:
 def model_files(directory: Path) -> dict[str, Path]:
     """The files of a model that are uploaded, by name: config.json, tokenizer, templates, licence, weights, GGUF.
 
-    Code, hidden files and directories are not among them.
+    Code, hidden files and directories are not among them, except that of additional chat templates.
 
     Raises:
         CheckpointError: the directory has no configuration or not all of its weights.
@@ -55,7 +56,8 @@ def model_files(directory: Path) -> dict[str, Path]:
     names = [file.name for file in directory.iterdir() if file.is_file()]
     weights = weights_file(names)
     assert weights is not None
-    chosen = [*small_files(names), weights, *(shards(directory / weights) if is_index(weights) else [])]
+    templates = [f"{ADDITIONAL_TEMPLATES}/{file.name}" for file in (directory / ADDITIONAL_TEMPLATES).glob("*.jinja")]
+    chosen = [*small_files([*names, *templates]), weights, *(shards(directory / weights) if is_index(weights) else [])]
     chosen += [name for name in names if name.endswith(".gguf")]
     return {name: directory / name for name in sorted(set(chosen))}
 

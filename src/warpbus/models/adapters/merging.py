@@ -100,8 +100,8 @@ def merge_lora(
         expected_bytes=checkpoint.total_bytes,
     ) as writer:
         writer.write_json("config.json", checkpoint.config)
-        for file in find_companions(checkpoint.directory):
-            writer.copy_file(file)
+        for name, file in find_companions(checkpoint.directory).items():
+            writer.copy_file(file, name)
         for done, name in enumerate(names):
             if progress is not None:
                 progress("merging", done, len(names))

@@ -11,7 +11,7 @@ from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats.gguf.file import Value
 from warpbus.formats.gguf.vocabulary import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, UNUSED, USER_DEFINED
 from warpbus.models.tokenizers import RankTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from warpbus.models.tokenizers.facts import special_texts
+from warpbus.models.tokenizers.facts import DEFAULT, TOOL_USE, chat_templates, special_texts
 from warpbus.models.tokenizers.huggingface import byte_alphabet
 from warpbus.models.tokenizers.spm import read_sentencepiece
 
@@ -58,17 +58,12 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
     path = directory / "tokenizer_config.json"
     found: dict[str, Value] = {}
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    template, file = config.get("chat_template"), directory / "chat_template.jinja"
-    if isinstance(template, list):
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template, tools = named.get("default"), named.get("tool_use")
-        if isinstance(tools, str) and not file.exists():
-            found["tokenizer.chat_templates"] = ["tool_use"]
-            found["tokenizer.chat_template.tool_use"] = tools
-    if file.exists():
-        template = file.read_text(encoding="utf-8")
-    if isinstance(template, str):
-        found["tokenizer.chat_template"] = template
+    templates = chat_templates(directory, config)
+    if DEFAULT in templates:
+        found["tokenizer.chat_template"] = templates[DEFAULT].source
+    if TOOL_USE in templates:
+        found["tokenizer.chat_templates"] = [TOOL_USE]
+        found[f"tokenizer.chat_template.{TOOL_USE}"] = templates[TOOL_USE].source
     # The format has one token before a text; [gMASK] <sop> of GLM-4 are two.
     prefix, beginning = tokenizer.prompt_prefix, special_texts(directory, config).get("bos_token", "")
     begins = len(prefix) == 1

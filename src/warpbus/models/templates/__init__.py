@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import CheckpointError, UsageError
+from warpbus.errors import UsageError
 from warpbus.formats.checkpoint import read_object
 from warpbus.models.templates.base import Message, Template, Variables
 from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
 from warpbus.models.tokenizers import Tokenizer
-from warpbus.models.tokenizers.facts import special_texts
+from warpbus.models.tokenizers.facts import DEFAULT, TOOL_USE, chat_templates, special_texts
 
 __all__ = [
     "JinjaTemplate",
@@ -70,9 +70,8 @@ def load_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
 def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Tokenizer) -> Template | None:
     """The template of a model directory: the one it brings, else that of its family, else None.
 
-    Looked for are `chat_template.jinja`, then `chat_template` in `tokenizer_config.json` (a text, or named texts of
-    which "default" is taken, and "tool_use" for conversations with tools), then, for `model_type` chatglm, the special
-    tokens of the vocabulary.
+    Looked for are the files of `chat_templates`, of which "default" is taken, and "tool_use" for conversations with
+    tools; then, for `model_type` chatglm, the special tokens of the vocabulary.
 
     Raises CheckpointError if a file is damaged or the template is not valid.
     """
@@ -80,23 +79,17 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     tokenizer_config = read_object(directory / "tokenizer_config.json")
     variables = special_texts(directory, tokenizer_config)
     stop_ids = find_stop_ids(directory, config, tokenizer)
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        sources: tuple[str | None, str | None] = _read_text(path), None
-    else:
-        path = directory / "tokenizer_config.json"
-        sources = _named_templates(path, tokenizer_config.get("chat_template"))
-    source, tools_source = sources
-    if source is not None:
+    templates = chat_templates(directory, tokenizer_config)
+    if DEFAULT in templates:
         return JinjaTemplate(
-            source,
+            templates[DEFAULT].source,
             tokenizer,
-            name=str(path),
+            name=str(templates[DEFAULT].path),
             variables=variables,
             stop_ids=stop_ids,
             end_id=_end_id(tokenizer, variables.get("eos_token"), stop_ids),
             call_end_id=tokenizer.special_ids.get("<|observation|>") if _is_glm(tokenizer) else None,
-            tools_source=tools_source,
+            tools=templates.get(TOOL_USE),
         )
     if config.get("model_type") != "chatglm":
         return None
@@ -149,25 +142,3 @@ def _end_id(tokenizer: Tokenizer, eos: str | None, stop_ids: tuple[int, ...]) ->
     if eos in tokenizer.special_ids:
         return tokenizer.special_ids[eos]
     return stop_ids[0] if stop_ids else None
-
-
-def _named_templates(path: Path, found: object) -> tuple[str | None, str | None]:
-    """The template, and that of conversations with tools, if it is another one."""
-    if found is None or isinstance(found, str):
-        return found, None
-    if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        default, tools = named.get("default"), named.get("tool_use")
-        if isinstance(default, str) and (tools is None or isinstance(tools, str)):
-            return default, tools
-    raise CheckpointError(
-        f"{path}: chat_template is neither a text nor a list with a template named default; restore the file from the "
-        "model's source"
-    )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); restore it from the model's source") from None

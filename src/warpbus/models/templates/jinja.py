@@ -33,6 +33,7 @@ from warpbus.models.templates.base import (
     prompt_spans,
 )
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers.facts import ChatTemplate
 
 # Longest text that a template may make beyond eight times what it was given, in characters.
 _LIMIT = 1_000_000
@@ -88,11 +89,11 @@ class JinjaTemplate:
         stop_ids: the ids at which an answer ends.
         end_id: the stop token that `spans` appends to a last answer that has none.
         call_end_id: the same for a last answer that calls tools; None if it is `end_id` as well.
-        tools_source: the template of conversations with tools, if it is another one.
+        tools: the template of conversations with tools, if it is another one.
 
     Attributes:
         source: as given.
-        tools_source: as given, or `source`.
+        tools_source: that of `tools`, or `source`.
 
     Raises CheckpointError if the source is not valid Jinja.
     """
@@ -107,7 +108,7 @@ class JinjaTemplate:
         stop_ids: tuple[int, ...],
         end_id: int | None,
         call_end_id: int | None = None,
-        tools_source: str | None = None,
+        tools: ChatTemplate | None = None,
     ) -> None:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
@@ -115,18 +116,15 @@ class JinjaTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
-        try:
-            self._template = environment.from_string(source)
-            self._tools_template = self._template if tools_source is None else environment.from_string(tools_source)
-        except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-            raise CheckpointError(
-                f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
-            ) from None
+        self._template = self._tools_template = _compiled(environment, source, name)
+        if tools is not None:
+            self._tools_template = _compiled(environment, tools.source, str(tools.path))
         self.stop_ids = stop_ids
         self._tokenizer = tokenizer
         self._name = name
         self.source = source
-        self.tools_source = source if tools_source is None else tools_source
+        self.tools_source = source if tools is None else tools.source
+        self._tools_name = name if tools is None else str(tools.path)
         self._variables = dict(variables)
         self._end_id, self._call_end_id = end_id, call_end_id
         self._specials = _Specials(tokenizer.special_ids, tokenizer.strips)
@@ -257,7 +255,9 @@ class JinjaTemplate:
     def _text(self, views: _Views, add_generation_prompt: bool, variables: Variables) -> str:
         limit = _LIMIT + 8 * sum(map(len, [*_strings(views), *_strings(variables)]))
         given = {"tools": None, "documents": None, **self._variables, **variables}
-        template = self._template if given["tools"] is None else self._tools_template
+        template, name = (
+            (self._template, self._name) if given["tools"] is None else (self._tools_template, self._tools_name)
+        )
         chunks: list[str] = []
         try:
             for chunk in template.generate(messages=views, add_generation_prompt=add_generation_prompt, **given):
@@ -265,7 +265,7 @@ class JinjaTemplate:
                 limit -= len(chunk)
                 if limit < 0:
                     raise CheckpointError(
-                        f"{self._name}: the chat template makes more than {_LIMIT} characters out of a short "
+                        f"{name}: the chat template makes more than {_LIMIT} characters out of a short "
                         "conversation; restore it from the model's source"
                     )
         except WarpbusError:
@@ -273,10 +273,19 @@ class JinjaTemplate:
         # A template is a program: whatever it raises is a failure of the checkpoint's, reported as one.
         except Exception as error:
             raise CheckpointError(
-                f"{self._name}: the chat template failed ({_first_line(error)}); check the messages' order, or restore "
+                f"{name}: the chat template failed ({_first_line(error)}); check the messages' order, or restore "
                 "it from the model's source"
             ) from None
         return "".join(chunks)
+
+
+def _compiled(environment: jinja2.Environment, source: str, name: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise CheckpointError(
+            f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
+        ) from None
 
 
 class _Specials:

@@ -20,6 +20,7 @@ from warpbus.models.tokenizers.spm import (
     CHATGLM2_SPECIALS,
     CHATGLM3_SPECIALS,
     SentencePieceTokenizer,
+    has_piece,
     is_sentencepiece,
 )
 
@@ -35,6 +36,9 @@ __all__ = [
     "has_tokenizer",
     "load_tokenizer",
 ]
+
+# By `model_type`, where tokenizer_config.json names no `tokenizer_class`.
+_TOKENIZER_CLASSES = {"llama": "LlamaTokenizer", "mistral": "LlamaTokenizer"}
 
 # Of the tokens that tokenizer_config.json lists.
 _TOKEN_FLAGS = frozenset(("lstrip", "normalized", "rstrip", "single_word", "special"))
@@ -69,7 +73,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         )
     if _is_sentencepiece_file(path):
         specials = _chatglm_specials(directory, config, tokenizer_config)
-        begin = CHATGLM2_BEGIN if specials else _begin_of_texts(directory, tokenizer_config)
+        begin = CHATGLM2_BEGIN if specials else _begin_of_texts(path, config, tokenizer_config)
         return SentencePieceTokenizer(path, added_specials=specials, begin=begin)
     return RankTokenizer(path, special_ids=_listed_specials(tokenizer_config) or GLM4_SPECIALS)
 
@@ -84,11 +88,21 @@ def _is_sentencepiece_file(path: Path) -> bool:
         ) from None
 
 
-def _begin_of_texts(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str, ...]:
-    """The token before a text, of which a `tokenizer.model` does not tell whether it is used."""
-    if tokenizer_config.get("add_bos_token") is not True:
+def _begin_of_texts(path: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[str, ...]:
+    """The token before a text, of which a `tokenizer.model` does not tell whether it is used.
+
+    Where `add_bos_token` is missing, the tokenizers of Llama have `bos_token` before texts: their models were trained
+    so. `transformers` up to 4 does the same; 5 documents it and leaves the token out.
+    """
+    named = tokenizer_config.get("tokenizer_class") or _TOKENIZER_CLASSES.get(str(config.get("model_type")))
+    is_llama = str(named).removesuffix("Fast") in ("LlamaTokenizer", "LLaMATokenizer", "CodeLlamaTokenizer")
+    added = tokenizer_config.get("add_bos_token", is_llama)
+    begin = special_texts(path.parent, tokenizer_config).get("bos_token") or "<s>"  # as LlamaTokenizer has it
+    if added is not True:
         return ()
-    return (special_texts(directory, tokenizer_config).get("bos_token") or "<s>",)  # as LlamaTokenizer has it
+    if "add_bos_token" not in tokenizer_config and not has_piece(path, begin):
+        return ()
+    return (begin,)
 
 
 def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[str, ...]:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from warpbus.errors import CheckpointError
 from warpbus.formats.checkpoint import read_object
+from warpbus.formats.companions import ADDITIONAL_TEMPLATES
+
+DEFAULT = "default"
+"""The name of the chat template that is used if no other is asked for."""
+TOOL_USE = "tool_use"
+"""The name of that for conversations with tools."""
+
+
+class ChatTemplate(NamedTuple):
+    """The source of a chat template, and the file that has it."""
+
+    source: str
+    path: Path
 
 
 def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[str, Any]:
@@ -20,23 +34,70 @@ def tokenizer_facts(directory: Path, class_name: str, max_length: int) -> dict[s
     Raises:
         CheckpointError: the file is damaged.
     """
-    found, jinja = read_object(directory / "tokenizer_config.json"), directory / "chat_template.jinja"
-    try:
-        template = jinja.read_text(encoding="utf-8") if jinja.is_file() else None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{jinja}: cannot be read ({type(error).__name__}); download it again") from None
+    found = read_object(directory / "tokenizer_config.json")
     facts = {name: _plain(value) if name.endswith("_token") else value for name, value in found.items()}
-    named = facts.get("chat_template")
-    if isinstance(named, list):  # several templates by name
-        chosen = [each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"]
-        named = next(iter(chosen), None)
+    template = chat_templates(directory, found).get(DEFAULT)
     name = facts.get("tokenizer_class")
     return {
         **facts,
         "tokenizer_class": name if isinstance(name, str) else class_name,
         "model_max_length": max_length,
-        "chat_template": named if isinstance(named, str) else template,
+        "chat_template": None if template is None else template.source,
     }
+
+
+def chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """The chat templates of a model by name, as `transformers` reads them; one without a name is `DEFAULT`.
+
+    They are in `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, or in tokenizer_config.json as a text
+    or as a list of names and texts. Files replace what tokenizer_config.json has, unless none of them is `DEFAULT`.
+
+    Args:
+        directory: of the model.
+        tokenizer_config: the content of its tokenizer_config.json.
+
+    Raises:
+        CheckpointError: a file is damaged, or there are templates, but none is `DEFAULT`.
+    """
+    files = {path.stem: path for path in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
+    single = directory / "chat_template.jinja"
+    if single.exists():
+        files.setdefault(DEFAULT, single)
+    found = {name: ChatTemplate(_read_text(path), path) for name, path in files.items()}
+    if DEFAULT not in found:
+        path = directory / "tokenizer_config.json"
+        found = {name: ChatTemplate(text, path) for name, text in _listed(path, tokenizer_config).items()} | found
+    if found and DEFAULT not in found:
+        raise CheckpointError(
+            f"{directory}: has the chat templates {', '.join(sorted(found))}, but none named {DEFAULT}: expected "
+            "chat_template.jinja; restore the files from the model's source"
+        )
+    return found
+
+
+def _listed(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """The templates in tokenizer_config.json."""
+    found = tokenizer_config.get("chat_template")
+    if found is None:
+        return {}
+    named = [{"name": DEFAULT, "template": found}] if isinstance(found, str) else found
+    if isinstance(named, list):
+        texts: dict[Any, Any] = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+        if all(isinstance(each, dict) for each in named) and all(
+            isinstance(text, str) for text in chain(*texts.items())
+        ):
+            return texts
+    raise CheckpointError(
+        f"{path}: chat_template is neither a text nor a list of objects with the texts name and template; restore the "
+        "file from the model's source"
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore it from the model's source") from None
 
 
 def special_texts(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -80,6 +80,12 @@ def read_sentencepiece(path: Path, *, more: bytes = b"") -> sentencepiece.Senten
         ) from None
 
 
+def has_piece(path: Path, text: str) -> bool:
+    """Whether the vocabulary of a SentencePiece model has a piece; raises what `read_sentencepiece` raises."""
+    model = read_sentencepiece(path)
+    return bool(model.piece_to_id(text) != model.unk_id())
+
+
 def piece_bytes(model: sentencepiece.SentencePieceProcessor, index: int) -> bytes:
     """The bytes that one piece adds to the text: none for control symbols and unused pieces."""
     if model.is_control(index) or model.is_unused(index):

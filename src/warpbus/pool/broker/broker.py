@@ -26,7 +26,7 @@ from warpbus.pool.broker.leases import HIGHEST_PRIORITY, Lease, LeaseMove, Limit
 from warpbus.pool.broker.ledger import HostEntry, Ledger
 from warpbus.pool.broker.moves import evacuate, make_room
 from warpbus.pool.broker.placement import best_fit, outlook
-from warpbus.pool.broker.request_checks import check_limits, check_possible, checked_gpus, no_place
+from warpbus.pool.broker.request_checks import check_limits, check_possible, checked_gpus, left_of_limits, no_place
 from warpbus.pool.quota import Quota
 
 
@@ -109,7 +109,7 @@ class Broker:
         entry = self._host(host)
         if entry.lost:
             return []
-        lost = self._lose(entry.gpus, f"{host} left", now)
+        lost = self._lose(entry.gpus, f"{host} left the pool", now)
         self._ledger.hosts[host] = replace(entry, lost=True)
         self._ledger.record(now, "left", source=host, text=f"{host} left, {len(lost)} leases are lost")
         return lost
@@ -409,9 +409,15 @@ class Broker:
         """Incremented by each change except signs of life; a dump with a lower number is outdated."""
         return self._ledger.changes
 
-    def status(self, now: float) -> dict[str, Any]:
-        """The pool as JSON; its schema is in `warpbus.pool.broker.status`."""
-        return status.report(self._ledger, self._aging, self._measured, self._residency, self._links, now)
+    def status(self, now: float, *, tenant: str | None = None) -> dict[str, Any]:
+        """The pool as JSON; its schema is in `warpbus.pool.broker.status`.
+
+        Args:
+            now: the time.
+            tenant: who asks; the answer then has what its limits leave.
+        """
+        found = status.report(self._ledger, self._aging, self._measured, self._residency, self._links, now)
+        return found if tenant is None else {**found, "left": left_of_limits(self._ledger, tenant, self._limits)}
 
     def dump(self) -> dict[str, Any]:
         """The state that has to survive a restart, as JSON."""

@@ -74,15 +74,13 @@ def check_limits(ledger: Ledger, lease: Lease, limits: Mapping[str, Limits]) -> 
     Raises:
         UsageError: it would have more than its limits (or those of "*") allow; the message says what is left.
     """
-    own = limits.get(lease.tenant) or limits.get("*") or Limits()
+    own = _limits_of(lease.tenant, limits)
     if own.priority is not None and lease.priority > own.priority:
         raise UsageError(
             f"tenant {lease.tenant} asks for priority {lease.priority}, but may have {own.priority} at most: ask for it"
         )
     living = [each for each in ledger.leases.values() if each.tenant == lease.tenant and each.id != lease.id]
-    counted = [each.quota for each in living if each.state != "suspended"]
-    memory = sum(quota.memory for quota in counted)
-    share = sum(quota.share for quota in counted)
+    memory, share = _counted(living)
     if own.memory is not None and memory + lease.quota.memory > own.memory:
         left = f"{gigabytes(own.memory)} of memory, of which {gigabytes(max(0, own.memory - memory))} is left"
     elif own.share is not None and share + lease.quota.share > own.share + TOLERANCE:
@@ -94,3 +92,23 @@ def check_limits(ledger: Ledger, lease: Lease, limits: Mapping[str, Limits]) -> 
     raise UsageError(
         f"tenant {lease.tenant} asks for {lease.quota}, but may have {left}: ask for less, or release a lease"
     )
+
+
+def left_of_limits(ledger: Ledger, tenant: str, limits: Mapping[str, Limits]) -> dict[str, int | float | None]:
+    """What a tenant's limits leave for one lease more: "memory" in bytes and "share"; None where there is no limit."""
+    own = _limits_of(tenant, limits)
+    memory, share = _counted(each for each in ledger.leases.values() if each.tenant == tenant)
+    return {
+        "memory": None if own.memory is None else max(0, own.memory - memory),
+        "share": None if own.share is None else max(0.0, round(own.share - share, 6)),
+    }
+
+
+def _limits_of(tenant: str, limits: Mapping[str, Limits]) -> Limits:
+    return limits.get(tenant) or limits.get("*") or Limits()
+
+
+def _counted(leases: Iterable[Lease]) -> tuple[int, float]:
+    """Memory and share of leases, without those that are suspended."""
+    quotas = [each.quota for each in leases if each.state != "suspended"]
+    return sum(quota.memory for quota in quotas), sum(quota.share for quota in quotas)

@@ -34,7 +34,9 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
      "events": [{"time": float, "kind": str, "lease": str | null, "tenant": str | null, "source": str | null,
                  "target": str | null, "seconds": float | null, "bytes": int | null,
                  "pause": float | null,                          of a move: for how long the lease executed nothing
-                 "text": str}]}
+                 "text": str}],
+     "left": {"memory": int | null, "share": float | null}}      what the limits of the tenant that asks leave for one
+                                                                 lease more; null: no limit
 
 A tenant gets this with its own leases alone (`seen_by`): of others it sees that so much memory and share is taken, as
 leases "other-1", "other-2"... of the tenant "(other)".

@@ -43,8 +43,8 @@ class BrokerStore(ABC):
     async def tick(self) -> list[Lease]:
         """Expire leases and remove silent hosts. Returns the leases that ended: expired, or lost with their host."""
 
-    async def status(self) -> dict[str, Any]:
-        return await self._run(lambda broker, now: broker.status(now), repeatable=True)
+    async def status(self, *, tenant: str | None = None) -> dict[str, Any]:
+        return await self._run(lambda broker, now: broker.status(now, tenant=tenant), repeatable=True)
 
     async def measured(self, gpu: str, *, utilization: float | None, memory: int | None) -> None:
         await self._run(lambda broker, _: broker.measured(gpu, utilization=utilization, memory=memory), repeatable=True)

@@ -110,7 +110,7 @@ class ControlHandler:
         """
         operation, arguments = request
         if operation == "status":
-            whole = dict(await self._store.status())
+            whole = dict(await self._store.status(tenant=asker.tenant.name))
             return whole if asker.tenant.role != "tenant" else seen_by(whole, asker.tenant.name)
         if operation in ("lease", "resume"):
             self._tenant_rate.check(f"tenant {asker.tenant.name}")

@@ -7,7 +7,7 @@ that, after a check that the pool accepts this user and has such a GPU.
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,30 +49,36 @@ def run(
     on: str | None,
     token: str | None,
     tenant: str,
+    chosen: Callable[[Quota], None] | None = None,
 ) -> int:
     """Run a program whose `cuda` is a GPU of a pool, to its end.
 
     Args:
         to: the pool.
         startup: the directory whose sitecustomize.py sets the device up.
-        memory, share: its quota; None: all that is free on the GPU with the most free memory.
+        memory, share: its quota. Memory of None: all that is free on the GPU with the most free memory; share of None:
+            with memory, 1, else what is left of that GPU. The tenant's limits lower both.
         on: a GPU ("host/1") or a host; None lets the pool choose.
         token: for the pool.
         tenant: the name shown in lists.
+        chosen: called with the quota before the program starts.
 
     Returns:
         its exit code, or 128 and the number of the signal that ended it.
 
     Raises:
         UsageError: there is no such program, or the quota is wrong.
-        UnavailableError: no GPU of the pool has memory free.
+        UnavailableError: no GPU of the pool has memory free, or the tenant's limits leave nothing.
         WarpbusError: the pool does not answer, or does not accept the token.
     """
     if not command:
         raise UsageError("no program: give one after --, such as: warpbus pool run --remote HOST -- python train.py")
     _check_python(command)
     with ControlChannel(to, token) as control:
-        quota = _quota(control.ask("status")["gpus"], memory, share, on)
+        status = control.ask("status")
+    quota = _quota(status["gpus"], memory, share, on, status.get("left", {}))
+    if chosen is not None:
+        chosen(quota)
     with tempfile.TemporaryDirectory(prefix="warpbus-") as directory:
         leases = Path(directory) / "leases"
         paths = [str(startup), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -105,21 +111,36 @@ def _check_python(command: Sequence[str]) -> None:
             )
 
 
-def _quota(gpus: Sequence[dict[str, Any]], memory: str | None, share: float | None, on: str | None) -> Quota:
-    """The program's request."""
+def _quota(
+    gpus: Sequence[dict[str, Any]],
+    memory: str | None,
+    share: float | None,
+    on: str | None,
+    limits: Mapping[str, float | None],
+) -> Quota:
+    """The program's request; `limits` are what the tenant's limits leave of "memory" and "share"."""
     fitting = [each for each in gpus if each["state"] == "open" and on in (None, each["name"], each["host"])]
     if not fitting:
         if on is None:
             raise UnavailableError("the pool has no open GPU: see warpbus pool status")
         raise UnavailableError(f"the pool has no open GPU or host {on}: see warpbus pool status")
     best = max(fitting, key=lambda each: (each["free"], -each["share_used"]))
+    for name, given in (("memory", memory), ("share", share)):
+        if given is None and limits.get(name) == 0:
+            raise UnavailableError(
+                f"the limits of your token leave no {name}: release a lease, see warpbus pool status"
+            )
+    most_share = 1.0 if (allowed := limits.get("share")) is None else min(1.0, allowed)
     if memory is None:
         left = round(best["oversubscribe"] - best["share_used"], 6)
         if best["free"] <= 0 or left <= 0:
             raise UnavailableError("no GPU of the pool is free: give --memory and --share, and the program waits")
         # An oversubscribed GPU has more free than one lease may have.
-        return Quota(min(best["free"], best["memory"]), min(1.0, left) if share is None else share)
-    return Quota.parse(memory, 1.0 if share is None else share, card=best["memory"])
+        free = min(best["free"], best["memory"])
+        if (allowed := limits.get("memory")) is not None:
+            free = min(free, int(allowed))
+        return Quota(free, min(most_share, left) if share is None else share)
+    return Quota.parse(memory, most_share if share is None else share, card=best["memory"])
 
 
 def _release(leases: Path, to: Address, token: str | None) -> None:
