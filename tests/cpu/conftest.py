@@ -123,12 +123,15 @@ def ray_cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
+    # Beside other processes a node may answer late, and they may take the memory: no reason to give it up, or to kill
+    # what runs on it. A node that has ended refuses connections, which Ray notices as soon as without this.
+    settings = {"health_check_timeout_ms": 120_000, "memory_monitor_refresh_ms": 0}
     nodes = Cluster()
     with pytest.MonkeyPatch.context() as patch:
         here = Path(__file__).parent
         sources = Path(warpbus.__file__).parents[1]  # those that are tested, wherever another Warpbus is installed
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here / "dist", here / "engine", sources))))
-        for _ in range(2):
+        for head in ({"_system_config": settings}, {}):
             # Without the processes that collect logs and start machines: they compute until the tests end.
             nodes.add_node(
                 num_cpus=1,
@@ -136,6 +139,7 @@ def ray_cluster() -> Iterator[Any]:
                 include_dashboard=False,
                 include_log_monitor=False,
                 no_monitor=True,
+                **head,
             )
     yield nodes
     ray.shutdown()

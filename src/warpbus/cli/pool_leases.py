@@ -49,7 +49,7 @@ def status(
         console = Console()
         if not control.welcome["tokens"]:
             warning = "this pool asks for no tokens: every user and program of its machine is an admin"
-            Console(stderr=True, soft_wrap=True).print(f"[bold yellow]{warning}[/]")
+            Console(stderr=True, soft_wrap=True).print(warning, style="bold yellow")
         if once or not console.is_terminal:
             console.print(pool_table(now))
             return

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from warpbus.cuda.memory_size import gigabytes, short_size
+from warpbus.language import language_in_use, translated
 
 if TYPE_CHECKING:  # what is shown loads torch, and not every verb needs it
     from warpbus.engine import MemoryPlan
@@ -65,11 +66,17 @@ def estimate_table(estimate: QuantizationEstimate) -> Table:
         place = need.place if last is None else f"{need.place} to {last}"
         free = "?" if need.available is None else short_size(need.available)
         style = None if need.fits else "bold red"
-        table.add_row(Text(place), short_size(need.total), free, need.details(), style=style)
+        table.add_row(Text(place), short_size(need.total), free, _parts(need), style=style)
     if estimate.time is not None:
         table.caption = f"time: {estimate.time}, longer on a busy machine or a slow disk"
         table.caption_justify = "left"
     return table
+
+
+def _parts(need: MemoryNeed) -> str:
+    """The parts and their sizes in the language in use."""
+    between = "，" if language_in_use() == "zh" else ", "
+    return between.join(f"{translated(name)} {short_size(size)}" for name, size in need.parts.items())
 
 
 def _alike(gpus: tuple[MemoryNeed, ...]) -> list[tuple[MemoryNeed, str | None]]:

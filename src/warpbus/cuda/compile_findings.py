@@ -47,7 +47,9 @@ _OUTER = re.compile(r"^\s*(?:namespace\b[^{}]*|extern\s*)$")
 _FUNCTION = re.compile(
     r"(?P<head>.*?)\b(?P<name>[A-Za-z_]\w*)\s*\((?:[^()]|\([^()]*\))*\)\s*(?:const|noexcept|\s)*$", re.DOTALL
 )
-_QUALIFIED = re.compile(r"\b__(device|global)__\b[^;{}()]*(?:__launch_bounds__\s*\([^()]*\)[^;{}()]*)?\b(\w+)\s*\(")
+_QUALIFIED = re.compile(
+    r"\b__(device|global)__\b[^;{}()]*(?:__(?:launch_bounds|cluster_dims)__\s*\([^()]*\)[^;{}()]*)*\b(\w+)\s*\("
+)
 _LAUNCHED = re.compile(r"\b(\w+)\s*(?:<[^<>;{}()]*>)?\s*<<<")
 
 

@@ -7,6 +7,8 @@ The program writes a finding as a line of JSON, its kind and the fields of that 
 import os
 from typing import Any, TypeAlias
 
+from warpbus.cuda.finding_words import WORDS
+
 _FIRST_PAGE = 4096  # bytes at address 0 that are never allocated: elements of an array at a null pointer are there
 
 Finding: TypeAlias = dict[str, Any]
@@ -24,286 +26,21 @@ def language_of_locale() -> str:
     return "en"
 
 
-_WORDS: dict[str, tuple[str, str]] = {
-    "at": ("kernel {kernel}, block {block}, thread {thread}", "核函数 {kernel}，线程块 {block}，线程 {thread}"),
-    "block": ("kernel {kernel}, block {block}", "核函数 {kernel}，线程块 {block}"),
-    "line": (" (line {line})", "（第 {line} 行）"),
-    "reads": ("reads", "读"),
-    "writes": ("writes", "写"),
-    "accesses": ("accesses", "访问"),
-    "device": ("device", "设备"),
-    "shared": ("shared", "共享"),
-    "outside": (
-        "{at}: {verb} {array}[{index}]{line}, but {array} has {elements}: {hint}",
-        "{at}：{verb}了 {array}[{index}]{line}，但 {array} 只有 {count} 个元素（每个 {element} 字节）：{hint}",
-    ),
-    "one_past": (
-        "the last valid index is {last}. Is a bounds check such as `if (i < n)` missing, does it compare with <= "
-        "instead of <, or is the index one too large?",
-        "最后一个有效下标是 {last}。是否缺少 `if (i < n)` 这样的边界检查，或者把 < 写成了 <=，或者下标多了 1？",
-    ),
-    "far": (
-        "the last valid index is {last}. Check the index before the access, for example with `if (i < n)`",
-        "最后一个有效下标是 {last}。请在访问之前检查下标，例如 `if (i < n)`",
-    ),
-    "before": (
-        "{at}: {verb} {array}[{index}]{line}, which is before the begin of {array}",
-        "{at}：{verb}了 {array}[{index}]{line}，它在 {array} 的起点之前",
-    ),
-    "padding": (
-        "kernel {kernel} wrote {array}[{index}], but {array} has {elements}: {hint}",
-        "核函数 {kernel} 写了 {array}[{index}]，但 {array} 只有 {count} 个元素（每个 {element} 字节）：{hint}",
-    ),
-    "padding_before": (
-        "kernel {kernel} wrote {array}[{index}], which is before the begin of {array}",
-        "核函数 {kernel} 写了 {array}[{index}]，它在 {array} 的起点之前",
-    ),
-    "misaligned": (
-        "{at}: {verb} {bytes} bytes at {array}[{index}]{line}, but its address is not a multiple of "
-        "{bytes}: a GPU stops "
-        "with `misaligned address`",
-        "{at}：在 {array}[{index}] 处{verb} {bytes} 字节{line}，但该地址不是 {bytes} 的倍数：GPU 会报 "
-        "misaligned address",
-    ),
-    "host": (
-        "host code accesses device memory ({array}, {bytes} bytes){line}: copy it with cudaMemcpy first",
-        "主机代码访问了设备内存（{array}，{bytes} 字节）{line}：请先用 cudaMemcpy 复制",
-    ),
-    "wild": (
-        "{at}: access to address {address}{line}, which no cudaMalloc returned: a wild index, or a host "
-        "pointer that does "
-        "not exist",
-        "{at}：访问了地址 {address}{line}，它不属于任何 cudaMalloc 分配：下标越界很远，或者用了不存在的主机指针",
-    ),
-    "wild_host": (
-        "host code: access to address {address}{line}, which is not allocated",
-        "主机代码：访问了未分配的地址 {address}{line}",
-    ),
-    "null": (
-        "{at}: access through a null pointer{line}: let it point to memory of cudaMalloc, or to a __shared__ array",
-        "{at}：访问了空指针{line}：请让它指向 cudaMalloc 分配的内存，或 __shared__ 数组",
-    ),
-    "null_host": (
-        "host code: access through a null pointer{line}",
-        "主机代码：访问了空指针{line}",
-    ),
-    "freed": (
-        "{at}: accesses {array}{line}, but cudaFree has freed it: move the cudaFree behind its last use",
-        "{at}：访问了 {array}{line}，但它已被 cudaFree 释放：请把 cudaFree 移到最后一次使用之后",
-    ),
-    "freed_host": (
-        "host code: accesses {array}{line}, but cudaFree has freed it",
-        "主机代码：访问了 {array}{line}，但它已被 cudaFree 释放",
-    ),
-    "stack": (
-        "{at}: its local variables and calls need more than 512 KB{line}, the limit of a GPU: look for a recursion "
-        "that does not end, or move a large array to memory of cudaMalloc",
-        "{at}：局部变量和函数调用需要超过 512 KB{line}，这是 GPU 的上限：请检查是否有不会结束的递归，"
-        "或者把大数组移到 cudaMalloc 分配的内存里",
-    ),
-    "division": (
-        "{at}: divides an integer by zero{line}: a GPU does not stop there, but the result is undefined",
-        "{at}：整数除以零{line}：GPU 不会因此停止，但结果是未定义的",
-    ),
-    "division_host": ("host code: divides an integer by zero{line}", "主机代码：整数除以零{line}"),
-    "assertion": (
-        "{at}: its assert failed (see above) or it called abort: a GPU stops with `device-side assert triggered`",
-        "{at}：断言（assert）失败（见上文），或调用了 abort：GPU 会报 device-side assert triggered",
-    ),
-    "race": (
-        "kernel {kernel}, block {block}: a race on {memory} memory: thread {its_thread} {its_verb} "
-        "{array}[{index}]{its_line} "
-        "and thread {thread} {verb} it{line}, and {no_barrier} is between them: their order is undefined, so {remedy}",
-        "核函数 {kernel}，线程块 {block}：{memory}内存上的数据竞争：线程 {its_thread} {its_verb} "
-        "{array}[{index}]{its_line}，"
-        "线程 {thread} {verb}同一个元素{line}，两者之间没有 {no_barrier}：先后次序不确定，{remedy}",
-    ),
-    "two_lines": (
-        "put a barrier between the two accesses, also if they are in different rounds of a loop",
-        "请在这两次访问之间同步，它们处于循环的不同轮次时也一样",
-    ),
-    "one_line": (
-        "give each element to one thread (does the index use threadIdx?) or use an atomic operation such as atomicAdd; "
-        "if the accesses are in different rounds of a loop, put a barrier between the rounds",
-        "请让每个元素只由一个线程处理（下标里用了 threadIdx 吗？），或者使用 atomicAdd 之类的原子操作；"
-        "如果两次访问处于循环的不同轮次，请在两轮之间同步",
-    ),
-    "no_syncthreads": ("no __syncthreads()", "__syncthreads()"),
-    "no_syncwarp": ("neither __syncthreads() nor __syncwarp()", "__syncthreads() 或 __syncwarp()"),
-    "race_blocks": (
-        "kernel {kernel}: a race on device memory: thread {its_thread} of block {its_block} {its_verb} "
-        "{array}[{index}]{its_line} and thread {thread} of block {block} {verb} it{line}: blocks run in "
-        "any order, so give each element to one block (does the index use blockIdx?), or use an atomic operation "
-        "such as atomicAdd",
-        "核函数 {kernel}：设备内存上的数据竞争：线程块 {its_block} 的线程 {its_thread} {its_verb} "
-        "{array}[{index}]{its_line}，"
-        "线程块 {block} 的线程 {thread} {verb}同一个元素{line}：线程块的执行顺序不定，"
-        "请让每个元素只由一个线程块处理（下标里用了 blockIdx 吗？），或者使用 atomicAdd 之类的原子操作",
-    ),
-    "unwritten": (
-        "{at}: reads {array}[{index}]{line}, to which nothing was written: {memory} memory is not zero at first",
-        "{at}：读了 {array}[{index}]{line}，但此前没有写过它：{memory}内存的初值不是 0",
-    ),
-    "barrier": (
-        "{block}: {threads} at {what}{line}, but {ended} have returned, such as thread "
-        "{returned}: on a GPU this is undefined. All threads of the block have to reach the barrier: move it out "
-        "of the `if`, and let no thread return before it",
-        "{block}：{count} 个线程在 {what} 处等待{line}，但有 {ended} 个线程已经返回，例如线程 "
-        "{returned}：这在 GPU 上是未定义行为。线程块的所有线程都必须到达同步点："
-        "请把它移到 if 之外，并且不要让线程在它之前返回",
-    ),
-    "divergent": (
-        "{block}: threads of one block wait at different barriers: thread {waiting} at line "
-        "{line_number}, thread {other} at "
-        "line {its_line_number}: a barrier is inside a branch that not all threads take",
-        "{block}：同一线程块的线程停在不同的同步点：线程 {waiting} 在第 {line_number} 行，线程 {other} "
-        "在第 {its_line_number} 行："
-        "同步点放在了并非所有线程都会进入的分支里",
-    ),
-    "grid": (
-        "kernel {kernel}: block {block} waits at grid.sync(){line}, but block {returned} has returned: all blocks of "
-        "the grid have to reach the barrier: move it out of the `if`, and let no block return before it",
-        "核函数 {kernel}：线程块 {block} 在 grid.sync() 处等待{line}，但线程块 {returned} 已经返回："
-        "网格的所有线程块都必须到达同步点：请把它移到 if 之外，并且不要让线程块在它之前返回",
-    ),
-    "grid_launch": (
-        "kernel {kernel} waits at grid.sync(){line}, which needs a cooperative launch: start it with "
-        "cudaLaunchCooperativeKernel instead of <<<...>>>",
-        "核函数 {kernel} 在 grid.sync() 处等待{line}，这需要协作启动："
-        "请用 cudaLaunchCooperativeKernel 启动，不要用 <<<...>>>",
-    ),
-    "warp": (
-        "{block}: thread {waiting} waits at {what}{line} for the lanes of its mask {mask}, but thread "
-        "{missing} {state}: all "
-        "lanes of the mask have to execute it",
-        "{block}：线程 {waiting} 在 {what} 处等待掩码 {mask} 中的线程{line}，但线程 {missing} {state}："
-        "掩码中的所有线程都必须执行它",
-    ),
-    "returned": ("has returned", "已经返回"),
-    "waits": ("waits at {its_what}{its_line}", "停在 {its_what}{its_line}"),
-    "not in its own mask": ("is not in its own mask", "不在自己的掩码中"),
-    "default_stream": (
-        "kernel {kernel} is launched into the default stream while another stream captures a graph, which ends the "
-        "capture: name the capturing stream in <<<...>>>",
-        "捕获图的过程中，核函数 {kernel} 启动到了默认流，捕获因此失败：请在 <<<...>>> 里写明正在捕获的流",
-    ),
-    "nested": (
-        "{at}: launches the kernel {launched}: the CPU does not support dynamic parallelism, launch it from the host",
-        "{at}：启动了核函数 {launched}：CPU 上不支持动态并行，请从主机启动它",
-    ),
-    "endless": (
-        "{at}: it does not end{line}: look for a loop whose condition never changes",
-        "{at}：没有结束{line}：请检查循环条件是否会变化",
-    ),
-    "endless_host": ("the program does not end{line}", "程序没有结束{line}"),
-    "rejected": ("the compiler rejects the program{line}: {said}{hint}", "编译器报错{line}：{said}{hint}"),
-    "assembly": (
-        "the compiler rejects an asm statement{line}: the CPU knows those with operands of PTX (h, r, l, f, d, n)",
-        "编译器不接受 asm 语句{line}：CPU 上只支持操作数约束为 h、r、l、f、d、n 的 PTX 语句",
-    ),
-    "ptx_host": (
-        "host code: the PTX instruction {instruction}{line} is for kernels",
-        "主机代码：PTX 指令 {instruction}{line} 只能用在核函数里",
-    ),
-    "ptx": (
-        "{at}: the CPU does not have the PTX instruction {instruction}{line}: use a function of CUDA in its place, or "
-        "a machine with a GPU and nvcc",
-        "{at}：CPU 上不支持 PTX 指令 {instruction}{line}：请改用 CUDA 函数，或者在有 GPU 和 nvcc 的机器上运行",
-    ),
-    "hint_incomplete": (
-        ". The statement is not complete: look for a missing ; or ) here or at the end of the line before",
-        "。语句不完整：请检查这里或上一行末尾是否缺少分号或括号",
-    ),
-    "hint_unknown": (
-        ". The compiler does not know this name: is it misspelt, or not declared before its first use?",
-        "。编译器不认识这个名字：是拼写有误，还是使用之前没有声明？",
-    ),
-    "hint_cuda": (
-        ". It is misspelt, or it belongs to the parts of CUDA that the CPU does not have: then a machine with a GPU "
-        "and nvcc runs the program",
-        "。名字拼写有误，或者它属于 CPU 上不支持的 CUDA 功能：如是后者，请在有 GPU 和 nvcc 的机器上运行",
-    ),
-    "hint_library": (
-        ". Of CUDA's headers the CPU has cuda_runtime.h, cuda_fp16.h, cuda_bf16.h, mma.h, cooperative_groups.h, "
-        "cuda_pipeline.h and what they include: a machine with a GPU and nvcc runs programs with others",
-        "。CPU 上只有 cuda_runtime.h、cuda_fp16.h、cuda_bf16.h、mma.h、cooperative_groups.h、cuda_pipeline.h "
-        "及其包含的头文件："
-        "用到 CUDA 其他头文件的程序，请在有 GPU 和 nvcc 的机器上运行",
-    ),
-    "hint_no_rows": (
-        ". An array in device memory has one index: row * columns + column instead of [row][column]",
-        "。设备内存中的数组只有一个下标：请写 row * columns + column，而不是 [row][column]",
-    ),
-    "hint_const": (
-        ". It is const: the kernel may read it, but not change it",
-        "。它是 const：核函数只能读，不能修改",
-    ),
-    "hint_arguments": (
-        ". The call has other arguments than the function has parameters: compare their number and types",
-        "。调用的实参与函数的形参不符：请对照个数和类型",
-    ),
-    "hint_pointer": (
-        ". The types do not fit: a pointer is an address, its elements are pointer[index]",
-        "。类型不符：指针是地址，它的元素要写成 pointer[index]",
-    ),
-    "hint_void": (
-        ". A kernel returns nothing: it writes its results to device memory",
-        "。核函数没有返回值：结果要写到设备内存",
-    ),
-    "hint_header": (
-        ". Include the header of the standard library that declares it: #include <vector> for std::vector",
-        "。请包含声明它的标准库头文件：例如 std::vector 需要 #include <vector>",
-    ),
-    "hint_twice": (". The name is declared twice: rename or remove one", "。这个名字声明了两次：请改名或删去一个"),
-    "hint_print": (
-        ". A kernel has no standard library: it prints with printf",
-        "。核函数里不能使用标准库：请用 printf 输出",
-    ),
-    "blocks": (
-        "{size}: {found} blocks were launched, {needed} are needed: is the number of blocks n / threads, rounded up, "
-        "and do the blocks come first in <<<blocks, threads>>>?",
-        "{size}：启动了 {found} 个线程块，需要 {needed} 个：线程块数是不是 n / threads 向上取整，"
-        "<<<线程块数, 线程数>>> 的次序对吗？",
-    ),
-    "braces": (
-        "the braces do not match: the file has {opened} {{ and {closed} }}",
-        "花括号不配对：文件里有 {opened} 个 {{ 和 {closed} 个 }}",
-    ),
-    "signature": (
-        "the test cannot call the functions of this file: {said}. Keep the names and parameters that the "
-        "exercise gave them",
-        "测试无法调用文件里的函数：{said}。请保留练习给出的函数名和参数",
-    ),
-    "not_global": (
-        "{function} is launched with <<<...>>>, but is not a kernel{line}: write __global__ before its type",
-        "{function} 用 <<<...>>> 启动，但它不是核函数{line}：请在它的类型前面写 __global__",
-    ),
-    "not_device": (
-        "a kernel calls {function}{its_line}, which is a function of the host{line}: write __device__ before its type",
-        "核函数调用了 {function}{its_line}，但它是主机函数{line}：请在它的类型前面写 __device__",
-    ),
-    "not_launched": (
-        "the kernel {function} is called without <<<blocks, threads>>>{line}: a kernel has to be launched",
-        "调用核函数 {function} 时没有写 <<<线程块数, 线程数>>>{line}：核函数必须这样启动",
-    ),
-    "status": ("{size}: the launch failed: {status}", "{size}：启动失败：{status}"),
-    "configuration": (
-        "{size}: the launch failed: {status}: a launch needs at least 1 block, and 1 to 1024 threads per block",
-        "{size}：启动失败：{status}：至少要有 1 个线程块，每个线程块要有 1 到 1024 个线程",
-    ),
-    "wrong": (
-        "{size}: {array}[{index}] is {found}, expected {expected} (wrong elements: {wrong} of {count})",
-        "{size}：{array}[{index}] 是 {found}，应为 {expected}（{count} 个元素中有 {wrong} 个不对）",
-    ),
-    "missing": (
-        "{size}: {array}[{index}] was never written, expected {expected} (wrong elements: {wrong} of {count})",
-        "{size}：{array}[{index}] 没有被写过，应为 {expected}（{count} 个元素中有 {wrong} 个不对）",
-    ),
-}
+_OF_A_BLOCK = (
+    "barrier",
+    "divergent",
+    "warp",
+    "warpgroup",
+    "mbarrier_stuck",
+    "mbarrier_surplus",
+    "named_stuck",
+    "cluster_stuck",
+    "in_flight",
+)
 
 
 def _word(name: str, language: str) -> str:
-    return _WORDS[name][LANGUAGES.index(language)]
+    return WORDS[name][LANGUAGES.index(language)]
 
 
 def _place(at: list[int]) -> str:
@@ -334,12 +71,22 @@ def explain(finding: Finding, language: str = "en") -> str:
         count = finding["count"]
         fields |= {"last": count - 1, "elements": f"{_count(count, 'element')} of {_count(finding['element'], 'byte')}"}
         fields["hint"] = _word("one_past" if finding["index"] == count else "far", language).format(**fields)
-    if kind in ("barrier", "divergent", "warp"):
+    if kind in _OF_A_BLOCK:
         fields["block"] = _word("block", language).format(**fields)
     if kind == "barrier":
         fields["threads"] = f"{_count(finding['count'], 'thread')} wait{'s' if finding['count'] == 1 else ''}"
     if kind == "warp":
         fields["mask"] = f"0x{finding['mask']:08x}"
+    if "problem" in finding:
+        fields["problem"] = _word(finding["problem"], language).format(**fields)
+    if "its_what" in finding and kind in ("not_waited", "still_read"):
+        fields["its_what"] = _word(finding["its_what"], language)
+        fields["its_wait"] = _word("wait_" + finding["its_what"], language)
+    if kind == "mbarrier_surplus":
+        fields["bytes"] = -finding["bytes"]
+    if kind in ("spin", "spin_launch", "proxy_fence"):
+        fields["what"] = _word(finding["what"], language) if finding["what"] in WORDS else finding["what"]
+    if kind in ("warp", "warpgroup"):
         fields["state"] = _word(finding["state"], language).format(**fields)
     if kind == "race":
         fields["no_barrier"] = _word("no_syncwarp" if finding["same_warp"] else "no_syncthreads", language)
@@ -367,6 +114,8 @@ def _kind(finding: Finding) -> str:
         kind = "null"
     if kind in ("wild", "null", "endless", "freed", "division", "ptx") and "thread" not in finding:
         return f"{kind}_host"
+    if kind == "mbarrier_stuck" and finding["bytes"] < 0:
+        return "mbarrier_surplus"
     if kind == "status" and finding["status"] == "invalid configuration argument":
         return "configuration"
     return "missing" if kind == "wrong" and finding["unwritten"] else kind

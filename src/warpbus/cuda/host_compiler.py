@@ -161,7 +161,7 @@ def kept_object(source: Path, root: Path, flags: Sequence[str]) -> Iterator[Path
 
 def _entry(source: Path, root: Path, target: str, flags: Sequence[str], ending: str) -> Path:
     compiler = find_compiler()
-    key = source_key(source, root, compiler, _version(compiler), tuple(flags), platform.machine())
+    key = source_key(source, root, compiler, compiler_version(compiler), tuple(flags), platform.machine())
     return cache_directory() / f"{source.stem}-{target}-{key}{ending}"
 
 
@@ -185,7 +185,8 @@ def _is_ours(entry: Path) -> bool:
 
 
 @functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
+def compiler_version(compiler: tuple[str, ...]) -> str:
+    """What a compiler says of itself."""
     return _run((*compiler, "--version")).stdout
 
 

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from warpbus.cuda import driver
 from warpbus.cuda.compile_findings import misqualified, rejected
 from warpbus.cuda.cpu import find_compiler
 from warpbus.cuda.findings import Finding
-from warpbus.cuda.host_compiler import kept_object
+from warpbus.cuda.host_compiler import compiler_version, kept_object
 from warpbus.cuda.ptx.assembly import HEADER, translate_ptx
 from warpbus.errors import DataError, DeviceError
 
@@ -29,16 +29,18 @@ HEADERS = Path(__file__).parent / "on_cpu"
 _RUNTIME = HEADERS / "runtime.cpp"
 _RUNTIME_FLAGS = ("-std=c++20", "-O2", "-w", "-fno-pie")
 _CHECKED = ("-fsanitize=thread", "-fno-threadsafe-statics", "-fno-tree-sra")
+_GXX_WITH_VOLATILE = 11
 
 _WRAPPED = tuple(f"-Wl,--wrap={name}" for name in ("printf", "puts", "putchar"))
 
 _SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 _ALIGNED = r"(?:__align__|alignas)\s*\((?:[^()]|\([^()]*\))*\)\s*"
 _SHARED = re.compile(
-    rf"(?P<before>(?:\b(?:extern|static|const|volatile)\s+|{_ALIGNED})*)\b__shared__\s+(?:{_ALIGNED})*"
+    rf"(?P<before>(?:\b(?:extern|static|const|volatile)\s+|{_ALIGNED})*)\b__shared__\s+(?P<after>(?:{_ALIGNED})*)"
     rf"(?P<type>(?:(?:const|volatile|unsigned|signed|long|short|struct)\s+|{_ALIGNED})*[\w:]+(?:<[^<>;{{}}]*>)?)"
     r"\s+(?P<arrays>\w[^;={}()]*);"
 )
+_ALIGNMENT = re.compile(r"(?:__align__|alignas)\s*\(((?:[^()]|\([^()]*\))*)\)")
 _NOT_OF_A_TYPE = re.compile(rf"\b(?:extern|static|const)\b|{_ALIGNED}")
 _DYNAMIC = re.compile(r"(\w+)\s*\[\s*\]\s*((?:\[[^\[\]]+\]\s*)*)")
 _DECLARED = re.compile(r"\s*(\w+)\s*((?:\[[^\[\]]+\]\s*)*)")
@@ -46,6 +48,15 @@ _OF_A_KERNEL = re.compile(
     r"\b(?P<function>cudaLaunchKernel|cudaLaunchCooperativeKernel|cudaFuncSetAttribute)\s*\(\s*"
     r"(?:\(\s*(?:const\s+)?void\s*(?:const\s*)?\*\s*\)|(?:reinterpret|static)_cast\s*<[^<>]*>)?\s*"
     r"(?P<kernel>\(?\s*&?\s*(?P<name>[\w:]+)\s*(?:<[^<>;{}()]*>)?\s*\)?)\s*,"
+)
+_WHILE = re.compile(r"\bwhile\s*\(")
+_NO_BODY = re.compile(r"\s*(?:;|\{\s*\})")
+_LAUNCH_EX = re.compile(
+    r"\bcudaLaunchKernelEx\s*\(\s*(?P<config>[^,()]+)\s*,\s*(?P<kernel>&?\s*(?P<name>[\w:]+)\s*(?:<[^<>;{}()]*>)?)\s*(?=[,)])"
+)
+_CLUSTER = re.compile(
+    r"\b__cluster_dims__\s*\((?P<size>(?:[^()]|\([^()]*\))*)\)"
+    r"(?=(?:[^(){};]|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\))*?\b(?P<kernel>(?!__launch_bounds__)\w+)\s*\()"
 )
 _KERNEL = re.compile(r"[\w:]+\s*(?:<[^<>;{}()]*>)?\s*$")
 
@@ -73,16 +84,26 @@ class ProgramRun:
 
 def has_gpu() -> bool:
     """Whether this machine has a GPU that its driver finds, and nvcc."""
+    return _driver_finds_gpu() and _nvcc() is not None
+
+
+def _driver_finds_gpu() -> bool:
     try:
         loaded, count = driver.library(), ctypes.c_int()
     except DeviceError:
         return False
-    return (
-        loaded.cuInit(0) == 0
-        and loaded.cuDeviceGetCount(ctypes.byref(count)) == 0
-        and count.value > 0
-        and bool(_nvcc())
-    )
+    return loaded.cuInit(0) == 0 and loaded.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def _architecture() -> str:
+    """The option of nvcc for the first GPU: on a Hopper with the instructions that are its own, such as wgmma.
+
+    Raises:
+        DeviceError: there is no driver, or no GPU.
+    """
+    driver.check(driver.library().cuInit(0), "the CUDA driver")
+    capability = [driver.attribute(which, 0) for which in (driver.CAPABILITY_MAJOR, driver.CAPABILITY_MINOR)]
+    return "-arch=sm_90a" if capability == [9, 0] else "-arch=native"
 
 
 def _nvcc() -> str | None:
@@ -147,6 +168,12 @@ def run_in_orders(
         return runs
 
 
+def _tells_volatile(compiler: tuple[str, ...]) -> bool:
+    """Whether the compiler is g++ 11 or later, which calls other functions before accesses to volatile variables."""
+    found = re.match(r"(?!.*clang)\S+ .*\s(\d+)\.\d+\.\d+", compiler_version(compiler).partition("\n")[0])
+    return found is not None and int(found[1]) >= _GXX_WITH_VOLATILE
+
+
 def _text(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
@@ -165,7 +192,9 @@ def _build(
         checks: whether the program calls `on_cpu/checks.h` before each access: the functions of a sanitizer, but ours.
     """
     own = text.with_suffix(".o")
-    instrumented = _CHECKED if checks else ()
+    instrumented: tuple[str, ...] = _CHECKED if checks else ()
+    if checks and _tells_volatile(compiler):
+        instrumented += ("--param=tsan-distinguish-volatile=1",)  # a loop that waits for a volatile value
     mistake = _compile([*compiler, *flags, *instrumented, "-fno-pie", "-c", str(text), "-o", str(own)], source)
     if mistake:
         return mistake
@@ -180,13 +209,15 @@ def run_on_gpu(
 ) -> ProgramRun:
     """Compile a program with nvcc for the GPU of this machine and run it.
 
-    Args:
-        source, arguments, appended, include: see `run_in_orders`.
+        Args:
+            source, arguments, appended, include: see `run_in_orders`.
 
-    Raises:
-        DataError: see `run_in_orders`.
-        DeviceError: there is no nvcc.
+        Raises:
+            DataError: see `run_in_orders`.
+    DeviceError: there is no GPU, or no nvcc.
     """
+    if not _driver_finds_gpu():
+        raise DeviceError("no GPU was found on this machine: give --device cpu, or see warpbus doctor")
     compiler = _nvcc()
     if compiler is None:
         raise DeviceError(
@@ -199,7 +230,7 @@ def run_on_gpu(
         if appended:
             whole = Path(place, "exercise.cu")
             whole.write_text(f'#line 1 "{source.name}"\n{_text(source)}\n#line 1 "test"\n{appended}', encoding="utf-8")
-        flags = ["-std=c++17", "-O2", "-arch=native", f"-I{source.parent}", *([f"-I{include}"] if include else [])]
+        flags = ["-std=c++17", "-O2", _architecture(), f"-I{source.parent}", *([f"-I{include}"] if include else [])]
         mistake = _compile([compiler, *flags, str(whole), "-o", str(program)], source)
         return ProgramRun("", "", 1, (mistake,)) if mistake else _run(program, arguments, {}, source)
 
@@ -227,12 +258,19 @@ def translate(text: str) -> str:
             continue
         arrays = [_DECLARED.fullmatch(each) for each in found["arrays"].split(",")]
         if all(arrays):  # other declarations stay: threads.h makes them static, without checks
-            shared = " ".join(_shared(element, *each.groups()) for each in arrays if each)
+            alignment = _ALIGNMENT.search(f"{found['before']} {found['after']} {found['type']}")
+            shared = " ".join(_shared(element, each[1], each[2], alignment) for each in arrays if each)
             edits.append((*found.span(), shared + "\n" * found[0].count("\n")))
     for found in _OF_A_KERNEL.finditer(plain):
         call = f'warpbus::{found["function"]}("{found["name"]}", {found["kernel"]},'
         edits.append((*found.span(), call + "\n" * found[0].count("\n")))
+    for found in _LAUNCH_EX.finditer(plain):
+        call = f'warpbus::cudaLaunchKernelEx("{found["name"]}", {_spaced(found["config"])}, {_spaced(found["kernel"])}'
+        edits.append((*found.span(), call + "\n" * found[0].count("\n")))
+    clusters = list(_CLUSTER.finditer(plain))
+    edits += [(*found.span(), "\n" * found[0].count("\n")) for found in clusters]
     edits += translate_ptx(text, plain)
+    edits += _waiting_loops(plain)
     start = plain.find("<<<")
     while start >= 0:
         line = plain.count("\n", 0, start) + 1
@@ -250,7 +288,12 @@ def translate(text: str) -> str:
         start = plain.find("<<<", closed)
     for begin, end, new in sorted(edits, reverse=True):
         text = text[:begin] + new + text[end:]
-    return text
+    # Behind the program, where its constants are known.
+    return text + "".join(
+        f"\nstatic const bool warpbus_cluster_{found['kernel']} = "
+        f'warpbus::set_cluster("{found["kernel"]}", dim3({_spaced(found["size"])}));'
+        for found in clusters
+    )
 
 
 def _spaced(text: str) -> str:
@@ -258,12 +301,34 @@ def _spaced(text: str) -> str:
     return " ".join(text.split())
 
 
-def _shared(element: str, name: str, extents: str) -> str:
+def _shared(element: str, name: str, extents: str, alignment: re.Match[str] | None) -> str:
     """An array of shared memory, on one line."""
-    array = _spaced(element + extents)
-    return (
-        f'static warpbus::Shared<warpbus::Type<{array}>> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.value;'
-    )
+    kind = f"warpbus::Type<{_spaced(element + extents)}>"
+    kind += f", static_cast<size_t>({_spaced(alignment[1])})" if alignment else ""
+    return f'static warpbus::Shared<{kind}> warpbus_{name}("{name}"); auto &{name} = warpbus_{name}.declared();'
+
+
+def _waiting_loops(plain: str) -> Iterator[tuple[int, int, str]]:
+    """What makes of the conditions of loops without a body calls that let other threads run."""
+    for found in _WHILE.finditer(plain):
+        depth, end = 1, found.end()
+        while end < len(plain) and depth:
+            depth += {"(": 1, ")": -1}.get(plain[end], 0)
+            end += 1
+        before = plain[: found.start()].rstrip()
+        if _NO_BODY.match(plain, end) and not (before.endswith("}") and _ends_do(before)):
+            yield found.end(), found.end(), "warpbus::spun(static_cast<bool>("
+            yield end - 1, end - 1, "), __LINE__)"
+
+
+def _ends_do(before: str) -> bool:
+    """Whether the block that a text ends with is the body of a `do`."""
+    depth = 0
+    for position in range(len(before) - 1, -1, -1):
+        depth += {"}": 1, "{": -1}.get(before[position], 0)
+        if depth == 0:
+            return bool(re.search(r"\bdo\s*$", before[:position]))
+    return False
 
 
 def _commas(text: str) -> int:

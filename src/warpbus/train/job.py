@@ -76,7 +76,8 @@ def train(
             `output` has no name or would replace a file that is read, or `rank_timeout` is below 10 s.
         CheckpointError: the model is not supported, or the state of an interrupted run is damaged.
         DataError: a data file is missing or malformed.
-        DeviceError: a device does not exist, or a process died or made no progress for `rank_timeout` seconds.
+        DeviceError: a device does not exist, the main memory is too small for training on the CPU, or a process died
+            or made no progress for `rank_timeout` seconds.
         NumericError: the loss is not finite; the last checkpoint is kept.
         StorageError: the output exists, another process trains to it, or a file cannot be written. The trained state is
             then kept if there is room for it.
@@ -96,7 +97,7 @@ def train(
     if state.directory.exists() and not state.directory.is_dir():
         raise StorageError(f"{state.directory}: is a file, but checkpoints are kept there: name another output")
     check_kept(output, model, data, *(() if valid is None else (valid,)))
-    task = TrainingTask(model, output, data, valid, settings, workers, overwrite)
+    task = TrainingTask(model, output, data, valid, settings, workers, overwrite, _processes_here(processes, cluster))
     messages: list[TrainingStarted | Halted | Finished] = []
 
     def receive(message: Any) -> None:
@@ -174,6 +175,13 @@ def devices_of(device: str, gpus: int, processes: int) -> Sequence[torch.device]
     if gpus > there:
         raise DeviceError(f"--gpus {gpus}: this machine has {there}: use fewer")
     return [torch.device("cuda", index) for index in range(gpus)]
+
+
+def _processes_here(processes: int, cluster: str | None) -> int:
+    """How many processes of a run on the CPU this machine has, as far as is known; arguments as of `train`."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return processes if cluster is None else 1
 
 
 @contextmanager

@@ -2,8 +2,13 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from warpbus.cuda.devices import free_memory
+from warpbus.cuda.memory_size import short_size
+from warpbus.errors import DeviceError
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.cost import MemoryNeed, packed_bytes
@@ -16,6 +21,9 @@ from warpbus.train.recompute import SMALL
 from warpbus.train.settings import TrainingSettings
 
 _FLOAT, _HALF, _BYTE = 4, 2, 1
+
+_PROCESS = 250_000_000
+"""A process with torch and its libraries on the CPU, at least; measured with torch 2.13."""
 
 _WORKSPACES = 2 * 2**25
 """cuBLAS's on Hopper, one for each thread that calls it: autograd has a thread of its own. Older GPUs need less."""
@@ -98,6 +106,43 @@ def peak(parts: Mapping[str, int], *, accumulates: bool) -> int:
     beginning = before + parts["casts"] + parts["activations"] + parts["head"] + max(parts["scores"], parts["layer"])
     always = parts["weights"] + parts["optimizer"] + parts["workspaces"]
     return always + max(beginning, parts["gradients"] + parts["layer"])
+
+
+def check_main_memory(
+    config: ModelConfig, settings: TrainingSettings, world: int, processes: int, *, scheme: Scheme | None = None
+) -> None:
+    """Refuse a run on the CPU that this machine has too little memory for: the kernel would kill it in its first step.
+
+    Args:
+        config, settings, world, scheme: as of `training_memory`.
+        processes: how many of the run's processes this machine has.
+
+    Raises:
+        DeviceError: the least that the run needs is more than what is free; the message names a `rows_at_once` that
+            fits, if there is one.
+    """
+    free = free_memory(torch.device("cpu"))
+    if free is None:
+        return
+
+    def needed(rows: int) -> int:
+        need = training_memory(config, replace(settings, rows_at_once=rows), world, scheme=scheme)
+        return processes * (need.total - need.parts["workspaces"] + _PROCESS)
+
+    if needed(settings.rows_at_once) <= free:
+        return
+    rows = min(settings.rows_at_once, settings.rows_per_step // world)
+    while rows > 1 and needed(rows) > free // 2:  # the estimate is the least, and other programs need memory too
+        rows //= 2
+    rather = (
+        f"give --rows-at-once {rows}, which needs about {short_size(needed(rows))} and gives the same result"
+        if needed(rows) <= free
+        else "train an adapter (--method lora), shorten --length, or use a machine with more memory"
+    )
+    raise DeviceError(
+        f"--rows-at-once {settings.rows_at_once}: training needs at least {short_size(needed(settings.rows_at_once))} "
+        f"of main memory, {short_size(free)} are free: {rather}"
+    )
 
 
 def num_trained(config: ModelConfig, settings: TrainingSettings) -> int:

@@ -27,6 +27,7 @@ from warpbus.train.balance import ExpertBalance
 from warpbus.train.compiling import compile_layers
 from warpbus.train.dataset import IGNORED, PackedBatch, assemble, pack
 from warpbus.train.inputs import Inputs
+from warpbus.train.memory import check_main_memory
 from warpbus.train.methods import FullMethod, prepare
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.sharding import clip_gradients, distribute
@@ -38,7 +39,11 @@ _VALIDATED_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """The arguments of a run; see `warpbus.train.train`."""
+    """The arguments of a run; see `warpbus.train.train`.
+
+    Attributes:
+        processes: how many of the run's processes this machine has; 1 if that is unknown, on a cluster.
+    """
 
     model: Path
     output: Path
@@ -47,6 +52,7 @@ class TrainingTask:
     settings: TrainingSettings
     workers: int
     overwrite: bool
+    processes: int
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,8 @@ class _TrainingRun:
         workers = task.workers // group.world
         self.inputs = inputs = Inputs.read(task.model, task.data, task.settings, workers)
         self.settings = settings = inputs.settings
+        if group.device.type == "cpu":
+            check_main_memory(inputs.config, settings, group.world, task.processes, scheme=inputs.scheme)
         self.valid: PackedBatch | None = None
         self.held_out: dict[str, int] = {}  # numbers of validation documents
         documents = inputs.batches.documents
@@ -308,7 +316,12 @@ class _TrainingRun:
         return mean
 
     def _save(self) -> None:
-        self.state.save(self.course, self.identity, self.parameters, self.optimizer, writes=self.group.is_first)
+        try:
+            self.state.save(self.course, self.identity, self.parameters, self.optimizer, writes=self.group.is_first)
+        except StorageError as error:
+            if not self.state.exists():
+                raise
+            raise StorageError(f"{error}; the last checkpoint is kept: run the same command to resume") from error
 
     def _resume(self) -> None:
         if self.group.is_first:

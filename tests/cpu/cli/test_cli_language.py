@@ -97,6 +97,8 @@ def test_entries_are_unique_and_the_placeholders_of_both_languages_agree() -> No
         found = PLACEHOLDER.findall(english)
         assert found == [f"{{{index}}}" for index in range(len(found))], english
         assert sorted(PLACEHOLDER.findall(chinese)) == found, english
+        # Blanks around a text are set aside before a template is looked for.
+        assert not found or english == english.strip(), english
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """Plans, estimates and reports as a terminal shows them."""
 
 import io
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from rich.console import Console, RenderableType
 
 from warpbus.cli.tables import estimate_table, memory_table, recommendation_table, report_tables, training_table
 from warpbus.engine import Stored, plan_memory
+from warpbus.language import in_language
 from warpbus.models import SHAPES
 from warpbus.models.cost import MemoryNeed, TimeRange
 from warpbus.qtensor import Scheme
-from warpbus.quantization import QuantizationEstimate
+from warpbus.quantization import QuantizationEstimate, estimate
 from warpbus.quantization.recommend import GOALS, Recommendation, Trial
 from warpbus.train.memory import training_memory
 from warpbus.train.plan import TrainingNeed, TrainingPlan
@@ -76,6 +79,17 @@ def test_the_estimate_fits_100_columns_and_alike_gpus_share_a_row() -> None:
         assert said in text
     assert "time: about 12 to 40 s, longer on a busy machine" in " ".join(text.split())
     assert "time" not in shown(estimate_table(estimated([])))
+
+
+def test_the_parts_of_an_estimate_are_named_in_chinese() -> None:
+    """Names and sizes are one cell, which the catalogue does not have as a whole."""
+    names = re.findall(r'"([a-z]+(?: [a-z]+)+)"[]:]', Path(estimate.__file__).read_text(encoding="utf-8"))
+    assert {"a layer of the file", "moments and solve", "finished layers", "a batch"} <= {*names}
+    needed = MemoryNeed("main memory", dict.fromkeys(["states", "processes", *names], GB), None)
+    with in_language("zh"):
+        text = shown(estimate_table(replace(estimated([]), memory=needed)), width=100)
+    assert [name for name in needed.parts if name in text] == []
+    assert "隐藏状态 1.00 GB，进程 1.00 GB，" in text
 
 
 def test_all_of_a_directory_is_in_the_estimate_whatever_is_in_its_name(tmp_path: Path) -> None:

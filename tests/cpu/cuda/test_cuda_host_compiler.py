@@ -19,10 +19,10 @@ PLAIN = VARIANTS[-1]
 def fresh(tmp_path, monkeypatch):
     """A cache of the test's own, and nothing that was loaded before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for cached in (find_compiler, load_library, host_compiler._version):
+    for cached in (find_compiler, load_library, host_compiler.compiler_version):
         cached.cache_clear()
     yield
-    for cached in (find_compiler, load_library, host_compiler._version):
+    for cached in (find_compiler, load_library, host_compiler.compiler_version):
         cached.cache_clear()
 
 

@@ -41,6 +41,10 @@ CASES: list[tuple[str, str, object]] = [
     ("unsigned", '"add.u32 %0, %1, %2;" : "=r"(x) : "r"(4000000000u), "r"(600000000u)', 305032704),
     ("int", '"sub.s32 %0, %1, 7;" : "=r"(x) : "r"(-2147483647)', 2147483642),
     ("int", '"add.s32 %0, %0, %1;" : "+r"(x) : "r"(5)', 5),
+    ("unsigned short", '"cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(x) : "f"(1.5f), "f"(-1000.0f)', 0x3CFE),
+    ("unsigned short", '"cvt.rn.satfinite.relu.e5m2x2.f32 %0, %1, %2;" : "=h"(x) : "f"(1.5f), "f"(-1000.0f)', 0x3E00),
+    ("unsigned short", f'"cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(x) : "r"({half(0.3)} << 16)', 0x2A00),
+    ("unsigned", '"cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"((unsigned short)0x2A7F)', pair(0x7FFF, half(0.3125))),
     ("long long", '"mul.wide.s32 %0, %1, %2;" : "=l"(x) : "r"(-100000), "r"(100000)', -10000000000),
     ("int", '"mul.lo.s32 %0, %1, %2;" : "=r"(x) : "r"(100000), "r"(100000)', 1410065408),
     ("unsigned", '"mul.hi.u32 %0, %1, %2;" : "=r"(x) : "r"(4000000000u), "r"(3)', 2),
@@ -201,6 +205,9 @@ LAYOUTS = {
     ),
     "s8": Layout((16, 32), ("s8", "s8", "s32"), 4, *BYTES_32),
     "u8 and s8": Layout((16, 32), ("u8", "s8", "s32"), 4, *BYTES_32),
+    "e4m3": Layout((16, 32), ("e4m3", "e4m3", "f32"), 4, *BYTES_32),
+    "e5m2 and e4m3": Layout((16, 32), ("e5m2", "e4m3", "f32"), 4, *BYTES_32),
+    "e4m3 sums of f16": Layout((16, 32), ("e4m3", "e5m2", "f16"), 4, *BYTES_32),
     "s8 k16": Layout(
         (16, 16), ("s8", "s8", "s32"), 4,
         lambda g, t, i: (g if i < 4 else g + 8, t * 4 + (i & 3)), lambda g, t, i: (t * 4 + i, g),
@@ -221,7 +228,12 @@ LAYOUTS = {
 }  # fmt: skip
 
 LIMITS = {"s8": (-128, 128), "u8": (0, 256), "s4": (-8, 8), "u4": (0, 16)}
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 
 def drawn(kind: str, *shape: int) -> torch.Tensor:
@@ -237,8 +249,15 @@ def packed(kind: str, values: list[float]) -> int:
     if kind in ("f64", "tf32"):
         return int.from_bytes(struct.pack("<d" if kind == "f64" else "<f", values[0]), "little")
     bits = 32 // len(values)
-    codes = [half(x) if kind == "f16" else brain(x) if kind == "bf16" else int(x) % 2**bits for x in values]
-    return sum(code << bits * index for index, code in enumerate(codes))
+    codes = [code(kind, x, bits) for x in values]
+    return sum(each << bits * index for index, each in enumerate(codes))
+
+
+def code(kind: str, value: float, bits: int) -> int:
+    """The bits of an element."""
+    if kind in ("e4m3", "e5m2"):
+        return torch.tensor(value, dtype=DTYPES[kind]).view(torch.uint8).item()
+    return half(value) if kind == "f16" else brain(value) if kind == "bf16" else int(value) % 2**bits
 
 
 def registers(
@@ -388,9 +407,8 @@ def program(statement: str) -> str:
 @pytest.mark.parametrize(
     ("statement", "instruction"),
     [
-        ('asm volatile("wgmma.fence.sync.aligned;");', "wgmma.fence.sync.aligned"),
+        ('asm volatile("st.async.shared::cluster.b32 [%0], 1;" ::"l"(x));', "st.async.shared::cluster.b32"),
         ('asm volatile("add.rz.f32 %0, %0, %0;" : "+f"(*(float *)x));', "add.rz.f32"),
-        ('asm volatile("bar.sync 1, 128;");', "bar.sync"),
         *(
             (f'asm volatile("mma.sync.aligned.{each} {{}}, {{}}, {{}}, {{}};");', f"mma.sync.aligned.{each}")
             for each in (
@@ -400,7 +418,7 @@ def program(statement: str) -> str:
                 "m16n8k16.col.col.f32.f16.f16.f32",
             )
         ),
-        ('asm volatile("{ .reg .pred p; setp.eq.s32 p, 1, 1; @p bra DONE; DONE: }");', "bra"),
+        ('asm volatile("{ .reg .pred p; setp.eq.s32 p, 1, 1; @p brx.idx p, DONE; }");', "brx.idx"),
         ('asm volatile("mov.u32 %0, %%nothing;" : "=r"(*x));', "mov.u32"),
         ('asm volatile("mov.u32 %7, 3;" : "=r"(*x));', "mov.u32"),
         ('#define T "u32"\n    asm volatile("mov." T " %0, 3;" : "=r"(*x));', "asm, whose text a macro puts together"),

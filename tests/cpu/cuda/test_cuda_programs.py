@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -142,6 +143,7 @@ def changed(text: str, old: str, new: str) -> str:
                 "mma, ldmatrix, cp.async  n = 128, wrong: 0",
             ],
         ),
+        ("hopper", ["TMA, wgmma, n = 384, wrong: 0"]),
     ],
 )
 def test_examples(name: str, expected: list[str]) -> None:
@@ -388,13 +390,27 @@ def test_functions_of_the_device_are_no_mistake(run) -> None:
     assert (found.mistake, found.output) == (None, "2")
 
 
+@pytest.mark.parametrize(
+    ("capability", "option"), [((9, 0), "-arch=sm_90a"), ((8, 0), "-arch=native"), ((10, 0), "-arch=native")]
+)
+def test_a_hopper_gets_its_own_instructions(capability: tuple[int, int], option: str, monkeypatch) -> None:
+    monkeypatch.setattr(programs.driver, "library", lambda: SimpleNamespace(cuInit=lambda flags: 0))
+    numbers = dict(zip((programs.driver.CAPABILITY_MAJOR, programs.driver.CAPABILITY_MINOR), capability, strict=True))
+    monkeypatch.setattr(programs.driver, "attribute", lambda which, device: numbers[which])
+    assert programs._architecture() == option
+
+
 def test_compilers_that_are_missing(monkeypatch, tmp_path) -> None:
     find_compiler.cache_clear()
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(programs.shutil, "which", lambda name: None)
     with pytest.raises(DeviceError, match=r"no C\+\+ compiler was found .*: install g\+\+"):
         programs.run_in_orders(EXAMPLES / "vector_add.cu")
+    monkeypatch.setattr(programs, "_driver_finds_gpu", lambda: True)
     with pytest.raises(DeviceError, match="needs nvcc, which was not found"):
+        programs.run_on_gpu(EXAMPLES / "vector_add.cu")
+    monkeypatch.setattr(programs, "_driver_finds_gpu", lambda: False)
+    with pytest.raises(DeviceError, match="no GPU was found on this machine: give --device cpu"):
         programs.run_on_gpu(EXAMPLES / "vector_add.cu")
     monkeypatch.undo()
     find_compiler.cache_clear()

@@ -1,5 +1,6 @@
 """`dispatch.cpp`: repeated calls are done without Python, give the same bits, and leave to Python what they must."""
 
+import itertools
 import logging
 import os
 import subprocess
@@ -221,12 +222,35 @@ def test_two_devices_are_left_to_python(both):
 
 def test_numbers_of_definitions_that_are_used_again(both, monkeypatch):
     session, _ = both
-    monkeypatch.setattr("warpbus.pool.client.session._MAX_DEFINITIONS", 64)
+    monkeypatch.setattr("warpbus.pool.client.session.MAX_DEFINITIONS", 64)
     for turn in range(3):
         for n in range(1, 40):
             x = torch.full((n,), 2.0, device=session.device)
             assert torch.equal((x * x + turn).cpu(), torch.full((n,), 4.0 + turn))
     assert session.generation > 1
+
+
+# Kinds of calls whose encoded calls have different lengths.
+KINDS = {
+    "exp": lambda x: x.exp(),
+    "product": lambda x: x @ x,
+    "number": lambda x: x * 1.5,
+    "list": lambda x: torch.cat([x, x, x]),
+    "in place": lambda x: x.clone().mul_(x),
+}
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["loaded once", "loaded again"])
+def test_no_plan_of_an_earlier_session_is_used(loaded):
+    """Each session defines the kinds of calls in an order of its own, so that a number means another kind in each."""
+    x = torch.arange(9.0).reshape(3, 3)
+    for names in itertools.islice(itertools.permutations(KINDS), 0, None, 7):
+        if loaded:
+            assert fast_path.load_fast_path() is not None
+        with connected() as (session, _):
+            there = x.to(session.device)
+            for name in names * 2:
+                assert torch.equal(KINDS[name](there).cpu(), KINDS[name](x))
 
 
 def test_threads_at_once(both):

@@ -1,15 +1,18 @@
 """`execution.cpp` does calls without Python, and leaves the same lease and failures behind as `Executor._call`."""
 
 import shutil
+import struct
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from pool_hand import Hand, handle
 from pool_native_calls import CALLS, lease, same, values
 
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
-from warpbus.pool.protocol.instructions import call_prefix
+from warpbus.pool.protocol.instructions import call_prefix, definition_number
 from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
@@ -148,6 +151,21 @@ def test_handles_that_cannot_be_new(hands, result):
         hand.writer.call(prefix + b"".join(int(each).to_bytes(8, "little") for each in (x, x, result)))
 
     assert [each.type for each in same(hands, work)] == ["ProtocolError"]
+
+
+def test_a_call_by_the_number_of_another_definition_in_its_place_is_refused(hands):
+    other = replace(ADD, operator="aten::logaddexp")
+    numbers = [definition_number(7, each.encode()) for each in (ADD, other)]
+    for hand in hands:
+        x = hand.put(torch.ones(4))
+        for number, signature in zip(numbers, (ADD, other), strict=True):
+            hand.writer.define(number, signature.encode())
+            hand.writer.call(call_prefix(number) + struct.pack("<3Q", x, x, number))
+        assert hand.send() == []
+        assert [*hand.executor.definitions] == numbers[1:]
+        hand.writer.call(call_prefix(numbers[0]) + struct.pack("<3Q", x, x, 1))
+        with pytest.raises(ProtocolError, match=f"a call of kind {numbers[0]}, which was not defined"):
+            hand.send()
 
 
 def test_two_results_with_one_handle(hands):

@@ -38,6 +38,7 @@ def process_of(actor: Any) -> Any:
 def pool(two_nodes: str) -> Iterator[RayBrokerStore]:
     ray.shutdown()
     with RayBrokerStore(address=two_nodes, namespace=SPACE, grace=5.0, limits={"bob": Limits(leases=0)}) as joined:
+        assert asyncio.run(joined.addresses()) == {}  # the broker runs on one of the two nodes
         yield joined
         ray.kill(ray.get_actor("broker", namespace=SPACE))
     assert not ray.is_initialized()
@@ -71,6 +72,8 @@ def test_two_hosts_one_broker(pool: RayBrokerStore) -> None:
     broker = ray.get_actor("broker", namespace=SPACE)
     killed = ray.get(process_of(broker))
     ray.kill(broker, no_restart=False)
+    found = asyncio.run(pool.status())["gpus"]  # asked again until the new one answers
+    assert [gpu["name"] for gpu in found] == ["a/0", "b/0"]
 
     def back() -> bool:
         try:

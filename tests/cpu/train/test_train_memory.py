@@ -1,11 +1,13 @@
 """What a step is reckoned to take, against the tensors of small models."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from dense_configs import dense_config, with_traits
 
+from warpbus.errors import DeviceError
 from warpbus.kernels.ops.packed import pack
 from warpbus.models import SHAPES, Decoder, ModelConfig, MoESpec
 from warpbus.models.config import RopeConfig
@@ -16,7 +18,7 @@ from warpbus.train import memory
 from warpbus.train.balance import correction_biases
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
-from warpbus.train.memory import num_trained, peak, training_memory
+from warpbus.train.memory import check_main_memory, num_trained, peak, training_memory
 from warpbus.train.settings import TrainingSettings
 
 CONFIG = dense_config(
@@ -238,3 +240,29 @@ def test_recomputation_and_pieces_save_memory() -> None:
     pieces = training_memory(config, replace(settings, rows_per_step=2))
     assert pieces.parts == qlora.parts
     assert pieces.total == qlora.total + qlora.parts["gradients"]
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, free: int | None, processes: int = 1, **changed: object) -> str | None:
+    """The refusal of a run on the CPU with so many bytes of main memory free; None if it may start."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    settings = TrainingSettings(**{**SMALL, "rows_per_step": 64, "rows_at_once": 64, "length": 512, **changed})  # type: ignore[arg-type]
+    try:
+        check_main_memory(CONFIG, settings, processes, processes)
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def test_a_run_that_main_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check, the kernel kills the process in its first step, and nothing says why."""
+    assert refusal(monkeypatch, 10**10) is None
+    assert refusal(monkeypatch, None) is None
+    found = refusal(monkeypatch, 10**9)
+    assert found is not None
+    rows = re.search(r"1\.00 GB are free: give --rows-at-once (\d+), which needs about [\d.]+ MB", found)
+    assert rows is not None, found
+    assert 1 < int(rows[1]) < 64
+    assert refusal(monkeypatch, 10**9, rows_at_once=int(rows[1])) is None
+    # What each of several processes needs adds up, although they share the rows.
+    assert "main memory" in str(refusal(monkeypatch, 10**9, processes=4, rows_at_once=int(rows[1])))
+    assert "train an adapter (--method lora), shorten --length" in str(refusal(monkeypatch, 10**8))

@@ -4,8 +4,9 @@
 //
 // For each element of device and shared memory a cell remembers who wrote and read it last. Two accesses of two threads
 // conflict if one of them writes, not both are atomic, and nothing orders them: __syncthreads() orders the threads of a
-// block, __syncwarp() those of a warp, a fence and an atomic operation the threads whose atomic operations come later (a
-// lock), and nothing the blocks of a kernel. An element that is read before anything was
+// block, __syncwarp() those of a warp, named barriers and mbarriers those that arrive before those that wait (`clocks.h`),
+// a fence and an atomic operation the threads whose atomic operations come later (a lock), and nothing the blocks of a
+// kernel. Asynchronous copies and wgmma are like threads whose accesses are ordered by the wait for them. An element that is read before anything was
 // written to it is remembered until the next barrier: if another thread writes it meanwhile, a barrier is missing.
 //
 // The same calls give the memory traffic: accesses of one instruction by the lanes of a warp, in the same round, are one
@@ -13,24 +14,22 @@
 // different words.
 #pragma once
 
-#include "threads.h"
+#include "clocks.h"
 
 #include <unordered_map>
 
 namespace {
 
-using warpbus::current;
-using warpbus::field;
-
 struct Visit {
-    uint32_t block, interval, sync, pc, stamp;  // `block` 0: nobody
+    uint32_t block, interval, sync, pc, stamp, epoch;  // `block` 0: nobody
     uint16_t thread;
     bool atomic;
+    uint8_t engine;  // an asynchronous access that the thread has begun, see `clocks.h`
 };
 
 // Of a thread of the block: accesses before its fence `fenced`, or `released` if an atomic operation followed at
-// `released_at`, and its last atomic operation. The numbers are those of `stamp`.
-struct Fences { uint32_t fenced, released, released_at, acquired; };
+// `released_at`, and its last atomic operation and proxy fence. The numbers are those of `stamp`.
+struct Fences { uint32_t fenced, released, released_at, acquired, proxied; };
 
 struct Cell { Visit wrote, read[2]; };
 
@@ -73,9 +72,11 @@ struct Unwritten {
 
 std::vector<Region> regions;
 size_t recent;
-uint32_t serial, first_serial, interval;   // of blocks, of the launch's first block, of barriers
+uint32_t serial, first_serial = 1;         // of the block, and of the first one of the launch
+uint32_t blocks;                           // of the launch
+uint32_t interval;                         // of barriers
 uint32_t syncs[32];                        // barriers of each warp
-uint32_t stamp;                            // of fences and atomic operations
+uint32_t stamp = 1;                        // of fences and atomic operations
 Fences fences[warpbus::kMostThreads];
 bool unordered = true, device_unordered = true;
 Unwritten unwritten;
@@ -102,7 +103,9 @@ bool ordered(const Visit &earlier, bool shared) {
     if (!there(earlier) || (shared && earlier.block != serial)) return true;
     if (earlier.block != serial) return !device_unordered;
     const unsigned own = current->number;
+    if (earlier.engine) return clocks.ordered_engine(own, earlier.engine, earlier.epoch);
     if (earlier.thread == own || earlier.interval != interval) return true;
+    if (clocks.ordered(own, earlier.thread, earlier.epoch)) return true;
     if (earlier.thread / 32u == own / 32 && earlier.sync < syncs[own / 32]) return true;
     const Fences &its = fences[earlier.thread];
     return its.released > earlier.stamp && fences[own].acquired > its.released_at;
@@ -136,12 +139,36 @@ std::string element(const Region &region, size_t index) {
                   field("same_warp", same_block && earlier.thread / 32u == current->number / 32 ? 1 : 0));
 }
 
+// An access that an asynchronous one of the same block does not allow yet.
+[[noreturn]] void stop_asynchronous(const Region &region, size_t index, const Visit &earlier, bool wrote, bool writes, uint32_t pc) {
+    warpbus::stop(wrote ? "not_waited" : "still_read", warpbus::place(*current) + element(region, index) +
+                  field("writes", writes ? 1 : 0) + field("pc", pc) + field("its_what", engine_name(earlier.engine)) +
+                  field("its_thread", warpbus::thread_of(earlier.thread)) + field("its_pc", earlier.pc));
+}
+
+[[noreturn]] void stop_conflict(const Region &region, size_t index, const Visit &earlier, bool wrote, bool writes, uint32_t pc) {
+    if (earlier.engine && earlier.block == serial) stop_asynchronous(region, index, earlier, wrote, writes, pc);
+    stop_race(region, index, earlier, wrote, writes, pc);
+}
+
+// A local variable: if it is an accumulator of wgmma, its warpgroup has to have waited for the product.
+void check_accumulators(const char *at, bool write, uint32_t pc) {
+    for (const auto &[first, each] : static_cast<warpbus::Fiber *>(current)->accumulators)
+        for (const void *its : each.at)
+            if (at == its)
+                warpbus::stop("accumulator", warpbus::place(*current) + field("writes", write ? 1 : 0) + field("pc", pc) +
+                              field("its_line", each.line));
+}
+
 void access(const void *address, size_t size, bool write, bool atomic, const void *counter) {
     if (!current) return;
     const char *at = static_cast<const char *>(address);
     Region *region = region_of(at);
-    if (!region) return;
     const uint32_t pc = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(counter) - 1);
+    if (!region) {
+        check_accumulators(at, write, pc);
+        return;
+    }
     if (at < region->begin || at + size > region->begin + region->size) {
         if (unwritten.found) stop_unwritten();
         const std::ptrdiff_t bytes = at - region->begin, step = static_cast<std::ptrdiff_t>(region->element);
@@ -160,16 +187,16 @@ void access(const void *address, size_t size, bool write, bool atomic, const voi
         ++logged;
         logs[thread].push_back({pc, static_cast<uint16_t>(region - regions.data()), static_cast<uint8_t>(size), write, at});
     }
-    const Visit now{serial, interval, syncs[thread / 32], pc, stamp, static_cast<uint16_t>(thread), atomic};
+    const Visit now{serial, interval, syncs[thread / 32], pc, stamp, clocks.epoch(thread), static_cast<uint16_t>(thread), atomic, 0};
     const size_t offset = static_cast<size_t>(at - region->begin);
     for (size_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) {
         Cell &cell = region->cells[i];
         if (!ordered(cell.wrote, region->shared) && !(atomic && cell.wrote.atomic))
-            stop_race(*region, i, cell.wrote, true, write, pc);
+            stop_conflict(*region, i, cell.wrote, true, write, pc);
         if (write) {
             for (const Visit &read : cell.read)
                 if (!ordered(read, region->shared) && !(atomic && read.atomic))
-                    stop_race(*region, i, read, false, true, pc);
+                    stop_conflict(*region, i, read, false, true, pc);
         }
         const bool known = region->shared ? cell.wrote.block == serial : region->written[i] != 0;
         if (!known && (!write || atomic) && !unwritten.found)
@@ -278,10 +305,12 @@ Shadow &shadow_of(const warpbus::Allocation &of) {
 namespace warpbus {
 
 void check_launch() {
+    clocks = {};
     static bool registered = false;
     if (!registered) atexit(write_traffic);
     registered = true;
-    first_serial = serial + 1;
+    first_serial += blocks;
+    blocks = grid_size.x * grid_size.y * grid_size.z;
     device_unordered = unordered;
     regions.clear();
     recent = 0;
@@ -310,29 +339,87 @@ void check_dynamic_array(const SharedArray &each) {
 }
 
 void check_block() {
-    ++serial;
+    const uint3 grid = grid_size;
+    serial = first_serial + block_at.x + grid.x * (block_at.y + grid.y * block_at.z);
     ++interval;
+    clocks.begin(block_size.x * block_size.y * block_size.z);
 }
+
+void check_suspend() { count_requests(); }
 
 // A block after a barrier of the grid is another one than before: nothing that came earlier conflicts with it. Its shared
 // memory was exchanged, so that it is not known what was written there.
 void check_resume() {
+    check_block();
     for (const Region &region : regions) {
         if (!region.shared) continue;
         for (size_t i = 0; i < region.size / region.element; ++i)
-            region.cells[i] = {{serial, interval - 1, 0, 0, 0, 0, false}, {}};
+            region.cells[i] = {{serial, interval - 1, 0, 0, 0, 0, 0, false, 0}, {}};
     }
 }
 
-void check_grid_barrier() { first_serial = serial + 1; }
+void check_grid_barrier() { first_serial += blocks; }
 
 void check_barrier() {
     count_requests();
     if (unwritten.found && unwritten.region.shared) stop_unwritten();
     ++interval;
+    clocks.join_block();
 }
 
-void check_warp_barrier(unsigned warp) { ++syncs[warp]; }
+void check_warp_barrier(unsigned warp) {
+    ++syncs[warp];
+    clocks.join_warp(warp);
+}
+
+AsyncAccess check_async_begin(AsyncKind kind, uint64_t key) {
+    const unsigned engine = engine_of(kind, key);
+    return {engine, clocks.begin_access(engine)};
+}
+
+// The bytes are in an array: see `bulk_copies.h`.
+void check_async_access(const AsyncAccess &of, const void *address, size_t size, bool writes, const void *counter) {
+    const char *at = static_cast<const char *>(address);
+    Region *region = region_of(at);
+    if (!region) return;
+    const uint32_t pc = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(counter) - 1);
+    const unsigned thread = current->number;
+    const Visit now{serial, interval, syncs[thread / 32], pc, stamp, of.epoch, static_cast<uint16_t>(thread), false,
+                    static_cast<uint8_t>(of.engine)};
+    const size_t offset = static_cast<size_t>(at - region->begin);
+    for (size_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) {
+        Cell &cell = region->cells[i];
+        const Visit wrote = cell.wrote;
+        if (!ordered(wrote, region->shared)) stop_conflict(*region, i, wrote, true, writes, pc);
+        if (writes) {
+            for (const Visit &read : cell.read)
+                if (!ordered(read, region->shared)) stop_conflict(*region, i, read, false, true, pc);
+            cell.wrote = now;
+            if (!region->shared) region->written[i] = 1;
+            continue;
+        }
+        const bool known = region->shared ? wrote.block == serial : region->written[i] != 0;
+        if (!known && !unwritten.found) unwritten = {true, *region, i, pc, current->thread, warpbus::block_at};
+        const bool fenced = fences[wrote.thread].proxied > wrote.stamp || fences[thread].proxied > wrote.stamp;
+        if (region->shared && known && !wrote.engine && wrote.stamp && !fenced)
+            warpbus::stop("proxy_fence", warpbus::place(*current) + element(*region, i) + field("pc", pc) +
+                          field("what", engine_name(of.engine)) + field("its_thread", warpbus::thread_of(wrote.thread)) +
+                          field("its_pc", wrote.pc));
+        Visit &place = ordered(cell.read[0], region->shared) ? cell.read[0] : cell.read[1];
+        place = now;
+    }
+}
+
+void check_async_end(const void *mbarrier, const AsyncAccess &of) { clocks.end_access(mbarrier, of.engine, of.epoch); }
+void check_async_end(unsigned thread, const AsyncAccess &of) { clocks.end_access(thread, of.engine, of.epoch); }
+void check_stores_end(unsigned thread) {
+    const unsigned engine = engine_of(AsyncKind::store, thread);
+    clocks.end_access(thread, engine, clocks.last_access(engine));
+}
+void check_mbarriers() { clocks.use(); }
+void check_release(const void *barrier) { clocks.release(current->number, barrier); }
+void check_acquire(const void *barrier, unsigned thread) { clocks.acquire(thread, barrier); }
+void check_proxy_fence() { fences[current->number].proxied = ++stamp; }
 
 void check_launch_end() {
     if (unwritten.found) stop_unwritten();
@@ -368,9 +455,9 @@ void check_copy(const void *to, size_t size, const void *counter) {
     const size_t offset = static_cast<size_t>(at - region->begin);
     for (size_t i = offset / region->element; i <= (offset + size - 1) / region->element; ++i) {
         const Cell &cell = region->cells[i];
-        if (!ordered(cell.wrote, true)) stop_race(*region, i, cell.wrote, true, true, pc);
+        if (!ordered(cell.wrote, true)) stop_conflict(*region, i, cell.wrote, true, true, pc);
         for (const Visit &read : cell.read)
-            if (!ordered(read, true)) stop_race(*region, i, read, false, true, pc);
+            if (!ordered(read, true)) stop_conflict(*region, i, read, false, true, pc);
     }
 }
 
@@ -390,7 +477,18 @@ void forget_traffic() {
     extern "C" void __tsan_##name(void *at) { access(at, size, write, false, __builtin_return_address(0)); }
 #define WARPBUS_PIECES(name, size, write) \
     extern "C" void __tsan_##name(void *at) { access_in_pieces(at, size, write, __builtin_return_address(0)); }
+// A loop may wait for a volatile value.
+#define WARPBUS_VOLATILE(name, size, write) \
+    extern "C" void __tsan_##name(void *at) { \
+        access_in_pieces(at, size, write, __builtin_return_address(0)); \
+        if (current && ++current->spins >= warpbus::kMostSpins) \
+            warpbus::let_others_run("a volatile access", 0, __builtin_return_address(0)); \
+    }
 #define WARPBUS_ACCESSES(size) \
+    WARPBUS_VOLATILE(volatile_read##size, size, false) \
+    WARPBUS_VOLATILE(volatile_write##size, size, true) \
+    WARPBUS_VOLATILE(unaligned_volatile_read##size, size, false) \
+    WARPBUS_VOLATILE(unaligned_volatile_write##size, size, true) \
     WARPBUS_ACCESS(read##size, size, false) \
     WARPBUS_ACCESS(write##size, size, true) \
     WARPBUS_PIECES(unaligned_read##size, size, false) \

@@ -1,6 +1,6 @@
 // Cooperative groups on a CPU: blocks, tiles of a warp, lanes that run together, and grids of cooperative launches.
 //
-// Not here: clusters, and tiles of more than a warp.
+// Not here: tiles of more than a warp.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -137,6 +137,27 @@ struct grid_group {
     dim3 block_index() const { return blockIdx; }
 };
 inline grid_group this_grid() { return {}; }
+
+struct cluster_group {
+    void sync(WARPBUS_LINE) const {
+        warpbus::arrive_cluster(line);
+        warpbus::wait_cluster(line);
+    }
+    void barrier_arrive(WARPBUS_LINE) const { warpbus::arrive_cluster(line); }
+    void barrier_wait(WARPBUS_LINE) const { warpbus::wait_cluster(line); }
+    unsigned block_rank() const { return warpbus::cluster_place().rank; }
+    unsigned num_blocks() const { return warpbus::cluster_place().count; }
+    dim3 dim_blocks() const { return warpbus::cluster_place().size; }
+    dim3 block_index() const { return warpbus::cluster_place().block; }
+    unsigned num_threads() const { return num_blocks() * this_thread_block().size(); }
+    unsigned size() const { return num_threads(); }
+    unsigned thread_rank() const { return block_rank() * this_thread_block().size() + current->number; }
+    template <class T> T *map_shared_rank(T *at, int rank, WARPBUS_LINE) const {
+        return reinterpret_cast<T *>(warpbus::map_shared(reinterpret_cast<uint64_t>(at), static_cast<unsigned>(rank), line));
+    }
+    unsigned query_shared_rank(const void *at) const { return warpbus::rank_of_address(reinterpret_cast<uint64_t>(at)); }
+};
+inline cluster_group this_cluster() { return {}; }
 
 template <class Group> void sync(const Group &group, WARPBUS_LINE) { group.sync(line); }
 

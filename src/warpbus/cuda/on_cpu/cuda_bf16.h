@@ -18,6 +18,7 @@ inline float bfloat16_value(unsigned short bits) { return same_bits<float>(unsig
 #define WARPBUS_NUMBER __nv_bfloat16
 #define WARPBUS_PAIR __nv_bfloat162
 #define WARPBUS_RAW __nv_bfloat16_raw
+#define WARPBUS_RAW_PAIR __nv_bfloat162_raw
 #define WARPBUS_BITS warpbus::bfloat16_bits
 #define WARPBUS_VALUE warpbus::bfloat16_value
 #include "small_float.h"

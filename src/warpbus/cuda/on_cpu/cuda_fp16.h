@@ -26,6 +26,7 @@ inline float half_value(unsigned short bits) {
 #define WARPBUS_NUMBER __half
 #define WARPBUS_PAIR __half2
 #define WARPBUS_RAW __half_raw
+#define WARPBUS_RAW_PAIR __half2_raw
 #define WARPBUS_BITS warpbus::half_bits
 #define WARPBUS_VALUE warpbus::half_value
 #include "small_float.h"

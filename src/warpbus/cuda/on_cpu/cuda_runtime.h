@@ -17,7 +17,7 @@
 //
 // Cooperative groups, asynchronous copies, half precision and tensor cores have headers of their own, as in CUDA.
 //
-// Not here: textures, other small floats, more than one device.
+// Not here: textures, more than one device.
 #pragma once
 
 #include <cmath>
@@ -27,6 +27,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <limits>
 #include <type_traits>
 #include <utility>
 #if __has_include(<bits/stl_algobase.h>)
@@ -36,6 +37,8 @@
 #endif
 
 #include "device_functions.h"
+#include "simd_functions.h"
+#include "runtime_types.h"
 
 #define __global__
 #define __device__
@@ -54,125 +57,19 @@
 using std::max;
 using std::min;
 
-enum cudaError_t {
-    cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorInvalidConfiguration = 9,
-    cudaErrorInvalidPitchValue = 12,
-    cudaErrorInvalidMemcpyDirection = 21,
-    cudaErrorInvalidDevice = 101,
-    cudaErrorNotReady = 600,
-    cudaErrorCooperativeLaunchTooLarge = 720,
-    cudaErrorStreamCaptureUnsupported = 900,
-    cudaErrorStreamCaptureInvalidated = 901,
-    cudaErrorStreamCaptureUnjoined = 904,
-    cudaErrorStreamCaptureImplicit = 906,
-};
-using cudaError = cudaError_t;
-enum cudaMemcpyKind {
-    cudaMemcpyHostToHost = 0,
-    cudaMemcpyHostToDevice = 1,
-    cudaMemcpyDeviceToHost = 2,
-    cudaMemcpyDeviceToDevice = 3,
-    cudaMemcpyDefault = 4,
-};
-enum cudaDeviceAttr {
-    cudaDevAttrMaxThreadsPerBlock = 1,
-    cudaDevAttrMaxBlockDimX = 2,
-    cudaDevAttrMaxBlockDimY = 3,
-    cudaDevAttrMaxBlockDimZ = 4,
-    cudaDevAttrMaxGridDimX = 5,
-    cudaDevAttrMaxGridDimY = 6,
-    cudaDevAttrMaxGridDimZ = 7,
-    cudaDevAttrMaxSharedMemoryPerBlock = 8,
-    cudaDevAttrTotalConstantMemory = 9,
-    cudaDevAttrWarpSize = 10,
-    cudaDevAttrMaxRegistersPerBlock = 12,
-    cudaDevAttrMultiProcessorCount = 16,
-    cudaDevAttrMaxThreadsPerMultiProcessor = 39,
-    cudaDevAttrComputeCapabilityMajor = 75,
-    cudaDevAttrComputeCapabilityMinor = 76,
-    cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
-    cudaDevAttrManagedMemory = 83,
-    cudaDevAttrConcurrentManagedAccess = 89,
-    cudaDevAttrCooperativeLaunch = 95,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
-};
-enum cudaFuncAttribute {
-    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
-};
-enum cudaFuncCache {
-    cudaFuncCachePreferNone = 0,
-    cudaFuncCachePreferShared = 1,
-    cudaFuncCachePreferL1 = 2,
-    cudaFuncCachePreferEqual = 3,
-};
-constexpr int cudaCpuDeviceId = -1;
-constexpr int cudaInvalidDeviceId = -2;
-enum cudaMemoryAdvise {
-    cudaMemAdviseSetReadMostly = 1,
-    cudaMemAdviseUnsetReadMostly = 2,
-    cudaMemAdviseSetPreferredLocation = 3,
-    cudaMemAdviseUnsetPreferredLocation = 4,
-    cudaMemAdviseSetAccessedBy = 5,
-    cudaMemAdviseUnsetAccessedBy = 6,
-};
-enum cudaMemoryType {
-    cudaMemoryTypeUnregistered = 0,
-    cudaMemoryTypeHost = 1,
-    cudaMemoryTypeDevice = 2,
-    cudaMemoryTypeManaged = 3,
-};
-struct cudaPointerAttributes {
-    cudaMemoryType type;
-    int device;
-    void *devicePointer, *hostPointer;
-};
-enum cudaStreamCaptureStatus {
-    cudaStreamCaptureStatusNone = 0,
-    cudaStreamCaptureStatusActive = 1,
-    cudaStreamCaptureStatusInvalidated = 2,
-};
-enum cudaStreamCaptureMode {
-    cudaStreamCaptureModeGlobal = 0,
-    cudaStreamCaptureModeThreadLocal = 1,
-    cudaStreamCaptureModeRelaxed = 2,
-};
-constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
-constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
-constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, cudaHostAllocWriteCombined = 4;
-constexpr unsigned cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2;
-constexpr unsigned cudaMemAttachGlobal = 1, cudaMemAttachHost = 2;
-using cudaStream_t = struct warpbus_stream *;
-using cudaEvent_t = struct warpbus_event *;
-using cudaGraph_t = struct warpbus_graph *;
-using cudaGraphExec_t = struct warpbus_graph_exec *;
-using cudaGraphNode_t = struct warpbus_graph_node *;
-using cudaHostFn_t = void (*)(void *);
-using cudaStreamCallback_t = void (*)(cudaStream_t, cudaError_t, void *);
-
-struct cudaDeviceProp {
-    char name[256];
-    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
-    int regsPerBlock, warpSize, maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], major, minor;
-    int multiProcessorCount, maxThreadsPerMultiProcessor, l2CacheSize, memoryBusWidth, concurrentKernels, cooperativeLaunch;
-    int regsPerMultiprocessor, maxBlocksPerMultiProcessor, unifiedAddressing, managedMemory, concurrentManagedAccess;
-    int canMapHostMemory, asyncEngineCount, integrated, ECCEnabled, pciBusID, pciDeviceID, pciDomainID;
-    size_t totalConstMem, memPitch, textureAlignment;
-};
-
 namespace warpbus {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
-constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 512;
-constexpr size_t kMostOptIn = 163 << 10;  // shared memory of a kernel that asks for it, as compute capability 8.0
+constexpr size_t kMostShared = 48 << 10, kStack = 640 << 10, kStackGuard = 64 << 10, kGuard = 64 << 20, kGap = 1024;
+constexpr size_t kMostOptIn = 227 << 10;  // shared memory of a kernel that asks for it, as compute capability 9.0
 constexpr unsigned kMostBlocks = 32;          // of a multiprocessor
 constexpr unsigned kMostCooperative = 16384;  // threads of a cooperative launch: each has a stack
+constexpr unsigned kMostCluster = 8;          // blocks of a cluster
+constexpr unsigned kMostSpins = 1000;         // rounds of a waiting loop after which other threads run
 constexpr unsigned char kUnwritten = 0xA5, kPadding = 0x5A;
 
-enum class Waits : unsigned char { nothing, block, warp, grid };
+// `named`: at bar.sync with a number; `phase`: of an mbarrier; `spin`: for nothing, the others run first.
+enum class Waits : unsigned char { nothing, block, named, warp, warpgroup, cluster, grid, phase, spin };
 
 // A thread of a block: a fiber.
 struct Thread {
@@ -186,6 +83,18 @@ struct Thread {
     unsigned source;        // the lane whose value it asks for
     uint64_t given, got;    // the bits that it hands over, and those that it gets
     unsigned warp_instructions;  // that it has executed together with the other lanes of its warp, see `ptx.h`
+    uint64_t barrier;       // that it waits for or tests: the address of an mbarrier, or the number of a named barrier
+    uint64_t phase;         // of the mbarrier
+    unsigned spins;         // rounds of waiting loops since it last let the others run
+    const void *pc;         // where it spins
+    bool cluster_arrived;   // at the barrier of the cluster, in the phase `cluster_phase`, and has not waited yet
+    uint64_t cluster_phase;
+};
+
+// Where the block is in its cluster, and the cluster in the grid; without clusters, each block is one.
+struct ClusterPlace {
+    uint3 block, size, cluster, clusters;
+    unsigned rank, count;
 };
 
 // An asynchronous copy to shared memory: it happens when its thread waits for it, no earlier.
@@ -199,15 +108,24 @@ struct DeferredCopy {
 
 extern Thread *current;     // nullptr while host code runs
 extern uint3 block_at, block_size, grid_size;
+extern uint64_t progress;   // counts what may end a waiting loop of another thread
 
 void wait_for(Waits waits, const char *what, int line, unsigned mask = ~0u);
+ClusterPlace cluster_place();
+void arrive_cluster(int line);
+void wait_cluster(int line);
+uint64_t map_shared(uint64_t address, unsigned rank, int line);  // the same place in the shared memory of another block
+unsigned rank_of_address(uint64_t address);
+bool set_cluster(const char *kernel, dim3 size);                 // __cluster_dims__
+void let_others_run(const char *what, int line, const void *pc);
 void defer_copy(const DeferredCopy &copy);
 void commit_copies();
 void wait_for_copies(unsigned last);
 cudaError_t remember(cudaError_t status);
 char *allocate(size_t size, size_t element, bool managed, const char *name);
 void *allocate_pinned(size_t size);
-void add_shared_array(char *begin, size_t size, size_t element, const char *name);
+size_t add_shared_array(char *begin, size_t size, size_t element, const char *name);
+void use_shared_array(size_t number);  // the kernel that runs declares it
 char *dynamic_memory(size_t element, const char *name);
 void check_atomic(const void *at, size_t size, const void *pc);
 cudaError_t copy_symbol(char *symbol, size_t has, size_t offset, void *other, size_t size, cudaMemcpyKind kind);
@@ -229,6 +147,7 @@ struct Launch {
     size_t shared;
     cudaStream_t stream;
     bool cooperative = false;
+    dim3 cluster{0, 0, 0};  // 0: that of __cluster_dims__, or a single block
     Launch(const char *name, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr)
         : name(name), grid(grid), block(block), shared(shared), stream(stream) {}
 
@@ -260,6 +179,20 @@ cudaError_t cudaLaunchCooperativeKernel(const char *name, void (*kernel)(T...), 
     return launch_with(launch, kernel, arguments, std::index_sequence_for<T...>{});
 }
 
+// `translate` adds the kernel's name.
+template <class... T, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const char *name, const cudaLaunchConfig_t *config, void (*kernel)(T...), Arguments &&...arguments) {
+    Launch launch(name, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream);
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const cudaLaunchAttribute &each = config->attrs[i];
+        if (each.id == cudaLaunchAttributeClusterDimension)
+            launch.cluster = dim3(each.val.clusterDim.x, each.val.clusterDim.y, each.val.clusterDim.z);
+        if (each.id == cudaLaunchAttributeCooperative) launch.cooperative = each.val.cooperative != 0;
+    }
+    const auto start = [&](std::decay_t<T>... values) { return launch([=] { kernel(values...); }); };
+    return start(static_cast<std::decay_t<T>>(arguments)...);
+}
+
 cudaError_t set_function_attribute(const char *name, cudaFuncAttribute attribute, int value);
 template <class F>
 cudaError_t cudaFuncSetAttribute(const char *name, F *, cudaFuncAttribute attribute, int value) {
@@ -286,20 +219,37 @@ template <class T, class Change> __attribute__((noinline, no_sanitize("thread"))
     memcpy(&old, at, sizeof(T));
     const T now = new_value(old);
     memcpy(at, &now, sizeof(T));
+    if (memcmp(&old, &now, sizeof(T))) {
+        ++progress;
+        if (current) current->spins = 0;
+    } else if (current && ++current->spins >= kMostSpins) {
+        let_others_run("an atomic operation", 0, __builtin_return_address(0));
+    }
     return old;
+}
+
+// The condition of a loop without a body: it waits for what another thread writes.
+inline bool spun(bool again, int line) {
+    if (again && current && ++current->spins >= kMostSpins) let_others_run("a loop", line, nullptr);
+    return again;
 }
 
 template <class T> using Type = T;
 
 // An array of __shared__ memory, with a gap before and behind it in which an access is a mistake.
-template <class T> struct Shared {
+template <class T, size_t Alignment = 16> struct Shared {
     alignas(128) char before[kGap];
-    alignas(128) T value;
+    alignas(Alignment < 128 ? 128 : Alignment) T value;
     char behind[kGap];
     explicit Shared(const char *name) {
         static_assert(sizeof(T) <= kMostShared, "a block has 48 KB of shared memory");
-        add_shared_array((char *)&value, sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
+        number = add_shared_array((char *)&value, sizeof(T), sizeof(std::remove_all_extents_t<T>), name);
     }
+    T &declared() {
+        use_shared_array(number);
+        return value;
+    }
+    size_t number;
 };
 
 template <class T> T *dynamic_array(const char *name) { return reinterpret_cast<T *>(dynamic_memory(sizeof(T), name)); }
@@ -340,9 +290,7 @@ inline unsigned within(long to, int width) {
 }  // namespace warpbus
 
 #define threadIdx (warpbus::current->thread)
-#define blockIdx (warpbus::block_at)
-#define blockDim (warpbus::block_size)
-#define gridDim (warpbus::grid_size)
+inline const uint3 &blockIdx = warpbus::block_at, &blockDim = warpbus::block_size, &gridDim = warpbus::grid_size;
 constexpr int warpSize = 32;
 
 #define WARPBUS_LINE int line = __builtin_LINE()
@@ -462,7 +410,7 @@ inline void *__cvta_shared_to_generic(size_t at) { return reinterpret_cast<void 
 inline size_t __cvta_generic_to_global(const void *at) { return reinterpret_cast<size_t>(at); }
 inline void *__cvta_global_to_generic(size_t at) { return reinterpret_cast<void *>(at); }
 long long clock64();
-inline void __nanosleep(unsigned) {}
+__forceinline__ void __nanosleep(unsigned, WARPBUS_LINE) { warpbus::let_others_run("__nanosleep()", line, nullptr); }
 
 template <class T> cudaError_t cudaMalloc(T **pointer, size_t size) {
     return warpbus::allocate_named("device memory", pointer, size, false);
@@ -517,6 +465,10 @@ cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags);
 cudaError_t cudaHostUnregister(void *pointer);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer);
 cudaError_t cudaMemAdvise(const void *at, size_t size, cudaMemoryAdvise advice, int device);
+cudaError_t cudaGetDriverEntryPoint(const char *symbol, void **function, unsigned long long flags,
+                                    cudaDriverEntryPointQueryResult *result = nullptr);
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult *result = nullptr);
 cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaDriverGetVersion(int *version);
 cudaError_t cudaFree(void *pointer);

@@ -31,6 +31,16 @@ struct dim3 {
 
 namespace warpbus {
 
+// A whole number as an integer type has it: the nearest one that it can hold, and 0 for NaN.
+template <class To> To saturated(float whole) {
+    constexpr float kBits = 8 * sizeof(To) - std::is_signed<To>::value;
+    const float end = exp2f(kBits);  // one more than the largest
+    if (whole != whole) return 0;
+    if (whole >= end) return std::numeric_limits<To>::max();
+    if (whole < (std::is_signed<To>::value ? -end : 0)) return std::numeric_limits<To>::min();
+    return static_cast<To>(whole);
+}
+
 template <class To, class From> To same_bits(From value) {
     static_assert(sizeof(To) == sizeof(From));
     To found;
@@ -58,18 +68,30 @@ inline float __powf(float x, float y) { return powf(x, y); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __saturatef(float x) { return x > 0 ? fminf(x, 1) : 0; }
 inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline double __dadd_rn(double x, double y) { return x + y; }
+inline double __dsub_rn(double x, double y) { return x - y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double __ddiv_rn(double x, double y) { return x / y; }
+inline double __fma_rn(double x, double y, double z) { return fma(x, y, z); }
+inline double __drcp_rn(double x) { return 1 / x; }
+inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline float __frsqrt_rn(float x) { return warpbus::reciprocal_root(x); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
-inline int __float2int_rn(float x) { return static_cast<int>(nearbyintf(x)); }
-inline int __float2int_rz(float x) { return static_cast<int>(x); }
-inline int __float2int_rd(float x) { return static_cast<int>(floorf(x)); }
-inline int __float2int_ru(float x) { return static_cast<int>(ceilf(x)); }
+inline int __float2int_rn(float x) { return warpbus::saturated<int>(nearbyintf(x)); }
+inline int __float2int_rz(float x) { return warpbus::saturated<int>(truncf(x)); }
+inline int __float2int_rd(float x) { return warpbus::saturated<int>(floorf(x)); }
+inline int __float2int_ru(float x) { return warpbus::saturated<int>(ceilf(x)); }
+inline unsigned __float2uint_rn(float x) { return warpbus::saturated<unsigned>(nearbyintf(x)); }
+inline unsigned __float2uint_rz(float x) { return warpbus::saturated<unsigned>(truncf(x)); }
+inline unsigned __float2uint_rd(float x) { return warpbus::saturated<unsigned>(floorf(x)); }
+inline unsigned __float2uint_ru(float x) { return warpbus::saturated<unsigned>(ceilf(x)); }
 inline int __float_as_int(float x) { return warpbus::same_bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return warpbus::same_bits<unsigned>(x); }
 inline float __int_as_float(int x) { return warpbus::same_bits<float>(x); }

@@ -6,8 +6,10 @@
 // after the other.
 #pragma once
 
+#include "async_ptx.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "cuda_fp8.h"
 #include "cuda_pipeline.h"
 
 namespace warpbus::ptx {
@@ -67,8 +69,8 @@ template <class Part, class From> Part unpack(From from, unsigned index) {
 template <class T, int N> struct alignas(N * sizeof(T)) Vector { T x[N]; };
 
 // A value that other blocks may wait for.
-template <class T> T load_atomic(T *at) { return change(at, [](T old) { return old; }); }
-template <class T> void store_atomic(T *at, T value) { change(at, [&](T) { return value; }); }
+template <class T> __forceinline__ T load_atomic(T *at) { return change(at, [](T old) { return old; }); }
+template <class T> __forceinline__ void store_atomic(T *at, T value) { change(at, [&](T) { return value; }); }
 
 __forceinline__ void copy_async(uint64_t to, uint64_t from, int size, int taken) {
     __pipeline_memcpy_async(address<void>(to), address<void>(from), static_cast<size_t>(size),
@@ -237,6 +239,17 @@ inline uint32_t tf32(float x, bool away) {
     return (bits + (away ? 0x1000 : 0xFFF + (bits >> 13 & 1))) & ~0x1FFFu;
 }
 
+// FP8: a pair of numbers in 16 bits, of which numbers that are too large are the largest ones.
+template <__nv_fp8_interpretation_t Kind> uint16_t to_fp8(float high, float low, bool relu) {
+    const auto limited = [&](float x) { return relu && x < 0 ? 0.0f : x; };
+    return fp8_pair(limited(low), limited(high), __NV_SATFINITE, Kind);
+}
+template <__nv_fp8_interpretation_t Kind> uint16_t to_fp8(__half2 x, bool relu) { return to_fp8<Kind>(x.y, x.x, relu); }
+template <__nv_fp8_interpretation_t Kind> __half2 from_fp8(uint16_t x, bool relu) {
+    const __half2 found = __nv_cvt_fp8x2_to_halfraw2(x, Kind);
+    return relu ? __hmax2(found, {0, 0}) : found;
+}
+
 // ---- a warp
 
 // Registers of the lanes, while all lanes of a warp execute an instruction together. The next instruction uses the
@@ -317,6 +330,15 @@ template <> struct Elements<double> {
     using Sum = double;
     static double at(uint64_t bits, int) { return same_bits<double>(bits); }
 };
+template <__nv_fp8_interpretation_t Kind> struct ElementsOfFp8 {
+    static constexpr int count = 4;
+    using Sum = float;
+    static float at(uint32_t bits, int index) { return fp8_value(static_cast<uint8_t>(bits >> 8 * index), Kind); }
+};
+struct E4m3;
+struct E5m2;
+template <> struct Elements<E4m3> : ElementsOfFp8<__NV_E4M3> {};
+template <> struct Elements<E5m2> : ElementsOfFp8<__NV_E5M2> {};
 struct S4;
 struct U4;
 template <> struct Elements<S4> {

@@ -5,8 +5,9 @@
 #include <cstdarg>
 #include <memory>
 
+#include "scheduler.h"
 #include "streams.h"
-#include "threads.h"
+#include "tensor_maps.h"
 #ifdef WARPBUS_CHECKS
 #include "checks.h"
 #endif
@@ -15,6 +16,7 @@ namespace warpbus {
 
 Thread *current;
 uint3 block_at, block_size, grid_size;
+uint64_t progress;
 // The last error of a call. A launch that is refused is such an error: calls that wait return only the errors of kernels
 // that ran, which end the program here.
 cudaError_t last;
@@ -47,6 +49,12 @@ void wait_for(Waits waits, const char *what, int line, unsigned mask) {
     current->line = line;
     current->mask = mask;
     swapcontext(&running().context, &scheduler);
+}
+
+void let_others_run(const char *what, int line, const void *pc) {
+    current->spins = 0;
+    current->pc = pc;
+    wait_for(Waits::spin, what, line);
 }
 
 void defer_copy(const DeferredCopy &copy) {
@@ -91,11 +99,15 @@ void *allocate_pinned(size_t size) {
     return found;
 }
 
-void add_shared_array(char *begin, size_t size, size_t element, const char *name) {
-    shared_arrays.push_back({begin, size, element, name});
+size_t add_shared_array(char *begin, size_t size, size_t element, const char *name) {
+    if (shared_arrays.empty()) shared_arrays.push_back({});  // the first one is dynamic memory
+    shared_arrays.push_back({begin, size, element, name, 0});
     memset(begin, kUnwritten, size);
     check_new_array(shared_arrays.back());
+    return shared_arrays.size() - 1;
 }
+
+void use_shared_array(size_t number) { shared_arrays[number].launch = launches; }
 
 char *dynamic_memory(size_t element, const char *name) {
     if (shared_arrays.empty()) shared_arrays.push_back({});  // declared outside of functions: before the first launch
@@ -139,6 +151,13 @@ static int resident_blocks(int block, size_t dynamic) {
          : static_cast<int>(std::min({size_t{kMostThreads} / padded, by_memory, size_t{kMostBlocks}}));
 }
 
+static std::map<std::string, dim3> kernel_clusters;
+
+bool set_cluster(const char *kernel, dim3 size) {
+    kernel_clusters[kernel] = size;
+    return true;
+}
+
 cudaError_t Launch::start(const Call &call) const {
     if (current) stop("nested", place(*current) + field("launched", name));
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
@@ -148,15 +167,22 @@ cudaError_t Launch::start(const Call &call) const {
         return remember(fits ? cudaErrorInvalidValue : cudaErrorInvalidConfiguration);
     if (cooperative && threads * grid.x * grid.y * grid.z > kMostCooperative)
         return remember(cudaErrorCooperativeLaunchTooLarge);
+    Launch own = *this;
+    if (const auto of = kernel_clusters.find(base_name(name)); own.cluster.x == 0)
+        own.cluster = of == kernel_clusters.end() ? dim3(1) : of->second;
+    const uint3 size = own.cluster;
+    if (!size.x || !size.y || !size.z || uint64_t{size.x} * size.y * size.z > kMostCluster || grid.x % size.x || grid.y % size.y ||
+        grid.z % size.z)
+        return remember(cudaErrorInvalidClusterSize);
     if (!stream && capturing) stop("default_stream", field("kernel", name));
     if (!stream) {
         run_streams(false);
-        run_kernel(*this, [&call] { call.run(call.lambda); });
+        run_kernel(own, [&call] { call.run(call.lambda); });
         return cudaSuccess;
     }
     // A launch with a stream captures its arguments by value, see `translate`.
     const std::shared_ptr<const void> kept(call.copy(call.lambda), call.drop);
-    enqueue(stream, [launch = *this, run = call.run, kept] {
+    enqueue(stream, [launch = own, run = call.run, kept] {
         run_kernel(launch, [&] { run(kept.get()); });
     });
     return cudaSuccess;
@@ -197,12 +223,14 @@ const char *cudaGetErrorName(cudaError_t status) {
         case cudaErrorInvalidPitchValue: return "cudaErrorInvalidPitchValue";
         case cudaErrorInvalidMemcpyDirection: return "cudaErrorInvalidMemcpyDirection";
         case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+        case cudaErrorSymbolNotFound: return "cudaErrorSymbolNotFound";
         case cudaErrorNotReady: return "cudaErrorNotReady";
         case cudaErrorCooperativeLaunchTooLarge: return "cudaErrorCooperativeLaunchTooLarge";
         case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
         case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
         case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
         case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
+        case cudaErrorInvalidClusterSize: return "cudaErrorInvalidClusterSize";
     }
     return "cudaErrorUnknown";
 }
@@ -215,12 +243,14 @@ const char *cudaGetErrorString(cudaError_t status) {
         case cudaErrorInvalidPitchValue: return "invalid pitch argument";
         case cudaErrorInvalidMemcpyDirection: return "invalid copy direction for memcpy";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
+        case cudaErrorSymbolNotFound: return "named symbol not found";
         case cudaErrorNotReady: return "device not ready";
         case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
         case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
         case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
         case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing blocking stream";
+        case cudaErrorInvalidClusterSize: return "cluster misconfiguration";
     }
     return "unknown error";
 }
@@ -424,7 +454,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) {
     found->maxThreadsDim[2] = 64;
     found->maxGridSize[0] = 2147483647;
     found->maxGridSize[1] = found->maxGridSize[2] = 65535;
-    found->major = 8;
+    found->major = 9;
     found->cooperativeLaunch = 1;
     found->multiProcessorCount = 1;
     return cudaSuccess;

@@ -1,6 +1,6 @@
 // A float of 16 bits and pairs of it: a part of `cuda_fp16.h` and `cuda_bf16.h`, which each include it once.
 //
-// They define the names WARPBUS_NUMBER, WARPBUS_PAIR and WARPBUS_RAW of the types, and WARPBUS_BITS and WARPBUS_VALUE of
+// They define the names WARPBUS_NUMBER, WARPBUS_PAIR, WARPBUS_RAW and WARPBUS_RAW_PAIR of the types, and WARPBUS_BITS and WARPBUS_VALUE of
 // the conversions from and to float. Numbers are rounded to the nearest after each operation, as on a GPU.
 
 struct WARPBUS_RAW { unsigned short x; };
@@ -18,7 +18,15 @@ class WARPBUS_NUMBER {
     unsigned short bits_;
 };
 
-struct alignas(4) WARPBUS_PAIR { WARPBUS_NUMBER x, y; };
+struct alignas(4) WARPBUS_RAW_PAIR { unsigned short x, y; };
+
+struct alignas(4) WARPBUS_PAIR {
+    WARPBUS_NUMBER x, y;
+    WARPBUS_PAIR() = default;
+    WARPBUS_PAIR(WARPBUS_NUMBER x, WARPBUS_NUMBER y) : x(x), y(y) {}
+    WARPBUS_PAIR(WARPBUS_RAW_PAIR raw) : x(WARPBUS_RAW{raw.x}), y(WARPBUS_RAW{raw.y}) {}
+    operator WARPBUS_RAW_PAIR() const { return {static_cast<WARPBUS_RAW>(x).x, static_cast<WARPBUS_RAW>(y).x}; }
+};
 
 // An operation on one number and on pairs, by float, which has more than twice the digits: so it is rounded once.
 #define WARPBUS_OPERATION(name, result) \
@@ -87,5 +95,6 @@ inline float __high2float(WARPBUS_PAIR x) { return x.y; }
 #undef WARPBUS_NUMBER
 #undef WARPBUS_PAIR
 #undef WARPBUS_RAW
+#undef WARPBUS_RAW_PAIR
 #undef WARPBUS_BITS
 #undef WARPBUS_VALUE

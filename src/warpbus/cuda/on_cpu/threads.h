@@ -1,17 +1,19 @@
 // Threads, blocks and device memory on a CPU: what `runtime.cpp` builds on.
 //
-// The threads of a block are fibers on one thread of the CPU. A fiber runs until a barrier or its end; blocks run one
-// after the other, or, in a cooperative launch, from one barrier of the grid to the next. What a kernel does wrong is written as one line of JSON, a finding, into the file that
-// WARPBUS_FINDINGS names, and the program ends with status 70. `warpbus.cuda.findings` puts findings into words.
+// The threads of a block are fibers on one thread of the CPU, which `scheduler.h` runs. What a kernel does wrong is
+// written as one line of JSON, a finding, into the file that WARPBUS_FINDINGS names, and the program ends with status 70.
+// `warpbus.cuda.findings` puts findings into words.
 //
 // With WARPBUS_CHECKS, `checks.h` is told of what happens here, and of each access to memory.
 #pragma once
 
+#include "async_ptx.h"
 #include "cuda_runtime.h"
 
 #include <csignal>
 
 #include <algorithm>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -36,6 +38,35 @@ struct SharedArray {
     char *begin;
     size_t size, element;
     const char *name;
+    uint64_t launch;  // the last one whose kernel declares it
+};
+
+// An asynchronous access: the engine that makes it and the number of the access, see `clocks.h`.
+struct AsyncAccess { unsigned engine; uint32_t epoch; };
+enum class AsyncKind { copy, product, store };
+
+// A copy from shared to device memory that its thread has not waited for.
+struct BulkStore {
+    std::function<void()> run;
+    unsigned group;
+    AsyncAccess access;
+    int line;
+};
+
+// Products of wgmma that their warpgroup has not waited for, and the registers that they add to: `at` are variables of the
+// program, which are undefined meanwhile, and `bits` what they are going to hold.
+struct Product {
+    Wgmma of;
+    const void *accumulators;  // the first one
+    unsigned group;
+    AsyncAccess access;
+    int line;
+};
+struct Accumulators {
+    std::vector<void *> at;
+    std::vector<uint32_t> bits;
+    unsigned products;
+    int line;
 };
 
 // `stack`: kStack bytes, 512 KB of local memory as on a GPU and what the runtime needs; kStackGuard before them cannot be accessed.
@@ -44,13 +75,12 @@ struct Fiber : Thread {
     char *stack = nullptr;
     std::vector<DeferredCopy> copies;  // that it has not waited for
     unsigned batches = 0;              // of copies that it has committed
-};
-
-// A block of a cooperative launch that waits for the grid: what belongs to a block alone.
-struct Resident {
-    std::vector<Fiber> fibers;
-    std::vector<std::vector<char>> shared;
-    bool ended;
+    std::vector<BulkStore> stores;
+    unsigned store_groups = 0;         // that it has committed
+    std::deque<Product> products;
+    std::map<const void *, Accumulators> accumulators;
+    unsigned product_groups = 0;       // that it has committed
+    bool wgmma_fenced = false;         // whether it has executed wgmma.fence
 };
 
 // A call of printf by a thread of the block, after so many barriers.
@@ -74,13 +104,14 @@ inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline const std::function<void()> *body;
 inline const char *kernel = "";
-alignas(128) inline char dynamic[kGap + kMostOptIn + kGap];
+alignas(1024) inline char dynamic[kGap + kMostOptIn + kGap];
 inline size_t dynamic_size;
+inline uint64_t launches;
 
 #ifdef WARPBUS_CHECKS
 void check_launch();                       // a kernel begins
 void check_block();                        // a block begins: shared memory holds nothing
-void check_resume();                       // a block goes on behind a barrier of the grid
+void check_resume();                       // a block goes on that was suspended
 void check_grid_barrier();                 // all blocks are at a barrier
 void check_barrier();                      // all threads of the block are at a barrier
 void check_warp_barrier(unsigned warp);    // so are the threads of a warp
@@ -89,6 +120,17 @@ void check_host_write(const void *, size_t);
 void check_freed(const void *);
 void check_copy(const void *, size_t, const void *pc);  // an asynchronous copy begins
 void check_fence(bool of_block);           // if not of a block, the program orders blocks by fences
+void check_release(const void *barrier);   // what the thread did is ordered before those that acquire the barrier
+void check_acquire(const void *barrier, unsigned thread);
+void check_suspend();                      // the block stops in the middle: other blocks run
+void check_mbarriers();                    // the block has barriers of single threads: warps have to be followed, too
+// An access by an engine, the copies of `key`: an mbarrier, a warpgroup or a thread.
+AsyncAccess check_async_begin(AsyncKind kind, uint64_t key);
+void check_async_access(const AsyncAccess &access, const void *at, size_t size, bool writes, const void *pc);
+void check_async_end(const void *mbarrier, const AsyncAccess &access);  // for those that wait for the mbarrier
+void check_async_end(unsigned thread, const AsyncAccess &access);
+void check_stores_end(unsigned thread);    // what the thread's stores have written is visible to it
+void check_proxy_fence();                  // what the thread wrote is visible to asynchronous copies and wgmma
 void check_new_array(const SharedArray &);
 void check_dynamic_array(const SharedArray &);
 #else
@@ -103,6 +145,16 @@ inline void check_host_write(const void *, size_t) {}
 inline void check_freed(const void *) {}
 inline void check_copy(const void *, size_t, const void *) {}
 inline void check_fence(bool) {}
+inline void check_release(const void *) {}
+inline void check_acquire(const void *, unsigned) {}
+inline void check_suspend() {}
+inline void check_mbarriers() {}
+inline AsyncAccess check_async_begin(AsyncKind, uint64_t) { return {}; }
+inline void check_async_access(const AsyncAccess &, const void *, size_t, bool, const void *) {}
+inline void check_async_end(const void *, const AsyncAccess &) {}
+inline void check_async_end(unsigned, const AsyncAccess &) {}
+inline void check_stores_end(unsigned) {}
+inline void check_proxy_fence() {}
 inline void check_new_array(const SharedArray &) {}
 inline void check_dynamic_array(const SharedArray &) {}
 #endif
@@ -162,6 +214,17 @@ inline std::string outside(const Allocation &each, const char *at) {
            field("index", (bytes - (bytes < 0 ? element - 1 : 0)) / element) +
            field("count", static_cast<std::ptrdiff_t>(each.size) / element) + field("element", element);
 }
+
+// Whether bytes are in an array of shared memory.
+inline bool in_shared_memory(uint64_t address, size_t size) {
+    const char *at = reinterpret_cast<const char *>(address);
+    return std::any_of(shared_arrays.begin(), shared_arrays.end(), [&](const SharedArray &each) {
+        return at >= each.begin && at + size <= each.begin + each.size;
+    });
+}
+
+// An address with the bits exchanged that a swizzle over so many bytes exchanges; 16: none. Source: PTX ISA.
+inline uint64_t swizzled(uint64_t address, unsigned bytes) { return address ^ (address >> 3 & (bytes - 16)); }
 
 inline Fiber &running() { return *static_cast<Fiber *>(current); }
 
@@ -245,233 +308,6 @@ inline void install() {
         timer.it_value.tv_sec = std::max(1, atoi(limit));
         setitimer(ITIMER_VIRTUAL, &timer, nullptr);
     }
-}
-
-inline void enter() {
-    (*body)();
-    current->ended = true;
-    swapcontext(&running().context, &scheduler);
-}
-
-inline std::string waiting(const Fiber &fiber) {
-    return field("waiting", fiber.thread) + field("what", fiber.what) + field("line", fiber.line);
-}
-
-// Lanes that asked which ones are with them (mask 0) learn it when no lane of the warp can go on: those at the same line.
-inline bool release_converged(unsigned first, unsigned count) {
-    const auto asks = [](const Fiber &fiber) { return !fiber.ended && fiber.waits == Waits::warp && !fiber.mask; };
-    for (unsigned lane = 0; lane < count; ++lane) {
-        const Fiber &fiber = fibers[first + lane];
-        if (!asks(fiber)) continue;
-        unsigned together = 0;
-        const int line = fiber.line;
-        for (unsigned other = 0; other < count; ++other)
-            together |= unsigned{asks(fibers[first + other]) && fibers[first + other].line == line} << other;
-        for (unsigned other = 0; other < count; ++other) {
-            if (!(together >> other & 1)) continue;
-            fibers[first + other].got = together;
-            fibers[first + other].waits = Waits::nothing;
-        }
-        return true;
-    }
-    return false;
-}
-
-// Let the lanes of a warp run until all of them have ended or wait for the block.
-inline void run_warp(unsigned first, unsigned count, bool reverse) {
-    for (;;) {
-        bool ran = false;
-        for (unsigned i = 0; i < count; ++i) {
-            Fiber &fiber = fibers[first + (reverse ? count - 1 - i : i)];
-            if (fiber.ended || fiber.waits != Waits::nothing) continue;
-            ran = true;
-            current = &fiber;
-            swapcontext(&scheduler, &fiber.context);
-        }
-        if (ran) continue;
-        // All lanes wait or have ended. A group of lanes that names itself in the same mask goes on.
-        bool released = false;
-        const Fiber *stuck = nullptr, *missing = nullptr;
-        for (unsigned lane = 0; lane < count && !released; ++lane) {
-            const Fiber &fiber = fibers[first + lane];
-            if (fiber.ended || fiber.waits != Waits::warp || !fiber.mask) continue;
-            const unsigned mask = count == kWarp ? fiber.mask : fiber.mask & ((1u << count) - 1);
-            const Fiber *absent = mask >> lane & 1 ? nullptr : &fiber;
-            for (unsigned other = 0; other < count && !absent; ++other) {
-                const Fiber &its = fibers[first + other];
-                const bool there = !its.ended && its.waits == Waits::warp && its.mask == fiber.mask && its.what == fiber.what;
-                if ((mask >> other & 1) && !there) absent = &its;
-            }
-            if (absent) {
-                if (!stuck) stuck = &fiber, missing = absent;
-                continue;
-            }
-            uint64_t ballot = 0;
-            for (unsigned other = 0; other < count; ++other)
-                if (mask >> other & 1) ballot |= uint64_t{fibers[first + other].given != 0} << other;
-            for (unsigned other = 0; other < count; ++other) {
-                Fiber &its = fibers[first + other];
-                if (!(mask >> other & 1)) continue;
-                const unsigned source = its.source;
-                its.got = source == kWarp ? ballot : source < count && !fibers[first + source].ended
-                          ? fibers[first + source].given : its.given;
-                its.waits = Waits::nothing;
-            }
-            if (!strcmp(fiber.what, "__syncwarp()")) check_warp_barrier(first / kWarp);
-            released = true;
-        }
-        if (released || release_converged(first, count)) continue;
-        if (stuck)
-            stop("warp", place() + waiting(*stuck) + field("mask", stuck->mask) + field("missing", missing->thread) +
-                 (missing == stuck ? field("state", "not in its own mask") : missing->ended ? field("state", "returned")
-                  : field("state", "waits") + field("its_what", missing->what) + field("its_line", missing->line)));
-        return;
-    }
-}
-
-// Run the current block to its end, or to a barrier of the grid; whether it has ended.
-inline bool run_block(unsigned threads, bool reverse, bool cooperative) {
-    const unsigned warps = (threads + kWarp - 1) / kWarp;
-    for (;;) {
-        for (unsigned i = 0; i < warps; ++i) {
-            const unsigned first = (reverse ? warps - 1 - i : i) * kWarp;
-            run_warp(first, std::min(kWarp, threads - first), reverse);
-        }
-        const Fiber *waits = nullptr, *ended = nullptr;
-        unsigned at_barrier = 0;
-        for (unsigned i = 0; i < threads; ++i) {
-            const Fiber &fiber = fibers[i];
-            if (fiber.ended) {
-                if (!ended) ended = &fiber;
-                continue;
-            }
-            if (waits && waits->line != fiber.line)
-                stop("divergent", place() + waiting(*waits) + field("other", fiber.thread) + field("its_line", fiber.line));
-            if (!waits) waits = &fiber;
-            ++at_barrier;
-        }
-        if (waits && ended)
-            stop("barrier", place() + waiting(*waits) + field("count", at_barrier) + field("ended", threads - at_barrier) +
-                 field("returned", ended->thread));
-        check_barrier();
-        ++phase;
-        if (!waits || waits->waits == Waits::grid) print_block();
-        if (!waits) return true;
-        if (waits->waits == Waits::grid) {
-            if (!cooperative) stop("grid_launch", place() + field("line", waits->line));
-            return false;
-        }
-        uint64_t sum = 0;
-        for (unsigned i = 0; i < threads; ++i) sum += fibers[i].given != 0;
-        for (unsigned i = 0; i < threads; ++i) {
-            fibers[i].got = sum;
-            fibers[i].waits = Waits::nothing;
-        }
-    }
-}
-
-// Writes that hit the rest of an allocation's pages, before its begin or right behind its end, are found after the kernel.
-inline void check_ends() {
-    for (const auto &[key, each] : allocations)
-        for (const char *at = each.pages; at < each.pages + each.mapped; ++at) {
-            if (at == each.begin) at += each.size;
-            if (at < each.pages + each.mapped && static_cast<unsigned char>(*at) != kPadding)
-                stop("padding", field("kernel", kernel) + outside(each, at));
-        }
-}
-
-inline void begin_block(unsigned threads) {
-    if (fibers.size() < threads) fibers.resize(threads);
-    for (const SharedArray &each : shared_arrays) memset(each.begin, kUnwritten, each.size);
-    for (unsigned i = 0; i < threads; ++i) {
-        Fiber &fiber = fibers[i];
-        if (!fiber.stack) fiber.stack = new_stack();
-        fiber.number = i;
-        fiber.thread = thread_of(i);
-        fiber.waits = Waits::nothing;
-        fiber.ended = false;
-        fiber.given = 0;
-        fiber.warp_instructions = 0;
-        fiber.copies.clear();
-        fiber.batches = 0;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack;
-        fiber.context.uc_stack.ss_size = kStack;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, enter, 0);
-    }
-    check_block();
-}
-
-// Shared memory is static: blocks that are resident together exchange it.
-inline void suspend_block(Resident &block) {
-    block.shared.clear();
-    for (const SharedArray &each : shared_arrays) block.shared.emplace_back(each.begin, each.begin + each.size);
-}
-
-inline void resume_block(const Resident &block, unsigned threads) {
-    for (size_t i = 0; i < block.shared.size(); ++i)
-        memcpy(shared_arrays[i].begin, block.shared[i].data(), block.shared[i].size());
-    for (unsigned i = 0; i < threads; ++i) fibers[i].waits = Waits::nothing;
-    check_block();
-    check_resume();
-}
-
-// Run all blocks up to a barrier of the grid, and so on to their ends.
-inline void run_cooperative(dim3 grid, unsigned threads, bool reverse) {
-    static std::vector<Resident> blocks;  // with the stacks of their threads
-    const unsigned count = grid.x * grid.y * grid.z;
-    const auto place_of = [&](unsigned i) { return uint3{i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}; };
-    if (blocks.size() < count) blocks.resize(count);
-    for (bool first = true;; first = false) {
-        unsigned ended = 0, returned = 0, waiting = 0;
-        for (unsigned i = 0; i < count; ++i) {
-            block_at = place_of(i);
-            fibers.swap(blocks[i].fibers);
-            if (first) begin_block(threads);
-            else resume_block(blocks[i], threads);
-            blocks[i].ended = run_block(threads, reverse, true);
-            if (!blocks[i].ended) suspend_block(blocks[i]);
-            fibers.swap(blocks[i].fibers);
-            (blocks[i].ended ? returned : waiting) = i;
-            ended += blocks[i].ended;
-        }
-        if (ended == count) return;
-        if (ended)
-            stop("grid", field("kernel", kernel) + field("block", place_of(waiting)) + field("returned", place_of(returned)) +
-                 field("line", blocks[waiting].fibers[0].line));
-        check_grid_barrier();
-    }
-}
-
-inline void run_kernel(const Launch &launch, const std::function<void()> &call) {
-    const dim3 grid = launch.grid, block = launch.block;
-    const unsigned threads = block.x * block.y * block.z;
-    const char *order = getenv("WARPBUS_ORDER");
-    const bool reverse = order && !strcmp(order, "reverse");
-    install();
-    kernel = launch.name;
-    body = &call;
-    grid_size = grid;
-    block_size = block;
-    dynamic_size = launch.shared;
-    if (shared_arrays.empty()) shared_arrays.push_back({});
-    shared_arrays.front() = {dynamic + kGap, launch.shared, 4, "shared memory"};
-    expose(true);
-    check_launch();
-    if (launch.cooperative) run_cooperative(grid, threads, reverse);
-    else
-        for (unsigned z = 0; z < grid.z; ++z)
-            for (unsigned y = 0; y < grid.y; ++y)
-                for (unsigned x = 0; x < grid.x; ++x) {
-                    block_at = {x, y, z};
-                    begin_block(threads);
-                    run_block(threads, reverse, false);
-                }
-    check_launch_end();
-    current = nullptr;
-    check_ends();
-    expose(false);
 }
 
 inline const Allocation *owner(const void *pointer) {

@@ -159,8 +159,26 @@ def _move(of: PtxInstruction) -> str:
     return of.registers.write(to, of.registers.read(source, cpp_type))
 
 
+_FP8_PAIRS = {"e4m3x2": "__NV_E4M3", "e5m2x2": "__NV_E5M2"}
+
+
+def _convert_fp8(of: PtxInstruction, modifiers: list[str], to: str, source: str) -> str:
+    relu = str("relu" in modifiers).lower()
+    others = [each for each in modifiers if each != "relu"]
+    if source == "f32" and others == ["rn", "satfinite"]:
+        values = ", ".join(of.read_all(1, 3, "float"))  # the first one becomes the upper half
+        return of.write(0, f"warpbus::ptx::to_fp8<{_FP8_PAIRS[to]}>({values}, {relu})")
+    if source == "f16x2" and others == ["rn", "satfinite"]:
+        return of.write(0, f"warpbus::ptx::to_fp8<{_FP8_PAIRS[to]}>({of.read(1, '__half2')}, {relu})")
+    if to == "f16x2" and others == ["rn"]:
+        return of.write(0, f"warpbus::ptx::from_fp8<{_FP8_PAIRS[source]}>({of.read(1, 'uint16_t')}, {relu})")
+    raise UnknownInstructionError
+
+
 def _convert(of: PtxInstruction) -> str:
     *modifiers, to, source = of.modifiers
+    if {to, source} & set(_FP8_PAIRS):
+        return _convert_fp8(of, modifiers, to, source)
     rounding = next((each for each in modifiers if each not in ("ftz", "sat")), "rn")
     if "satfinite" in modifiers or "relu" in modifiers:
         raise UnknownInstructionError

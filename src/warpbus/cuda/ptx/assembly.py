@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from warpbus.cuda.ptx.statements import ptx_statements, refusal, split
+from warpbus.cuda.ptx.wgmma import NAME
 
 HEADER = '#include "ptx.h"'
 
@@ -60,11 +61,19 @@ def _translate_statement(text: str) -> str | None:
         return refusal("asm, whose text a macro puts together")
     ptx = "".join(_STRING.findall(template))
     ptx = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), ptx)
+    if operands and not ptx.strip():  # it keeps the compiler from moving accesses to registers, which are none here
+        return "do { } while (0)"
     if ";" not in ptx:  # every instruction of PTX ends with one
         return None
-    lines = [each.begin(index) for index, each in enumerate(operands) if each]
-    lines += ptx_statements(ptx, len(operands))
-    lines += [each.end(index) for index, each in enumerate(outputs) if each]
+    # Accumulators of an asynchronous product stay the variables of the program, which change when it is complete.
+    referenced = {i for i, each in enumerate(outputs) if each and each.constraint[0] == "+"} if NAME in ptx else set()
+    lines = [
+        f"auto &warpbus_to_{index} = {each.value};" if index in referenced else each.begin(index)
+        for index, each in enumerate(operands)
+        if each
+    ]
+    lines += ptx_statements(ptx, len(operands), referenced)
+    lines += [each.end(index) for index, each in enumerate(outputs) if each and index not in referenced]
     return f"do {{ {' '.join(filter(None, lines))} }} while (0)"
 
 

@@ -9,7 +9,7 @@ from warpbus.cuda.ptx.registers import TYPES, PtxRegisters, UnknownInstructionEr
 
 # Modifiers that do not change what an instruction computes here.
 _IGNORED = {"ftz", "approx", "full", "noftz", "sync", "aligned", "uni", "to"}
-SPACES = {"global", "shared", "shared::cta", "local", "const", "param", "generic"}
+SPACES = {"global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "generic"}
 CACHING = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "weak", "cta", "gpu", "sys", "cluster", "L2::64B"}
 ATOMIC = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}
 

@@ -2,6 +2,7 @@
 
 import re
 
+from warpbus.cuda.ptx.bulk import copy_bulk, reduce_bulk
 from warpbus.cuda.ptx.instruction import ATOMIC, CACHING, SPACES, Handlers, PtxInstruction, vector
 from warpbus.cuda.ptx.registers import TYPES, UnknownInstructionError
 
@@ -42,9 +43,14 @@ def _store(of: PtxInstruction) -> str:
         raise UnknownInstructionError
     values = ", ".join(of.registers.read(each, cpp_type) for each in parts)
     if ATOMIC & set(of.modifiers) and count == 1:
-        return f"warpbus::ptx::store_atomic(warpbus::ptx::address<{cpp_type}>({at}), {values});"
+        fence = _fence(of) if "release" in of.modifiers else ""
+        return f"{fence}warpbus::ptx::store_atomic(warpbus::ptx::address<{cpp_type}>({at}), {values});"
     stored = f"warpbus::ptx::Vector<{cpp_type}, {count}>"
     return f"*warpbus::ptx::address<{stored}>({at}) = {stored}{{{{{values}}}}};"
+
+
+def _fence(of: PtxInstruction) -> str:
+    return "__threadfence_block(); " if "cta" in of.modifiers else "__threadfence(); "
 
 
 def _atomic(of: PtxInstruction) -> str:
@@ -55,11 +61,27 @@ def _atomic(of: PtxInstruction) -> str:
         raise UnknownInstructionError
     values = ", ".join(of.registers.read(each, cpp_type) for each in of.operands[first + 1 :])
     at = of.registers.address(of.operands[first])
+    fence = _fence(of) if {"release", "acq_rel"} & set(of.modifiers) else ""
     call = f"{_ATOMICS[operation]}(warpbus::ptx::address<{cpp_type}>({at}), {values})"
-    return of.write(0, call) if first else f"{call};"
+    return fence + (of.write(0, call) if first else f"{call};")
+
+
+def _map_address(of: PtxInstruction) -> str:
+    *spaces, ptx_type = of.modifiers
+    if set(spaces) - {"shared::cluster"} or ptx_type not in ("u32", "u64"):
+        raise UnknownInstructionError
+    address = of.read(1, "uint64_t")
+    if of.name == "getctarank":
+        return of.write(0, f"warpbus::rank_of_address({address})")
+    mapped = f"warpbus::map_shared({address}, {of.read(2, 'uint32_t')}, __LINE__)"
+    return of.write(0, f"static_cast<{TYPES[ptx_type]}>({mapped})")
 
 
 def _copy_async(of: PtxInstruction) -> str:
+    if of.modifiers[:2] == ["async", "bulk"]:
+        return copy_bulk(of)
+    if of.modifiers[:3] == ["reduce", "async", "bulk"]:
+        return reduce_bulk(of)
     if of.modifiers[:1] != ["async"]:
         raise UnknownInstructionError
     match of.modifiers[1:]:
@@ -69,6 +91,9 @@ def _copy_async(of: PtxInstruction) -> str:
             return f"__pipeline_wait_prior({of.registers.value(of.operands[0])});"
         case ["wait_all"]:
             return "warpbus::ptx::wait_for_all_copies();"
+        case ["mbarrier", "arrive", *others] if set(others) <= {"noinc", "shared", "shared::cta", "b64"}:
+            at, counted = of.registers.address(of.operands[0]), str("noinc" in others).lower()
+            return f"warpbus::ptx::mbarrier_arrive_after_copies({at}, {counted}, __LINE__);"
         case ["ca" | "cg", "shared" | "shared::cta", "global", *hints] if all(
             re.match(r"L2::\d+B", each) for each in hints
         ):
@@ -83,7 +108,9 @@ HANDLERS: Handlers = {
     **dict.fromkeys(("prefetch", "prefetchu", "discard", "applypriority"), lambda _: ";"),
     **dict.fromkeys(("atom", "red"), _atomic),
     "cvta": lambda of: of.write(0, of.read(1, "uint64_t")),
+    **dict.fromkeys(("mapa", "getctarank"), _map_address),
     "ld": _load,
     "st": _store,
     "cp": _copy_async,
+    "createpolicy": lambda of: of.write(0, "uint64_t{0}"),  # caches are not simulated
 }

@@ -1,6 +1,7 @@
 """Registers and operands of PTX as expressions of C++."""
 
 import re
+from collections.abc import Collection
 
 TYPES = {
     "f16": "__half",
@@ -27,6 +28,8 @@ _SPECIAL = {
     "clock_hi": "static_cast<uint32_t>(clock64() >> 32)",
     "clock64": "static_cast<uint64_t>(clock64())",
     "globaltimer": "static_cast<uint64_t>(clock64())",
+    "cluster_ctarank": "warpbus::cluster_place().rank",
+    "cluster_nctarank": "warpbus::cluster_place().count",
     "lanemask_eq": "(1u << warpbus::lane())",
     "lanemask_lt": "((1u << warpbus::lane()) - 1)",
     "lanemask_le": "(~0u >> (31 - warpbus::lane()))",
@@ -34,7 +37,16 @@ _SPECIAL = {
     "lanemask_ge": "(~0u << warpbus::lane())",
     **{
         f"{name}.{axis}": f"{variable}.{axis}"
-        for name, variable in (("tid", "threadIdx"), ("ntid", "blockDim"), ("ctaid", "blockIdx"), ("nctaid", "gridDim"))
+        for name, variable in (
+            ("tid", "threadIdx"),
+            ("ntid", "blockDim"),
+            ("ctaid", "blockIdx"),
+            ("nctaid", "gridDim"),
+            ("cluster_ctaid", "warpbus::cluster_place().block"),
+            ("cluster_nctaid", "warpbus::cluster_place().size"),
+            ("clusterid", "warpbus::cluster_place().cluster"),
+            ("nclusterid", "warpbus::cluster_place().clusters"),
+        )
         for axis in "xyz"
     },
 }
@@ -49,11 +61,14 @@ class PtxRegisters:
 
     Args:
         operands: their number; operand N is the variable warpbus_N of C++.
+        referenced: those that are read and written in place: operand N is the reference warpbus_to_N.
     """
 
-    def __init__(self, operands: int) -> None:
+    def __init__(self, operands: int, referenced: Collection[int] = ()) -> None:
         self._operands = operands
+        self._referenced = referenced
         self._declared: set[str] = set()
+        self.labels: set[str] = set()
 
     def declare(self, directive: str) -> str:
         """A `.reg` directive as a declaration of C++."""
@@ -65,7 +80,9 @@ class PtxRegisters:
             many = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
             names += [f"{many[1]}{index}" for index in range(min(int(many[2]), 1000))] if many else [name]
         self._declared.update(names)
-        return f"{_DECLARED[found[1]]} {', '.join(f'{self.name(name)} = 0' for name in names)};"
+        variables = [self.name(name) for name in names]
+        # Not initialized where they are declared: a branch may jump over a declaration.
+        return f"{_DECLARED[found[1]]} {', '.join(variables)}; {' = '.join(variables)} = 0;"
 
     def name(self, register: str) -> str:
         """The variable of a declared register."""
@@ -73,10 +90,16 @@ class PtxRegisters:
             raise UnknownInstructionError
         return "warpbus_" + re.sub(r"[%$]", "_", register) + "_"
 
+    def label(self, name: str) -> str:
+        """The label of C++ for a label of PTX."""
+        found = "warpbus_label_" + re.sub(r"\W", "_", name)
+        self.labels.add(found)
+        return found
+
     def value(self, operand: str) -> str:
         """An operand as an expression: a register, a constant, or a special register."""
         if number := re.fullmatch(r"%(\d+)", operand):
-            if int(number[1]) >= self._operands:
+            if int(number[1]) >= self._operands or int(number[1]) in self._referenced:
                 raise UnknownInstructionError
             return f"warpbus_{number[1]}"
         if operand in self._declared:
@@ -92,6 +115,13 @@ class PtxRegisters:
         if re.fullmatch(r"-?\d+\.\d*", operand):
             return operand
         raise UnknownInstructionError
+
+    def in_place(self, operand: str) -> str:
+        """The variable of the program that an operand belongs to."""
+        number = int(operand.removeprefix("%"))
+        if number not in self._referenced:
+            raise UnknownInstructionError
+        return f"warpbus_to_{number}"
 
     def read(self, operand: str, cpp_type: str) -> str:
         """The value of an operand in a C++ type of the same bits."""

@@ -5,27 +5,40 @@ not use, and paths for other GPUs. Source: PTX ISA, version 9.0.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from warpbus.cuda.ptx import arithmetic, matrices, memory, warps
+from warpbus.cuda.ptx import arithmetic, barriers, matrices, memory, warps, wgmma
 from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction
 from warpbus.cuda.ptx.registers import PtxRegisters, UnknownInstructionError
 
-_HANDLERS: Handlers = {**arithmetic.HANDLERS, **memory.HANDLERS, **matrices.HANDLERS, **warps.HANDLERS}
+_HANDLERS: Handlers = {
+    **arithmetic.HANDLERS,
+    **memory.HANDLERS,
+    **matrices.HANDLERS,
+    **warps.HANDLERS,
+    **barriers.HANDLERS,
+    **wgmma.HANDLERS,
+}
+_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)\s*")
 
 
-def ptx_statements(ptx: str, operands: int) -> list[str]:
+def ptx_statements(ptx: str, operands: int, referenced: Collection[int] = ()) -> list[str]:
     """Statements of C++, in which operand N of the `asm` statement is the variable warpbus_N.
 
     Args:
         ptx: without escapes of C++, in which %% stands for a %.
         operands: their number.
+        referenced: see `PtxRegisters`.
     """
-    registers = PtxRegisters(operands)
+    registers = PtxRegisters(operands, referenced)
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", ptx, flags=re.DOTALL).replace("%%", "%")
-    return [
-        statement if statement in "{}" else _statement(statement, registers) for statement in _split_statements(text)
+    text = text.replace("%=", "0")  # a number that makes labels different: here, each statement has its own
+    made = [
+        statement if statement in "{}" else _labelled(statement, registers) for statement in _split_statements(text)
     ]
+    if not registers.labels:
+        return made
+    return ["{", f"__label__ {', '.join(sorted(registers.labels))};", *made, "}"]
 
 
 def refusal(what: str) -> str:
@@ -42,6 +55,15 @@ def split(text: str, plain: str, by: str) -> list[str]:
             parts.append(text[begin:position])
             begin = position + 1
     return [*parts, text[begin:]]
+
+
+def _labelled(statement: str, registers: PtxRegisters) -> str:
+    """A statement, and the labels before it."""
+    labels = ""
+    while found := _LABEL.match(statement):
+        labels += f"{registers.label(found[1])}: ; "
+        statement = statement[found.end() :]
+    return labels + (_statement(statement, registers) if statement else "")
 
 
 def _statement(statement: str, registers: PtxRegisters) -> str:

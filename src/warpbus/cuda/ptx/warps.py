@@ -1,23 +1,9 @@
-"""What threads do together: barriers, shuffles and votes; and the end of a program."""
+"""What the lanes of a warp do together: shuffles, votes and the election of a leader; branches, and the end."""
 
 from warpbus.cuda.ptx.instruction import Handlers, PtxInstruction
 from warpbus.cuda.ptx.registers import TYPES, UnknownInstructionError
 
 _SHUFFLES = {"idx": "__shfl_sync", "up": "__shfl_up_sync", "down": "__shfl_down_sync", "bfly": "__shfl_xor_sync"}
-
-
-def _fence(of: PtxInstruction) -> str:
-    if {"proxy", "mbarrier_init"} & set(of.modifiers):
-        raise UnknownInstructionError
-    return "__threadfence_block();" if "cta" in of.modifiers else "__threadfence();"
-
-
-def _barrier(of: PtxInstruction) -> str:
-    if of.modifiers[:1] == ["warp"]:
-        return f"__syncwarp({of.read(0, 'uint32_t')}, __LINE__);"
-    if [each for each in of.modifiers if each not in ("cta", "aligned")] != ["sync"] or len(of.operands) != 1:
-        raise UnknownInstructionError  # of a part of the block
-    return "__syncthreads(__LINE__);"
 
 
 def _shuffle(of: PtxInstruction) -> str:
@@ -48,12 +34,26 @@ def _redux(of: PtxInstruction) -> str:
     return of.write(0, f"__reduce_{operation}_sync({mask}, {x}, __LINE__)")
 
 
+def _elect(of: PtxInstruction) -> str:
+    leader, predicate = (each.strip() for each in of.operands[0].split("|"))
+    if of.modifiers != ["sync"]:
+        raise UnknownInstructionError
+    chosen = f"const unsigned warpbus_leader = warpbus::ptx::elect({of.read(1, 'uint32_t')}, __LINE__);"
+    given = of.registers.write(leader, "warpbus_leader")
+    return f"{{ {chosen} {given} {of.registers.name(predicate)} = warpbus_leader == warpbus::lane(); }}"
+
+
+def _branch(of: PtxInstruction) -> str:
+    if set(of.modifiers) - {"uni"}:
+        raise UnknownInstructionError
+    return f"goto {of.registers.label(of.operands[0])};"
+
+
 HANDLERS: Handlers = {
-    **dict.fromkeys(("membar", "fence"), _fence),
-    **dict.fromkeys(("bar", "barrier"), _barrier),
-    **dict.fromkeys(("griddepcontrol", "nanosleep", "setmaxnreg"), lambda _: ";"),
     "shfl": _shuffle,
     "vote": _vote,
     "redux": _redux,
+    "elect": _elect,
+    "bra": _branch,
     "trap": lambda _: "abort();",
 }

@@ -34,17 +34,15 @@ T = TypeVar("T")
 NAMESPACE = "warpbus-pool"
 """Ray's namespace of the pool's actors: one pool a cluster."""
 
-# How often Ray calls a method of the broker again whose actor died meanwhile, where calling it twice does no harm.
-_REPEATED = 5
-
 _AGENT = "agent:"
 _BROKER = "broker"
 # A daemon that was started again gets its name when Ray has seen that the one before it is dead.
 _SECONDS_FOR_THE_NAME = 15.0
 # An agent answers at once; the broker waits no longer, since all others wait meanwhile.
 _SECONDS_FOR_AN_ANSWER = 2.0
-# The broker may have to be started again on another node.
+# The broker may have to be started again on another node. Ray refuses calls until it runs there.
 _SECONDS_FOR_THE_BROKER = 60.0
+_SECONDS_BETWEEN_CALLS = 0.5
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,21 @@ class RayBrokerStore(BrokerStore):
         return ended
 
     def _call(self, method: str, *arguments: Any, repeatable: bool = True) -> Any:
-        """Call a method of the broker's actor. Ray repeats a `repeatable` call if the actor dies meanwhile."""
-        options = {"max_task_retries": _REPEATED} if repeatable else {}
-        return self._ask(getattr(self._broker, method).options(**options).remote(*arguments))
+        """Call a method of the broker's actor; a `repeatable` one again and again while the actor is restarted.
+
+        Raises:
+            UnavailableError: the broker does not answer, or it is restarted, and nobody knows whether it did what it
+                was asked to.
+        """
+        end = time.monotonic() + _SECONDS_FOR_THE_BROKER
+        while True:
+            try:
+                return self._ask(getattr(self._broker, method).remote(*arguments))
+            except UnavailableError as error:
+                restarts = isinstance(error.__cause__, self._ray.exceptions.ActorUnavailableError)
+                if not (repeatable and restarts) or time.monotonic() > end:
+                    raise
+            time.sleep(_SECONDS_BETWEEN_CALLS)
 
     def _ask(self, asked: Any, whom: str = "the broker") -> Any:
         try:

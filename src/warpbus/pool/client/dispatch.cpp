@@ -16,7 +16,9 @@
 #include <torch/csrc/Storage.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -32,32 +34,35 @@ using warpbus::attribute, warpbus::checked, warpbus::integer, warpbus::Object, w
 constexpr auto kDevice = c10::DispatchKey::PrivateUse1;
 constexpr auto kPython = c10::DispatchKey::PrivateUse2;
 
-// The session that calls are for; all of it is used with the GIL held.
-struct Current {
-  bool active = false;
-  uint64_t epoch = 0;  // of the numbers of definitions
-  int64_t memory = 0;
+// A session, and one numbering of its definitions: plans hold for one target alone.
+struct Target {
+  uint64_t number;  // no other target of this process has it
+  int64_t memory;
   Object session, acquire, release, call, freed, remote;
 };
 
-Current* current = nullptr;  // never destroyed: calls may come while Python shuts down
+// That of the next call, or none; guarded by the GIL. A call keeps the one that it began with, whatever other threads
+// connect meanwhile. Never destroyed: calls may come while Python shuts down.
+auto& current = *new std::shared_ptr<const Target>();
+std::atomic<bool> active = false;  // there is one; to be asked without the GIL
+uint64_t targets = 0;              // made in this process
 PyObject *name_remote, *name_handle, *name_used, *name_peak, *name_kind, *name_plan;
 
 // The session's lock, which is reentrant.
 class Lock {
  public:
-  Lock() : release_(Object::borrowed(current->release.get())) {
-    checked(PyObject_CallNoArgs(current->acquire.get()));
+  explicit Lock(const Target& target) : release_(target.release.get()) {
+    checked(PyObject_CallNoArgs(target.acquire.get()));
   }
   ~Lock() {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    Object(PyObject_CallNoArgs(release_.get()));
+    Object(PyObject_CallNoArgs(release_));
     PyErr_Restore(type, value, traceback);
   }
 
  private:
-  Object release_;
+  PyObject* release_;
 };
 
 struct Output {
@@ -71,7 +76,6 @@ struct Output {
 };
 
 struct Plan {
-  uint64_t epoch = 0;
   bool usable = false;
   int64_t allocated = 0;  // bytes of all new storages
   std::string prefix;     // of the encoded call
@@ -109,7 +113,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    if (!current->active || !known(op, stack)) op.redispatchBoxed(c10::DispatchKeySet(kPython), stack);
+    if (!active || !known(op, stack)) op.redispatchBoxed(c10::DispatchKeySet(kPython), stack);
   }
 
  private:
@@ -123,9 +127,10 @@ class Kernel final : public c10::OperatorKernel {
       if (!take(call, arguments[index], is_number_[index], schema, arguments, index)) return false;
     }
     pybind11::gil_scoped_acquire gil;
-    if (!current->active) return false;
-    Lock lock;
-    if (!current->active) return false;
+    const auto target = current;
+    if (target == nullptr) return false;
+    const Lock lock(*target);
+    if (target != current) return false;  // another thread has connected or disconnected
     std::vector<uint64_t> operands;
     operands.reserve(call.tensors.size() + call.numbers.size() + 4);
     for (const auto* tensor : call.tensors) {
@@ -133,14 +138,18 @@ class Kernel final : public c10::OperatorKernel {
       if (!handle_of(*tensor, handle)) return false;
       operands.push_back(handle);
     }
+    if (planned_for_ != target->number) {
+      plans_->clear();
+      planned_for_ = target->number;
+    }
     const auto found = plans_->find(call.key);
-    if (found == plans_->end() || found->second->epoch != current->epoch) {
-      learn(op, stack, call);
+    if (found == plans_->end()) {
+      learn(op, stack, call, target);
       return true;
     }
     const auto plan = found->second;  // a reference of its own: while Python runs, another thread may replace it
     if (!plan->usable) return false;
-    return run(*plan, schema, stack, call, operands);
+    return run(*target, *plan, schema, stack, call, operands);
   }
 
   bool take(Call& call, const c10::IValue& value, bool is_number, const c10::FunctionSchema& schema,
@@ -286,16 +295,14 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Let Python do the call, and keep the plan of it. The session's lock is held, so that the plan is of this call.
-  void learn(const c10::OperatorHandle& op, torch::jit::Stack* stack, const Call& call) {
-    if (!plans_->empty() && plans_->begin()->second->epoch != current->epoch) plans_->clear();
-    const auto epoch = current->epoch;
+  void learn(const c10::OperatorHandle& op, torch::jit::Stack* stack, const Call& call,
+             const std::shared_ptr<const Target>& target) {
     if (PyObject_SetAttr(function_, name_kind, Py_None) < 0) raise();
     const auto inputs = call.tensors.size();
     op.redispatchBoxed(c10::DispatchKeySet(kPython), stack);  // `call.tensors` are not to be used from here on
     const auto kind = attribute(function_, name_kind);
-    if (!current->active || current->epoch != epoch) return;
+    if (target != current) return;
     auto plan = std::make_shared<Plan>();
-    plan->epoch = epoch;
     if (kind.get() != Py_None)
       plan->usable = read(*plan, kind.get(), inputs, call.kinds) &&
                      (gives_list(op.schema()) || plan->outputs.size() == op.schema().returns().size());
@@ -337,16 +344,16 @@ class Kernel final : public c10::OperatorKernel {
     return true;
   }
 
-  bool run(const Plan& plan, const c10::FunctionSchema& schema, torch::jit::Stack* stack, const Call& call,
-           std::vector<uint64_t>& operands) {
-    if (!allocate(plan.allocated)) return false;
+  bool run(const Target& target, const Plan& plan, const c10::FunctionSchema& schema, torch::jit::Stack* stack,
+           const Call& call, std::vector<uint64_t>& operands) {
+    if (!allocate(target, plan.allocated)) return false;
     operands.insert(operands.end(), call.numbers.begin(), call.numbers.end());
     std::vector<c10::IValue> results;
     results.reserve(plan.outputs.size());
     for (const auto& output : plan.outputs) {
       switch (output.kind) {
         case Output::New:
-          results.emplace_back(made(output, operands));
+          results.emplace_back(made(target, output, operands));
           break;
         case Output::Same:
           results.emplace_back(*call.tensors[output.value]);
@@ -362,7 +369,7 @@ class Kernel final : public c10::OperatorKernel {
     const auto encoded = checked(PyBytes_FromStringAndSize(nullptr, plan.prefix.size() + bytes));
     std::memcpy(PyBytes_AS_STRING(encoded.get()), plan.prefix.data(), plan.prefix.size());
     std::memcpy(PyBytes_AS_STRING(encoded.get()) + plan.prefix.size(), operands.data(), bytes);
-    checked(PyObject_CallOneArg(current->call.get(), encoded.get()));
+    checked(PyObject_CallOneArg(target.call.get(), encoded.get()));
     torch::jit::drop(*stack, schema.arguments().size());
     if (gives_list(schema)) {
       c10::List<at::Tensor> list;
@@ -381,11 +388,11 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Count bytes, as `Session.remote` does; false if they do not fit.
-  static bool allocate(int64_t nbytes) {
+  static bool allocate(const Target& target, int64_t nbytes) {
     if (nbytes == 0) return true;
-    PyObject* session = current->session.get();
+    PyObject* session = target.session.get();
     const auto used = integer(attribute(session, name_used).get()) + nbytes;
-    if (used > current->memory) return false;
+    if (used > target.memory) return false;
     const auto after = checked(PyLong_FromLongLong(used));
     if (PyObject_SetAttr(session, name_used, after.get()) < 0) raise();
     if (used > integer(attribute(session, name_peak).get()) &&
@@ -394,9 +401,9 @@ class Kernel final : public c10::OperatorKernel {
     return true;
   }
 
-  static at::Tensor made(const Output& output, std::vector<uint64_t>& operands) {
-    PyObject* arguments[] = {output.nbytes.get(), current->freed.get()};
-    const auto remote = checked(PyObject_Vectorcall(current->remote.get(), arguments, 2, nullptr));
+  static at::Tensor made(const Target& target, const Output& output, std::vector<uint64_t>& operands) {
+    PyObject* arguments[] = {output.nbytes.get(), target.freed.get()};
+    const auto remote = checked(PyObject_Vectorcall(target.remote.get(), arguments, 2, nullptr));
     operands.push_back(PyLong_AsUnsignedLongLong(attribute(remote.get(), name_handle).get()));
     // Its size counts only where PyTorch looks at it: a contiguous tensor may have any, and others get theirs.
     c10::Storage storage(c10::Storage::use_byte_size_t(), 0, c10::GetAllocator(c10::DeviceType::Meta), true);
@@ -412,6 +419,7 @@ class Kernel final : public c10::OperatorKernel {
 
   PyObject* function_;
   std::vector<bool> is_number_;
+  uint64_t planned_for_ = 0;  // the number of the target that all plans are for
   // Never destroyed: the dispatcher destroys its kernels after Python has shut down, and plans hold objects of Python.
   std::unordered_map<std::string, std::shared_ptr<Plan>>* const plans_ =
       new std::unordered_map<std::string, std::shared_ptr<Plan>>();
@@ -495,30 +503,26 @@ PyObject* register_guard(PyObject*, PyObject*) {
       [] { c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::PrivateUse1, new Guard()); });
 }
 
-// use(session, memory, acquire, release, call, freed, remote): plans of another session, or of numbers of definitions
-// that are used again, hold no more.
+// use(session, memory, acquire, release, call, freed, remote): calls are for this session. Plans of another one, or of
+// numbers of definitions that are used again, hold no more.
 PyObject* use(PyObject*, PyObject* arguments) {
   long long memory;
   PyObject *session, *acquire, *release, *call, *freed, *remote;
   if (!PyArg_ParseTuple(arguments, "OLOOOOO", &session, &memory, &acquire, &release, &call, &freed, &remote))
     return nullptr;
-  current->session = Object::borrowed(session);
-  current->memory = memory;
-  current->acquire = Object::borrowed(acquire);
-  current->release = Object::borrowed(release);
-  current->call = Object::borrowed(call);
-  current->freed = Object::borrowed(freed);
-  current->remote = Object::borrowed(remote);
-  current->epoch++;
-  current->active = true;
+  auto target = std::shared_ptr<const Target>(new Target{
+      ++targets, memory, Object::borrowed(session), Object::borrowed(acquire), Object::borrowed(release),
+      Object::borrowed(call), Object::borrowed(freed), Object::borrowed(remote)});
+  current.swap(target);  // what is left of the one before goes last: its end may run Python
+  active = true;
   Py_RETURN_NONE;
 }
 
 // leave(): calls go to Python.
 PyObject* leave(PyObject*, PyObject*) {
-  current->active = false;
-  current->epoch++;
-  current->session = Object();
+  active = false;
+  std::shared_ptr<const Target> before;
+  current.swap(before);
   Py_RETURN_NONE;
 }
 
@@ -532,7 +536,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "warpbus_pool_dispatch", nullptr, -
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject* make_module() {
-  current = new Current();
   name_remote = PyUnicode_InternFromString("remote");
   name_handle = PyUnicode_InternFromString("handle");
   name_used = PyUnicode_InternFromString("used");

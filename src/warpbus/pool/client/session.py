@@ -16,14 +16,19 @@ from warpbus.pool.client.connection import Connection, PendingRead
 from warpbus.pool.client.group_member import GroupMember
 from warpbus.pool.client.tensors import NAME, FreedStorages, Remote
 from warpbus.pool.protocol.group_steps import ExchangeStep, ReduceStep
-from warpbus.pool.protocol.instructions import MAX_RANDOM_STATE, MAX_WRITE, Writer
+from warpbus.pool.protocol.instructions import (
+    MAX_DEFINITIONS,
+    MAX_RANDOM_STATE,
+    MAX_WRITE,
+    Writer,
+    definition_number,
+)
 from warpbus.pool.protocol.signature import Signature
 from warpbus.pool.protocol.wire import Value
 
 _FIRST_BATCH = 8
 _BATCH_INSTRUCTIONS = 64
 _BATCH_BYTES = 1 << 18
-_MAX_DEFINITIONS = 1 << 16
 
 FORKED = (
     "this process is a forked child of one with a remote GPU and cannot use its connection: use the GPU in the parent "
@@ -67,7 +72,7 @@ class Session:
     freed: FreedStorages = field(default_factory=FreedStorages)
     writer: Writer = field(default_factory=Writer)
     generation: int = 0
-    """Incremented when definition numbers are reused: numbers of earlier generations are invalid."""
+    """Incremented when the places of definitions are reused: numbers of earlier generations are invalid."""
     unknown: Counter[int] = field(default_factory=Counter)
     """By size in bytes: uploads offered since the pool last knew the content of one."""
     programs: int = 0
@@ -121,12 +126,14 @@ class Session:
 
     def define(self, signature: Signature) -> int:
         """Define a kind of call at the tenant. Returns its number."""
-        generation, number = divmod(self.statistics.definitions, _MAX_DEFINITIONS)
+        generation, place = divmod(self.statistics.definitions, MAX_DEFINITIONS)
         self.statistics.definitions += 1
         if generation != self.generation:
             self.generation = generation
             _tell_watchers()
-        self.writer.define(number, signature.encode())
+        encoded = signature.encode()
+        number = definition_number(place, encoded)
+        self.writer.define(number, encoded)
         return number
 
     def call(self, encoded: bytes) -> None:

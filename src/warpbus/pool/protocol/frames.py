@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from warpbus.errors import FrameError, ProtocolError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """The version of the protocol, in every HELLO; a side refuses another version."""
 
 HEADER = Struct("<IBxxxQ")

@@ -15,10 +15,14 @@
     GROUP   length u32, step                               together with other leases, see `group_steps`
 
 How much a CALL carries follows from its definition. All handles are chosen by the client.
+
+The low 16 bits of a definition's number are its place, which the next definition with this place takes over. The others
+are a checksum: a CALL by the number of another definition in this place is refused, and not parsed as one of this.
 """
 
 import functools
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TypeAlias
@@ -27,6 +31,7 @@ from warpbus.errors import ProtocolError
 
 MAX_WRITE = 4 << 20
 MAX_SIGNATURE = 4 << 20
+MAX_DEFINITIONS = 1 << 16
 SHA256_BYTES = 32
 MAX_RANDOM_STATE = 1 << 16
 MAX_STEP = 1 << 20
@@ -132,6 +137,11 @@ class Writer:
         self.buffer.append(instruction)
         self.buffer += operands
         self.count += 1
+
+
+def definition_number(place: int, signature: bytes) -> int:
+    """The number of a definition in a place below `MAX_DEFINITIONS`."""
+    return place | zlib.crc32(signature) % (1 << 16) * MAX_DEFINITIONS
 
 
 def call_prefix(number: int) -> bytes:

@@ -19,7 +19,7 @@ from warpbus.errors import DeviceError, ProtocolError, StateError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.group_steps import decode_step
-from warpbus.pool.protocol.instructions import SHA256_BYTES, Instruction, parse
+from warpbus.pool.protocol.instructions import MAX_DEFINITIONS, SHA256_BYTES, Instruction, parse
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
@@ -30,7 +30,6 @@ from warpbus.pool.tenant.programs import Programs
 from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
 from warpbus.pool.tenant.storages import Storages
 
-MAX_DEFINITIONS = 1 << 16
 MAX_DEFINED_BYTES = 64 << 20
 """The most bytes of all encoded definitions of a lease. They are in main memory, which has no quota."""
 MAX_ASKED = 1 << 16
@@ -77,6 +76,7 @@ class Executor:
         self.content = content
         self._uploads = None if content is None else Uploads(content)
         self._definitions: dict[int, Definition] = {}
+        self._defined: dict[int, int] = {}  # by place: the number of the definition that has it
         self._defined_bytes = 0
         self._programs = Programs(self.storages)
         self.groups = LeaseGroups(self.storages, gpu_links=gpu_links)
@@ -431,15 +431,18 @@ class Executor:
                 self._poison([operands[0]], failure, new=1)
 
     def _define(self, number: int, encoded: bytes | memoryview) -> None:
-        if number >= MAX_DEFINITIONS:
-            raise ProtocolError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
-        before = self._definitions.get(number)
+        place = number % MAX_DEFINITIONS
+        replaced = self._defined.get(place, number)
+        before = self._definitions.get(replaced)
         defined = self._defined_bytes + len(encoded) - (0 if before is None else len(before.encoded))
         if defined > MAX_DEFINED_BYTES:
             raise ProtocolError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
-        definition = self._definitions[number] = Definition(bytes(encoded), self.storages)
+        definition = Definition(bytes(encoded), self.storages)
         if self._native is not None:
             definition.plan = self._native.plan(definition)
+        self._definitions.pop(replaced, None)
+        self._definitions[number] = definition
+        self._defined[place] = number
         self._defined_bytes = defined
 
     def _new(self, handle: int, nbytes: int) -> None:
